@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings. Read once, here, at start; everything else takes a typed object.
+
+    # attnstore.yaml: everything has a default but these two
+    dram: 64GiB
+    nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}
+
+Every ConfigError names the key, the value that was found, and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from attnstore_vllm.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[f"{_letter}b"] = 1000**_power
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(key: str, value: object) -> int:
+    """Bytes of "64GiB", "1.5 TB" or a plain integer. Raises ConfigError naming `key`."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        number, unit = match.groups()
+        if unit.lower() in _UNITS and float(number) > 0:
+            return int(float(number) * _UNITS[unit.lower()])
+    raise ConfigError(
+        f"{key} is {value!r}, which is no size; write a number and a unit, as in 64GiB or 2TiB"
+    )
+
+
+def format_size(num_bytes: int) -> str:
+    """The size as a person would write it, e.g. 1.5GiB."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g}{unit}"
+        size /= 1024
+    return f"{size:.4g}TiB"
+
+
+def check_keys(where: str, given: Mapping[str, Any], known: set[str], required: set[str]) -> None:
+    """Raise ConfigError for the first unknown key (with the nearest known one) or missing key."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+            raise ConfigError(f"{where}{key} is not a setting of AttnStore; {hint}")
+    for key in sorted(required):
+        if key not in given:
+            raise ConfigError(
+                f"{where}{key} is missing; AttnStore needs dram and nvme, as in\n"
+                "  dram: 64GiB\n  nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}"
+            )
+
+
+def _integer(key: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{key} is {value!r}; it must be an integer from {low} to {high}")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeConfig:
+    """The slab file's directory (created with mode 0700 if only its last part is missing)."""
+
+    path: Path
+    capacity_bytes: int
+
+    @classmethod
+    def parse(cls, given: object) -> NvmeConfig:
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"nvme is {given!r}; it must be {{path: ..., capacity: ...}}")
+        check_keys("nvme.", given, {"path", "capacity"}, {"path", "capacity"})
+        raw = given["path"]
+        if not isinstance(raw, str) or not raw:
+            raise ConfigError(f"nvme.path is {raw!r}; it must be an absolute directory")
+        path = Path(raw)
+        if not path.is_absolute():
+            raise ConfigError(
+                f"nvme.path is {raw!r}, which is relative; write an absolute path, "
+                f"as in {Path.cwd() / raw}"
+            )
+        capacity = parse_size("nvme.capacity", given["capacity"])
+        return cls(path=path, capacity_bytes=capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """All settings. Sizes are in bytes and are those of the whole server, all ranks together."""
+
+    dram_bytes: int
+    nvme: NvmeConfig
+    chunk_tokens: int = 256
+    """Tokens a chunk has; rounded up to whole blocks of vLLM."""
+    load_deadline_ms: int = 1000
+    """How long a request waits for its chunks to come up from NVMe before it computes them."""
+    io_depth: int = 8
+    """Requests in flight on the device; half of them may be writes."""
+    data_parallel_size: int = 1
+    """Engines that share the two sizes. `vllm serve -dp N` fills it in."""
+
+    @classmethod
+    def parse(cls, given: object) -> StoreConfig:
+        """Build from the YAML or vLLM's kv_connector_extra_config. Raises ConfigError."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"the settings of AttnStore are {given!r}; they must be a mapping")
+        known = ({f.name for f in fields(cls)} - {"dram_bytes"}) | {"dram"}
+        check_keys("", given, known, {"dram", "nvme"})
+        optional = {
+            key: _integer(key, given[key], low, high)
+            for key, low, high in (
+                ("chunk_tokens", 16, 4096),
+                ("load_deadline_ms", 0, 60_000),
+                ("io_depth", 2, 1024),
+                ("data_parallel_size", 1, 4096),
+            )
+            if key in given
+        }
+        dram = parse_size("dram", given["dram"])
+        return cls(dram_bytes=dram, nvme=NvmeConfig.parse(given["nvme"]), **optional)
+
+    def share(self, dp_rank: int | None) -> StoreConfig:
+        """The part of one data-parallel engine: `path/dp<rank>` and an equal share of both sizes.
+
+        Args:
+            dp_rank: None where the server is a single engine.
+        """
+        if dp_rank is None:
+            return self
+        if not 0 <= dp_rank < self.data_parallel_size:
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size}, but this engine has data-"
+                f"parallel rank {dp_rank}; set data_parallel_size to the number of engines"
+            )
+        nvme = NvmeConfig(
+            path=self.nvme.path / f"dp{dp_rank}",
+            capacity_bytes=self.nvme.capacity_bytes // self.data_parallel_size,
+        )
+        return StoreConfig(
+            dram_bytes=self.dram_bytes // self.data_parallel_size,
+            nvme=nvme,
+            chunk_tokens=self.chunk_tokens,
+            load_deadline_ms=self.load_deadline_ms,
+            io_depth=self.io_depth,
+            data_parallel_size=self.data_parallel_size,
+        )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From vLLM's configuration to the two sides of the connector."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from attnstore_vllm.config import StoreConfig, format_size
+from attnstore_vllm.connector.namespace import fingerprint
+from attnstore_vllm.connector.scheduler import Scheduler
+from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.errors import ConfigError, UnsupportedError
+from attnstore_vllm.io.aiofiles_device import AiofilesDevice
+from attnstore_vllm.machine import SLAB_NAME, lock_directory
+from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
+from attnstore_vllm.transfer.pool import SLOTS_AT, SharedPool, pool_name
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+def _config(vllm_config: VllmConfig) -> StoreConfig:
+    """The settings of this engine: its share of them under data parallelism."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    config = StoreConfig.parse(transfer.kv_connector_extra_config)
+    # vLLM gives each data-parallel engine this suffix, and tells none of them how many there are.
+    assert transfer.engine_id is not None
+    is_parallel = "_dp" in transfer.engine_id
+    rank = vllm_config.parallel_config.data_parallel_index
+    return config.share(rank if is_parallel or config.data_parallel_size > 1 else None)
+
+
+def _geometry(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig
+) -> Geometry:
+    (group,) = kv_cache_config.kv_cache_groups
+    spec: Any = group.kv_cache_spec
+    return Geometry(
+        num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+        num_layers=len(group.layer_names),
+        block_tokens=spec.block_size,
+        page_bytes=spec.page_size_bytes,
+        chunk_tokens=round_chunk_tokens(config.chunk_tokens, spec.block_size),
+    )
+
+
+def _open_pool(
+    vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry, member: int
+) -> SharedPool:
+    num_slots = (config.dram_bytes - SLOTS_AT) // geometry.slot_bytes
+    if num_slots < 2:
+        raise ConfigError(
+            f"dram is {format_size(config.dram_bytes)}, but one chunk of {geometry.chunk_tokens} "
+            f"tokens takes {format_size(geometry.slot_bytes)}; ask for more, or lower chunk_tokens"
+        )
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.engine_id is not None
+    name = pool_name(transfer.engine_id, config.nvme.path)
+    return SharedPool(
+        name, num_slots, geometry.slot_bytes, num_ranks=geometry.num_ranks, member=member
+    )
+
+
+def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Worker:
+    """The worker side of this process's rank. Raises ConfigError."""
+    config = _config(vllm_config)
+    geometry = _geometry(vllm_config, kv_cache_config, config)
+    rank = get_tensor_model_parallel_rank()
+    return Worker(
+        _open_pool(vllm_config, config, geometry, member=rank),
+        rank,
+        geometry,
+        list(kv_cache_config.kv_cache_groups[0].layer_names),
+        kv_cache_config.num_blocks,
+    )
+
+
+def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Scheduler:
+    """The scheduler side, with the store. Raises ConfigError, UnsupportedError."""
+    config = _config(vllm_config)
+    geometry = _geometry(vllm_config, kv_cache_config, config)
+    lock = lock_directory(config.nvme.path)
+    pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
+    layouts = []
+    for rank in range(geometry.num_ranks):
+        description = pool.description(rank)
+        if description is None:
+            raise UnsupportedError(
+                f"rank {rank} has not said what its KV looks like; this vLLM makes its "
+                "connectors in an order that AttnStore does not know"
+            )
+        layouts.append(description)
+    namespace = fingerprint(vllm_config, geometry, layouts, vllm.__version__)
+    slab = open_slab(
+        config.nvme.path / SLAB_NAME,
+        config.nvme.capacity_bytes,
+        geometry.chunk_tokens,
+        geometry.slot_bytes,
+        namespace,
+    )
+    device = AiofilesDevice(slab.path, config.io_depth)
+    logger.info(
+        "AttnStore keeps %d tokens in DRAM and %d on NVMe (%s a token, chunks of %d tokens; "
+        "aiofiles, page cache %s)",
+        pool.num_slots * geometry.chunk_tokens,
+        slab.num_records * geometry.chunk_tokens,
+        format_size(round(geometry.token_bytes())),
+        geometry.chunk_tokens,
+        "bypassed" if device.is_direct else "used",
+    )
+    store = Store(pool, slab, device, config.io_depth)
+    return Scheduler(store, geometry, namespace, config.load_deadline_ms / 1000, lock)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AttnStoreConnector: vLLM's hooks, each handed to the side it belongs to. Nothing is decided.
+
+vLLM makes two of it: role WORKER in each worker, then role SCHEDULER in the engine core. For a
+model that the store cannot serve both are *idle*: every hook answers as if there were no store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from attnstore_vllm.connector.build import build_scheduler, build_worker
+from attnstore_vllm.connector.messages import StepPlan, StepReport
+from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
+from attnstore_vllm.connector.scheduler import Scheduler
+from attnstore_vllm.connector.support import (
+    check_interface,
+    check_start,
+    reason_to_idle,
+    warn_if_untested,
+)
+from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.types import Tier
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+check_interface(KVConnectorBase_V1)
+
+_SOURCES = {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
+
+
+class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module. SupportsHMA, so that models we do not serve keep vLLM's hybrid manager."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_start(vllm_config)
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        reason = reason_to_idle(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            warn_if_untested(vllm.__version__)
+            if reason is None:
+                self._scheduler = build_scheduler(vllm_config, kv_cache_config)
+            else:
+                logger.warning(
+                    "AttnStore is idle, the server runs as without it: this model cannot be "
+                    "served from the store, since %s", reason,
+                )  # fmt: skip
+        elif reason is None:
+            self._worker = build_worker(vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: a dropped save is a later miss
+
+    # ---- worker side -------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is not None:
+            self._worker.register_kv_caches(kv_caches, self._kernel_name())
+
+    def _kernel_name(self) -> str:
+        layers = self._vllm_config.compilation_config.static_forward_context
+        name = self._kv_cache_config.kv_cache_groups[0].layer_names[0]
+        backend = layers[name].attn_backend.get_name()
+        return f"{backend}/{getattr(layers[name], 'isa', '')}"
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_load(self._step_plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Saves are taken after the forward pass, in wait_for_save."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.save(self._step_plan())
+
+    def _step_plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        return self._worker.take_finished_sending() or None, None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_report() if self._worker is not None else None
+
+    # ---- scheduler side ----------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._scheduler is not None and num_external_tokens:
+            (block_ids,) = blocks.get_block_ids()
+            self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        if self._scheduler is None:
+            return {}
+        sources = self._scheduler.sources(request)
+        return {_SOURCES[tier]: tokens for tier, tokens in sources.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return StepPlan()
+        return self._scheduler.build_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and report is not None:
+            assert isinstance(report, StepReport)
+            self._scheduler.on_report(report)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is None:
+            return False, None
+        return self._scheduler.request_finished(request, block_ids), None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is None:
+            return False, None
+        (only_group,) = block_ids
+        return self.request_finished(request, only_group)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_transfers()
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset() if self._scheduler is not None else True
+
+    # ---- both --------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> AttnStoreStats | None:
+        side = self._scheduler or self._worker
+        return side.take_stats() if side is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AttnStoreStats | None:
+        return AttnStoreStats(data=data) if data is not None else AttnStoreStats.empty()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> AttnStorePromMetrics:
+        return AttnStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What /metrics shows. Counters travel as differences, gauges as values, once a step.
+
+Everything is `vllm:attnstore_<name>`, with vLLM's own labels (model, engine) and at most one of
+ours. A gauge or a write-back that changes while the engine sleeps is seen with the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+COUNTERS = {
+    "offered_tokens": ("tier", "Tokens whose KV the store offered, by the tier it was in."),
+    "loaded_tokens": ("tier", "Tokens whose KV was loaded into HBM, by the tier it was in."),
+    "chunks": ("event", "What happened to chunks."),
+    "bytes": ("direction", "Bytes moved between the tiers."),
+    "recomputations": ("cause", "Requests that computed what the store had, or had lost."),
+}
+CHUNK_EVENTS = (
+    "saved", "dropped", "evicted_dram", "evicted_nvme", "lost", "superseded", "written",
+    "write_failed", "read_failed", "corrupt", "recovered",
+)  # fmt: skip
+"""`dropped`: not saved for want of room. `lost`: evicted from its last tier."""
+GAUGES = {"held_bytes": ("tier", "Bytes of slots in use.")}
+LOAD_SECONDS = "load_seconds"
+_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class AttnStoreStats(KVConnectorStats):
+    """`data`: {"counters": {"name:label": n}, "gauges": {"name:label": n}, "load_seconds": [..]}.
+
+    A plain dict of strings and numbers, because it crosses processes.
+    """
+
+    @classmethod
+    def empty(cls) -> AttnStoreStats:
+        return cls(data={"counters": {}, "gauges": {}, LOAD_SECONDS: []})
+
+    def reset(self) -> None:
+        self.data = {"counters": {}, "gauges": {}, LOAD_SECONDS: []}
+
+    def add(self, name: str, label: str, amount: float) -> None:
+        if amount:
+            counters = self.data["counters"]
+            counters[f"{name}:{label}"] = counters.get(f"{name}:{label}", 0) + amount
+
+    def set(self, name: str, label: str, value: float) -> None:
+        self.data["gauges"][f"{name}:{label}"] = value
+
+    def observe_load(self, seconds: float) -> None:
+        self.data[LOAD_SECONDS].append(seconds)
+
+    def aggregate(self, other: KVConnectorStats) -> AttnStoreStats:
+        for key, amount in other.data["counters"].items():
+            name, label = key.split(":")
+            self.add(name, label, amount)
+        self.data["gauges"].update(other.data["gauges"])
+        self.data[LOAD_SECONDS] += other.data[LOAD_SECONDS]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line of vLLM's periodic log."""
+        line: dict[str, int | float] = dict(sorted(self.data["counters"].items()))
+        line.update(self.data["gauges"])
+        if seconds := sorted(self.data[LOAD_SECONDS]):
+            line["load_ms_median"] = round(1000 * seconds[len(seconds) // 2], 2)
+        return line
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class AttnStorePromMetrics(KVConnectorPromMetrics):
+    """Registers the metrics and feeds them, one set an engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
+        for name, (label, text) in COUNTERS.items():
+            self._metrics[name] = metric_types[Counter](
+                name=f"vllm:attnstore_{name}", documentation=text, labelnames=[*labelnames, label]
+            )
+        for name, (label, text) in GAUGES.items():
+            self._metrics[name] = metric_types[Gauge](
+                name=f"vllm:attnstore_{name}",
+                documentation=text,
+                labelnames=[*labelnames, label],
+                multiprocess_mode="mostrecent",
+            )
+        self._metrics[LOAD_SECONDS] = metric_types[Histogram](
+            name=f"vllm:attnstore_{LOAD_SECONDS}",
+            documentation="Time from the start of a step's loads until they were complete.",
+            labelnames=labelnames,
+            buckets=_BUCKETS,
+        )
+        for engine in per_engine_labelvalues:  # so that every series is there from the start
+            for event in CHUNK_EVENTS:
+                self._child("chunks", engine, event)
+            for tier in ("dram", "nvme"):
+                for name in ("offered_tokens", "loaded_tokens", "held_bytes"):
+                    self._child(name, engine, tier)
+
+    def _child(self, name: str, engine: int, *label: str) -> Any:
+        return self._metrics[name].labels(*self.per_engine_labelvalues[engine], *label)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for key, amount in transfer_stats_data["counters"].items():
+            name, label = key.split(":")
+            self._child(name, engine_idx, label).inc(amount)
+        for key, value in transfer_stats_data["gauges"].items():
+            name, label = key.split(":")
+            self._child(name, engine_idx, label).set(value)
+        for seconds in transfer_stats_data[LOAD_SECONDS]:
+            self._child(LOAD_SECONDS, engine_idx).observe(seconds)

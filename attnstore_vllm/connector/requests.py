@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side knows of one request of vLLM, and what of it names its KV."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key, tenant_hash
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.types import Key, Tier
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+LORA_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+LORA_BYTES_MAX = 4 << 30
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request between on_new_request and request_finished."""
+
+    request: Request
+    root: Key
+    tenant: bytes
+    spans: Sequence[MultimodalSpan]
+    chunk_tokens: int
+    num_chunks_seen: int = 0
+    """Whole chunks that were offered to the store for saving, from the first on."""
+    deadline: float | None = None
+    """Monotonic seconds; set when the scheduler first asks and something is on its way."""
+    offer: list[Piece] = field(default_factory=list)
+    """Held chunks, from get_num_new_matched_tokens to the end of the same schedule()."""
+    offer_start: int = 0
+    sources: dict[Tier, int] = field(default_factory=dict)
+    """Tokens of the last load, by the tier they were in."""
+    counted: bool = False
+    outdated: bool = False
+    """Part of its KV is from before a reset: nothing of it is saved."""
+    _sequence: SequenceKeys | None = None
+
+    @property
+    def sequence(self) -> SequenceKeys:
+        """The keys of the request's tokens."""
+        if self._sequence is None or self.request.resumable:
+            # The next input of a streaming session may replace tokens that were not computed.
+            tokens = self.request.all_token_ids
+            self._sequence = SequenceKeys(self.root, tokens, self.chunk_tokens, self.spans)
+        return self._sequence
+
+
+def bypasses(request: Request) -> bool:
+    """Whether a request neither uses nor leaves stored KV.
+
+    prompt_embeds have no token identity; whoever asks for prompt_logprobs or to skip vLLM's
+    cache wants every token computed; pooling models may attend in both directions.
+    """
+    sampling = request.sampling_params
+    return (
+        request.skip_reading_prefix_cache
+        or request.prompt_embeds is not None
+        or request.prompt_token_ids is None
+        or sampling is None
+        or sampling.prompt_logprobs is not None
+    )
+
+
+class LoraIdentities:
+    """LoRA adapters by content, since a name or a path can be given another adapter.
+
+    An adapter that was loaded anew under an id that is in use (vLLM's load_inplace), or whose
+    files have changed since its first request, is one of which nobody can say any more what
+    the workers computed with: it is left out of the store until the server restarts.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[object, bytes]] = {}
+        self._unclear: set[int] = set()
+
+    def identify(self, lora: LoRARequest | None) -> bytes | None:
+        """A digest of the adapter's files, b"" without an adapter, None if it cannot be said.
+
+        Cost: one read of the files at the adapter's first request, then a stat each.
+        """
+        if lora is None:
+            return b""
+        if lora.lora_int_id in self._unclear:
+            return None
+        try:
+            signature = self._signature(Path(lora.lora_path))
+            seen = self._seen.get(lora.lora_int_id)
+            if seen is None:
+                digest = self._digest(Path(lora.lora_path))
+                seen = self._seen[lora.lora_int_id] = (signature, digest)
+        except OSError as error:
+            self._give_up(lora, str(error))
+            return None
+        if lora.load_inplace or seen[0] != signature:
+            self._give_up(lora, "it was loaded again, or its files changed")
+            return None
+        return seen[1]
+
+    def is_unclear(self, lora: LoRARequest | None) -> bool:
+        return lora is not None and lora.lora_int_id in self._unclear
+
+    def _give_up(self, lora: LoRARequest, why: str) -> None:
+        self._unclear.add(lora.lora_int_id)
+        logger.warning(
+            "AttnStore leaves the LoRA adapter %s alone from now on: %s", lora.lora_name, why
+        )
+
+    @staticmethod
+    def _files(path: Path) -> list[Path]:
+        files = [path / name for name in LORA_FILES if (path / name).is_file()]
+        if not any(file.name.startswith("adapter_model") for file in files):
+            raise FileNotFoundError(f"{path} holds no adapter_model file to identify it by")
+        return files
+
+    def _signature(self, path: Path) -> object:
+        stats = [(file.name, os.stat(file)) for file in self._files(path)]
+        return str(path), [(n, s.st_size, s.st_mtime_ns, s.st_ino) for n, s in stats]
+
+    def _digest(self, path: Path) -> bytes:
+        hasher = blake3()
+        for file in self._files(path):
+            if file.stat().st_size > LORA_BYTES_MAX:
+                raise OSError(f"{file} is too large to be identified by its content")
+            hasher.update(hashlib.sha256(file.name.encode()).digest())
+            hasher.update_mmap(file)
+        return hasher.digest()
+
+
+def make_state(request: Request, namespace: bytes, lora: bytes, chunk_tokens: int) -> RequestState:
+    """What the store keeps of a request that does not bypass it."""
+    spans = []
+    for feature in request.mm_features:
+        at = feature.mm_position
+        spans.append(MultimodalSpan(feature.identifier, at.offset, at.length))
+    return RequestState(
+        request=request,
+        root=root_key(namespace, request.cache_salt, lora),
+        tenant=tenant_hash(request.cache_salt),
+        spans=tuple(spans),
+        chunk_tokens=chunk_tokens,
+    )

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side: translates vLLM's hooks into questions to the store, and its answers
+into plans for the workers.
+
+The tokens of one request, as a step is planned:
+
+    [0, local)        in HBM already (vLLM's own prefix cache)
+    [local, offered)  held chunks in DRAM; loaded in this step's forward pass
+    [offered, ...)    computed; whole chunks of it are saved after the forward pass
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attnstore_vllm.connector.messages import StepPlan, StepReport
+from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.connector.requests import (
+    LoraIdentities,
+    RequestState,
+    bypasses,
+    make_state,
+)
+from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.keys import chunk_key
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.plan import TransferPlan, plan_load, plan_save
+from attnstore_vllm.types import Flow, Tier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+MIN_TAIL_TOKENS = 16
+"""A shorter tail costs a slot and saves next to nothing."""
+MIN_LOAD_TOKENS = 16
+EMPTY_STEP_WAIT_S = 0.002
+"""How long a step that computes nothing waits for a read to end: bounded, and short enough
+that a request that arrives meanwhile does not notice."""
+
+
+class Scheduler:
+    """The engine's side of the connector. All methods run on the scheduler's thread.
+
+    Args:
+        namespace: of everything the bytes depend on.
+        load_deadline_s: how long a request waits for its chunks to come up from NVMe.
+        lock: the descriptor that owns the store's directory; closed with this object.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        geometry: Geometry,
+        namespace: bytes,
+        load_deadline_s: float,
+        lock: int,
+    ) -> None:
+        self.store = store
+        self._lock = lock
+        self._geometry = geometry
+        self._namespace = namespace
+        self._load_deadline_s = load_deadline_s
+        self._loras = LoraIdentities()
+        self._requests: dict[str, RequestState] = {}
+        self._offered: list[RequestState] = []
+        self._asked_again = False
+        self._plan = StepPlan()
+        self._plan_ids = itertools.count(1)
+        self._in_flight: dict[int, tuple[Flow, list[Chunk], int]] = {}
+        self._stats = AttnStoreStats.empty()
+        self._reported: dict[tuple[str, str], int] = {}
+        self._kv_cache_manager: KVCacheManager | None = None
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        self._kv_cache_manager = manager
+
+    # ---- a request comes ---------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        if bypasses(request):
+            return
+        lora = self._loras.identify(request.lora_request)
+        if lora is None:
+            return
+        state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
+        self._requests[request.request_id] = state
+        self.store.find(state.sequence, 0, request.num_tokens - 1)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        state = self._requests.get(request.request_id)
+        if state is None or self._loras.is_unclear(request.lora_request):
+            return 0, False
+        self._withdraw(state)
+        # One token is left to compute: vLLM needs its logits.
+        stop = request.num_tokens - 1
+        pieces = self.store.find(state.sequence, num_computed_tokens, stop)
+        held = self.store.hold_ready(pieces)
+        if len(held) < len(pieces) and self._may_wait(state):
+            self.store.release(piece.chunk for piece in held)
+            self._asked_again = True
+            return None, False
+        num_tokens = held[-1].stop - num_computed_tokens if held else 0
+        self._count_offer(state, held, missed=len(held) < len(pieces))
+        if num_tokens < MIN_LOAD_TOKENS:
+            self.store.release(piece.chunk for piece in held)
+            return 0, False
+        state.offer, state.offer_start = held, num_computed_tokens
+        self._offered.append(state)
+        return num_tokens, False
+
+    def _count_offer(self, state: RequestState, held: Sequence[Piece], *, missed: bool) -> None:
+        """Count a request's first answer only: vLLM asks again while it has no room."""
+        if state.counted:
+            return
+        state.counted = True
+        if missed:
+            self._stats.add("recomputations", "deadline", 1)
+        for tier, tokens in self.store.tiers(held).items():
+            self._stats.add("offered_tokens", tier.value, tokens)
+
+    def _may_wait(self, state: RequestState) -> bool:
+        now = time.monotonic()
+        if state.deadline is None:
+            state.deadline = now + self._load_deadline_s
+        return now < state.deadline
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        state = self._requests.get(request.request_id)
+        if state is None or num_external_tokens == 0:
+            return
+        start = state.offer_start
+        stop = start + num_external_tokens
+        used = [piece for piece in state.offer if piece.start < stop]
+        assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
+        copies = plan_load(
+            [(piece.chunk.dram_slot, piece.start, piece.stop) for piece in used],
+            block_ids,
+            start,
+            stop,
+            block_tokens=self._geometry.block_tokens,
+            chunk_tokens=self._geometry.chunk_tokens,
+        )
+        self.store.release(piece.chunk for piece in state.offer[len(used) :])
+        state.sources = self.store.tiers(used)
+        for tier, tokens in state.sources.items():
+            self._stats.add("loaded_tokens", tier.value, tokens)
+        plan = TransferPlan(next(self._plan_ids), copies)
+        self._plan.loads.append(plan)
+        self._in_flight[plan.plan_id] = (Flow.LOAD, [piece.chunk for piece in used], 0)
+        state.offer = []
+        state.deadline = None
+
+    def sources(self, request: Request) -> dict[Tier, int]:
+        """Tokens of the request's last load, by the tier they were in."""
+        state = self._requests.get(request.request_id)
+        return state.sources if state is not None else {}
+
+    # ---- a step ------------------------------------------------------------------------
+
+    def build_step(self, output: SchedulerOutput) -> StepPlan:
+        for unclaimed in self._offered:
+            self._withdraw(unclaimed)
+        self._offered.clear()
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None or state.outdated:
+                continue
+            request = state.request
+            # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
+            # token is beyond num_tokens until it is accepted, and so is never saved.
+            computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+            if computed // self._geometry.chunk_tokens > state.num_chunks_seen:
+                self._save_chunks(state, computed, self._block_ids(request_id))
+        plan, self._plan = self._plan, StepPlan()
+        if self._asked_again and not output.num_scheduled_tokens:
+            self.store.wait_for_progress(EMPTY_STEP_WAIT_S)
+        self._asked_again = False
+        return plan
+
+    def _block_ids(self, request_id: str) -> Sequence[int]:
+        assert self._kv_cache_manager is not None
+        (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
+        return block_ids
+
+    def _save_chunks(self, state: RequestState, computed: int, block_ids: Sequence[int]) -> None:
+        """Plan the saves of whole chunks up to `computed` tokens that were not offered yet."""
+        if self._loras.is_unclear(state.request.lora_request):
+            return
+        size = self._geometry.chunk_tokens
+        sequence = state.sequence
+        for number in range(state.num_chunks_seen, computed // size):
+            start = number * size
+            name = ChunkName(
+                sequence.key(number), sequence.parent(number), sequence.extra(number),
+                state.tenant, start, sequence.tokens(start, start + size),
+            )  # fmt: skip
+            self._save(name, block_ids)
+        state.num_chunks_seen = max(state.num_chunks_seen, computed // size)
+
+    def _save(self, name: ChunkName, block_ids: Sequence[int]) -> bool:
+        chunk = self.store.begin_save(name)
+        if chunk is None:
+            return False
+        copies = plan_save(
+            chunk.dram_slot, block_ids, name.position, name.num_tokens,
+            block_tokens=self._geometry.block_tokens,
+        )  # fmt: skip
+        plan = TransferPlan(next(self._plan_ids), copies)
+        self._plan.saves.append(plan)
+        self._in_flight[plan.plan_id] = (Flow.SAVE, [chunk], 0)
+        return True
+
+    def on_report(self, report: StepReport) -> None:
+        """Ranks have completed plans; a plan is complete when all of them have."""
+        saved: list[Chunk] = []
+        for plan_id, num_ranks in report.ranks.items():
+            flow, chunks, before = self._in_flight[plan_id]
+            if before + num_ranks < self._geometry.num_ranks:
+                self._in_flight[plan_id] = (flow, chunks, before + num_ranks)
+                continue
+            assert before + num_ranks == self._geometry.num_ranks
+            del self._in_flight[plan_id]
+            if flow is Flow.SAVE:
+                saved += chunks
+            else:
+                self.store.loaded(chunks)
+        if saved:
+            self.store.finish_saves(saved)
+
+    # ---- a request goes ----------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """Plan the saves of what is left, the tail included.
+
+        Returns True if vLLM is to keep the blocks until the next step has read them.
+        """
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return False
+        self._withdraw(state)
+        if state.outdated or self._loras.is_unclear(request.lora_request):
+            return False
+        # What is in flight counts as computed for vLLM, and is not.
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        computed = min(computed, request.num_tokens, len(block_ids) * self._geometry.block_tokens)
+        if computed <= 0:
+            return False
+        before = len(self._plan.saves)
+        self._save_chunks(state, computed, block_ids)
+        self._save_tail(state, computed, block_ids)
+        if len(self._plan.saves) == before:
+            return False
+        self._plan.finished_saving.append(request.request_id)
+        return True
+
+    def _save_tail(self, state: RequestState, computed: int, block_ids: Sequence[int]) -> None:
+        size = self._geometry.chunk_tokens
+        number, start = computed // size, computed // size * size
+        if computed - start < MIN_TAIL_TOKENS:
+            return
+        sequence = state.sequence
+        parent, extra = sequence.parent(number), sequence.extra(number)
+        tokens = sequence.tokens(start, computed)
+        key = chunk_key(parent, extra, tokens)
+        self._save(ChunkName(key, parent, extra, state.tenant, start, tokens), block_ids)
+
+    def _withdraw(self, state: RequestState) -> None:
+        if state.offer:
+            self.store.release(piece.chunk for piece in state.offer)
+            state.offer = []
+
+    # ---- the rest ----------------------------------------------------------------------
+
+    def has_transfers(self) -> bool:
+        """Whether workers still have to copy or report: the engine must go on stepping."""
+        return bool(self._in_flight)
+
+    def reset(self) -> bool:
+        """Drop every tier. Chunks that the workers copy now are dropped when they are done."""
+        for state in self._requests.values():
+            self._withdraw(state)
+            # Computed with what is being replaced: must not come back under the same name.
+            state.outdated = True
+        return self.store.reset()
+
+    def take_stats(self) -> AttnStoreStats | None:
+        stats, self._stats = self._stats, AttnStoreStats.empty()
+        for event, count in self.store.counts().items():
+            self._add_difference(stats, "chunks", event, count)
+        for flow, num_bytes in self.store.moved_bytes().items():
+            self._add_difference(stats, "bytes", flow.value, num_bytes)
+        for tier, num_bytes in self.store.held_bytes().items():
+            if self._reported.get(("held_bytes", tier.value)) != num_bytes:
+                self._reported["held_bytes", tier.value] = num_bytes
+                stats.set("held_bytes", tier.value, num_bytes)
+        return None if stats.is_empty() else stats
+
+    def _add_difference(self, stats: AttnStoreStats, name: str, label: str, total: int) -> None:
+        stats.add(name, label, total - self._reported.get((name, label), 0))
+        self._reported[name, label] = total
+
+    def close(self) -> None:
+        self.store.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def check_quiet(self) -> None:
+        """Assert that nothing is held or in flight. For tests, after the last request."""
+        assert not self._in_flight
+        assert not any(state.offer for state in self._requests.values())
+        self.store.residency.check_integrity()
+        assert self.store.residency.num_held() == 0

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors, and what the connector does about each.
+
+AttnStoreError
+  ConfigError          a setting is wrong         refuse to start
+  UnsupportedError     this vLLM or its shape     refuse to start
+  DeviceError          the disk answered errno    the record is lost, its tokens are prefilled
+  CorruptRecordError   the bytes are not ours     the record is dropped, its tokens are prefilled
+
+Absence (a miss, no room for a save) is a value and never an error. A lost chunk costs a
+prefill; a wrong chunk costs the answer, so nothing here is ever retried into a hit.
+"""
+
+from __future__ import annotations
+
+
+class AttnStoreError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(AttnStoreError):
+    """A setting is missing, unknown, out of range, or asks for more than the machine has."""
+
+
+class UnsupportedError(AttnStoreError):
+    """This vLLM, or the way it was started, cannot be served by the store."""
+
+
+class DeviceError(AttnStoreError):
+    """The operating system refused an I/O request, or the device is closed."""
+
+
+class CorruptRecordError(AttnStoreError):
+    """A record on disk is torn, misplaced or damaged. Never retried: the bytes are wrong."""
+
+    def __init__(self, where: str, field: str, want: object, got: object) -> None:
+        super().__init__(
+            f"{where}: {field} is {got!r}, expected {want!r}; "
+            "the record is dropped and its tokens will be prefilled again"
+        )
+        self.field = field

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's plugin entry point: makes the connector known, and lets users write a YAML path.
+
+vLLM wants JSON after --kv-transfer-config. It loads general plugins before it parses its
+arguments, so register() replaces the path in sys.argv by the JSON made of the file. It does so
+in the process that the user started only, and there the settings are checked against the
+machine, before any model is loaded. It may run several times, in every process.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.machine import check_machine
+
+CONNECTOR = "AttnStoreConnector"
+MODULE = "attnstore_vllm.connector"
+_FLAG = "--kv-transfer-config"
+
+
+def register() -> None:
+    """The entry point. Ends the process with one message if the settings are wrong."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+        KVConnectorFactory,
+    )
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+    if multiprocessing.parent_process() is None:
+        try:
+            sys.argv[:] = expand(sys.argv)
+        except ConfigError as error:
+            raise SystemExit(f"AttnStore cannot start: {error}") from None
+
+
+def expand(argv: list[str]) -> list[str]:
+    """The command line with a YAML path replaced by its JSON, and our settings checked.
+
+    Raises: ConfigError. Arguments that are not about us are left alone.
+    """
+    expanded = list(argv)
+    for at, prefix, value in _values(argv, _FLAG):
+        transfer = _read(value)
+        if transfer is None:
+            continue
+        ours = list(_ours(transfer))
+        for connector in ours:
+            _complete(connector, _engines(argv))
+        if ours:
+            transfer.setdefault("kv_load_failure_policy", "recompute")
+            expanded[at] = prefix + json.dumps(transfer)
+    return expanded
+
+
+def _values(argv: list[str], *flags: str) -> Iterator[tuple[int, str, str]]:
+    """(index in argv, what stands before the value there, value) of each use of the flags."""
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") not in flags:
+            continue
+        if equals:
+            yield i, f"{name}=", value
+        elif i + 1 < len(argv):
+            yield i + 1, "", argv[i + 1]
+
+
+def _read(value: str) -> dict[str, Any] | None:
+    """The KVTransferConfig that the value means, or None if it is not for us to read."""
+    if value.endswith((".yaml", ".yml")):
+        try:
+            found = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{_FLAG} is {value!r}, which cannot be read: {error}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{_FLAG} is {value!r}, which is no YAML: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"{_FLAG} is {value!r}, which holds {found!r}; it must hold settings, as in\n"
+                "  dram: 64GiB\n  nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}"
+            )
+        if "kv_connector" in found:
+            return found
+        return {"kv_connector": CONNECTOR, "kv_connector_extra_config": found}
+    try:
+        found = json.loads(value)
+    except json.JSONDecodeError:
+        return None  # vLLM will say what is wrong with it
+    return found if isinstance(found, dict) else None
+
+
+def _ours(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Each configuration of our connector in it, the children of MultiConnector included."""
+    if transfer.get("kv_connector") == CONNECTOR:
+        yield transfer
+    elif transfer.get("kv_connector") == "MultiConnector":
+        extra = transfer.get("kv_connector_extra_config")
+        for child in extra.get("connectors", []) if isinstance(extra, dict) else []:
+            if isinstance(child, dict):
+                yield from _ours(child)
+
+
+def _complete(connector: dict[str, Any], engines: int) -> None:
+    """Check the settings against the machine and fill in what vLLM wants to be told."""
+    extra = connector.setdefault("kv_connector_extra_config", {})
+    if engines > 1 and isinstance(extra, dict):
+        extra.setdefault("data_parallel_size", engines)
+    check_machine(StoreConfig.parse(extra))
+    connector.setdefault("kv_role", "kv_both")
+
+
+def _engines(argv: list[str]) -> int:
+    """How many data-parallel engines the command line asks for. Each is told its rank only."""
+    for _, _, value in _values(argv, "--data-parallel-size", "-dp"):
+        if value.isdecimal():
+            return int(value)
+    return 1

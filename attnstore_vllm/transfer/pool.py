@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DRAM pool: one shared-memory region that the scheduler side and every rank map.
+
+    0              control page: magic, size, one byte a member that has mapped the region
+    64 KiB         one page a rank: what its KV tensors look like (JSON), written before the
+                   scheduler side reads it
+    1 MiB          slots
+
+Whoever comes first creates it, under a name derived from the engine's id and the directory of
+its store. The name goes as soon as all members have mapped it, so that no exit leaves it
+behind; each member holds a lock on it, so that a region of a start that was killed before that
+is told from a living one, and is removed by the next start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from attnstore_vllm.config import format_size
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.machine import SHM_DIR
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "attnstore-"
+_MAGIC = b"ATTNPOOL"
+_CONTROL = struct.Struct("<8sQ")
+_MEMBERS_AT = 64
+_RANKS_AT = 64 * 1024
+_RANK_BYTES = 4096
+SLOTS_AT = 1024 * 1024
+RANKS_MAX = (SLOTS_AT - _RANKS_AT) // _RANK_BYTES
+OPEN_DEADLINE_S = 300.0
+"""How long a member waits for the creator to allocate the region (zeroing takes its time)."""
+_YOUNG_S = 60.0
+"""A region younger than this may be one that a creator has not locked yet."""
+
+
+def pool_name(engine_id: str, store_path: Path) -> str:
+    digest = blake3(f"{engine_id}\0{store_path}".encode()).hexdigest()[:24]
+    return f"{_PREFIX}{digest}"
+
+
+class SharedPool:
+    """This process's mapping of the region.
+
+    Args:
+        name: of the region, the same in all members.
+        num_slots, slot_bytes: its shape, the same in all members.
+        num_ranks: members 0..num_ranks-1 are the ranks, member num_ranks the scheduler side.
+        member: which of them this is.
+
+    Lifetime: `buffer` and every view of it are valid until close().
+    Raises: ConfigError if the machine has less shared memory than that.
+    """
+
+    def __init__(
+        self, name: str, num_slots: int, slot_bytes: int, *, num_ranks: int, member: int
+    ) -> None:
+        assert 0 < num_ranks <= RANKS_MAX
+        assert 0 <= member <= num_ranks
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self._size_bytes = SLOTS_AT + num_slots * slot_bytes
+        self._path = SHM_DIR / name
+        self._fd = self._create_or_open()
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        self.buffer = mmap.mmap(self._fd, self._size_bytes)
+        self._join(num_ranks, member)
+
+    def slot(self, slot: int) -> memoryview:
+        """The bytes of one slot, writable."""
+        assert 0 <= slot < self.num_slots
+        start = SLOTS_AT + slot * self.slot_bytes
+        return memoryview(self.buffer)[start : start + self.slot_bytes]
+
+    def publish(self, rank: int, description: Mapping[str, Any]) -> None:
+        """Leave what `rank`'s KV tensors look like for the scheduler side."""
+        raw = json.dumps(description, sort_keys=True).encode()
+        assert len(raw) + 4 <= _RANK_BYTES
+        at = _RANKS_AT + rank * _RANK_BYTES
+        self.buffer[at + 4 : at + 4 + len(raw)] = raw
+        self.buffer[at : at + 4] = struct.pack("<I", len(raw))
+
+    def description(self, rank: int) -> dict[str, Any] | None:
+        """What publish() left, or None if that rank has not published."""
+        at = _RANKS_AT + rank * _RANK_BYTES
+        (length,) = struct.unpack("<I", self.buffer[at : at + 4])
+        if length == 0:
+            return None
+        found = json.loads(self.buffer[at + 4 : at + 4 + length])
+        assert isinstance(found, dict)
+        return found
+
+    def close(self) -> None:
+        """Unmap. The memory goes back when the last member has done so, or has ended."""
+        if self._fd >= 0:
+            try:
+                self.buffer.close()
+            except BufferError:
+                logger.debug("the pool is still viewed; the process's end unmaps it")
+            os.close(self._fd)
+            self._fd = -1
+
+    def _create_or_open(self) -> int:
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(self._path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return self._open_when_ready(flags)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            sweep(SHM_DIR)
+            # Allocated now: memory that ran out later would end the engine by SIGBUS.
+            os.posix_fallocate(fd, 0, self._size_bytes)
+        except OSError as error:
+            os.unlink(self._path)
+            os.close(fd)
+            raise ConfigError(
+                f"dram asks for {format_size(self._size_bytes)} of shared memory ({SHM_DIR}), "
+                f"which the machine does not have now: {error}; ask for less, or enlarge it"
+            ) from error
+        os.pwrite(fd, _CONTROL.pack(_MAGIC, self._size_bytes), 0)
+        return fd
+
+    def _open_when_ready(self, flags: int) -> int:
+        deadline = time.monotonic() + OPEN_DEADLINE_S
+        fd = os.open(self._path, flags)
+        while time.monotonic() < deadline:
+            raw = os.pread(fd, _CONTROL.size, 0)
+            if len(raw) == _CONTROL.size:
+                magic, size = _CONTROL.unpack(raw)
+                if magic == _MAGIC:
+                    assert size == self._size_bytes, "members disagree about the pool's size"
+                    return fd
+            time.sleep(0.01)
+        os.close(fd)
+        raise ConfigError(
+            f"{self._path} was not made ready within {OPEN_DEADLINE_S:.0f} s by the process that "
+            "created it; its log says why"
+        )
+
+    def _join(self, num_ranks: int, member: int) -> None:
+        self.buffer[_MEMBERS_AT + member] = 1
+        if all(self.buffer[_MEMBERS_AT : _MEMBERS_AT + num_ranks + 1]):
+            self._path.unlink(missing_ok=True)
+
+
+def sweep(directory: Path) -> list[str]:
+    """Remove regions that no living process holds; returns their names."""
+    removed = []
+    for path in directory.glob(f"{_PREFIX}*"):
+        try:
+            if time.time() - path.stat().st_mtime < _YOUNG_S:
+                continue
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+            logger.warning("removed %s, which a killed start left behind", path)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
+    return removed

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small types that several packages share. Nothing here has behaviour."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NewType
+
+Key = NewType("Key", bytes)
+"""32 bytes that name a whole prefix in one namespace (index/keys.py)."""
+
+KEY_BYTES = 32
+TOKEN_BYTES = 4
+"""A token id is stored big-endian, so that byte order is token order (index/prefix.py)."""
+
+
+class Tier(Enum):
+    DRAM = "dram"
+    NVME = "nvme"
+
+
+class Flow(Enum):
+    """A direction that bytes move in. HBM to DRAM is a save, DRAM to HBM a load."""
+
+    SAVE = "hbm_to_dram"
+    LOAD = "dram_to_hbm"
+    WRITE_BACK = "dram_to_nvme"
+    PREFETCH = "nvme_to_dram"

