@@ -9,6 +9,7 @@ file system allows it (O_DIRECT), so that KV is not kept in memory twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -139,7 +140,9 @@ class AiofilesDevice:
             started.put(None)
             await asyncio.gather(*(self._work(file) for file in files))
         for file in files:
-            await file.close()
+            # At the interpreter's exit the executor ends first; the process's end closes then.
+            with contextlib.suppress(RuntimeError):
+                await file.close()
 
     async def _open(self) -> AsyncFileIO:
         def opener(path: str, flags: int) -> int:
