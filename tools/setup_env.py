@@ -71,7 +71,7 @@ def install_torch() -> None:
 def install_vllm() -> None:
     pip("--no-deps", VLLM)
     listing = subprocess.run(
-        [str(PYTHON), "-c", _REQUIREMENTS, VLLM.split("==")[0], *NOT_NEEDED],
+        [str(PYTHON), "-c", _REQUIREMENTS, VLLM.split("==", maxsplit=1)[0], *NOT_NEEDED],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     pip(TORCH, *listing.stdout.split("\n")[:-1])

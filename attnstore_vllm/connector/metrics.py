@@ -44,7 +44,7 @@ class AttnStoreStats(KVConnectorStats):
         return cls(data={"counters": {}, "gauges": {}, LOAD_SECONDS: []})
 
     def reset(self) -> None:
-        self.data = {"counters": {}, "gauges": {}, LOAD_SECONDS: []}
+        self.data: dict[str, Any] = {"counters": {}, "gauges": {}, LOAD_SECONDS: []}
 
     def add(self, name: str, label: str, amount: float) -> None:
         if amount:

@@ -63,7 +63,7 @@ class Worker:
         if any(layout.page_bytes != self._geometry.page_bytes for layout in layouts):
             raise UnsupportedError(
                 f"pages have {sorted({x.page_bytes for x in layouts})} bytes, but vLLM's cache "
-                f"configuration says {self._geometry.page_bytes}; AttnStore does not know this layout"
+                f"configuration says {self._geometry.page_bytes}; this layout is not known"
             )
         self._copier = self._make_copier(tensors, layouts)
         shape = layouts[0]
