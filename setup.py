@@ -4,10 +4,12 @@
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 
+SOURCES = ["module", "page_copier", "copy_queue", "stream_copy"]
+
 native = Pybind11Extension(
     "attnstore_vllm._native",
-    ["csrc/module.cpp", "csrc/copy_queue.cpp"],
-    depends=["csrc/copy_queue.h"],
+    [f"csrc/{name}.cpp" for name in SOURCES],
+    depends=[f"csrc/{name}.h" for name in SOURCES[1:]],
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread"],
     extra_link_args=["-pthread"],

@@ -3,9 +3,10 @@
 
 #include <sched.h>
 
-#include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "stream_copy.h"
 
 namespace attnstore {
 
@@ -70,7 +71,7 @@ void CopyQueue::help(Batch& batch) {
   std::size_t done = 0;
   for (std::size_t i = batch.next++; i < count; i = batch.next++) {
     const Run& run = batch.runs[i];
-    std::memcpy(run.target, run.source, run.num_bytes);
+    stream_copy(run.target, run.source, run.num_bytes);
     ++done;
   }
   if (done > 0 && batch.left.fetch_sub(done, std::memory_order_acq_rel) == done) {

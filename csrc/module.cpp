@@ -2,53 +2,71 @@
 // The Python module attnstore_vllm._native. It knows addresses and sizes, not PyTorch.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <vector>
 
-#include "copy_queue.h"
+#include "page_copier.h"
 
 namespace py = pybind11;
 
 namespace {
 
-using Addresses = py::array_t<std::uint64_t, py::array::c_style>;
+using Copies = py::array_t<std::int64_t, py::array::c_style>;
 
-std::vector<attnstore::Run> make_runs(const Addresses& targets, const Addresses& sources,
-                                      std::size_t num_bytes) {
-  if (targets.size() != sources.size()) {
-    throw std::invalid_argument("there must be as many targets as sources");
+std::vector<attnstore::PageCopy> as_copies(const Copies& array) {
+  if (array.ndim() != 2 || array.shape(1) != 3) {
+    throw std::invalid_argument("copies must be [n, 3]: slot, block in the chunk, block id");
   }
-  std::vector<attnstore::Run> runs;
-  runs.reserve(static_cast<std::size_t>(targets.size()));
-  const std::uint64_t* target = targets.data();
-  const std::uint64_t* source = sources.data();
-  for (py::ssize_t i = 0; i < targets.size(); ++i) {
-    runs.push_back({reinterpret_cast<const std::byte*>(source[i]),
-                    reinterpret_cast<std::byte*>(target[i]), num_bytes});
-  }
-  return runs;
+  std::vector<attnstore::PageCopy> copies;
+  copies.reserve(static_cast<std::size_t>(array.shape(0)));
+  const std::int64_t* at = array.data();
+  for (py::ssize_t i = 0; i < array.shape(0); ++i, at += 3) copies.push_back({at[0], at[1], at[2]});
+  return copies;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native data path of attnstore_vllm.";
-  py::class_<attnstore::CopyQueue>(m, "CopyQueue",
-                                   "Copies runs of bytes, in order, beside the caller.")
-      .def(py::init<int>(), py::arg("num_threads"))
+  py::class_<attnstore::PageCopier>(m, "PageCopier",
+                                    "Copies KV pages between HBM and slots. The memory behind the\n"
+                                    "addresses outlives it. One thread calls it.")
+      .def(py::init([](std::uint64_t slots_base, std::int64_t num_slots, std::uint64_t slot_bytes,
+                       std::uint64_t layer_bytes, std::uint64_t page_bytes,
+                       std::vector<std::uint64_t> layer_bases, std::int64_t num_blocks,
+                       std::uint64_t block_stride, std::vector<std::uint64_t> run_offsets,
+                       std::uint64_t run_bytes, int num_threads) {
+             return std::make_unique<attnstore::PageCopier>(
+                 attnstore::PageMap{slots_base, num_slots, slot_bytes, layer_bytes, page_bytes,
+                                    std::move(layer_bases), num_blocks, block_stride,
+                                    std::move(run_offsets), run_bytes},
+                 num_threads);
+           }),
+           py::kw_only(), py::arg("slots_base"), py::arg("num_slots"), py::arg("slot_bytes"),
+           py::arg("layer_bytes"), py::arg("page_bytes"), py::arg("layer_bases"),
+           py::arg("num_blocks"), py::arg("block_stride"), py::arg("run_offsets"),
+           py::arg("run_bytes"), py::arg("num_threads"))
       .def(
-          "submit",
-          [](attnstore::CopyQueue& queue, const Addresses& targets, const Addresses& sources,
-             std::size_t num_bytes) {
-            auto runs = make_runs(targets, sources, num_bytes);
+          "load",
+          [](attnstore::PageCopier& self, const Copies& first, const Copies& rest) {
+            const auto urgent = as_copies(first);
+            const auto later = as_copies(rest);
             const py::gil_scoped_release release;
-            return queue.submit(std::move(runs));
+            self.load(urgent, later);
           },
-          py::arg("targets"), py::arg("sources"), py::arg("num_bytes"),
-          "Queue copies of num_bytes from sources[i] to targets[i] (uint64 addresses that stay\n"
-          "valid until wait() has returned); returns their ticket.")
-      .def("wait", &attnstore::CopyQueue::wait, py::arg("ticket"),
+          py::arg("first"), py::arg("rest"),
+          "Begin to fill blocks from slots; `first` ([n, 3] int64) is complete on return.")
+      .def("wait_layer", &attnstore::PageCopier::wait_layer, py::arg("layer"),
            py::call_guard<py::gil_scoped_release>(),
-           "Return when that batch is copied, helping meanwhile. A ticket is waited for once.");
+           "Return when this layer of the last load is complete.")
+      .def(
+          "save",
+          [](attnstore::PageCopier& self, const Copies& copies) {
+            const auto all = as_copies(copies);
+            const py::gil_scoped_release release;
+            self.save(all);
+          },
+          py::arg("copies"), "Copy blocks ([n, 3] int64) into slots; complete on return.");
 }

@@ -13,7 +13,7 @@ import torch
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.transfer.copier import Copier, CpuCopier, PageAddresses
+from attnstore_vllm.transfer.copier import Copier, CpuCopier
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe
 from attnstore_vllm.transfer.pool import SLOTS_AT, SharedPool
@@ -89,8 +89,7 @@ class Worker:
         if tensors[0].device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {tensors[0].device}")
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._pool.buffer)) + SLOTS_AT
-        addresses = PageAddresses(base, self._rank, self._geometry, layouts)
-        return CpuCopier(addresses, layouts)
+        return CpuCopier(base, self._pool.num_slots, self._rank, self._geometry, layouts)
 
     @property
     def copier(self) -> Copier:

@@ -36,7 +36,10 @@ END_ID: Final = SPECIAL_TOKENS.index("⟦end⟧")
 VOCAB_MIN: Final = 512
 
 _ASCII_STARTS = "".join(chr(c) for c in range(32, 127) if not "a" <= chr(c) <= "z")
-_TYPOGRAPHIC_STARTS = "‘’“”–—•°€£×→←≤≥"
+# Quotes, dashes, bullet, degree, euro, pound, times, arrows, comparisons.
+_TYPOGRAPHIC_STARTS = (
+    "\u2018\u2019\u201c\u201d\u2013\u2014\u2022\u00b0\u20ac\u00a3\u00d7\u2192\u2190\u2264\u2265"
+)
 _STARTS = _ASCII_STARTS + "\n\t" + _TYPOGRAPHIC_STARTS + UNKNOWN + JOINER
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _PIECE = "[^a-z][a-z]*"

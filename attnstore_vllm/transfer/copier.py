@@ -7,18 +7,16 @@ CpuCopier is for vLLM's CPU build, where HBM is ordinary memory; CudaCopier
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm._native import CopyQueue
+from attnstore_vllm._native import PageCopier
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.plan import PageCopy, TransferPlan
-
-Addresses = npt.NDArray[np.uint64]
 
 
 class Copier(Protocol):
@@ -31,7 +29,10 @@ class Copier(Protocol):
         """Return when this layer of every load begun in this step may be read."""
 
     def save(self, plans: Sequence[TransferPlan]) -> None:
-        """Copy blocks into slots. When it returns, the blocks may be given away."""
+        """Complete the step's loads, then copy blocks into slots.
+
+        When it returns, the blocks may be given away.
+        """
 
     def finished(self) -> list[int]:
         """Ids of plans completed since the last call; each once."""
@@ -40,43 +41,10 @@ class Copier(Protocol):
         """Complete what is in flight."""
 
 
-class PageAddresses:
-    """Turns copies into addresses in this process's KV tensors and pool mapping.
-
-    Args:
-        slots_base: address of the pool's slot 0.
-        layouts: of the layers, in the order in which slots hold them.
-    """
-
-    def __init__(
-        self, slots_base: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
-    ) -> None:
-        assert len(layouts) == geometry.num_layers
-        assert all(layout.page_bytes == geometry.page_bytes for layout in layouts)
-        self._geometry = geometry
-        self._layouts = layouts
-        self._base = slots_base + rank * geometry.rank_bytes
-
-    def __call__(self, layer: int, copies: npt.NDArray[np.int64]) -> tuple[Addresses, Addresses]:
-        """(slot side, HBM side) of each contiguous run of these copies in one layer.
-
-        Args:
-            copies: [n, 3]: slot, block in the chunk, block id.
-        """
-        g, layout = self._geometry, self._layouts[layer]
-        assert int(copies[:, 2].max()) < layout.num_blocks
-        runs = np.arange(len(layout.run_offsets), dtype=np.int64) * layout.run_bytes
-        slots = copies[:, 0] * g.slot_bytes + copies[:, 1] * g.page_bytes
-        slots += self._base + layer * g.layer_bytes
-        blocks = layout.base + copies[:, 2] * layout.block_stride
-        offsets = np.array(layout.run_offsets, dtype=np.int64)
-        in_slot = (slots[:, None] + runs).ravel().astype(np.uint64)
-        in_hbm = (blocks[:, None] + offsets).ravel().astype(np.uint64)
-        return in_slot, in_hbm
-
-
-def as_array(copies: Sequence[PageCopy]) -> npt.NDArray[np.int64]:
-    return np.array([(c.slot, c.block_in_chunk, c.block_id) for c in copies], dtype=np.int64)
+def as_array(copies: Iterable[PageCopy]) -> npt.NDArray[np.int64]:
+    """[n, 3]: slot, block in the chunk, block id."""
+    rows = [(copy.slot, copy.block_in_chunk, copy.block_id) for copy in copies]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 class CpuCopier:
@@ -84,55 +52,69 @@ class CpuCopier:
 
     The last block of a load may receive the request's new tokens, which vLLM writes before it
     waits for the layer, so such blocks are complete in all layers before start_loads returns.
+
+    Args:
+        slots_base: address of the pool's slot 0 in this process; mapped until close().
+        layouts: of the layers, in the order in which slots hold them; the tensors outlive this.
     """
 
-    def __init__(self, addresses: PageAddresses, layouts: Sequence[LayerLayout]) -> None:
-        self._addresses = addresses
-        self._layouts = layouts
-        self._queue = CopyQueue(num_threads=1)
-        self._tickets: dict[int, int] = {}
+    def __init__(
+        self,
+        slots_base: int,
+        num_slots: int,
+        rank: int,
+        geometry: Geometry,
+        layouts: Sequence[LayerLayout],
+    ) -> None:
+        shape = layouts[0]
+        assert len(layouts) == geometry.num_layers
+        assert all(layout.page_bytes == geometry.page_bytes for layout in layouts)
+        assert all(layout.block_stride == shape.block_stride for layout in layouts)
+        assert all(layout.run_offsets == shape.run_offsets for layout in layouts)
+        self._num_layers = len(layouts)
+        self._pages = PageCopier(
+            slots_base=slots_base + rank * geometry.rank_bytes,
+            num_slots=num_slots,
+            slot_bytes=geometry.slot_bytes,
+            layer_bytes=geometry.layer_bytes,
+            page_bytes=geometry.page_bytes,
+            layer_bases=[layout.base for layout in layouts],
+            num_blocks=shape.num_blocks,
+            block_stride=shape.block_stride,
+            run_offsets=list(shape.run_offsets),
+            run_bytes=shape.run_bytes,
+            num_threads=1,
+        )
+        self._loading: list[int] = []
         self._finished: list[int] = []
 
     def start_loads(self, plans: Sequence[TransferPlan]) -> None:
-        assert not self._tickets, "the loads of the last step were not waited for"
+        assert not self._loading, "the loads of the last step were not completed"
         if not plans:
             return
-        layers = range(len(self._layouts))
-        last = as_array([plan.copies[-1] for plan in plans])
-        first = [self._submit(layer, last, load=True) for layer in layers]
-        rest = as_array([copy for plan in plans for copy in plan.copies[:-1]])
-        if len(rest):
-            self._tickets = {layer: self._submit(layer, rest, load=True) for layer in layers}
-        for ticket in first:
-            self._queue.wait(ticket)
-        self._finished += [plan.plan_id for plan in plans]
+        last = as_array(plan.copies[-1] for plan in plans)
+        rest = as_array(copy for plan in plans for copy in plan.copies[:-1])
+        self._pages.load(last, rest)
+        self._loading = [plan.plan_id for plan in plans]
 
     def wait_layer(self, layer: int) -> None:
-        ticket = self._tickets.pop(layer, None)
-        if ticket is not None:
-            self._queue.wait(ticket)
+        if self._loading:
+            self._pages.wait_layer(layer)
 
     def save(self, plans: Sequence[TransferPlan]) -> None:
-        # A step that ran no layer (nothing was scheduled) has still to complete its loads.
-        for layer in list(self._tickets):
-            self.wait_layer(layer)
-        if not plans:
-            return
-        copies = as_array([copy for plan in plans for copy in plan.copies])
-        tickets = [self._submit(i, copies, load=False) for i in range(len(self._layouts))]
-        for ticket in tickets:
-            self._queue.wait(ticket)
-        self._finished += [plan.plan_id for plan in plans]
+        if self._loading:
+            # Layers that the step did not run (nothing was scheduled) are completed here.
+            for layer in range(self._num_layers):
+                self._pages.wait_layer(layer)
+            self._finished += self._loading
+            self._loading = []
+        if plans:
+            self._pages.save(as_array(copy for plan in plans for copy in plan.copies))
+            self._finished += [plan.plan_id for plan in plans]
 
     def finished(self) -> list[int]:
         finished, self._finished = self._finished, []
         return finished
 
     def close(self) -> None:
-        for layer in list(self._tickets):
-            self.wait_layer(layer)
-
-    def _submit(self, layer: int, copies: npt.NDArray[np.int64], *, load: bool) -> int:
-        in_slot, in_hbm = self._addresses(layer, copies)
-        targets, sources = (in_hbm, in_slot) if load else (in_slot, in_hbm)
-        return self._queue.submit(targets, sources, self._layouts[layer].run_bytes)
+        self.save(())
