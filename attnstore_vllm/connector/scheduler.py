@@ -204,12 +204,7 @@ class Scheduler:
         size = self._geometry.chunk_tokens
         sequence = state.sequence
         for number in range(state.num_chunks_seen, computed // size):
-            start = number * size
-            name = ChunkName(
-                sequence.key(number), sequence.parent(number), sequence.extra(number),
-                state.tenant, start, sequence.tokens(start, start + size),
-            )  # fmt: skip
-            self._save(name, block_ids)
+            self._save(sequence.name(number, state.tenant), block_ids)
         state.num_chunks_seen = max(state.num_chunks_seen, computed // size)
 
     def _save(self, name: ChunkName, block_ids: Sequence[int]) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from blake3 import blake3
 
+from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.types import TOKEN_BYTES, Key
 
 
@@ -91,6 +92,7 @@ class SequenceKeys:
         self._root = root
         self._spans = spans
         self._keys: list[Key] = []
+        self._chunks: list[bytes] = []
 
     def parent(self, chunk: int) -> Key:
         """The key that chunk number `chunk` continues."""
@@ -101,9 +103,18 @@ class SequenceKeys:
         while len(self._keys) <= chunk:
             i = len(self._keys)
             parent = self._keys[-1] if self._keys else self._root
-            start, stop = i * self.chunk_tokens, (i + 1) * self.chunk_tokens
-            self._keys.append(chunk_key(parent, self.extra(i), self.tokens(start, stop)))
+            tokens = self.tokens(i * self.chunk_tokens, (i + 1) * self.chunk_tokens)
+            self._chunks.append(tokens)
+            self._keys.append(chunk_key(parent, self.extra(i), tokens))
         return self._keys[chunk]
+
+    def name(self, chunk: int, tenant: bytes) -> ChunkName:
+        """All that names a whole chunk."""
+        key = self.key(chunk)
+        position = chunk * self.chunk_tokens
+        return ChunkName(
+            key, self.parent(chunk), self.extra(chunk), tenant, position, self._chunks[chunk]
+        )
 
     def hash_up_to(self, stop: int) -> None:
         """Compute now the keys of all whole chunks that end at or before token `stop`."""

@@ -338,7 +338,7 @@ class FailingDevice:
 
     def _check_alive(self) -> None:
         if self._dead:
-            raise DeviceError("injected: the device has died")
+            raise DeviceError("the device has died")
 
 
 def _flip_bit(request: IoRequest, bit: int) -> None:
@@ -369,7 +369,6 @@ class SlowDevice:
         self._hanging = True
 
     def release(self) -> None:
-        """Go on; what has ended meanwhile is told with the next poll."""
         self._hanging = False
         self.wake()
 

@@ -43,8 +43,7 @@ class Copier(Protocol):
 
 def as_array(copies: Iterable[PageCopy]) -> npt.NDArray[np.int64]:
     """[n, 3]: slot, block in the chunk, block id."""
-    rows = [(copy.slot, copy.block_in_chunk, copy.block_id) for copy in copies]
-    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+    return np.array(list(copies), dtype=np.int64).reshape(-1, 3)
 
 
 class CpuCopier:

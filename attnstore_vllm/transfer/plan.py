@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """One block of a chunk and one block of HBM; every layer of it is copied."""
 
     slot: int

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request costs the scheduler's thread: hash, look up, hold, plan, release.
+
+    python -m benchmarks.scheduler_time [--tokens 4000] [--json]
+
+The real scheduler side over a real store (shared memory and a file), called as vLLM calls it,
+without a model: no worker copies anything, so all that is timed is what a step would wait for.
+Three kinds of request: one that nothing is stored of (its chunks are planned as saves), one
+whose KV is in DRAM, and one that vLLM asks about again in the next step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from attnstore_vllm.connector.messages import StepReport
+from attnstore_vllm.connector.scheduler import Scheduler
+from attnstore_vllm.io.aiofiles_device import AiofilesDevice
+from attnstore_vllm.machine import SLAB_NAME, lock_directory
+from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.pool import SharedPool
+
+
+@dataclass
+class Times:
+    """Milliseconds a request, by kind."""
+
+    stored: list[float] = field(default_factory=list)
+    hit: list[float] = field(default_factory=list)
+    asked_again: list[float] = field(default_factory=list)
+
+
+def make_scheduler(directory: Path, block_tokens: int, num_slots: int) -> Scheduler:
+    geometry = Geometry(1, 1, block_tokens, 4096 * block_tokens // 16, 256)
+    lock = lock_directory(directory)
+    pool = SharedPool(
+        f"attnstore-bench-{os.getpid()}", num_slots, geometry.slot_bytes, num_ranks=1, member=1
+    )
+    pool._path.unlink()
+    capacity = 2 * num_slots * (geometry.slot_bytes + 8192)
+    slab = open_slab(directory / SLAB_NAME, capacity, 256, geometry.slot_bytes, bytes(32))
+    store = Store(pool, slab, AiofilesDevice(slab.path, 8), 8)
+    return Scheduler(store, geometry, bytes(32), 1.0, lock)
+
+
+def make_request(name: int, tokens: list[int]) -> Any:
+    return SimpleNamespace(
+        request_id=str(name),
+        all_token_ids=tokens,
+        prompt_token_ids=tokens,
+        prompt_embeds=None,
+        sampling_params=SimpleNamespace(prompt_logprobs=None),
+        skip_reading_prefix_cache=False,
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+        resumable=False,
+        num_tokens=len(tokens),
+        num_computed_tokens=0,
+        num_in_flight_tokens=0,
+    )
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = call()
+    return (time.perf_counter() - started) * 1000, result
+
+
+def one_request(scheduler: Scheduler, request: Any, block_tokens: int) -> tuple[float, float, int]:
+    """Run a request through all hooks; returns (ms, ms of a second ask, tokens offered)."""
+    blocks = list(range(-(-request.num_tokens // block_tokens)))
+    scheduler.bind_kv_cache_manager(SimpleNamespace(get_block_ids=lambda _: (blocks,)))
+
+    def come() -> int:
+        scheduler.on_new_request(request)
+        offered, _ = scheduler.get_num_new_matched_tokens(request, 0)
+        return offered or 0
+
+    came_ms, offered = timed(come)
+    again_ms, _ = timed(lambda: scheduler.get_num_new_matched_tokens(request, 0))
+
+    def run() -> Any:
+        scheduler.update_state_after_alloc(request, blocks, offered)
+        request.num_computed_tokens = offered
+        rest = request.num_tokens - offered
+        return scheduler.build_step(
+            SimpleNamespace(num_scheduled_tokens={request.request_id: rest})
+        )
+
+    ran_ms, plan = timed(run)
+    request.num_computed_tokens = request.num_tokens
+    ended_ms, _ = timed(lambda: scheduler.request_finished(request, blocks))
+    tail = scheduler.build_step(SimpleNamespace(num_scheduled_tokens={}))
+    ids = [p.plan_id for step in (plan, tail) for p in (*step.loads, *step.saves)]
+    reported_ms, _ = timed(lambda: scheduler.on_report(StepReport(ids)))
+    return came_ms + ran_ms + ended_ms + reported_ms, again_ms, offered
+
+
+def measure(num_tokens: int, block_tokens: int, rounds: int) -> Times:
+    random = Random(0)
+    times = Times()
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        scheduler = make_scheduler(Path(directory) / "store", block_tokens, num_slots=256)
+        for i in range(rounds):
+            tokens = [random.randrange(50_000) for _ in range(num_tokens)]
+            ms, _, offered = one_request(scheduler, make_request(2 * i, tokens), block_tokens)
+            assert offered == 0
+            times.stored.append(ms)
+            hit = make_request(2 * i + 1, tokens)
+            ms, again_ms, offered = one_request(scheduler, hit, block_tokens)
+            assert offered == num_tokens - 1
+            times.hit.append(ms)
+            times.asked_again.append(again_ms)
+        scheduler.close()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else ""
+    )
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"tokens": args.tokens, "rounds": args.rounds}
+    for block_tokens in (16, 128):
+        times = measure(args.tokens, block_tokens, args.rounds)
+        result[f"block_{block_tokens}"] = {
+            kind: round(statistics.median(values), 3) for kind, values in vars(times).items()
+        }
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(f"scheduler-side time of a request of {args.tokens} tokens, median ms of {args.rounds}")
+    print(f"{'block':>6} {'nothing stored':>15} {'hit in DRAM':>12} {'asked again':>12}")
+    for block_tokens in (16, 128):
+        row = result[f"block_{block_tokens}"]
+        print(
+            f"{block_tokens:>6} {row['stored']:>15.3f} {row['hit']:>12.3f} "
+            f"{row['asked_again']:>12.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
