@@ -32,8 +32,9 @@ def parse_size(key: str, value: object) -> int:
         return value
     if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         number, unit = match.groups()
-        if unit.lower() in _UNITS and float(number) > 0:
-            return int(float(number) * _UNITS[unit.lower()])
+        num_bytes = int(float(number) * _UNITS.get(unit.lower(), 0))
+        if num_bytes > 0:
+            return num_bytes
     raise ConfigError(
         f"{key} is {value!r}, which is no size; write a number and a unit, as in 64GiB or 2TiB"
     )

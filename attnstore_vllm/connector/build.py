@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -35,7 +36,7 @@ def _config(vllm_config: VllmConfig) -> StoreConfig:
     config = StoreConfig.parse(transfer.kv_connector_extra_config)
     # vLLM gives each data-parallel engine this suffix, and tells none of them how many there are.
     assert transfer.engine_id is not None
-    is_parallel = "_dp" in transfer.engine_id
+    is_parallel = re.search(r"_dp\d+$", transfer.engine_id) is not None
     rank = vllm_config.parallel_config.data_parallel_index
     return config.share(rank if is_parallel or config.data_parallel_size > 1 else None)
 

@@ -85,7 +85,8 @@ class Worker:
 
             slots = torch.frombuffer(self._pool.buffer, dtype=torch.uint8)[SLOTS_AT:]
             shape = (self._pool.num_slots, self._pool.slot_bytes)
-            return CudaCopier(slots.view(shape), self._rank, self._geometry, tensors)
+            blocks = [kv.unflatten(0, (self._num_blocks, -1)) for kv in tensors]
+            return CudaCopier(slots.view(shape), self._rank, self._geometry, blocks)
         if tensors[0].device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {tensors[0].device}")
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._pool.buffer)) + SLOTS_AT

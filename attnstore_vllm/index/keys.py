@@ -32,15 +32,20 @@ def _hash(kind: bytes, *parts: bytes) -> bytes:
     return hasher.digest()
 
 
+def _encode(text: str) -> bytes:
+    """UTF-8; a request may hold halves of surrogate pairs, which plain UTF-8 refuses."""
+    return text.encode("utf-8", "surrogatepass")
+
+
 def root_key(namespace: bytes, cache_salt: str | None, lora: bytes) -> Key:
     """The parent of a sequence's first chunk. An absent salt differs from an empty one."""
-    salt = b"" if cache_salt is None else b"salt" + cache_salt.encode()
+    salt = b"" if cache_salt is None else b"salt" + _encode(cache_salt)
     return Key(_hash(b"root", namespace, salt, lora))
 
 
 def tenant_hash(cache_salt: str | None) -> bytes:
     """What a record says of its tenant: a hash of the salt, never the salt. Zero without one."""
-    return bytes(32) if cache_salt is None else _hash(b"tenant", cache_salt.encode())
+    return bytes(32) if cache_salt is None else _hash(b"tenant", _encode(cache_salt))
 
 
 def chunk_key(parent: Key, extra: bytes, tokens: bytes) -> Key:
@@ -52,7 +57,8 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
     Cost: about 40 ns a token, most of it reading the list.
     """
-    return np.array(token_ids, dtype=">u4").tobytes()
+    # By way of int64: an id that is no token (negative, say) must not raise here.
+    return np.array(token_ids, dtype=np.int64).astype(">u4").tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ def chunk_extra(spans: Sequence[MultimodalSpan], start: int, stop: int) -> bytes
     inside = [s for s in spans if s.offset < stop and s.offset + s.num_tokens > start]
     if not inside:
         return b""
-    parts = (f"{s.identifier}\0{s.offset - start}".encode() for s in inside)
+    parts = (_encode(f"{s.identifier}\0{s.offset - start}") for s in inside)
     return _hash(b"extra", *parts)
 
 

@@ -156,8 +156,7 @@ class Keeper:
     def _start_writes(self) -> None:
         while True:
             with self._progress:
-                idle = not self._wanted and not self._reads and self._recovered
-                if not (idle and self._headers) or self._reset_asked != self._reset_done:
+                if not self._may_write():
                     return
                 chunk = self._residency.begin_write_back()
                 if chunk is None:
@@ -175,6 +174,15 @@ class Keeper:
                 self._writes[tag] = (chunk, digest, page)
             offset = self._slab.offset(chunk.nvme_slot)
             self._submit([IoRequest(tag, Op.WRITE, offset, (page, payload))])
+
+    def _may_write(self) -> bool:
+        """Locked. Reads go first, unless so much is dirty that saves would begin to be lost."""
+        reading = bool(self._wanted or self._reads)
+        pressed = 2 * self._residency.num_dirty > self._pool.num_slots
+        resetting = self._reset_asked != self._reset_done
+        return (
+            bool(self._headers) and self._recovered and not resetting and (pressed or not reading)
+        )
 
     def _finish_write(
         self, chunk: Chunk, digest: bytes, page: memoryview, error: DeviceError | None

@@ -117,7 +117,11 @@ def _read_superblock(fd: int, path: Path) -> Superblock | None:
 
 
 def _allocate(fd: int, path: Path, num_bytes: int) -> None:
-    """Give the file this size, with its blocks reserved where the file system can do that."""
+    """Give the file this size, with its blocks reserved where the file system can do that.
+
+    Raises: OSError; the file has its former size then.
+    """
+    before = os.fstat(fd).st_size
     os.ftruncate(fd, num_bytes)
     libc = ctypes.CDLL(None, use_errno=True)
     # posix_fallocate would write every block where the file system cannot reserve them.
@@ -125,5 +129,7 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
         return
     code = ctypes.get_errno()
     if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+        # A reservation that fails has taken all that the disk had left.
+        os.ftruncate(fd, min(before, num_bytes))
         raise OSError(code, os.strerror(code))
     logger.warning("%s: this file system cannot reserve space; a full disk will lose chunks", path)

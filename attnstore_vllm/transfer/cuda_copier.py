@@ -34,7 +34,8 @@ class CudaCopier:
     Args:
         pool: this process's mapping of all slots, [num_slots, slot_bytes], uint8, CPU. It is
             page-locked here, and stays mapped until close().
-        layers: the KV tensors, [num_blocks, ...], in the order in which slots hold them.
+        layers: the KV tensors, [num_blocks, ...] as the scheduler counts blocks, in the order in
+            which slots hold them.
     """
 
     def __init__(

@@ -75,7 +75,6 @@ class SharedPool:
         self._size_bytes = SLOTS_AT + num_slots * slot_bytes
         self._path = SHM_DIR / name
         self._fd = self._create_or_open()
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
         self.buffer = mmap.mmap(self._fd, self._size_bytes)
         self._join(num_ranks, member)
 
@@ -114,11 +113,20 @@ class SharedPool:
             self._fd = -1
 
     def _create_or_open(self) -> int:
+        """The region's descriptor, with a shared lock that says that this member lives."""
+        deadline = time.monotonic() + OPEN_DEADLINE_S
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            fd = os.open(self._path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return self._open_when_ready(flags)
+        while True:
+            try:
+                fd = os.open(self._path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            except FileExistsError:
+                found = self._open_when_ready(flags, deadline)
+                if found is not None:
+                    return found
+            else:
+                return self._create(fd)
+
+    def _create(self, fd: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_SH)
         try:
             sweep(SHM_DIR)
@@ -134,16 +142,25 @@ class SharedPool:
         os.pwrite(fd, _CONTROL.pack(_MAGIC, self._size_bytes), 0)
         return fd
 
-    def _open_when_ready(self, flags: int) -> int:
-        deadline = time.monotonic() + OPEN_DEADLINE_S
-        fd = os.open(self._path, flags)
+    def _open_when_ready(self, flags: int, deadline: float) -> int | None:
+        """None if the region is gone: it was one that a killed start had left behind."""
+        try:
+            fd = os.open(self._path, flags)
+        except FileNotFoundError:
+            return None
         while time.monotonic() < deadline:
-            raw = os.pread(fd, _CONTROL.size, 0)
-            if len(raw) == _CONTROL.size:
-                magic, size = _CONTROL.unpack(raw)
-                if magic == _MAGIC:
+            size = _size_if_ready(fd)
+            # A creator locks before it makes ready, so an unlocked region that is ready is dead.
+            if (size or _is_old(os.fstat(fd))) and _remove_if_dead(fd, self._path):
+                os.close(fd)
+                return None
+            if size:
+                fcntl.flock(fd, fcntl.LOCK_SH)  # waits at most for a member that removes it now
+                if os.fstat(fd).st_nlink:
                     assert size == self._size_bytes, "members disagree about the pool's size"
                     return fd
+                os.close(fd)
+                return None
             time.sleep(0.01)
         os.close(fd)
         raise ConfigError(
@@ -157,23 +174,42 @@ class SharedPool:
             self._path.unlink(missing_ok=True)
 
 
+def _size_if_ready(fd: int) -> int:
+    """The region's bytes, or 0 if its creator has not allocated it yet."""
+    raw = os.pread(fd, _CONTROL.size, 0)
+    magic, size = _CONTROL.unpack(raw.ljust(_CONTROL.size, b"\0"))
+    return int(size) if magic == _MAGIC else 0
+
+
+def _is_old(found: os.stat_result) -> bool:
+    return time.time() - found.st_mtime >= _YOUNG_S
+
+
+def _remove_if_dead(fd: int, path: Path) -> bool:
+    """Unlink the region `fd` at `path` if no process holds it; False, with no lock, if one does."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if os.fstat(fd).st_nlink:  # else the name is gone, and may be another region's already
+        path.unlink(missing_ok=True)
+        logger.warning("removed %s, which a killed start left behind", path)
+    return True
+
+
 def sweep(directory: Path) -> list[str]:
     """Remove regions that no living process holds; returns their names."""
     removed = []
     for path in directory.glob(f"{_PREFIX}*"):
         try:
-            if time.time() - path.stat().st_mtime < _YOUNG_S:
+            if not _is_old(path.stat()):
                 continue
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # gone meanwhile, or another user's
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-            logger.warning("removed %s, which a killed start left behind", path)
-        except BlockingIOError:
-            pass
+            if _remove_if_dead(fd, path):
+                removed.append(path.name)
         finally:
             os.close(fd)
     return removed
