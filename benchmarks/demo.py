@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: the same conversations against `vllm serve` without the store, then with it.
+
+Both servers have the same flags, the same model and the same HBM, too small to keep a
+conversation until its next turn. DRAM is small as well, so that some of the KV has to come back
+from NVMe. The answers of both sides are compared; where one differs, it is checked against the
+rounding that the server without the store shows when it is asked the same again.
+
+    python -m benchmarks.demo
+    python -m benchmarks.demo --dataset sharegpt.json --conversations 24
+    python -m benchmarks.demo --base-url http://127.0.0.1:8000 --model NAME
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+
+from attnstore_vllm.testing.tiny_model import SMALL, make_model
+from benchmarks.agreement import compare, gap_changes, rounding_bound
+from benchmarks.conversations import SAMPLE, Conversation, DatasetError, read_conversations
+from benchmarks.records import TurnRecord, failures
+from benchmarks.replay import (
+    ReplaySettings,
+    RequestError,
+    ask,
+    fitting,
+    open_session,
+    opening,
+    replay,
+)
+from benchmarks.report import (
+    Side,
+    Verdict,
+    machine,
+    plot,
+    report_table,
+    summary,
+    verdict_json,
+    verdict_text,
+)
+from benchmarks.server import Metrics, ServerError, VllmServer, read_metrics
+from benchmarks.sources import traffic
+
+ROOT: Final = Path(__file__).parent.parent
+NAMES: Final = ("vLLM alone", "with AttnStore")
+CONTEXT_TOKENS: Final = 4_096
+BLOCK_TOKENS: Final = 128
+MAX_TOKENS: Final = 128
+WARM_UP: Final = Conversation("warm-up", ("Once upon a time. " * 300, "And then? " * 50))
+
+
+def main() -> int:
+    """Run the demo. Returns 0, 1 if a request failed or an answer is wrong, 2 if it cannot run."""
+    args = _arguments()
+    # An end from outside must not leave a server behind: let the context managers run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        conversations = read_conversations(args.dataset)
+        return asyncio.run(_demo(args, conversations))
+    except (DatasetError, RequestError, ServerError, aiohttp.ClientError) as error:
+        print(f"The demo cannot run: {error}", file=sys.stderr)
+        return 2
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dataset", type=Path, default=SAMPLE, help="a file in ShareGPT format")
+    parser.add_argument("--conversations", type=int, default=16, help="at most so many")
+    parser.add_argument("--turns", type=int, help="at most so many turns of each")
+    parser.add_argument("--clients", type=int, default=2, help="how many ask at the same time")
+    parser.add_argument("--model", help="a path or name; by default a small one is made")
+    parser.add_argument("--base-url", help="replay against this server only, e.g. http://host:8000")
+    parser.add_argument("--hbm-tokens", type=int, default=40 * BLOCK_TOKENS, help="KV in HBM")
+    parser.add_argument("--dram", default="64MiB", help="DRAM of the store")
+    parser.add_argument("--nvme", default="2GiB", help="NVMe of the store")
+    parser.add_argument("--workdir", type=Path, default=ROOT / ".cache" / "demo")
+    parser.add_argument("--json", type=Path, default=ROOT / "results" / "demo.json")
+    args = parser.parse_args()
+    if args.base_url and not args.model:
+        parser.error("--base-url needs --model, the name the server gives its model")
+    if args.hbm_tokens < CONTEXT_TOKENS:
+        parser.error(f"--hbm-tokens must be at least {CONTEXT_TOKENS}, one whole context")
+    return args
+
+
+async def _demo(args: argparse.Namespace, conversations: list[Conversation]) -> int:
+    model = args.model
+    if model is None:
+        model = str(make_model(args.workdir / "model", SMALL))
+    settings = ReplaySettings(
+        model=model, clients=args.clients, turns=args.turns, max_tokens=MAX_TOKENS
+    )
+    if args.base_url:
+        url = args.base_url.rstrip("/")
+        chosen = await _choose(url, conversations, settings, args.conversations)
+        side = await _side(url, url, chosen, settings, lambda: read_metrics(url))
+        return _finish(args, settings, [side], None)
+
+    print(f"1/4  vllm serve without the store (log: {args.workdir / 'alone.log'})")
+    with VllmServer(model, _flags(args), args.workdir / "alone.log") as server:
+        chosen = await _choose(server.base_url, conversations, settings, args.conversations)
+        alone = await _side(NAMES[0], server.base_url, chosen, settings, server.metrics)
+        print("2/4  the same server again: how far does rounding move its answers?")
+        last, *again = await _ask_again(server.base_url, chosen, settings, alone.records)
+    changes = gap_changes(last, again[0]) + gap_changes(again[0], again[1])
+
+    yaml = _write_settings(args)
+    print(f"3/4  vllm serve --kv-transfer-config {yaml} (log: {args.workdir / 'store.log'})")
+    flags = [*_flags(args), "--kv-transfer-config", str(yaml)]
+    with VllmServer(model, flags, args.workdir / "store.log") as server:
+        stored = await _side(NAMES[1], server.base_url, chosen, settings, server.metrics)
+    between = gap_changes(alone.records, stored.records)
+    verdict = Verdict(
+        agreement=compare(alone.records, stored.records),
+        bound=rounding_bound(changes),
+        bound_positions=len(changes),
+        largest_change=max(between, default=0.0),
+        positions=len(between),
+    )
+    print("4/4  results")
+    return _finish(args, settings, [alone, stored], verdict)
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    """The flags of both servers. vLLM's own prefix cache is on."""
+    return [
+        "--max-model-len", str(CONTEXT_TOKENS),
+        "--block-size", str(BLOCK_TOKENS),
+        "--num-gpu-blocks-override", str(args.hbm_tokens // BLOCK_TOKENS),
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+    ]  # fmt: skip
+
+
+def _write_settings(args: argparse.Namespace) -> Path:
+    """Write attnstore.yaml for an empty store; return its path."""
+    store = args.workdir.resolve() / "store"
+    shutil.rmtree(store, ignore_errors=True)
+    store.mkdir(parents=True)
+    yaml: Path = args.workdir.resolve() / "attnstore.yaml"
+    nvme = f"{{path: {json.dumps(str(store))}, capacity: {args.nvme}}}"
+    yaml.write_text(f"dram: {args.dram}\nnvme: {nvme}\n", encoding="utf-8")
+    return yaml
+
+
+async def _choose(
+    url: str, conversations: list[Conversation], settings: ReplaySettings, at_most: int
+) -> list[Conversation]:
+    """The first conversations that fit the context. Raises: RequestError if none does."""
+    fit = await fitting(url, conversations, settings)
+    if not fit:
+        raise RequestError(f"none of {len(conversations)} conversations fits the context")
+    chosen = fit[:at_most]
+    turns = sum(len(c.questions[: settings.turns]) for c in chosen)
+    print(
+        f"     {len(chosen)} conversations with {turns} turns; {len(fit) - len(chosen)} more "
+        f"would fit, {len(conversations) - len(fit)} exceed the context and are skipped"
+    )
+    return chosen
+
+
+async def _side(
+    name: str,
+    url: str,
+    conversations: Sequence[Conversation],
+    settings: ReplaySettings,
+    metrics: Callable[[], Metrics],
+) -> Side:
+    """Warm one server up, then replay against it."""
+    await replay(url, [WARM_UP], replace(settings, max_tokens=16, turns=None), progress=False)
+    before = metrics()
+    started = time.perf_counter()
+    records = await replay(url, conversations, settings, title=f"     {name}")
+    seconds = time.perf_counter() - started
+    return Side(name, records, traffic(before, metrics()), seconds)
+
+
+async def _ask_again(
+    url: str,
+    conversations: Sequence[Conversation],
+    settings: ReplaySettings,
+    records: Sequence[TurnRecord],
+) -> tuple[list[TurnRecord], list[TurnRecord], list[TurnRecord]]:
+    """Ask each conversation's last question twice more: the first time it has left HBM and is
+    computed, the second time vLLM's own cache has most of it. So the prompt is split in two
+    ways, and the batches differ from those of the replay.
+
+    Returns the records of the replay, of the first and of the second repetition.
+    """
+    by_conversation: dict[str, list[TurnRecord]] = {}
+    for record in records:
+        by_conversation.setdefault(record.conversation, []).append(record)
+    complete = [c for c in conversations if not failures(by_conversation[c.id])]
+    last = [by_conversation[c.id][-1] for c in complete]
+    again = [[TurnRecord(conversation=r.conversation, turn=r.turn) for r in last] for _ in range(2)]
+    async with open_session(settings.timeout_s) as session:
+
+        async def client(n: int) -> None:
+            for place in range(n, len(complete), settings.clients):
+                messages = opening(complete[place])
+                turns = by_conversation[complete[place].id]
+                for question, turn in zip(complete[place].questions, turns, strict=False):
+                    messages.append({"role": "user", "content": question})
+                    messages.append({"role": "assistant", "content": turn.answer})
+                for repetition in again:
+                    await ask(session, url, messages[:-1], settings, repetition[place])
+
+        await asyncio.gather(*(client(n) for n in range(settings.clients)))
+    return last, again[0], again[1]
+
+
+def _finish(
+    args: argparse.Namespace,
+    settings: ReplaySettings,
+    sides: list[Side],
+    verdict: Verdict | None,
+) -> int:
+    """Print the tables, write the files; return the exit code."""
+    print(f"\n{report_table(sides)}\n")
+    if verdict is not None:
+        print(verdict_text(verdict))
+    failed = [(side, record) for side in sides for record in failures(side.records)]
+    for side, record in failed:
+        print(f"FAILED, {side.name}: {record.conversation}, turn {record.turn}: {record.error}")
+    picture = args.json.with_suffix(".png")
+    plot(sides, picture)
+    result = {
+        "machine": machine(),
+        "settings": {
+            "dataset": args.dataset.name,
+            "conversations": len({r.conversation for r in sides[0].records}),
+            "model": settings.model if args.model else "benchmarks' small model (26M parameters)",
+            "clients": settings.clients,
+            "turns": settings.turns,
+            "max_tokens": settings.max_tokens,
+            "hbm_tokens": None if args.base_url else args.hbm_tokens,
+            "dram": None if args.base_url else args.dram,
+            "nvme": None if args.base_url else args.nvme,
+        },
+        "sides": [summary(side) for side in sides],
+        "agreement": verdict_json(verdict) if verdict else None,
+        "records": {side.name: [r.to_json() for r in side.records] for side in sides},
+    }
+    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {args.json}, {picture}")
+    if failed:
+        print(f"{len(failed)} requests FAILED", file=sys.stderr)
+    wrong = verdict.unexplained if verdict else 0
+    if wrong:
+        print(f"{wrong} answers differ by MORE THAN ROUNDING", file=sys.stderr)
+    return 1 if failed or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

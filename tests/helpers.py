@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small stores for the tests: chunks of 16 tokens, payloads of two pages, so that they tear.
+
+The payload of a chunk is made from its key and a version, so any two differ everywhere.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
+from attnstore_vllm.io.device import Device
+from attnstore_vllm.store.format import PAGE_BYTES, Superblock, header_bytes
+from attnstore_vllm.store.slab import Slab
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.testing.devices import MemoryDevice
+from attnstore_vllm.transfer.pool import SharedPool
+
+CHUNK_TOKENS = 16
+PAYLOAD_BYTES = 2 * PAGE_BYTES
+RECORD_BYTES = header_bytes(CHUNK_TOKENS) + PAYLOAD_BYTES
+NAMESPACE = bytes(range(32))
+DEADLINE_S = 10.0
+
+
+def slab_bytes(num_records: int) -> int:
+    return PAGE_BYTES + num_records * RECORD_BYTES
+
+
+def open_pool(num_slots: int, slot_bytes: int = PAYLOAD_BYTES) -> SharedPool:
+    """A pool of this process alone. All members have mapped it, so its name is gone."""
+    name = f"attnstore-test-{secrets.token_hex(8)}"
+    worker = SharedPool(name, num_slots, slot_bytes, num_ranks=1, member=0)
+    pool = SharedPool(name, num_slots, slot_bytes, num_ranks=1, member=1)
+    worker.close()
+    return pool
+
+
+def new_slab(num_records: int) -> Slab:
+    """A slab without a file; format_device() puts its superblock onto a device."""
+    superblock = Superblock(CHUNK_TOKENS, PAYLOAD_BYTES, NAMESPACE, secrets.token_bytes(16))
+    return Slab(Path("memory"), superblock, num_records, fresh=True)
+
+
+def format_device(device: MemoryDevice, slab: Slab) -> None:
+    device.image[:PAGE_BYTES] = slab.superblock.encode()
+
+
+def found_slab(image: bytes | bytearray) -> Slab:
+    """The slab that the next start finds on a device with these bytes."""
+    superblock = Superblock.decode(bytes(image[:PAGE_BYTES]), "memory, superblock")
+    num_records = (len(image) - PAGE_BYTES) // RECORD_BYTES
+    return Slab(Path("memory"), superblock, num_records, fresh=False)
+
+
+def sequence_of(
+    token_ids: Sequence[int], salt: str | None = None, chunk_tokens: int = CHUNK_TOKENS
+) -> SequenceKeys:
+    return SequenceKeys(root_key(NAMESPACE, salt, b""), token_ids, chunk_tokens)
+
+
+def tokens_of(conversation: int, num_tokens: int) -> list[int]:
+    """Token ids that no other conversation shares."""
+    return list(range(conversation * 10_000 + 1, conversation * 10_000 + 1 + num_tokens))
+
+
+def name_of(sequence: SequenceKeys, number: int, salt: str | None = None) -> ChunkName:
+    """Chunk number `number` of the sequence: a tail where the tokens end within it."""
+    start = number * sequence.chunk_tokens
+    stop = min(start + sequence.chunk_tokens, len(sequence.token_ids))
+    parent, extra = sequence.parent(number), sequence.extra(number)
+    tokens = sequence.tokens(start, stop)
+    key = chunk_key(parent, extra, tokens)
+    return ChunkName(key, parent, extra, tenant_hash(salt), start, tokens)
+
+
+def names_of(sequence: SequenceKeys) -> list[ChunkName]:
+    count = -(-len(sequence.token_ids) // sequence.chunk_tokens)
+    return [name_of(sequence, number) for number in range(count)]
+
+
+def payload_of(name: ChunkName, version: int = 0, num_bytes: int = PAYLOAD_BYTES) -> bytes:
+    return blake3(name.key + version.to_bytes(8, "little")).digest(length=num_bytes)
+
+
+def wait_until(condition: Callable[[], bool], store: Store) -> None:
+    """Wait for what the store's own thread does; every change of it notifies."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the store did not get there"
+        store.wait_for_progress(0.02)
+
+
+@dataclass(slots=True)
+class Rig:
+    """A store over a device, with what its callers do: fill slots, and read them."""
+
+    device: Device
+    slab: Slab
+    dram_slots: int = 8
+    depth: int = 4
+    pool: SharedPool = field(init=False)
+    store: Store = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = open_pool(self.dram_slots)
+        self.store = Store(self.pool, self.slab, self.device, self.depth)
+
+    def put(self, name: ChunkName, payload: bytes | None = None) -> Chunk | None:
+        """Save as the workers do. None where the store wants no bytes."""
+        chunk = self.store.begin_save(name)
+        if chunk is not None:
+            self.pool.slot(chunk.dram_slot)[:] = payload_of(name) if payload is None else payload
+            self.store.finish_saves([chunk])
+        return chunk
+
+    def put_all(self, sequence: SequenceKeys) -> None:
+        for name in names_of(sequence):
+            assert self.put(name) is not None
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        wait_until(condition, self.store)
+
+    def until_idle(self) -> None:
+        self.until(self.store.is_idle)
+
+    def read(self, sequence: SequenceKeys, *, wait: bool = True) -> list[tuple[ChunkName, bytes]]:
+        """What a request for all tokens loads: names and bytes of the leading READY chunks."""
+        stop = len(sequence.token_ids)
+        pieces = self.store.find(sequence, 0, stop)
+        if wait:
+            self.until(lambda: not any(_on_its_way(p.chunk) for p in pieces))
+        held = self.store.hold_ready(self.store.find(sequence, 0, stop))
+        found = [(p.chunk.name, bytes(self.pool.slot(p.chunk.dram_slot))) for p in held]
+        self.store.loaded(p.chunk for p in held)
+        return found
+
+    def check_read(self, sequence: SequenceKeys) -> int:
+        """Read, compare with what put_all() put, and return how many chunks there were."""
+        found = self.read(sequence)
+        for name, payload in found:
+            assert payload == payload_of(name)
+        return len(found)
+
+    def chunk(self, name: ChunkName) -> Chunk:
+        chunk = self.store.residency.index.get(name.key)
+        assert chunk is not None
+        return chunk
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def _on_its_way(chunk: Chunk) -> bool:
+    if chunk.dropped or chunk.dram is Dram.READY:
+        return False
+    return chunk.dram is Dram.READING or chunk.nvme is Nvme.READY
+
+
+def memory_rig(num_records: int = 16, dram_slots: int = 8, *, hold: bool = False) -> Rig:
+    """A rig over memory. With `hold` the device does nothing before step() or release()."""
+    device = MemoryDevice(slab_bytes(num_records), hold=hold)
+    slab = new_slab(num_records)
+    format_device(device, slab)
+    return Rig(device, slab, dram_slots)
+
+
+def reopened(rig: Rig, device: MemoryDevice) -> Rig:
+    """The next start over the same medium."""
+    after = MemoryDevice(device.size_bytes)
+    after.image[:] = device.image
+    return Rig(after, found_slab(after.image), rig.dram_slots)

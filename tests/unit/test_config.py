@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: what is accepted, and that every error names key, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnstore_vllm.config import NvmeConfig, StoreConfig, format_size, parse_size
+from attnstore_vllm.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {"dram": "64GiB", "nvme": {"path": "/mnt/kv", "capacity": "2TiB"}}
+
+
+def message_of(settings: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        StoreConfig.parse(settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4096 B", 4096),
+        ("1KiB", 1024),
+        ("1kb", 1000),
+        ("1.5GiB", 3 << 29),
+        (" 64 gib ", 64 << 30),
+        ("2TiB", 2 << 40),
+        ("2TB", 2 * 10**12),
+        ("1PiB", 1 << 50),
+    ],
+)
+def test_sizes(text: object, num_bytes: int) -> None:
+    assert parse_size("dram", text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, True, 1.5, None, "", "GiB", "64 parsecs", "-1GiB", "0GiB", "1e9", "64GiB 1", [1]],
+)
+def test_what_is_no_size(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_size("nvme.capacity", value)
+    assert "nvme.capacity" in str(caught.value)
+    assert repr(value) in str(caught.value)
+    assert "64GiB" in str(caught.value)
+
+
+def test_a_size_below_one_byte_is_no_size() -> None:
+    with pytest.raises(ConfigError, match=r"dram is '0\.1b'"):
+        parse_size("dram", "0.1b")
+
+
+@given(st.integers(1, 1 << 50))
+def test_a_printed_size_is_read_back_within_its_four_digits(num_bytes: int) -> None:
+    assert parse_size("dram", format_size(num_bytes)) == pytest.approx(num_bytes, rel=1e-3)
+
+
+def test_minimal_settings() -> None:
+    config = StoreConfig.parse(MINIMAL)
+    assert config.dram_bytes == 64 << 30
+    assert config.nvme == NvmeConfig(path=Path("/mnt/kv"), capacity_bytes=2 << 40)
+    assert config.chunk_tokens == 256
+    assert config.data_parallel_size == 1
+
+
+def test_every_optional_setting_arrives() -> None:
+    optional = {
+        "chunk_tokens": 64,
+        "load_deadline_ms": 0,
+        "io_depth": 2,
+        "data_parallel_size": 4,
+    }
+    config = StoreConfig.parse(MINIMAL | optional)
+    assert {key: getattr(config, key) for key in optional} == optional
+
+
+def test_an_unknown_key_names_the_nearest_known_one() -> None:
+    assert "chunk_token is not a setting" in message_of(MINIMAL | {"chunk_token": 64})
+    assert "did you mean chunk_tokens?" in message_of(MINIMAL | {"chunk_token": 64})
+    nvme = MINIMAL["nvme"] | {"capasity": "1TiB"}
+    assert "nvme.capasity" in message_of(MINIMAL | {"nvme": nvme})
+    assert "did you mean capacity?" in message_of(MINIMAL | {"nvme": nvme})
+    assert "known are chunk_tokens, data_parallel_size" in message_of(MINIMAL | {"zzz": 1})
+    # The field's name in Python is no setting.
+    assert "dram_bytes is not a setting" in message_of(MINIMAL | {"dram_bytes": 1})
+
+
+@pytest.mark.parametrize("key", ["dram", "nvme"])
+def test_a_missing_key_is_named_with_an_example(key: str) -> None:
+    message = message_of({k: v for k, v in MINIMAL.items() if k != key})
+    assert f"{key} is missing" in message
+    assert "dram: 64GiB" in message
+
+
+@pytest.mark.parametrize("key", ["path", "capacity"])
+def test_a_missing_part_of_nvme_is_named(key: str) -> None:
+    nvme = {k: v for k, v in MINIMAL["nvme"].items() if k != key}
+    assert f"nvme.{key} is missing" in message_of(MINIMAL | {"nvme": nvme})
+
+
+def test_a_relative_path_is_refused_with_the_absolute_one() -> None:
+    message = message_of(MINIMAL | {"nvme": {"path": "kv/cache", "capacity": "1GiB"}})
+    assert "'kv/cache'" in message
+    assert str(Path.cwd() / "kv/cache") in message
+
+
+@pytest.mark.parametrize("path", [3, "", None, ["/mnt"]])
+def test_a_path_must_be_text(path: object) -> None:
+    message = message_of(MINIMAL | {"nvme": {"path": path, "capacity": "1GiB"}})
+    assert f"nvme.path is {path!r}" in message
+
+
+@pytest.mark.parametrize("settings", [None, [], "dram: 64GiB", 3])
+def test_settings_must_be_a_mapping(settings: object) -> None:
+    assert repr(settings) in message_of(settings)
+
+
+def test_nvme_must_be_a_mapping() -> None:
+    assert "nvme is '/mnt/kv'" in message_of(MINIMAL | {"nvme": "/mnt/kv"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "range_text"),
+    [
+        ("chunk_tokens", 15, "from 16 to 4096"),
+        ("chunk_tokens", "256", "from 16 to 4096"),
+        ("chunk_tokens", True, "from 16 to 4096"),
+        ("load_deadline_ms", -1, "from 0 to 60000"),
+        ("load_deadline_ms", 1.5, "from 0 to 60000"),
+        ("io_depth", 1, "from 2 to 1024"),
+        ("data_parallel_size", 0, "from 1 to 4096"),
+    ],
+)
+def test_integers_out_of_range_or_of_another_type(key: str, value: object, range_text: str) -> None:
+    message = message_of(MINIMAL | {key: value})
+    assert f"{key} is {value!r}" in message
+    assert range_text in message
+
+
+def test_data_parallel_engines_share_both_sizes() -> None:
+    config = StoreConfig.parse(MINIMAL | {"data_parallel_size": 4, "chunk_tokens": 64})
+    shares = [config.share(rank) for rank in range(4)]
+    assert {share.dram_bytes for share in shares} == {16 << 30}
+    assert {share.nvme.capacity_bytes for share in shares} == {1 << 39}
+    assert [share.nvme.path for share in shares] == [Path(f"/mnt/kv/dp{r}") for r in range(4)]
+    assert {share.chunk_tokens for share in shares} == {64}
+    assert config.share(None) is config
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 7])
+def test_a_rank_beyond_the_number_of_engines_is_refused(rank: int) -> None:
+    config = StoreConfig.parse(MINIMAL | {"data_parallel_size": 2})
+    with pytest.raises(ConfigError, match=f"data_parallel_size is 2.*rank {rank}"):
+        config.share(rank)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys: stable for ever, and different whenever the KV may be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnstore_vllm.index.keys import (
+    MultimodalSpan,
+    SequenceKeys,
+    chunk_extra,
+    chunk_key,
+    encode_tokens,
+    root_key,
+    tenant_hash,
+)
+from attnstore_vllm.types import KEY_BYTES
+
+NAMESPACE = bytes(range(32))
+TOKENS = list(range(100, 140))
+GOLDEN = """
+import sys
+from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key
+spans = [MultimodalSpan("image-7", 20, 4)]
+keys = SequenceKeys(root_key(bytes(range(32)), "tenant", b"L" * 32), range(100, 140), 16, spans)
+sys.stdout.write(keys.key(0).hex() + " " + keys.key(1).hex())
+"""
+FIRST = "f5b8bc1e0e9111ba5756c5abf254960976cfcf060e4868ec76d5419ffa4dd369"
+SECOND = "424774e49a73f77ab15d853367b7393c5240cd8efa3d05c342ed3bd95be80841"
+
+token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def golden_keys() -> list[str]:
+    root = root_key(NAMESPACE, "tenant", b"L" * 32)
+    keys = SequenceKeys(root, TOKENS, 16, [MultimodalSpan("image-7", 20, 4)])
+    return [keys.key(0).hex(), keys.key(1).hex()]
+
+
+def test_keys_on_disk_keep_their_meaning() -> None:
+    """If this fails, raise format.VERSION: the keys in existing slabs mean nothing any more."""
+    assert golden_keys() == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_keys_do_not_depend_on_the_process(seed: str) -> None:
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    found = subprocess.run(
+        [sys.executable, "-c", GOLDEN], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == golden_keys()
+
+
+def test_whatever_makes_kv_differ_makes_the_root_differ() -> None:
+    roots = [
+        root_key(NAMESPACE, None, b""),
+        root_key(NAMESPACE[::-1], None, b""),
+        root_key(NAMESPACE, "", b""),
+        root_key(NAMESPACE, "a", b""),
+        root_key(NAMESPACE, "b", b""),
+        root_key(NAMESPACE, None, b"a"),
+        root_key(NAMESPACE, "a", b"a"),
+        root_key(NAMESPACE + b"a", None, b""),
+        root_key(NAMESPACE, "asalt", b""),
+    ]
+    assert len(set(roots)) == len(roots)
+    assert {len(root) for root in roots} == {KEY_BYTES}
+
+
+def test_no_parts_can_be_moved_from_one_field_to_the_next() -> None:
+    parent = root_key(NAMESPACE, None, b"")
+    assert chunk_key(parent, b"ab", b"cdef") != chunk_key(parent, b"abcd", b"ef")
+    assert chunk_key(parent, b"", b"abcd") != chunk_key(parent, b"abcd", b"")
+    # A chunk whose fields look like a root's is no root.
+    assert chunk_key(parent, b"", b"") != root_key(parent, None, b"")
+
+
+def test_a_key_names_the_whole_prefix() -> None:
+    root = root_key(NAMESPACE, None, b"")
+    one = SequenceKeys(root, [1, *TOKENS[1:]], 16)
+    two = SequenceKeys(root, [2, *TOKENS[1:]], 16)
+    assert one.tokens(16, 32) == two.tokens(16, 32)
+    assert one.key(1) != two.key(1)
+    assert one.parent(1) == one.key(0)
+    assert one.parent(0) == root
+
+
+def test_tenants_are_hashes_of_their_salt() -> None:
+    assert tenant_hash(None) == bytes(32)
+    assert tenant_hash("a") != tenant_hash("b")
+    assert tenant_hash("") != tenant_hash(None)
+    assert b"secret" not in tenant_hash("secret")
+
+
+def test_images_under_equal_placeholders_are_told_apart() -> None:
+    root = root_key(NAMESPACE, None, b"")
+
+    def keys(*spans: MultimodalSpan) -> SequenceKeys:
+        return SequenceKeys(root, [7] * 48, 16, spans)
+
+    plain, cat = keys(), keys(MultimodalSpan("cat", 20, 8))
+    dog, later = keys(MultimodalSpan("dog", 20, 8)), keys(MultimodalSpan("cat", 21, 8))
+    assert plain.key(0) == cat.key(0) == dog.key(0)  # before the image
+    assert len({k.key(1) for k in (plain, cat, dog, later)}) == 4
+    assert len({k.key(2) for k in (plain, cat, dog, later)}) == 4  # by the chain
+    across = keys(MultimodalSpan("cat", 12, 8))
+    assert across.key(0) != plain.key(0)
+    assert across.extra(1) != across.extra(0)
+    assert across.extra(2) == b""
+
+
+def test_spans_touch_a_chunk_only_with_a_token_in_it() -> None:
+    span = [MultimodalSpan("cat", 16, 16)]
+    assert chunk_extra(span, 0, 16) == b""
+    assert chunk_extra(span, 32, 48) == b""
+    assert chunk_extra(span, 0, 17) != b""
+    assert chunk_extra(span, 31, 48) != b""
+
+
+@given(token_lists, token_lists)
+def test_the_order_of_bytes_is_the_order_of_tokens(a: list[int], b: list[int]) -> None:
+    assert (encode_tokens(a) < encode_tokens(b)) == (a < b)
+    assert len(encode_tokens(a)) == 4 * len(a)
+
+
+def test_keys_of_a_growing_sequence_stay() -> None:
+    tokens = list(TOKENS[:20])
+    keys = SequenceKeys(root_key(NAMESPACE, None, b""), tokens, 16)
+    first = keys.key(0)
+    keys.hash_up_to(20)
+    tokens += TOKENS[20:]
+    whole = SequenceKeys(root_key(NAMESPACE, None, b""), TOKENS, 16)
+    assert keys.key(0) == first == whole.key(0)
+    assert keys.key(1) == whole.key(1)
+
+
+def test_tokens_that_are_not_there_are_our_bug() -> None:
+    keys = SequenceKeys(root_key(NAMESPACE, None, b""), TOKENS[:20], 16)
+    with pytest.raises(AssertionError):
+        keys.key(1)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native page copier against numpy: any size, any alignment, many threads."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from attnstore_vllm._native import PageCopier
+
+Bytes = npt.NDArray[np.uint8]
+SLOTS, BLOCKS, LAYERS, PAGES = 5, 9, 2, 3
+
+
+class Memory:
+    """HBM and slots in numpy. A page is one run, or two with a gap between them.
+
+    Args:
+        shift: bytes by which everything misses its alignment.
+    """
+
+    def __init__(
+        self, page_bytes: int, *, shift: int = 0, num_runs: int = 1, threads: int = 1
+    ) -> None:
+        self.page_bytes, self.num_runs = page_bytes, num_runs
+        self.gap = 5 if num_runs > 1 else 0
+        rng = np.random.default_rng(page_bytes * 64 + shift)
+        self.stride = page_bytes + 2 * self.gap + 3
+        self.run_bytes = page_bytes // num_runs
+        size = LAYERS * BLOCKS * self.stride + shift
+        self.hbm: Bytes = rng.integers(0, 256, size, dtype=np.uint8)
+        self.slot_bytes = LAYERS * PAGES * page_bytes + 7
+        self.slots: Bytes = rng.integers(0, 256, SLOTS * self.slot_bytes + shift, dtype=np.uint8)
+        self.shift = shift
+        base = self.hbm.ctypes.data + shift
+        self.native = PageCopier(
+            slots_base=self.slots.ctypes.data + shift,
+            num_slots=SLOTS,
+            slot_bytes=self.slot_bytes,
+            layer_bytes=PAGES * page_bytes,
+            page_bytes=page_bytes,
+            layer_bases=[base + layer * BLOCKS * self.stride for layer in range(LAYERS)],
+            num_blocks=BLOCKS,
+            block_stride=self.stride,
+            run_offsets=self.run_offsets,
+            run_bytes=self.run_bytes,
+            num_threads=threads,
+        )
+
+    @property
+    def run_offsets(self) -> list[int]:
+        return [run * (self.run_bytes + self.gap) for run in range(self.num_runs)]
+
+    def move(self, copies: npt.NDArray[np.int64], hbm: Bytes, slots: Bytes, *, load: bool) -> None:
+        """What the native copier should do, in numpy."""
+        for layer in range(LAYERS):
+            for slot, page, block in copies.tolist():
+                at = self.shift + slot * self.slot_bytes + (layer * PAGES + page) * self.page_bytes
+                for offset in self.run_offsets:
+                    in_hbm = self.shift + (layer * BLOCKS + block) * self.stride + offset
+                    s, h = slice(at, at + self.run_bytes), slice(in_hbm, in_hbm + self.run_bytes)
+                    if load:
+                        hbm[h] = slots[s]
+                    else:
+                        slots[s] = hbm[h]
+                    at += self.run_bytes
+
+    def check(self, copies: npt.NDArray[np.int64], split: int, *, load: bool) -> None:
+        """Move natively and in numpy; everything must be equal, also what is not to be moved."""
+        hbm, slots = self.hbm.copy(), self.slots.copy()
+        self.move(copies, hbm, slots, load=load)
+        if load:
+            self.native.load(copies[:split], copies[split:])
+            for layer in range(LAYERS):
+                self.native.wait_layer(layer)
+        else:
+            self.native.save(copies)
+        assert np.array_equal(self.hbm, hbm)
+        assert np.array_equal(self.slots, slots)
+
+
+def some_copies(rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
+    """Distinct places in slots and distinct blocks, as a plan has."""
+    places = rng.permutation(SLOTS * PAGES)[:count]
+    blocks = rng.permutation(BLOCKS)[:count]
+    return np.stack([places // PAGES, places % PAGES, blocks], axis=1).astype(np.int64)
+
+
+# Around the 64 bytes of a cache line, and sizes of real pages.
+@pytest.mark.parametrize("page_bytes", [2, 62, 64, 66, 126, 128, 130, 192, 1000, 4096, 65536])
+@pytest.mark.parametrize("shift", [0, 1, 32, 63])
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_random_copies(page_bytes: int, shift: int, num_runs: int) -> None:
+    memory = Memory(page_bytes, shift=shift, num_runs=num_runs)
+    rng = np.random.default_rng(page_bytes + shift)
+    for count in (1, 2, 8):
+        memory.check(some_copies(rng, count), 1, load=False)
+        memory.check(some_copies(rng, count), count // 2, load=True)
+
+
+def test_nothing_to_copy() -> None:
+    memory = Memory(64)
+    none = np.empty((0, 3), dtype=np.int64)
+    memory.check(none, 0, load=True)
+    memory.check(none, 0, load=False)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_any_number_of_threads(threads: int) -> None:
+    """Without a thread of its own, the caller copies all of it while it waits."""
+    memory = Memory(1000, threads=threads)
+    rng = np.random.default_rng(threads)
+    for _ in range(100):
+        memory.check(some_copies(rng, 6), 2, load=bool(rng.integers(2)))
+
+
+def test_copiers_of_many_threads_at_once() -> None:
+    """As several workers in one process have; each copier belongs to one thread."""
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            memory = Memory(640 + number, num_runs=1)
+            rng = np.random.default_rng(number)
+            for _ in range(150):
+                memory.check(some_copies(rng, 5), 1, load=bool(rng.integers(2)))
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+
+
+def test_a_load_must_be_waited_for_before_the_next() -> None:
+    memory = Memory(64)
+    copies = some_copies(np.random.default_rng(1), 4)
+    memory.native.load(copies[:1], copies[1:])
+    with pytest.raises(RuntimeError, match="was not waited for"):
+        memory.native.load(copies[:1], copies[1:])
+    memory.native.wait_layer(0)
+    memory.native.wait_layer(1)
+    memory.native.wait_layer(1)  # nothing is open: returns at once
+    memory.check(copies, 1, load=True)
+
+
+def test_an_end_with_copies_in_flight_completes_them() -> None:
+    memory = Memory(65536)
+    hbm, slots = memory.hbm.copy(), memory.slots.copy()
+    copies = some_copies(np.random.default_rng(2), 8)
+    memory.native.load(copies[:1], copies[1:])
+    del memory.native
+    memory.move(copies, hbm, slots, load=True)
+    assert np.array_equal(memory.hbm, hbm)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    memory = Memory(64)
+    with pytest.raises(ValueError, match=r"must be \[n, 3\]"):
+        memory.native.save(np.zeros((2, 2), dtype=np.int64))
+    with pytest.raises(ValueError, match=r"must be \[n, 3\]"):
+        memory.native.save(np.zeros(3, dtype=np.int64))
+    with pytest.raises(IndexError):
+        memory.native.wait_layer(LAYERS)
+    with pytest.raises(IndexError, match="does not exist"):
+        memory.native.save(np.array([[0, 0, 0], [0, PAGES, 0]], dtype=np.int64))
+    shape = {
+        "slots_base": 0, "num_slots": 1, "slot_bytes": 64, "layer_bytes": 64, "page_bytes": 64,
+        "layer_bases": [0], "num_blocks": 1, "block_stride": 64, "run_offsets": [0],
+        "run_bytes": 64, "num_threads": 0,
+    }  # fmt: skip
+    PageCopier(**shape)  # type: ignore[arg-type]
+    for change in ({"run_bytes": 32}, {"layer_bytes": 96}, {"slot_bytes": 63}):
+        with pytest.raises(ValueError, match=r"do not|is not"):
+            PageCopier(**(shape | change))  # type: ignore[arg-type]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""expand(): the command line that the user writes, and the one that vLLM reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.plugin import CONNECTOR, expand
+
+FLAG = "--kv-transfer-config"
+
+
+def text(path: Path, extra: str = "") -> str:
+    return f"dram: 1MiB\nnvme: {{path: {path / 'kv'}, capacity: 1MiB}}\n{extra}"
+
+
+def settings(path: Path) -> dict[str, Any]:
+    return {"dram": "1MiB", "nvme": {"path": str(path / "kv"), "capacity": "1MiB"}}
+
+
+def yaml_file(path: Path, content: str) -> str:
+    file = path / "attnstore.yaml"
+    file.write_text(content)
+    return str(file)
+
+
+def complete(extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml"])
+def test_a_path_becomes_a_whole_configuration(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"attnstore{suffix}"
+    file.write_text(text(tmp_path))
+    argv = ["vllm", "serve", "MODEL", FLAG, str(file), "--port", "80"]
+    before = list(argv)
+    expanded = expand(argv)
+    assert argv == before
+    assert expanded[:4] == argv[:4]
+    assert expanded[5:] == argv[5:]
+    assert json.loads(expanded[4]) == complete(settings(tmp_path))
+
+
+@pytest.mark.parametrize("flag", [FLAG, "--kv_transfer_config"])
+def test_the_form_with_an_equals_sign(tmp_path: Path, flag: str) -> None:
+    (word,) = expand([f"{flag}={yaml_file(tmp_path, text(tmp_path))}"])
+    name, _, value = word.partition("=")
+    assert name == flag
+    assert json.loads(value) == complete(settings(tmp_path))
+
+
+def test_the_form_with_underscores(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, text(tmp_path))
+    _, value = expand(["--kv_transfer_config", file])
+    assert json.loads(value) == complete(settings(tmp_path))
+
+
+def test_a_yaml_that_is_a_whole_configuration(tmp_path: Path) -> None:
+    whole = {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_consumer",
+        "engine_id": "seven",
+        "kv_connector_extra_config": settings(tmp_path),
+    }
+    _, value = expand([FLAG, yaml_file(tmp_path, json.dumps(whole))])
+    expected = complete(settings(tmp_path)) | {"kv_role": "kv_consumer", "engine_id": "seven"}
+    assert json.loads(value) == expected
+
+
+def test_json_is_completed(tmp_path: Path) -> None:
+    given = {"kv_connector": CONNECTOR, "kv_connector_extra_config": settings(tmp_path)}
+    _, value = expand([FLAG, json.dumps(given)])
+    assert json.loads(value) == complete(settings(tmp_path))
+
+
+def test_a_users_own_failure_policy_is_kept(tmp_path: Path) -> None:
+    given = complete(settings(tmp_path)) | {"kv_load_failure_policy": "fail"}
+    _, value = expand([FLAG, json.dumps(given)])
+    assert json.loads(value) == given  # refused later, where vLLM is known
+
+
+def test_inside_multi_connector(tmp_path: Path) -> None:
+    ours = {"kv_connector": CONNECTOR, "kv_connector_extra_config": settings(tmp_path)}
+    other = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    given = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [other, ours]},
+    }
+    _, value = expand([FLAG, json.dumps(given)])
+    found = json.loads(value)
+    assert found["kv_load_failure_policy"] == "recompute"
+    first, second = found["kv_connector_extra_config"]["connectors"]
+    assert first == other
+    assert second == ours | {"kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
+        '{"kv_connector": "MultiConnector"}',
+        '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [3]}}',
+        "[1, 2]",
+        "{not json",
+        "null",
+    ],
+)
+def test_what_is_not_ours_is_left_alone(value: str) -> None:
+    for argv in ([FLAG, value], [f"{FLAG}={value}"]):
+        assert expand(argv) == argv
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["vllm", "serve"], [FLAG], ["--kv-transfer-config.kv_connector", "x.yaml"]]
+)
+def test_a_command_line_without_a_configuration(argv: list[str]) -> None:
+    assert expand(argv) == argv
+
+
+def test_another_connectors_yaml_is_left_to_vllm(tmp_path: Path) -> None:
+    argv = [FLAG, yaml_file(tmp_path, "kv_connector: NixlConnector\n")]
+    assert expand(argv) == argv
+
+
+def refused(argv: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        expand(argv)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["dram: [1", "dram: 1MiB\n\tnvme: 3", "\0"])
+def test_malformed_yaml(tmp_path: Path, content: str) -> None:
+    file = yaml_file(tmp_path, content)
+    message = refused([FLAG, file])
+    assert f"{FLAG} is {file!r}" in message
+    assert "no YAML" in message
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+    absent = str(tmp_path / "absent.yaml")
+    assert f"{absent!r}, which cannot be read" in refused([FLAG, absent])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
+    assert "cannot be read" in refused([FLAG, str(tmp_path / "binary.yaml")])
+
+
+@pytest.mark.parametrize("content", ["", "- 1\n- 2\n", "just text\n"])
+def test_a_yaml_without_settings_shows_what_they_look_like(tmp_path: Path, content: str) -> None:
+    assert "dram: 64GiB" in refused([FLAG, yaml_file(tmp_path, content)])
+
+
+def test_errors_name_the_key_the_value_and_the_remedy(tmp_path: Path) -> None:
+    message = refused([FLAG, yaml_file(tmp_path, text(tmp_path, "chunk_token: 64\n"))])
+    assert "chunk_token is not a setting" in message
+    assert "did you mean chunk_tokens?" in message
+    message = refused([FLAG, yaml_file(tmp_path, text(tmp_path).replace("1MiB", "a lot", 1))])
+    assert "dram is 'a lot'" in message
+    assert "as in 64GiB" in message
+    message = refused([FLAG, yaml_file(tmp_path, text(tmp_path / "absent"))])
+    assert "nvme.path is" in message
+    assert "create it" in message
+    given = {"kv_connector": CONNECTOR}
+    assert "dram is missing" in refused([FLAG, json.dumps(given)])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data-parallel-size", "2"],
+        ["--data-parallel-size=2"],
+        ["--data_parallel_size", "2"],
+        ["-dp", "2"],
+        ["-dp=2"],
+    ],
+)
+def test_the_number_of_engines_is_filled_in(tmp_path: Path, words: list[str]) -> None:
+    for argv in ([FLAG, yaml_file(tmp_path, text(tmp_path)), *words],):
+        extra = json.loads(expand(argv)[1])["kv_connector_extra_config"]
+        assert extra["data_parallel_size"] == 2
+    argv = [*words, FLAG, yaml_file(tmp_path, text(tmp_path))]
+    extra = json.loads(expand(argv)[-1])["kv_connector_extra_config"]
+    assert extra["data_parallel_size"] == 2
+
+
+def test_a_single_engine_is_told_nothing(tmp_path: Path) -> None:
+    argv = [FLAG, yaml_file(tmp_path, text(tmp_path)), "-dp", "1"]
+    extra = json.loads(expand(argv)[1])["kv_connector_extra_config"]
+    assert "data_parallel_size" not in extra

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared region: all members see the same bytes, and no exit leaves its name behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.machine import SHM_DIR
+from attnstore_vllm.transfer import pool as pool_module
+from attnstore_vllm.transfer.pool import RANKS_MAX, SLOTS_AT, SharedPool, pool_name, sweep
+
+NUM_SLOTS, SLOT_BYTES = 3, 8192
+OPEN_AND_WAIT = """
+import sys
+from attnstore_vllm.transfer.pool import SharedPool
+name, num_slots, slot_bytes, num_ranks, member = sys.argv[1], *map(int, sys.argv[2:])
+pool = SharedPool(name, num_slots, slot_bytes, num_ranks=num_ranks, member=member)
+pool.slot(member)[:] = bytes([65 + member]) * slot_bytes
+pool.publish(member, {"rank": member})
+print("open", flush=True)
+sys.stdin.readline()
+print(bytes(pool.slot(2)[:1]).decode(), flush=True)
+sys.stdin.read()
+"""
+
+Names = Callable[[], str]
+
+
+@pytest.fixture
+def new_name() -> Iterator[Names]:
+    """Gives names that no one else uses, and removes what a failed test left."""
+    given: list[str] = []
+
+    def new() -> str:
+        given.append(f"attnstore-test-{secrets.token_hex(8)}")
+        return given[-1]
+
+    yield new
+    for name in given:
+        (SHM_DIR / name).unlink(missing_ok=True)
+
+
+def member(name: str, number: int, num_ranks: int = 1, num_slots: int = NUM_SLOTS) -> SharedPool:
+    return SharedPool(name, num_slots, SLOT_BYTES, num_ranks=num_ranks, member=number)
+
+
+@contextmanager
+def member_in_a_process(
+    name: str, number: int, num_ranks: int = 1
+) -> Iterator[subprocess.Popen[str]]:
+    arguments = (name, NUM_SLOTS, SLOT_BYTES, num_ranks, number)
+    with subprocess.Popen(
+        [sys.executable, "-c", OPEN_AND_WAIT, *map(str, arguments)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as child:  # fmt: skip
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+        yield child
+        child.kill()
+
+
+def test_members_in_two_processes_share_the_bytes(new_name: Names) -> None:
+    name = new_name()
+    with member_in_a_process(name, 0) as child:
+        assert (SHM_DIR / name).exists()
+        pool = member(name, 1)
+        assert not (SHM_DIR / name).exists(), "the name goes with the last that joins"
+        assert bytes(pool.slot(0)) == b"A" * SLOT_BYTES
+        assert pool.description(0) == {"rank": 0}
+        pool.slot(2)[:1] = b"z"
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "z\n"
+        child.kill()
+        child.wait()
+        assert bytes(pool.slot(0)) == b"A" * SLOT_BYTES, "the bytes outlive the other member"
+        pool.close()
+
+
+def test_the_name_stays_until_every_rank_has_joined(new_name: Names) -> None:
+    name = new_name()
+    pools = []
+    for number in (2, 0, 3):
+        pools.append(member(name, number, num_ranks=3))
+        assert (SHM_DIR / name).exists()
+    pools.append(member(name, 1, num_ranks=3))
+    assert not (SHM_DIR / name).exists()
+    for pool in pools:
+        pool.close()
+
+
+def test_the_region_is_for_its_owner_only_and_allocated_whole(new_name: Names) -> None:
+    name = new_name()
+    pool = member(name, 0)
+    found = (SHM_DIR / name).stat()
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert found.st_size == SLOTS_AT + NUM_SLOTS * SLOT_BYTES
+    assert found.st_blocks * 512 >= found.st_size
+    pool.close()
+
+
+def test_slots_do_not_overlap(new_name: Names) -> None:
+    name = new_name()
+    pool, other = member(name, 0), member(name, 1)
+    for slot in range(NUM_SLOTS):
+        pool.slot(slot)[:] = bytes([slot + 1]) * SLOT_BYTES
+    pool.publish(0, {"dtype": "bfloat16"})
+    for slot in range(NUM_SLOTS):
+        assert bytes(other.slot(slot)) == bytes([slot + 1]) * SLOT_BYTES
+    for slot in (-1, NUM_SLOTS):
+        with pytest.raises(AssertionError):
+            pool.slot(slot)
+    pool.close()
+    other.close()
+
+
+def test_a_rank_that_has_not_published(new_name: Names) -> None:
+    pool = member(new_name(), 0, num_ranks=2)
+    assert pool.description(0) is None
+    pool.publish(1, {"shape": [2, 3]})
+    assert pool.description(0) is None
+    assert pool.description(1) == {"shape": [2, 3]}
+    with pytest.raises(AssertionError):
+        pool.publish(0, {"much": "x" * 4096})
+    pool.close()
+
+
+@pytest.mark.parametrize("num_ranks", [0, RANKS_MAX + 1])
+def test_more_ranks_than_there_are_pages_for(num_ranks: int, new_name: Names) -> None:
+    with pytest.raises(AssertionError):
+        member(new_name(), 0, num_ranks=num_ranks)
+
+
+def test_more_than_the_machine_has_is_a_config_error_and_leaves_nothing(new_name: Names) -> None:
+    name = new_name()
+    stat_before = os.statvfs(SHM_DIR)
+    with pytest.raises(ConfigError, match=r"dram asks for .* which the machine does not have"):
+        member(name, 0, num_slots=1 << 40)
+    assert not (SHM_DIR / name).exists()
+    # Others use shared memory too; a petabyte that was not given back would show all the same.
+    freed = os.statvfs(SHM_DIR).f_bfree
+    assert freed * stat_before.f_frsize > (stat_before.f_bfree * stat_before.f_frsize) // 2
+
+
+def test_closing_twice_or_while_viewed_is_harmless(new_name: Names) -> None:
+    name = new_name()
+    pool, other = member(name, 0), member(name, 1)
+    view = pool.slot(0)
+    pool.close()
+    pool.close()
+    view[:1] = b"x"  # still mapped: a transfer that is late finds memory
+    assert bytes(other.slot(0)[:1]) == b"x"
+    other.close()
+
+
+def test_members_that_disagree_about_the_size(new_name: Names) -> None:
+    name = new_name()
+    pool = member(name, 0)
+    with pytest.raises(AssertionError, match="disagree"):
+        member(name, 1, num_slots=NUM_SLOTS + 1)
+    pool.close()
+
+
+def test_names_tell_engines_and_directories_apart() -> None:
+    names = {
+        pool_name("a", Path("/x")),
+        pool_name("a", Path("/y")),
+        pool_name("b", Path("/x")),
+        pool_name("a\0/x", Path("/y")),
+    }
+    assert len(names) == 4
+    assert all(name.startswith("attnstore-") and "/" not in name for name in names)
+
+
+# ---- after a start that was killed -----------------------------------------------------
+
+
+def aged(path: Path) -> Path:
+    long_ago = time.time() - 3600
+    os.utime(path, (long_ago, long_ago))
+    return path
+
+
+def test_sweep_removes_only_old_regions_that_nobody_holds(tmp_path: Path) -> None:
+    old, young = tmp_path / "attnstore-old", tmp_path / "attnstore-young"
+    held, other = tmp_path / "attnstore-held", tmp_path / "other-old"
+    for path in (old, young, held, other):
+        path.write_bytes(b"x")
+    for path in (old, held, other):
+        aged(path)
+    (tmp_path / "attnstore-link").symlink_to(other)
+    with held.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert sweep(tmp_path) == ["attnstore-old"]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"attnstore-young", "attnstore-held", "other-old", "attnstore-link"}
+    assert sweep(tmp_path) == ["attnstore-held"]
+
+
+def test_a_region_of_a_living_member_is_not_swept(new_name: Names) -> None:
+    name = new_name()
+    with member_in_a_process(name, 0) as child:
+        aged(SHM_DIR / name)
+        assert name not in sweep(SHM_DIR)
+        child.kill()
+        child.wait()
+        assert name in sweep(SHM_DIR)
+
+
+def test_the_next_start_removes_what_a_killed_one_left(new_name: Names) -> None:
+    killed, started = new_name(), new_name()
+    with member_in_a_process(killed, 0) as child:
+        child.kill()
+        child.wait()
+    aged(SHM_DIR / killed)
+    pool = member(started, 0)
+    assert not (SHM_DIR / killed).exists()
+    pool.close()
+
+
+def test_a_start_under_the_name_of_a_killed_one_begins_anew(new_name: Names) -> None:
+    """An engine_id that the user has chosen is the same at the next start."""
+    name = new_name()
+    with member_in_a_process(name, 0, num_ranks=2) as child:
+        child.kill()
+        child.wait()
+    assert (SHM_DIR / name).exists()
+    first = member(name, 0, num_ranks=2)
+    assert first.description(0) is None, "a region of a dead process was taken for this start's"
+    assert bytes(first.slot(0)) == bytes(SLOT_BYTES)
+    others = [member(name, number, num_ranks=2) for number in (1, 2)]
+    assert not (SHM_DIR / name).exists()
+    first.slot(1)[:1] = b"x"
+    assert all(bytes(other.slot(1)[:1]) == b"x" for other in others)
+    for pool in (first, *others):
+        pool.close()
+
+
+def test_a_dead_region_of_another_size_is_no_obstacle(new_name: Names) -> None:
+    name = new_name()
+    with member_in_a_process(name, 0) as child:
+        child.kill()
+        child.wait()
+    pool = member(name, 0, num_slots=NUM_SLOTS + 1)
+    pool.close()
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_members_that_meet_at_a_dead_region_agree_on_a_new_one(
+    new_name: Names, attempt: int
+) -> None:
+    name = new_name()
+    with member_in_a_process(name, 0, num_ranks=3) as child:
+        child.kill()
+        child.wait()
+    command = [sys.executable, "-c", OPEN_AND_WAIT, name, str(NUM_SLOTS), str(SLOT_BYTES), "3"]
+    children = [
+        subprocess.Popen(
+            [*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for number in range(3)
+    ]
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+    last = member(name, 3, num_ranks=3)
+    assert [bytes(last.slot(slot)[:1]) for slot in range(3)] == [b"A", b"B", b"C"]
+    assert not (SHM_DIR / name).exists()
+    last.close()
+    for child in children:
+        child.communicate()
+
+
+def test_a_start_killed_while_it_allocated_does_not_block_the_next(
+    new_name: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "OPEN_DEADLINE_S", 5.0)
+    name = new_name()
+    (SHM_DIR / name).write_bytes(b"")  # created, and the creator is gone
+    aged(SHM_DIR / name)
+    pools = [member(name, number) for number in (0, 1)]
+    assert not (SHM_DIR / name).exists()
+    for pool in pools:
+        pool.close()
+
+
+def test_a_creator_that_never_gets_ready_is_not_waited_for_for_ever(
+    new_name: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "OPEN_DEADLINE_S", 0.1)
+    name = new_name()
+    with (SHM_DIR / name).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # a living creator that hangs
+        with pytest.raises(ConfigError, match="was not made ready"):
+            member(name, 0)

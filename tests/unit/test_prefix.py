@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix index: the longest stored prefix, found among any number of siblings."""
+
+from __future__ import annotations
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
+from attnstore_vllm.index.keys import chunk_key, encode_tokens, root_key
+from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, PrefixIndex, common_tokens
+from attnstore_vllm.types import TOKEN_BYTES, Key
+from tests.helpers import NAMESPACE, name_of, sequence_of, tokens_of
+
+ROOT = root_key(NAMESPACE, None, b"")
+# Few values, so that prefixes are shared; large ones, so that signed or little-endian order shows.
+TOKEN = st.sampled_from([0, 1, 255, 256, 65536, 2**31, 2**32 - 1])
+TOKEN_LISTS = st.lists(TOKEN, min_size=1, max_size=6)
+
+
+def ready(name: ChunkName) -> Chunk:
+    return Chunk(name, dram=Dram.READY)
+
+
+def child(tokens: list[int], parent: Key = ROOT, extra: bytes = b"") -> ChunkName:
+    encoded = encode_tokens(tokens)
+    return ChunkName(chunk_key(parent, extra, encoded), parent, extra, bytes(32), 0, encoded)
+
+
+def filled(token_lists: list[list[int]]) -> tuple[PrefixIndex, dict[bytes, Chunk]]:
+    index, chunks = PrefixIndex(), {}
+    for tokens in token_lists:
+        name = child(tokens)
+        if name.tokens not in chunks:
+            chunks[name.tokens] = ready(name)
+            index.add(chunks[name.tokens])
+    return index, chunks
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+@given(TOKEN_LISTS, TOKEN_LISTS)
+def test_common_tokens(a: list[int], b: list[int]) -> None:
+    assert common_tokens(encode_tokens(a), encode_tokens(b)) == shared(a, b)
+
+
+@given(st.lists(TOKEN_LISTS, max_size=30), TOKEN_LISTS)
+@example([[256, 1], [1, 256]], [255, 1])
+@settings(max_examples=400)
+def test_best_match_is_the_longest_common_prefix(known: list[list[int]], wanted: list[int]) -> None:
+    index, _ = filled(known)
+    longest = max((shared(tokens, wanted) for tokens in known), default=0)
+    best = index.best_match(ROOT, b"", encode_tokens(wanted))
+    if longest == 0:
+        assert best is None
+    else:
+        assert best is not None
+        chunk, length = best
+        assert length == longest
+        assert chunk.name.tokens.startswith(encode_tokens(wanted)[: length * TOKEN_BYTES])
+
+
+@given(st.lists(TOKEN_LISTS, max_size=20), TOKEN_LISTS)
+def test_extends_and_extended_by(known: list[list[int]], wanted: list[int]) -> None:
+    index, _ = filled(known)
+    name = child(wanted)
+    others = [tokens for tokens in known if tokens != wanted]
+    longer = [tokens for tokens in known if tokens[: len(wanted)] == wanted]
+    assert index.extends(name) == bool(longer)
+    found = {chunk.name.tokens for chunk in index.extended_by(name)}
+    tails = {encode_tokens(t) for t in others if wanted[: len(t)] == t}
+    assert found == tails
+
+
+@given(st.lists(TOKEN_LISTS, max_size=20), st.randoms(use_true_random=False))
+def test_what_is_removed_is_not_found(known: list[list[int]], rng: object) -> None:
+    index, chunks = filled(known)
+    left = sorted(chunks)
+    rng.shuffle(left)  # type: ignore[attr-defined]
+    for tokens in left:
+        chunk = chunks[tokens]
+        assert index.get(chunk.name.key) is chunk
+        best = index.best_match(ROOT, b"", tokens)
+        assert best == (chunk, len(tokens) // TOKEN_BYTES)
+        index.remove(chunk)
+        assert index.get(chunk.name.key) is None
+        best = index.best_match(ROOT, b"", tokens)
+        assert best is None or best[0] is not chunk
+    assert len(index) == 0
+    assert not index._siblings
+
+
+def test_siblings_of_another_parent_or_image_are_not_found() -> None:
+    index = PrefixIndex()
+    image = b"i" * 32
+    index.add(ready(child([1, 2, 3], extra=image)))
+    tokens = encode_tokens([1, 2, 3])
+    assert index.best_match(ROOT, b"", tokens) is None
+    assert index.best_match(Key(bytes(32)), image, tokens) is None
+    assert index.best_match(ROOT, image, tokens) is not None
+    assert not index.extends(child([1, 2]))
+    assert not index.extended_by(child([1, 2, 3, 4]))
+
+
+def test_a_chunk_that_cannot_be_loaded_is_no_match() -> None:
+    index = PrefixIndex()
+    saving = Chunk(child([1, 2, 3]), dram=Dram.SAVING)
+    index.add(saving)
+    assert index.best_match(ROOT, b"", encode_tokens([1, 2, 3])) is None
+    saving.dram = Dram.READY
+    assert index.best_match(ROOT, b"", encode_tokens([1, 2, 9])) == (saving, 2)
+
+
+def test_superseding_looks_at_a_bounded_number_of_neighbours() -> None:
+    tails = [[7] * (n + 1) for n in range(2 * NEIGHBOURS_MAX)]
+    index, _ = filled(tails)
+    assert len(index.extended_by(child([7] * (2 * NEIGHBOURS_MAX + 1)))) == NEIGHBOURS_MAX
+
+
+class CountingTokens(bytes):
+    """Token strings that count how often they are compared."""
+
+    comparisons = 0
+
+    def __lt__(self, other: bytes) -> bool:
+        CountingTokens.comparisons += 1
+        return bytes(self) < bytes(other)
+
+
+def test_a_lookup_among_thousands_of_siblings_is_one_binary_search() -> None:
+    index, _ = filled([[n % 64, n // 64, 5] for n in range(8192)])
+    group = index._siblings[ROOT, b""]
+    group.tokens = [CountingTokens(t) for t in group.tokens]
+    CountingTokens.comparisons = 0
+    best = index.best_match(ROOT, b"", CountingTokens(encode_tokens([63, 127, 6])))
+    assert best is not None
+    assert best[1] == 2
+    assert 0 < CountingTokens.comparisons <= 14  # log2(8192) + 1
+
+
+def stored(num_tokens: int) -> tuple[PrefixIndex, list[Chunk]]:
+    """An index that holds one conversation, whole chunks of 16 and a tail."""
+    sequence, index = sequence_of(tokens_of(1, num_tokens)), PrefixIndex()
+    chunks = [ready(name_of(sequence, n)) for n in range(-(-num_tokens // 16))]
+    for chunk in chunks:
+        index.add(chunk)
+    return index, chunks
+
+
+def runs(index: PrefixIndex, tokens: list[int], start: int, stop: int) -> list[tuple[int, int]]:
+    pieces = index.match(sequence_of(tokens), start, stop)
+    return [(piece.start, piece.stop) for piece in pieces]
+
+
+def test_match_whole_chunks_and_a_tail() -> None:
+    index, chunks = stored(40)
+    pieces = index.match(sequence_of(tokens_of(1, 60)), 0, 60)
+    assert [piece.chunk for piece in pieces] == chunks
+    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 16), (16, 32), (32, 40)]
+
+
+def test_match_ends_where_the_tokens_part() -> None:
+    index, _ = stored(48)
+    tokens = tokens_of(1, 48)
+    tokens[20] = 9
+    assert runs(index, tokens, 0, 48) == [(0, 16), (16, 20)]
+    tokens[0] = 9
+    assert runs(index, tokens, 0, 48) == []
+
+
+def test_match_stops_at_stop() -> None:
+    index, _ = stored(48)
+    assert runs(index, tokens_of(1, 48), 0, 47) == [(0, 16), (16, 32), (32, 47)]
+    assert runs(index, tokens_of(1, 48), 0, 16) == [(0, 16)]
+    assert runs(index, tokens_of(1, 48), 0, 5) == [(0, 5)]
+    assert runs(index, tokens_of(1, 48), 5, 5) == []
+
+
+def test_match_from_the_middle_does_not_need_what_is_before() -> None:
+    index, chunks = stored(48)
+    index.remove(chunks[0])
+    assert runs(index, tokens_of(1, 48), 0, 48) == []
+    assert runs(index, tokens_of(1, 48), 16, 48) == [(16, 32), (32, 48)]
+    assert runs(index, tokens_of(1, 48), 20, 40) == [(20, 32), (32, 40)]
+    # The tokens before still name the chunk: another conversation's are another prefix.
+    assert runs(index, [9, *tokens_of(1, 48)[1:]], 16, 48) == []
+
+
+def test_a_partly_matching_chunk_must_reach_beyond_the_start() -> None:
+    index, _ = stored(16)
+    tokens = [*tokens_of(1, 8), *tokens_of(2, 24)]
+    assert runs(index, tokens, 4, 32) == [(4, 8)]
+    assert runs(index, tokens, 8, 32) == []
+
+
+def test_a_gap_ends_the_run() -> None:
+    index, chunks = stored(48)
+    chunks[1].dropped = True
+    assert runs(index, tokens_of(1, 48), 0, 48) == [(0, 16)]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=70), max_size=8), st.data())
+@settings(max_examples=150)
+def test_match_against_brute_force(stored_tokens: list[list[int]], data: st.DataObject) -> None:
+    index, known = PrefixIndex(), {}
+    for tokens in stored_tokens:
+        sequence = sequence_of(tokens)
+        for number in range(-(-len(tokens) // 16)):
+            name = name_of(sequence, number)
+            if name.key not in known:
+                known[name.key] = tokens[: number * 16 + name.num_tokens]
+                index.add(ready(name))
+    base = data.draw(st.sampled_from(stored_tokens)) if stored_tokens else []
+    wanted = base[: data.draw(st.integers(0, len(base)))]
+    wanted = wanted + data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    start = data.draw(st.integers(0, len(wanted)))
+    end = start
+    for at in range(start, len(wanted)):  # is there a chunk that has token `at` after this prefix?
+        first = at // 16 * 16
+        if not any(
+            first <= at < len(prefix) and (len(prefix) - 1) // 16 == at // 16
+            and prefix[: at + 1] == wanted[: at + 1]
+            for prefix in known.values()
+        ):  # fmt: skip
+            break
+        end = at + 1
+    pieces = index.match(sequence_of(wanted), start, len(wanted))
+    assert (pieces[-1].stop if pieces else start) == end
+    position = start
+    for piece in pieces:
+        assert piece.start == position < piece.stop
+        assert known[piece.chunk.name.key][: piece.stop] == wanted[: piece.stop]
+        position = piece.stop

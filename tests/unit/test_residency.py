@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each transition of a chunk, and that no slot is given away while something touches it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.residency import Residency
+from attnstore_vllm.policy.eviction import Lru
+from tests.helpers import name_of, sequence_of, tokens_of
+
+CHECKSUM = b"c" * 16
+
+
+def name(conversation: int, num_tokens: int = 16) -> ChunkName:
+    return name_of(sequence_of(tokens_of(conversation, num_tokens)), 0)
+
+
+class Checked(Residency):
+    """A residency of 2 DRAM and 3 NVMe slots whose chunks go through whole moves at once."""
+
+    def save(self, chunk_name: ChunkName) -> Chunk:
+        chunk = self.begin_save(chunk_name)
+        assert chunk is not None
+        self.finish_save(chunk)
+        return chunk
+
+    def write_back(self) -> Chunk:
+        chunk = self.begin_write_back()
+        assert chunk is not None
+        self.finish_write_back(chunk, CHECKSUM)
+        return chunk
+
+    def save_to_nvme(self, chunk_name: ChunkName) -> Chunk:
+        chunk = self.save(chunk_name)
+        assert self.write_back() is chunk
+        return chunk
+
+
+@pytest.fixture
+def tiers() -> Iterator[Checked]:
+    residency = Checked(2, 3, Lru(), Lru())
+    yield residency
+    residency.check_integrity()
+
+
+def place(chunk: Chunk) -> tuple[Dram, Nvme]:
+    return chunk.dram, chunk.nvme
+
+
+def push_out_of_dram(tiers: Checked) -> None:
+    tiers.save(name(801))
+    tiers.save(name(802))
+
+
+# ---- saving ----------------------------------------------------------------------------
+
+
+def test_a_save(tiers: Checked) -> None:
+    chunk = tiers.begin_save(name(1))
+    assert chunk is not None
+    assert place(chunk) == (Dram.SAVING, Nvme.ABSENT)
+    assert chunk.holds == 1
+    assert not chunk.usable
+    assert tiers.index.get(name(1).key) is chunk
+    tiers.finish_save(chunk)
+    assert place(chunk) == (Dram.READY, Nvme.ABSENT)
+    assert (chunk.holds, chunk.usable) == (0, True)
+    assert (tiers.num_dirty, tiers.dram_used, tiers.nvme_used) == (1, 1, 0)
+    assert tiers.counts == {"saved": 1}
+
+
+def test_what_is_stored_is_not_saved_again(tiers: Checked) -> None:
+    chunk = tiers.save(name(1))
+    assert tiers.begin_save(name(1)) is None
+    tiers.save(name(2))
+    tiers.use(chunk)  # as begin_save of a known chunk does
+    assert tiers.begin_save(name(1)) is None
+    assert tiers.dram_used == 2
+
+
+def test_saving_a_known_chunk_makes_it_recently_used(tiers: Checked) -> None:
+    first, second = tiers.save(name(1)), tiers.save(name(2))
+    assert tiers.begin_save(name(1)) is None
+    tiers.save(name(3))
+    assert (first.dropped, second.dropped) == (False, True)
+
+
+def test_a_save_without_room_is_dropped_and_counted(tiers: Checked) -> None:
+    for number in (1, 2):
+        tiers.begin_save(name(number))  # held: nothing can go
+    assert tiers.begin_save(name(3)) is None
+    assert tiers.counts == {"dropped": 1}
+    assert tiers.index.get(name(3).key) is None
+
+
+def test_a_longer_chunk_supersedes_its_tails(tiers: Checked) -> None:
+    tail = tiers.save(name(1, 5))
+    whole = tiers.save(name(1, 16))
+    assert tail.dropped
+    assert tiers.counts["superseded"] == 1
+    assert (tiers.dram_used, tiers.index.get(tail.name.key)) == (1, None)
+    assert tiers.begin_save(name(1, 5)) is None  # the longer one has all its tokens
+    assert tiers.begin_write_back() is whole  # the tail is not written any more
+
+
+def test_a_tail_stays_until_the_longer_chunk_is_ready(tiers: Checked) -> None:
+    tail = tiers.save(name(1, 5))
+    whole = tiers.begin_save(name(1, 16))
+    assert whole is not None
+    assert tail.usable
+    tiers.finish_save(whole)
+    assert tail.dropped
+
+
+def test_a_tail_that_is_being_saved_is_not_superseded(tiers: Checked) -> None:
+    tail = tiers.begin_save(name(1, 5))
+    assert tail is not None
+    tiers.save(name(1, 16))
+    assert not tail.dropped
+    tiers.finish_save(tail)
+    assert tail.usable
+
+
+def test_a_held_tail_keeps_its_slot_when_superseded(tiers: Checked) -> None:
+    tail = tiers.save(name(1, 5))
+    tiers.hold(tail)
+    tiers.save(name(1, 16))
+    assert tail.dropped
+    assert tiers.dram_used == 2
+    assert tiers.begin_save(name(2)) is not None  # the whole one goes, not the held tail
+    assert place(tail)[0] is Dram.READY
+    tiers.check_integrity()
+    tiers.release(tail)
+    assert (place(tail)[0], tiers.dram_used) == (Dram.ABSENT, 1)
+
+
+# ---- eviction --------------------------------------------------------------------------
+
+
+def test_capacity_is_never_exceeded(tiers: Checked) -> None:
+    for number in range(20):
+        tiers.save_to_nvme(name(number))
+        assert tiers.dram_used <= 2
+        assert tiers.nvme_used <= 3
+        tiers.check_integrity()
+    assert (tiers.dram_used, tiers.nvme_used) == (2, 3)
+
+
+def test_evicting_a_clean_chunk_loses_nothing(tiers: Checked) -> None:
+    chunk = tiers.save_to_nvme(name(1))
+    push_out_of_dram(tiers)
+    assert place(chunk) == (Dram.ABSENT, Nvme.READY)
+    assert chunk.usable
+    assert tiers.counts["lost"] == 0
+
+
+def test_evicting_a_dirty_chunk_loses_it_and_counts(tiers: Checked) -> None:
+    chunk = tiers.save(name(1))
+    push_out_of_dram(tiers)
+    assert chunk.dropped
+    assert tiers.counts["lost"] == 1
+    assert tiers.index.get(name(1).key) is None
+
+
+def test_a_clean_chunk_goes_before_an_older_dirty_one(tiers: Checked) -> None:
+    dirty = tiers.save(name(1))
+    clean = tiers.save(name(2))
+    tiers._dirty.rotate()
+    assert tiers.write_back() is clean
+    tiers.save(name(3))
+    assert (dirty.dram, clean.dram) == (Dram.READY, Dram.ABSENT)
+
+
+def test_a_held_chunk_is_never_evicted(tiers: Checked) -> None:
+    held = tiers.save_to_nvme(name(1))
+    tiers.hold(held)
+    for number in range(2, 6):
+        tiers.save(name(number))
+        assert held.dram is Dram.READY
+    tiers.release(held)
+    tiers.use(tiers.save(name(7)))
+    tiers.save(name(8))
+    assert held.dram is Dram.ABSENT
+
+
+def test_a_full_nvme_gives_up_first_what_dram_has(tiers: Checked) -> None:
+    chunks = [tiers.save_to_nvme(name(number)) for number in range(3)]
+    # 0 was pushed out of DRAM and is on NVMe only; 1 and 2 are in both.
+    assert [chunk.dram for chunk in chunks] == [Dram.ABSENT, Dram.READY, Dram.READY]
+    tiers.save_to_nvme(name(4))  # evicts 1 from DRAM, then one of NVMe
+    assert chunks[0].usable
+    assert chunks[2].nvme is Nvme.ABSENT
+    assert tiers.counts["evicted_nvme"] == 1
+
+
+def test_write_back_waits_while_no_nvme_slot_can_go(tiers: Checked) -> None:
+    small = Checked(3, 1, Lru(), Lru())
+    first, second = small.save(name(1)), small.save(name(2))
+    assert small.begin_write_back() is first
+    assert small.begin_write_back() is None  # the only slot is being written
+    assert small.num_dirty == 1
+    small.finish_write_back(first, CHECKSUM)
+    assert small.begin_write_back() is second
+    assert first.nvme is Nvme.ABSENT
+    small.check_integrity()
+
+
+# ---- write-back ------------------------------------------------------------------------
+
+
+def test_a_write_back(tiers: Checked) -> None:
+    chunk = tiers.save(name(1))
+    assert tiers.begin_write_back() is chunk
+    assert place(chunk) == (Dram.READY, Nvme.WRITING)
+    assert (chunk.holds, chunk.reads) == (1, 1)
+    assert chunk.usable  # a load may read the same bytes meanwhile
+    tiers.finish_write_back(chunk, CHECKSUM)
+    assert place(chunk) == (Dram.READY, Nvme.READY)
+    assert (chunk.holds, chunk.reads, chunk.checksum) == (0, 0, CHECKSUM)
+    assert tiers.begin_write_back() is None
+
+
+def test_oldest_first(tiers: Checked) -> None:
+    first, second = tiers.save(name(1)), tiers.save(name(2))
+    assert (tiers.begin_write_back(), tiers.begin_write_back()) == (first, second)
+
+
+def test_a_failed_write_back_leaves_the_chunk_in_dram(tiers: Checked) -> None:
+    chunk = tiers.save(name(1))
+    tiers.begin_write_back()
+    tiers.finish_write_back(chunk, None)
+    assert place(chunk) == (Dram.READY, Nvme.ABSENT)
+    assert chunk.usable
+    assert tiers.nvme_used == 0
+    assert tiers.counts["write_failed"] == 1
+    assert tiers.begin_write_back() is None  # no retry without a limit
+
+
+def test_what_is_being_written_is_not_evicted(tiers: Checked) -> None:
+    chunk = tiers.save(name(1))
+    tiers.begin_write_back()
+    for number in (2, 3, 4):
+        tiers.save(name(number))
+    assert chunk.dram is Dram.READY
+
+
+@pytest.mark.parametrize("checksum", [CHECKSUM, None])
+def test_dropped_while_being_written(tiers: Checked, checksum: bytes | None) -> None:
+    chunk = tiers.save(name(1))
+    tiers.begin_write_back()
+    tiers.drop(chunk)
+    assert tiers.index.get(name(1).key) is None
+    assert (tiers.dram_used, tiers.nvme_used) == (1, 1)  # the device still reads and writes them
+    tiers.check_integrity()
+    again = tiers.save(name(1))
+    assert again.dram_slot != chunk.dram_slot
+    tiers.finish_write_back(chunk, checksum)
+    assert place(chunk) == (Dram.ABSENT, Nvme.ABSENT)
+    assert (tiers.dram_used, tiers.nvme_used) == (1, 0)
+
+
+# ---- prefetch --------------------------------------------------------------------------
+
+
+def on_nvme_only(tiers: Checked) -> Chunk:
+    chunk = tiers.save_to_nvme(name(1))
+    push_out_of_dram(tiers)
+    assert place(chunk) == (Dram.ABSENT, Nvme.READY)
+    return chunk
+
+
+def test_a_prefetch(tiers: Checked) -> None:
+    chunk = on_nvme_only(tiers)
+    assert tiers.begin_prefetch(chunk)
+    assert place(chunk) == (Dram.READING, Nvme.READY)
+    assert (chunk.holds, chunk.reads) == (1, 1)
+    tiers.finish_prefetch(chunk, verified=True)
+    assert place(chunk) == (Dram.READY, Nvme.READY)
+    assert (chunk.holds, chunk.reads, chunk.from_nvme) == (0, 0, True)
+
+
+def test_bytes_that_are_not_verified_are_never_ready(tiers: Checked) -> None:
+    chunk = on_nvme_only(tiers)
+    assert tiers.begin_prefetch(chunk)
+    used = tiers.dram_used, tiers.nvme_used
+    tiers.finish_prefetch(chunk, verified=False)
+    assert chunk.dropped
+    assert place(chunk) == (Dram.ABSENT, Nvme.ABSENT)
+    assert (tiers.dram_used, tiers.nvme_used) == (used[0] - 1, used[1] - 1)
+
+
+def test_a_prefetch_without_room_changes_nothing(tiers: Checked) -> None:
+    chunk = on_nvme_only(tiers)
+    for number in (801, 802):
+        known = tiers.index.get(name(number).key)
+        assert known is not None
+        tiers.hold(known)
+    assert not tiers.begin_prefetch(chunk)
+    assert place(chunk) == (Dram.ABSENT, Nvme.READY)
+    assert (chunk.holds, chunk.reads) == (0, 0)
+    assert tiers.index.get(name(1).key) is chunk
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_dropped_while_being_read(tiers: Checked, verified: bool) -> None:
+    chunk = on_nvme_only(tiers)
+    assert tiers.begin_prefetch(chunk)
+    slots = chunk.dram_slot, chunk.nvme_slot
+    tiers.drop(chunk)
+    assert (chunk.dram_slot, chunk.nvme_slot) == slots
+    tiers.check_integrity()
+    tiers.finish_prefetch(chunk, verified)
+    assert place(chunk) == (Dram.ABSENT, Nvme.ABSENT)
+    assert not chunk.usable
+
+
+def test_an_nvme_slot_that_is_being_read_is_not_given_away() -> None:
+    tiers = Checked(2, 1, Lru(), Lru())
+    chunk = tiers.save_to_nvme(name(1))
+    tiers.save(name(2))
+    tiers.save(name(3))
+    assert tiers.begin_prefetch(chunk)
+    assert tiers.begin_write_back() is None
+    tiers.finish_prefetch(chunk, verified=True)
+    assert tiers.begin_write_back() is not None
+    tiers.check_integrity()
+
+
+# ---- holding and dropping --------------------------------------------------------------
+
+
+def test_only_ready_chunks_are_held(tiers: Checked) -> None:
+    chunk = tiers.begin_save(name(1))
+    assert chunk is not None
+    with pytest.raises(AssertionError):
+        tiers.hold(chunk)
+    tiers.finish_save(chunk)
+    tiers.drop(chunk)
+    with pytest.raises(AssertionError):
+        tiers.hold(chunk)
+    with pytest.raises(AssertionError):
+        tiers.release(chunk)
+
+
+def test_a_chunk_that_was_dropped_while_held_goes_with_the_last_hold(tiers: Checked) -> None:
+    chunk = tiers.save_to_nvme(name(1))
+    tiers.hold(chunk)
+    tiers.hold(chunk)
+    tiers.drop(chunk)
+    tiers.drop(chunk)
+    tiers.release(chunk)
+    assert tiers.dram_used == 1
+    tiers.release(chunk)
+    assert (tiers.dram_used, tiers.nvme_used) == (0, 0)
+
+
+def test_dropped_while_being_saved(tiers: Checked) -> None:
+    chunk = tiers.begin_save(name(1))
+    assert chunk is not None
+    tiers.drop_all()
+    assert tiers.dram_used == 1  # the workers still write into it
+    tiers.finish_save(chunk)
+    assert (tiers.dram_used, tiers.num_dirty) == (0, 0)
+    assert tiers.counts["saved"] == 0
+
+
+def test_drop_all(tiers: Checked) -> None:
+    on_nvme_only(tiers)
+    tiers.drop_all()
+    assert len(tiers.index) == 0
+    assert (tiers.dram_used, tiers.nvme_used, tiers.num_dirty) == (0, 0, 0)

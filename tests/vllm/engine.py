@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM engine with the store, whole in one process, so that a test can look anywhere.
+
+It lives in a child of the test (tests/vllm/host.py): vLLM has one engine a process in mind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnstore_vllm.connector.scheduler import Scheduler
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.testing.tiny_model import TINY, ModelShape, make_model
+
+DEADLINE_S = 60.0
+BLOCK = 128
+"""Tokens in a block of the CPU build."""
+CHUNK = 256
+
+Tokens = Sequence[int]
+LogProbs = tuple[tuple[int, float], ...]
+"""(token, log-probability) of the candidates for one position, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine is started with."""
+
+    store: Path | None
+    """The store's directory; None for an engine without it."""
+    models: Path
+    """Where models are made; they are kept from test to test."""
+    shape: ModelShape = TINY
+    dram: str = "64MiB"
+    nvme: str = "256MiB"
+    eager: bool = True
+    tensor_parallel: int = 1
+    blocks: int = 96
+    """Blocks of HBM."""
+    transfer: Mapping[str, Any] | None = None
+    """A whole KVTransferConfig in place of the one that `store` means."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """More settings of the store."""
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of vllm.LLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request came to. Compared with ==: floats and all."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[LogProbs, ...]
+    cached_tokens: int
+    """Tokens of the prompt that were not computed, from HBM and from the store."""
+    finish: str | None = None
+
+    @property
+    def content(self) -> tuple[tuple[int, ...], tuple[LogProbs, ...]]:
+        return self.tokens, self.logprobs
+
+
+class Engine:
+    """See the module."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm import LLM
+
+        name = "-".join(str(x) for x in (spec.shape.hidden, spec.shape.heads, spec.shape.kv_heads))
+        model = make_model(spec.models / f"model-{name}", spec.shape)
+        arguments: dict[str, Any] = {
+            "model": str(model), "dtype": "bfloat16", "max_model_len": spec.shape.max_position,
+            "enforce_eager": spec.eager, "tensor_parallel_size": spec.tensor_parallel,
+            "num_gpu_blocks_override": spec.blocks, "disable_log_stats": False,
+            "kv_transfer_config": _transfer(spec), **spec.vllm,
+        }  # fmt: skip
+        self.spec = spec
+        self.llm = LLM(**arguments)
+        self.core: Any = self.llm.llm_engine.engine_core.engine_core
+        self.done: dict[str, Any] = {}
+        self._numbers = itertools.count()
+        self._loaded_before = {"dram": 0, "nvme": 0}
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's."""
+        return self.core.scheduler
+
+    @property
+    def side(self) -> Scheduler:
+        """The scheduler side of our connector."""
+        connector = self.scheduler.connector
+        for child in getattr(connector, "sub_connectors", [connector]):
+            if getattr(child, "_scheduler", None) is not None:
+                side: Scheduler = child._scheduler
+                return side
+        raise AssertionError("the connector is idle")
+
+    @property
+    def store(self) -> Store:
+        return self.side.store
+
+    # ---- requests ----------------------------------------------------------------------
+
+    def submit(
+        self, prompt: Tokens | Mapping[str, Any], *, salt: str | None = None, priority: int = 0,
+        lora: Any = None, **sampling: Any,
+    ) -> str:  # fmt: skip
+        """Queue a request: greedy, to its full length, with log-probabilities, unless told."""
+        from vllm import SamplingParams
+
+        what = dict(prompt) if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
+        if salt is not None:
+            what["cache_salt"] = salt
+        defaults = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5, "ignore_eos": True}
+        params = SamplingParams(**{**defaults, **sampling})
+        number = str(next(self._numbers))
+        self.llm.llm_engine.add_request(number, what, params, priority=priority, lora_request=lora)
+        return number
+
+    def step(self) -> None:
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                self.done[output.request_id] = output
+
+    def request(self, number: str) -> Any:
+        """vLLM's Request, while it is not finished. vLLM adds a suffix to the ids it is given."""
+        found = [r for name, r in self.scheduler.requests.items() if name.startswith(f"{number}-")]
+        assert len(found) == 1, (number, list(self.scheduler.requests))
+        return found[0]
+
+    def abort(self, number: str) -> None:
+        self.llm.llm_engine.abort_request([number])
+
+    def finish(self, *numbers: str) -> list[Answer]:
+        """Step until these requests are answered."""
+        self.wait_for(lambda: all(number in self.done for number in numbers), self.step)
+        return [answers(self.done.pop(number))[0] for number in numbers]
+
+    def ask(self, prompt: Tokens | Mapping[str, Any], **how: Any) -> Answer:
+        """One request on its own, to its end; then nothing is in flight."""
+        (answer,) = self.finish(self.submit(prompt, **how))
+        self.drain()
+        return answer
+
+    # ---- state -------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Step until vLLM has nothing to do: the blocks that saves held are free again."""
+        self.wait_for(lambda: not self.scheduler.has_requests(), self.step)
+
+    def settle(self) -> None:
+        """drain(), and wait until everything is written back."""
+        self.drain()
+        self.wait_for(self.store.is_idle)
+
+    def forget_hbm(self) -> None:
+        """Empty vLLM's own prefix cache, and overwrite all KV in HBM with garbage."""
+        self.drain()
+        assert self.llm.reset_prefix_cache()
+        self.llm.collective_rpc(poison)
+
+    def evict_dram(self) -> None:
+        """Push every chunk out of DRAM by other requests: what was there is on NVMe only."""
+        self.settle()
+        slots = self.store.residency.dram_used
+        before = self.store.counts().get("evicted_dram", 0)
+        longest = (self.spec.blocks - 2) * BLOCK // CHUNK * CHUNK
+        longest = min(longest, self.spec.shape.max_position // CHUNK * CHUNK - CHUNK)
+
+        def fill() -> None:
+            salt = f"filler {next(self._numbers)}"
+            self.ask([7] * longest, salt=salt, logprobs=None)
+            self.settle()
+
+        self.wait_for(lambda: self.store.counts().get("evicted_dram", 0) - before >= slots, fill)
+
+    def loaded(self) -> dict[str, int]:
+        """Tokens loaded since the last call, by the tier they were in."""
+        now = {tier: int(self.metric("loaded_tokens", tier)) for tier in ("dram", "nvme")}
+        new = {tier: now[tier] - self._loaded_before[tier] for tier in now}
+        self._loaded_before = now
+        return new
+
+    def metric(self, name: str, label: str) -> float:
+        for metric in self.llm.get_metrics():
+            if metric.name == f"vllm:attnstore_{name}" and label in metric.labels.values():
+                value: float = metric.value
+                return value
+        return 0.0
+
+    def check_quiet(self) -> None:
+        """Assert that nothing is held anywhere, in vLLM neither."""
+        self.settle()
+        self.side.check_quiet()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is the null block
+        assert not self.scheduler.requests
+        assert not self.side._requests
+
+    def wait_for(self, ready: Callable[[], bool], step: Callable[[], None] | None = None) -> None:
+        """Poll until `ready`, and step, or sleep a little, in between. There is a deadline."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not ready():
+            assert time.monotonic() < deadline, f"not ready within {DEADLINE_S} s"
+            if step is not None:
+                step()
+            else:
+                time.sleep(0.002)
+
+    # ---- HBM ---------------------------------------------------------------------------
+
+    def block_ids(self, number: str) -> list[int]:
+        (ids,) = self.scheduler.kv_cache_manager.get_block_ids(self.request(number).request_id)
+        return list(ids)
+
+    def kv(self, block_ids: Sequence[int]) -> list[list[list[bytes]]]:
+        """The bytes in HBM, by rank, layer and block."""
+        ranks: list[list[list[bytes]]] = self.llm.collective_rpc(read_kv, args=(list(block_ids),))
+        return ranks
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def answers(output: Any) -> list[Answer]:
+    """All n answers of a RequestOutput."""
+    found = []
+    for completion in output.outputs:
+        candidates = tuple(
+            tuple(sorted(((t, p.logprob) for t, p in position.items()), key=_best_first))
+            for position in completion.logprobs or ()
+        )
+        found.append(
+            Answer(
+                tuple(completion.token_ids), candidates, output.num_cached_tokens or 0,
+                completion.finish_reason,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _best_first(candidate: tuple[int, float]) -> tuple[float, int]:
+    return -candidate[1], candidate[0]
+
+
+def _transfer(spec: EngineSpec) -> Any:
+    from vllm.config import KVTransferConfig
+
+    if spec.transfer is not None:
+        return KVTransferConfig(**spec.transfer)
+    if spec.store is None:
+        return None
+    return KVTransferConfig(
+        kv_connector="AttnStoreConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=store_settings(spec),
+    )
+
+
+def store_settings(spec: EngineSpec) -> dict[str, Any]:
+    nvme = {"path": str(spec.store), "capacity": spec.nvme}
+    # The default deadline is for a machine that has nothing else to do.
+    return {"dram": spec.dram, "nvme": nvme, "load_deadline_ms": 60_000, **spec.settings}
+
+
+# ---- functions that run in the workers ------------------------------------------------------
+
+
+def read_kv(worker: Any, block_ids: Sequence[int]) -> list[list[bytes]]:
+    """The bytes of these blocks, by layer."""
+    return [
+        [kv[block].contiguous().view(torch.uint8).numpy().tobytes() for block in block_ids]
+        for kv in worker.model_runner.kv_caches
+    ]
+
+
+def poison(worker: Any) -> None:
+    """Fill all KV with a value that ruins any computation that reads it.
+
+    It is finite, since the CPU kernels multiply what is masked out by zero.
+    """
+    for kv in worker.model_runner.kv_caches:
+        kv.fill_(1e30)

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that are planted on purpose, to show that the tests would see them.
+
+Each is one mistake that a connector could make. It stands at vLLM's own hooks, in the engine's
+process or in each worker, while one call lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+Undo = Callable[[], object]
+
+# ---- on the scheduler side: what is decided -------------------------------------------------
+
+
+def _edit_loads(engine: Any, edit: Callable[[list[Any]], list[Any]]) -> Undo:
+    """Change the copies of each load on their way to the workers."""
+    connector = engine.scheduler.connector
+    build = connector.build_connector_meta
+
+    def faulty(output: Any) -> Any:
+        plan = build(output)
+        plan.loads = [type(p)(p.plan_id, tuple(edit(list(p.copies)))) for p in plan.loads]
+        return plan
+
+    return _replace(connector, "build_connector_meta", faulty)
+
+
+def swapped_blocks(engine: Any) -> Undo:
+    """The first two blocks of a load go to each other's place."""
+
+    def edit(copies: list[Any]) -> list[Any]:
+        if len(copies) > 1:
+            first, second = copies[:2]
+            copies[0] = first._replace(block_id=second.block_id)
+            copies[1] = second._replace(block_id=first.block_id)
+        return copies
+
+    return _edit_loads(engine, edit)
+
+
+def wrong_slot(engine: Any) -> Undo:
+    """The last block comes from the slot of another chunk."""
+
+    def edit(copies: list[Any]) -> list[Any]:
+        last = copies[-1]
+        return [*copies[:-1], last._replace(slot=last.slot - 1 if last.slot else last.slot + 1)]
+
+    return _edit_loads(engine, edit)
+
+
+def one_token_more(engine: Any) -> Undo:
+    """A chunk that differs at one token is taken to agree there."""
+    from attnstore_vllm.index import prefix
+
+    common_tokens = prefix.common_tokens
+
+    def faulty(a: bytes, b: bytes) -> int:
+        return min(common_tokens(a, b) + 1, min(len(a), len(b)) // 4)
+
+    return _replace(prefix, "common_tokens", faulty)
+
+
+def tail_too_long(engine: Any) -> Undo:
+    """The token that was sampled last is saved too: its KV was not computed."""
+    return _with_request(engine, "request_finished_all_groups", _one_more_computed)
+
+
+def salt_left_out(engine: Any) -> Undo:
+    return _with_request(engine, "on_new_request", lambda request: ("cache_salt", None))
+
+
+def adapter_left_out(engine: Any) -> Undo:
+    return _with_request(engine, "on_new_request", lambda request: ("lora_request", None))
+
+
+def _one_more_computed(request: Any) -> tuple[str, Any]:
+    return "num_computed_tokens", request.num_computed_tokens + 1
+
+
+def _with_request(engine: Any, hook: str, change: Callable[[Any], tuple[str, Any]]) -> Undo:
+    """One attribute of the request is another one while the hook runs."""
+    connector = engine.scheduler.connector
+    original = getattr(connector, hook)
+
+    def faulty(request: Any, *args: Any) -> Any:
+        with mock.patch.object(request, *change(request)):
+            return original(request, *args)
+
+    return _replace(connector, hook, faulty)
+
+
+def nobody_bypasses(engine: Any) -> Undo:
+    from attnstore_vllm.connector import scheduler
+
+    return _replace(scheduler, "bypasses", lambda request: False)
+
+
+def offers_kept(engine: Any) -> Undo:
+    """What is offered and not taken is held for ever."""
+    return _replace(engine.side, "_withdraw", lambda state: None)
+
+
+def reset_without_effect(engine: Any) -> Undo:
+    return _replace(engine.scheduler.connector, "reset_cache", lambda: True)
+
+
+# ---- in the workers: what is copied ---------------------------------------------------------
+
+
+class _Hbm:
+    """The KV tensors of one worker, by layer, and what the step's plan does with them."""
+
+    def __init__(self, worker: Any) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.connector: Any = get_kv_transfer_group()
+        self.layers = worker.model_runner.kv_caches
+        self.names = list(self.connector._worker._layers)
+
+    def blocks(self, kind: str, last_only: bool = False) -> list[int]:
+        plans = getattr(self.connector._get_connector_metadata(), kind)
+        return [c.block_id for p in plans for c in (p.copies[-1:] if last_only else p.copies)]
+
+    def load_all(self, start_load_kv: Any, context: Any) -> None:
+        start_load_kv(context)
+        for name in self.names:
+            self.connector._worker.wait_for_layer(name)
+
+
+def skipped_layer(worker: Any) -> Undo:
+    """The last layer is not loaded."""
+    hbm = _Hbm(worker)
+    start = hbm.connector.start_load_kv
+
+    def faulty(context: Any) -> None:
+        blocks = hbm.blocks("loads")
+        before = hbm.layers[-1][blocks].clone()
+        hbm.load_all(start, context)
+        hbm.layers[-1][blocks] = before
+
+    return _replace(hbm.connector, "start_load_kv", faulty)
+
+
+def unsaved_layer(worker: Any) -> Undo:
+    """Of the last layer zeros are saved."""
+    hbm = _Hbm(worker)
+    save = hbm.connector.wait_for_save
+
+    def faulty() -> None:
+        blocks = hbm.blocks("saves")
+        before = hbm.layers[-1][blocks].clone()
+        hbm.layers[-1][blocks] = 0
+        save()
+        hbm.layers[-1][blocks] = before
+
+    return _replace(hbm.connector, "wait_for_save", faulty)
+
+
+def late_load(worker: Any) -> Undo:
+    """Nobody waits for a load: the layers are complete when the forward pass is over."""
+    hbm = _Hbm(worker)
+    start, save = hbm.connector.start_load_kv, hbm.connector.wait_for_save
+
+    def late() -> None:
+        hbm.load_all(start, None)
+        save()
+
+    undo = [
+        _replace(hbm.connector, "start_load_kv", lambda context: None),
+        _replace(hbm.connector, "wait_for_layer_load", lambda name: None),
+        _replace(hbm.connector, "wait_for_save", late),
+    ]
+    return lambda: [take_out() for take_out in undo]
+
+
+def last_block_by_layer(worker: Any) -> Undo:
+    """The block that receives new tokens is loaded with its layer, after they were written."""
+    hbm = _Hbm(worker)
+    start = hbm.connector.start_load_kv
+    loaded: dict[str, tuple[int, list[int], Any]] = {}
+
+    def faulty(context: Any) -> None:
+        blocks = hbm.blocks("loads", last_only=True)
+        before = [kv[blocks].clone() for kv in hbm.layers]
+        hbm.load_all(start, context)
+        for layer, name in enumerate(hbm.names):
+            loaded[name] = layer, blocks, hbm.layers[layer][blocks].clone()
+            hbm.layers[layer][blocks] = before[layer]
+
+    def wait(name: str) -> None:
+        if name in loaded:
+            layer, blocks, content = loaded.pop(name)
+            hbm.layers[layer][blocks] = content
+
+    undo = [
+        _replace(hbm.connector, "start_load_kv", faulty),
+        _replace(hbm.connector, "wait_for_layer_load", wait),
+    ]
+    return lambda: [take_out() for take_out in undo]
+
+
+def rank_0_only(worker: Any) -> Undo:
+    """Every rank loads the part of a slot that is rank 0's, as if heads were not divided."""
+    import torch
+
+    hbm = _Hbm(worker)
+    start, ours = hbm.connector.start_load_kv, hbm.connector._worker
+    geometry = ours._geometry
+
+    def faulty(context: Any) -> None:
+        hbm.load_all(start, context)
+        for plan in hbm.connector._get_connector_metadata().loads:
+            for slot, block_in_chunk, block_id in plan.copies:
+                for layer, kv in enumerate(hbm.layers):
+                    at = layer * geometry.layer_bytes + block_in_chunk * geometry.page_bytes
+                    page = bytes(ours._pool.slot(slot)[at : at + geometry.page_bytes])
+                    values = torch.frombuffer(bytearray(page), dtype=kv.dtype)
+                    kv[block_id] = values.view(kv[block_id].shape)
+
+    return _replace(hbm.connector, "start_load_kv", faulty)
+
+
+ON_THE_SCHEDULER_SIDE = (
+    swapped_blocks, wrong_slot, one_token_more, tail_too_long, salt_left_out, adapter_left_out,
+    nobody_bypasses, offers_kept, reset_without_effect,
+)  # fmt: skip
+IN_THE_WORKERS = (skipped_layer, unsaved_layer, late_load, last_block_by_layer, rank_0_only)
+FAULTS = {f.__name__.replace("_", " "): f for f in (*ON_THE_SCHEDULER_SIDE, *IN_THE_WORKERS)}
+
+_undo: list[Undo] = []
+
+
+def _plant(worker: Any, name: str) -> None:
+    _undo.append(FAULTS[name](worker))
+
+
+def _take_out(worker: Any) -> None:
+    _undo.pop()()
+
+
+@contextmanager
+def planted(engine: Any, name: str) -> Iterator[None]:
+    """The fault, while the context lasts."""
+    with ExitStack() as stack:
+        if FAULTS[name] in ON_THE_SCHEDULER_SIDE:
+            stack.callback(FAULTS[name](engine))
+        else:
+            engine.llm.collective_rpc(_plant, args=(name,))
+            stack.callback(engine.llm.collective_rpc, _take_out)
+        yield
+
+
+def _replace(owner: Any, attribute: str, by: Any) -> Undo:
+    patch = mock.patch.object(owner, attribute, by)
+    patch.start()
+    return patch.stop
