@@ -16,12 +16,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from attnstore_vllm.types import Flow
+
 COUNTERS = {
     "offered_tokens": ("tier", "Tokens whose KV the store offered, by the tier it was in."),
     "loaded_tokens": ("tier", "Tokens whose KV was loaded into HBM, by the tier it was in."),
     "chunks": ("event", "What happened to chunks."),
     "bytes": ("direction", "Bytes moved between the tiers."),
-    "recomputations": ("cause", "Requests that computed what the store had, or had lost."),
+    "recomputations": (
+        "cause",
+        "Requests that computed KV which the store had when they came: it did not come up from "
+        "NVMe in time (deadline), or was evicted, unreadable or corrupt by then (lost).",
+    ),
 }
 CHUNK_EVENTS = (
     "saved", "dropped", "evicted_dram", "evicted_nvme", "lost", "superseded", "written",
@@ -112,6 +118,10 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
             for tier in ("dram", "nvme"):
                 for name in ("offered_tokens", "loaded_tokens", "held_bytes"):
                     self._child(name, engine, tier)
+            for cause in ("deadline", "lost"):
+                self._child("recomputations", engine, cause)
+            for flow in Flow:
+                self._child("bytes", engine, flow.value)
 
     def _child(self, name: str, engine: int, *label: str) -> Any:
         return self._metrics[name].labels(*self.per_engine_labelvalues[engine], *label)

@@ -45,10 +45,17 @@ class RequestState:
     offer_start: int = 0
     sources: dict[Tier, int] = field(default_factory=dict)
     """Tokens of the last load, by the tier they were in."""
+    expected_stop: int = 0
+    """Up to which token the store had KV at some time since the request came."""
     counted: bool = False
     outdated: bool = False
     """Part of its KV is from before a reset: nothing of it is saved."""
     _sequence: SequenceKeys | None = None
+
+    def expect(self, pieces: Sequence[Piece]) -> None:
+        """Note what a lookup found: an offer that falls short of it is a recomputation."""
+        if pieces:
+            self.expected_stop = max(self.expected_stop, pieces[-1].stop)
 
     @property
     def sequence(self) -> SequenceKeys:

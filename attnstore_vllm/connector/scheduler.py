@@ -74,7 +74,7 @@ class Scheduler:
         self._loras = LoraIdentities()
         self._requests: dict[str, RequestState] = {}
         self._offered: list[RequestState] = []
-        self._asked_again = False
+        self._waiting: list[list[Piece]] = []
         self._plan = StepPlan()
         self._plan_ids = itertools.count(1)
         self._in_flight: dict[int, tuple[Flow, list[Chunk], int]] = {}
@@ -95,7 +95,7 @@ class Scheduler:
             return
         state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
         self._requests[request.request_id] = state
-        self.store.find(state.sequence, 0, request.num_tokens - 1)
+        state.expect(self.store.find(state.sequence, 0, request.num_tokens - 1))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -107,13 +107,16 @@ class Scheduler:
         # One token is left to compute: vLLM needs its logits.
         stop = request.num_tokens - 1
         pieces = self.store.find(state.sequence, num_computed_tokens, stop)
+        state.expect(pieces)
         held = self.store.hold_ready(pieces)
         if len(held) < len(pieces) and self._may_wait(state):
             self.store.release(piece.chunk for piece in held)
-            self._asked_again = True
+            self._waiting.append(pieces)
             return None, False
         num_tokens = held[-1].stop - num_computed_tokens if held else 0
-        self._count_offer(state, held, missed=len(held) < len(pieces))
+        if num_computed_tokens + num_tokens < state.expected_stop:
+            self._count_recomputation(state, "deadline" if len(held) < len(pieces) else "lost")
+        self._count_offer(state, held)
         if num_tokens < MIN_LOAD_TOKENS:
             self.store.release(piece.chunk for piece in held)
             return 0, False
@@ -121,13 +124,15 @@ class Scheduler:
         self._offered.append(state)
         return num_tokens, False
 
-    def _count_offer(self, state: RequestState, held: Sequence[Piece], *, missed: bool) -> None:
+    def _count_recomputation(self, state: RequestState, cause: str) -> None:
+        if not state.counted:
+            self._stats.add("recomputations", cause, 1)
+
+    def _count_offer(self, state: RequestState, held: Sequence[Piece]) -> None:
         """Count a request's first answer only: vLLM asks again while it has no room."""
         if state.counted:
             return
         state.counted = True
-        if missed:
-            self._stats.add("recomputations", "deadline", 1)
         for tier, tokens in self.store.tiers(held).items():
             self._stats.add("offered_tokens", tier.value, tokens)
 
@@ -187,9 +192,9 @@ class Scheduler:
             if computed // self._geometry.chunk_tokens > state.num_chunks_seen:
                 self._save_chunks(state, computed, self._block_ids(request_id))
         plan, self._plan = self._plan, StepPlan()
-        if self._asked_again and not output.num_scheduled_tokens:
-            self.store.wait_for_progress(EMPTY_STEP_WAIT_S)
-        self._asked_again = False
+        if self._waiting and not output.num_scheduled_tokens:
+            self.store.wait_for_any(self._waiting, EMPTY_STEP_WAIT_S)
+        self._waiting.clear()
         return plan
 
     def _block_ids(self, request_id: str) -> Sequence[int]:

@@ -54,7 +54,13 @@ def scan(slab: Slab, device: Device, depth: int) -> Found:
                     headers.append((record, header))
             free.append(buffer)
     headers.sort(key=lambda item: item[1].sequence)
-    records = [(record, header.name, header.payload_checksum) for record, header in headers]
+    # Of two records of a chunk the newer: the older may be the one that was found damaged.
+    newest = {header.name.key: record for record, header in headers}
+    records = [
+        (record, header.name, header.payload_checksum)
+        for record, header in headers
+        if newest[header.name.key] == record
+    ]
     return Found(records, headers[-1][1].sequence if headers else 0)
 
 

@@ -111,14 +111,14 @@ class Store:
 
     # ---- the rest ----------------------------------------------------------------------
 
-    def wait_for_progress(self, timeout_s: float) -> None:
-        """Wait until a read or a write has ended, `timeout_s` at most.
+    def wait_for_any(self, waiting: Sequence[Sequence[Piece]], timeout_s: float) -> None:
+        """Wait until one of these runs need not be waited for any more, `timeout_s` at most.
 
         For steps that have nothing to compute: without it the engine core would spin on the
         processor that the I/O threads need.
         """
         with self._progress:
-            self._progress.wait(timeout_s)
+            self._progress.wait_for(lambda: any(map(_has_come, waiting)), timeout_s)
 
     def reset(self) -> bool:
         """Drop every tier, also for the next process. Waits for one page write, 5 s at most.
@@ -164,3 +164,9 @@ class Store:
         except DeviceError as error:
             logger.warning("AttnStore closes without its NVMe tier: %s", error)
         self._pool.close()
+
+
+def _has_come(pieces: Sequence[Piece]) -> bool:
+    """Whether all of them are READY, or one never will be."""
+    chunks = [piece.chunk for piece in pieces]
+    return any(c.dropped for c in chunks) or all(c.dram is Dram.READY for c in chunks)

@@ -50,7 +50,7 @@ CHAT_TEMPLATE: Final = (
     "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
     "{{- raise_exception('unknown role ' ~ message['role']) -}}"
     "{%- endif -%}"
-    "{{- '⟦' ~ message['role'] ~ '⟧' -}}{{- message['content'] | trim -}}{{- '⟦end⟧' -}}"
+    "{{- '⟦' ~ message['role'] ~ '⟧' -}}{{- message['content'] -}}{{- '⟦end⟧' -}}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '⟦assistant⟧' -}}{%- endif -%}"
 )
