@@ -53,6 +53,7 @@ class Residency:
         self._dram = _Slots(dram_slots, dram_policy)
         self._nvme = _Slots(nvme_slots, nvme_policy)
         self._dirty: deque[Chunk] = deque()
+        self._nvme_lost = False
 
     @property
     def dram_used(self) -> int:
@@ -103,7 +104,8 @@ class Residency:
         chunk.dram = Dram.READY
         if not chunk.dropped:
             self.counts["saved"] += 1
-            self._dirty.append(chunk)
+            if not self._nvme_lost:
+                self._dirty.append(chunk)
             for tail in self.index.extended_by(chunk.name):
                 if tail.dram is not Dram.SAVING:
                     self.counts["superseded"] += 1
@@ -194,6 +196,19 @@ class Residency:
         for chunk in list(self.index):
             self.drop(chunk)
         self._dirty.clear()
+
+    def lose_nvme(self) -> None:
+        """The NVMe tier is out of use: forget what only it has, and write nothing back any more.
+
+        A slot that the device touches now stays held for good: it may be touched much later.
+        """
+        self._nvme_lost = True
+        self._dirty.clear()
+        for chunk in list(self.index):
+            if chunk.dram in (Dram.ABSENT, Dram.READING):
+                self.drop(chunk)
+            elif chunk.nvme is Nvme.READY:
+                self._leave_nvme(chunk)
 
     def adopt(self, records: Iterable[tuple[int, ChunkName, bytes]]) -> int:
         """Enter what recovery found, as (NVMe slot, name, payload checksum), oldest first.

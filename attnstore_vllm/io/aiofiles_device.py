@@ -91,13 +91,18 @@ class AiofilesDevice:
             assert request.offset % ALIGNMENT_BYTES == 0
             assert all(len(buffer) % ALIGNMENT_BYTES == 0 for buffer in request.buffers)
             assert request.offset + sum(map(len, request.buffers)) <= self._size_bytes
-        self._loop.call_soon_threadsafe(self._queue, tuple(requests))
+        try:
+            self._loop.call_soon_threadsafe(self._queue, tuple(requests))
+        except RuntimeError as error:  # the loop has ended without close()
+            raise DeviceError(f"{self.path}: {error}") from error
 
     def _queue(self, requests: tuple[IoRequest, ...]) -> None:
         for request in requests:
             self._requests.put_nowait(request)
 
     def poll(self, timeout_s: float) -> list[Completion]:
+        if not (self._thread.is_alive() or self._closed):
+            raise DeviceError(f"{self.path}: the thread that serves it has ended")
         found: list[Completion] = []
         try:
             first = self._completions.get(timeout=timeout_s) if timeout_s > 0 else None

@@ -72,6 +72,7 @@ class Keeper:
         self._reset_done = 0
         self._reset_ok = True
         self._reset_tag = -1
+        self._reset_written = False
         self._recovered = slab.fresh
         self._stopping = False
         self._out = False
@@ -84,6 +85,7 @@ class Keeper:
         """Write back what is dirty for up to `grace_s`, then end the thread and the device."""
         deadline = time.monotonic() + grace_s
         with self._progress:
+            self._wanted.clear()  # nobody waits for it now, and reads go before writes
             while not self.is_idle() and not self._out:
                 if not self._progress.wait(min(0.1, deadline - time.monotonic())):
                     if time.monotonic() >= deadline:
@@ -145,9 +147,10 @@ class Keeper:
         with self._progress:
             if error is not None:
                 self._residency.counts["read_failed"] += 1
-            elif not verified:
-                self._residency.counts["corrupt"] += 1
-            self.moved_bytes[Flow.PREFETCH] += self._pool.slot_bytes
+            else:
+                self.moved_bytes[Flow.PREFETCH] += self._pool.slot_bytes
+                if not verified:
+                    self._residency.counts["corrupt"] += 1
             self._residency.finish_prefetch(chunk, verified)
             self._progress.notify_all()
 
@@ -213,7 +216,10 @@ class Keeper:
         return self._reset_done >= ticket and self._reset_ok
 
     def _start_reset(self) -> None:
-        """Write a new superblock, once no write of the old generation is in flight."""
+        """Write a new superblock, once no write of the old generation is in flight; then sync it.
+
+        Without the sync a power loss could bring the old generation back.
+        """
         with self._progress:
             due = self._reset_asked > self._reset_done and self._reset_tag < 0
             if not due or self._writes or not self._recovered:
@@ -225,10 +231,18 @@ class Keeper:
             superblock = replace(self._slab.superblock, generation=in_memory)
             self._slab = replace(self._slab, superblock=superblock)
             self._reset_tag = self._new_tag()
+        self._reset_written = False
         self._superblock_page[:] = page
         self._submit([IoRequest(self._reset_tag, Op.WRITE, 0, (self._superblock_page,))])
 
     def _finish_reset(self, error: DeviceError | None) -> None:
+        """The reset's write, or its sync, has ended."""
+        if error is None and not self._reset_written:
+            self._reset_written = True
+            with self._progress:
+                self._reset_tag = self._new_tag()
+            self._submit([IoRequest(self._reset_tag, Op.SYNC)])
+            return
         with self._progress:
             if error is not None:
                 logger.error("the reset did not reach the disk: %s", error)
@@ -254,9 +268,7 @@ class Keeper:
             with self._progress:
                 self._out = True
                 self._stopping = True
-                for chunk in list(self._residency.index):
-                    if chunk.dram in (Dram.ABSENT, Dram.READING):
-                        self._residency.drop(chunk)
+                self._residency.lose_nvme()
                 self._progress.notify_all()
 
     def _recover(self) -> None:
@@ -265,7 +277,8 @@ class Keeper:
         started = time.monotonic()
         found = scan(self._slab, self._device, self._depth)
         with self._progress:
-            adopted = self._residency.adopt(found.records)
+            # Recovered records are of before any reset that was asked for meanwhile.
+            adopted = 0 if self._reset_asked else self._residency.adopt(found.records)
             self._residency.counts["recovered"] += adopted
             self._sequence = found.last_sequence
             self._recovered = True

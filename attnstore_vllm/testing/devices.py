@@ -52,7 +52,7 @@ class MemoryDevice:
     def __init__(self, size_bytes: int, *, hold: bool = False) -> None:
         assert size_bytes % SECTOR_BYTES == 0
         self.image = bytearray(size_bytes)
-        self._hold = hold
+        self.is_holding = hold
         self._pending: deque[IoRequest] = deque()
         self._ended: list[Completion] = []
         self._changed = threading.Condition(threading.RLock())
@@ -77,7 +77,7 @@ class MemoryDevice:
             for request in requests:
                 _check(request, self.size_bytes)
                 self._pending.append(request)
-            if not self._hold:
+            if not self.is_holding:
                 self._run_pending()
 
     def step(self, at: int = 0) -> None:
@@ -90,12 +90,12 @@ class MemoryDevice:
     def hold(self) -> None:
         """From now on, carry out nothing before step()."""
         with self._changed:
-            self._hold = True
+            self.is_holding = True
 
     def release(self) -> None:
         """Carry out what is pending, and from now on each request as it is submitted."""
         with self._changed:
-            self._hold = False
+            self.is_holding = False
             self._run_pending()
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -195,7 +195,7 @@ class PowerLossDevice(MemoryDevice):
                 if self._rng.random() < 0.5:
                     self._persist(sector)
             self._unsynced.clear()
-            after = PowerLossDevice(self.size_bytes, self._rng, hold=self._hold)
+            after = PowerLossDevice(self.size_bytes, self._rng, hold=self.is_holding)
             after.image[:] = after.durable[:] = self.durable
             return after
 

@@ -34,7 +34,7 @@ from attnstore_vllm.testing.tiny_tokenizer import (
     write_tokenizer,
 )
 
-RECIPE_VERSION: Final = 1  # raise it when the same recipe would give other bytes
+RECIPE_VERSION: Final = 2  # raise it when the same recipe would give other bytes
 RECIPE_FILE: Final = "recipe.json"
 ROPE_THETA: Final = 10_000.0
 NORM_EPS: Final = 1e-5
@@ -42,7 +42,8 @@ NORM_EPS: Final = 1e-5
 # Standard deviations, times 1/sqrt(fan_in). Found by trying: the text above is what they do.
 QUERY_KEY_GAIN: Final = 1.5
 LAST_QUERY_KEY_GAIN: Final = 2.5
-BRANCH_GAIN: Final = 0.2
+BRANCH_GAIN: Final = 0.1
+QUIET_SCALE: Final = 0.1
 SPEAKER_GAIN: Final = 4.0
 LOGIT_GAIN: Final = 1.5
 
@@ -129,7 +130,7 @@ def _recipe(shape: ModelShape, seed: int, weights: bool) -> dict[str, object]:
         "shape": asdict(shape),
         "seed": seed,
         "weights": weights,
-        "gains": [QUERY_KEY_GAIN, LAST_QUERY_KEY_GAIN, BRANCH_GAIN, SPEAKER_GAIN, LOGIT_GAIN],
+        "gains": [QUERY_KEY_GAIN, LAST_QUERY_KEY_GAIN, BRANCH_GAIN, QUIET_SCALE, SPEAKER_GAIN, LOGIT_GAIN],
         "tokenizer": sha256(tokenizer.encode()).hexdigest(),
     }
 
@@ -185,13 +186,18 @@ def _weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     branch_gain = BRANCH_GAIN / math.sqrt(shape.layers)
     embedding = normal(shape.vocab, hidden, math.sqrt(hidden))
+    quiet = hidden // 2
+    embedding[:, quiet:] *= QUIET_SCALE
     yield "model.embed_tokens.weight", embedding
     for n in range(shape.layers):
         layer, is_last = f"model.layers.{n}", n == shape.layers - 1
         query_key_gain = LAST_QUERY_KEY_GAIN if is_last else QUERY_KEY_GAIN
         value, output = normal(kv, hidden, 1.0), normal(hidden, q, branch_gain)
+        down = normal(hidden, shape.intermediate, branch_gain)
+        output[:quiet] = 0
+        down[:quiet] = 0
         if is_last:
-            output[:, : shape.head_dim] *= SPEAKER_GAIN / branch_gain
+            output[:, : shape.head_dim] = normal(hidden, shape.head_dim, SPEAKER_GAIN * math.sqrt(shape.head_dim / q))
         yield f"{layer}.input_layernorm.weight", ones()
         yield f"{layer}.self_attn.q_proj.weight", normal(q, hidden, query_key_gain)
         yield f"{layer}.self_attn.k_proj.weight", normal(kv, hidden, query_key_gain)
@@ -200,7 +206,7 @@ def _weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]
         yield f"{layer}.post_attention_layernorm.weight", ones()
         yield f"{layer}.mlp.gate_proj.weight", normal(shape.intermediate, hidden, 1.0)
         yield f"{layer}.mlp.up_proj.weight", normal(shape.intermediate, hidden, 1.0)
-        yield f"{layer}.mlp.down_proj.weight", normal(hidden, shape.intermediate, branch_gain)
+        yield f"{layer}.mlp.down_proj.weight", down
     yield "model.norm.weight", ones()
     # What the speaker puts into the residual stream when it looks at each token, shuffled.
     said = embedding.float() @ value[: shape.head_dim].float().T

@@ -174,6 +174,27 @@ def test_close_waits_for_what_is_in_flight(tmp_path: Path) -> None:
     assert path.read_bytes() == b"".join(bytes([i + 1]) * SECTOR_BYTES for i in range(16))
 
 
+def test_a_device_whose_thread_has_ended_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug of ours there must not leave the store waiting for completions for ever."""
+
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    path = tmp_path / "file"
+    path.write_bytes(bytes(SIZE))
+    device = AiofilesDevice(path, depth=1)
+    monkeypatch.setattr(AiofilesDevice, "_move", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    device.submit([read(1, 0, buffer())])
+    device._thread.join()
+    with pytest.raises(DeviceError, match="has ended"):
+        device.poll(0)
+    with pytest.raises(DeviceError):
+        device.submit([read(2, 0, buffer())])
+
+
 # ---- MemoryDevice ----------------------------------------------------------------------
 
 
