@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Nvme
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.store.format import PAGE_BYTES
 from attnstore_vllm.testing.devices import PowerLossDevice
@@ -35,6 +35,7 @@ from tests.helpers import (
     Rig,
     found_slab,
     name_of,
+    names_of,
     new_slab,
     payload_of,
     sequence_of,
@@ -48,12 +49,12 @@ TOKENS = 3 * CHUNK_TOKENS
 SEQUENCES = [
     tokens_of(1, TOKENS),
     tokens_of(1, 24) + tokens_of(2, TOKENS - 24),
-    tokens_of(1, 24) + tokens_of(3, TOKENS - 24),
-    tokens_of(4, TOKENS),
+    tokens_of(3, TOKENS),
 ]
 sequences = st.sampled_from(SEQUENCES)
-ends = st.integers(1, TOKENS)
-capacities = st.integers(3, 7)  # records
+ends = st.sampled_from([5, 16, 20, 32, 40, TOKENS, TOKENS])
+starts = st.sampled_from([0, 0, 0, 0, 3, CHUNK_TOKENS])
+capacities = st.integers(4, 12)  # records
 
 
 def prefix_name(tokens: list[int], end: int) -> ChunkName:
@@ -100,19 +101,24 @@ class StoreMachine(RuleBasedStateMachine):
             if not self.is_volatile:
                 self.on_disk[chunk.name.key].add(payload)
         self.rig.store.finish_saves([chunk])
+        self.device.settle()
 
-    @rule(tokens=sequences, end=ends)
     def put(self, tokens: list[int], end: int) -> None:
         before = len(self.saving)
         self.begin_save(tokens, end)
         if len(self.saving) > before:
             self.finish_save(before)
 
-    @rule(conversation=st.integers(10, 99), count=st.integers(1, DRAM_SLOTS + 1))
-    def pressure(self, conversation: int, count: int) -> None:
-        for i in range(count):
-            self.put(tokens_of(100 * conversation + i, CHUNK_TOKENS), CHUNK_TOKENS)
-            self.device.settle()
+    def put_all(self, tokens: list[int], end: int) -> None:
+        """What a request leaves: its whole chunks, and its tail."""
+        for start in range(0, end, CHUNK_TOKENS):
+            self.put(tokens, min(start + CHUNK_TOKENS, end))
+
+    @rule(count=st.sampled_from([1, DRAM_SLOTS]))
+    def pressure(self, count: int) -> None:
+        """Chunks of conversations that nobody asks for push out what is least recently used."""
+        for _ in range(count):
+            self.put(tokens_of(1000 + self.num_puts, CHUNK_TOKENS), CHUNK_TOKENS)
 
     # ---- loading -----------------------------------------------------------------------
 
@@ -130,13 +136,36 @@ class StoreMachine(RuleBasedStateMachine):
             position = piece.stop
         return pieces
 
-    @rule(tokens=sequences, start=ends, stop=ends)
+    @rule(tokens=sequences, start=starts, stop=ends)
     def prefetch(self, tokens: list[int], start: int, stop: int) -> None:
-        self.find(tokens, min(start, stop), stop)
+        self.find(tokens, start, stop)
 
-    @rule(tokens=sequences, start=st.sampled_from([0, 0, 0, 16, 20]), stop=ends)
+    @rule(
+        tokens=sequences,
+        start=starts,
+        end=ends,
+        before=st.sampled_from(["nothing", "pressure", "pressure", "damage", "crash"]),
+        fate=st.sampled_from(["loaded", "aborted", "in flight"]),
+        byte=st.integers(0, RECORD_BYTES - 1),
+    )
+    def turn(
+        self, tokens: list[int], start: int, end: int, before: str, fate: str, byte: int
+    ) -> None:
+        """A whole request, in one rule, because an example uses only some of the rules."""
+        if before == "crash":
+            self.crash()
+        elif before != "nothing":
+            self.pressure(DRAM_SLOTS)
+        if before == "damage" and self.records():
+            self.damage(0, byte)
+        num_held = len(self.held)
+        self.get(tokens, start, end)
+        while fate != "in flight" and len(self.held) > num_held:
+            self.end_load(num_held, fate == "aborted")
+        self.put_all(tokens, end)
+
     def get(self, tokens: list[int], start: int, stop: int) -> None:
-        """What a request does: look up, let it come up, look up again, hold."""
+        """Look up, let it come up, look up again, and load what is there by then."""
         self.find(tokens, start, stop)
         self.device.settle()
         for piece in self.rig.store.hold_ready(self.find(tokens, start, stop)):
@@ -157,37 +186,45 @@ class StoreMachine(RuleBasedStateMachine):
             self.rig.store.release([chunk])
         else:
             self.rig.store.loaded([chunk])
+        self.device.settle()
 
     # ---- the device --------------------------------------------------------------------
 
-    @rule()
-    def hold_device(self) -> None:
+    @rule(steps=st.lists(st.integers(0, 7), max_size=4), release=st.booleans())
+    def hold_device(self, steps: list[int], release: bool) -> None:
+        """From here requests stay in flight; some of them are carried out, in any order."""
         self.device.hold()
+        for which in steps:
+            if self.device.pending:
+                self.device.step(which % len(self.device.pending))
+                self.device.settle()
+        if release:
+            self.device.release()
 
-    @rule()
-    def release_device(self) -> None:
-        self.device.release()
+    @precondition(lambda self: self.records())
+    @rule(which=st.integers(0), byte=st.integers(0, RECORD_BYTES - 1))
+    def damage(self, which: int, byte: int) -> None:
+        records = self.records()
+        self.device.damage(self.rig.slab.offset(records[which % len(records)]) + byte)
+        self.is_damaged = True
 
-    @precondition(lambda self: self.device.pending)
-    @rule(which=st.integers(0))
-    def step(self, which: int) -> None:
-        self.device.step(which % len(self.device.pending))
-
-    @rule(record=st.integers(0, 6), byte=st.integers(0, RECORD_BYTES - 1))
-    def damage(self, record: int, byte: int) -> None:
-        if record < self.rig.slab.num_records:
-            self.device.damage(self.rig.slab.offset(record) + byte)
-            self.is_damaged = True
+    def records(self) -> list[int]:
+        """Records that the store may read; first those of SEQUENCES that are in no other tier."""
+        chunks = [c for c in self.rig.store.residency.index if c.nvme is Nvme.READY]
+        names = {name.key for tokens in SEQUENCES for name in names_of(sequence_of(tokens))}
+        chunks.sort(key=lambda c: (c.dram is not Dram.ABSENT, c.name.key not in names))
+        return [chunk.nvme_slot for chunk in chunks]
 
     # ---- reset, crash, restart ---------------------------------------------------------
 
     @rule()
     def reset(self) -> None:
-        was_held = self.device.is_holding
+        was_held, keeper = self.device.is_holding, self.rig.store._keeper
+        asked = keeper._reset_asked
         with ThreadPoolExecutor(1) as executor:
             done = executor.submit(self.rig.store.reset)
-            while not done.done():
-                self.device.release()
+            self.rig.until(lambda: keeper._reset_asked > asked)
+            self.device.release()  # what was in flight ends only after the reset was asked for
             assert done.result()
         if was_held:
             self.device.hold()
@@ -261,4 +298,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=250, stateful_step_count=40)
+TestStore.settings = settings(max_examples=200, stateful_step_count=50)
