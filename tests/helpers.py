@@ -175,8 +175,34 @@ def memory_rig(num_records: int = 16, dram_slots: int = 8, *, hold: bool = False
     return Rig(device, slab, dram_slots)
 
 
-def reopened(rig: Rig, device: MemoryDevice) -> Rig:
-    """The next start over the same medium."""
-    after = MemoryDevice(device.size_bytes)
-    after.image[:] = device.image
-    return Rig(after, found_slab(after.image), rig.dram_slots)
+Rigs = Callable[..., tuple[Rig, MemoryDevice]]
+"""The fixture open_rig of tests/unit/conftest.py."""
+
+
+def held_device(image: bytes | bytearray) -> MemoryDevice:
+    """The medium of an earlier store, before anything has been read from it."""
+    device = MemoryDevice(len(image), hold=True)
+    device.image[:] = image
+    return device
+
+
+def conversation(number: int, num_tokens: int = 40) -> list[int]:
+    return tokens_of(number, num_tokens)
+
+
+def push_out_of_dram(rig: Rig, device: MemoryDevice, count: int) -> None:
+    for number in range(count):
+        rig.put(name_of(sequence_of(conversation(700 + number, 16)), 0))
+        device.settle()
+
+
+def nvme_only(rig: Rig, device: MemoryDevice) -> list[int]:
+    """A conversation of 3 chunks that is on NVMe and not in DRAM."""
+    tokens = conversation(1)
+    rig.put_all(sequence_of(tokens))
+    device.settle()
+    push_out_of_dram(rig, device, rig.dram_slots)
+    for name in names_of(sequence_of(tokens)):
+        chunk = rig.chunk(name)
+        assert (chunk.dram, chunk.nvme) == (Dram.ABSENT, Nvme.READY)
+    return tokens

@@ -69,6 +69,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.on_disk: defaultdict[Key, set[bytes]] = defaultdict(set)
         self.is_volatile = False  # a reset came: nothing of this process survives its end
         self.is_damaged = False
+        self.is_torn = False  # power was lost: records may be half new
         self.held: list[tuple[Chunk, bytes]] = []
         self.saving: list[tuple[Chunk, bytes]] = []
         self.num_puts = 0
@@ -168,7 +169,9 @@ class StoreMachine(RuleBasedStateMachine):
         """Look up, let it come up, look up again, and load what is there by then."""
         self.find(tokens, start, stop)
         self.device.settle()
-        for piece in self.rig.store.hold_ready(self.find(tokens, start, stop)):
+        pieces = self.find(tokens, start, stop)
+        self.device.settle()
+        for piece in self.rig.store.hold_ready(pieces):
             chunk = piece.chunk
             payload = bytes(self.rig.pool.slot(chunk.dram_slot))
             if chunk.name.key in self.now:
@@ -234,8 +237,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        after = self.device.crash()
-        self.begin_anew(after)
+        self.is_torn = True
+        self.begin_anew(self.device.crash())
 
     @rule(num_records=capacities)
     def restart(self, num_records: int) -> None:
@@ -279,6 +282,8 @@ class StoreMachine(RuleBasedStateMachine):
         residency.check_integrity()
         assert residency.dram_used <= DRAM_SLOTS
         assert residency.nvme_used <= self.rig.slab.num_records
+        if not (self.is_damaged or self.is_torn):
+            assert residency.counts["corrupt"] == 0, "a record was overwritten while it was read"
         in_use = {id(chunk) for chunk, _ in (*self.held, *self.saving)}
         assert len(in_use) <= residency.num_held() <= len(in_use) + len(self.device.pending)
 
@@ -298,4 +303,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=200, stateful_step_count=50)
+TestStore.settings = settings(max_examples=120, stateful_step_count=50)

@@ -54,7 +54,7 @@ def round_trip(engine: Engine, tier: str, seed: str) -> tuple[list[tuple[int, in
     engine.forget_hbm()
     engine.loaded()
 
-    taken = engine.submit([1] * BLOCK, max_tokens=2, salt="takes the first block")
+    taken = engine.submit([1] * BLOCK, max_tokens=2, salt=f"taker {seed} {tier}")
     engine.step()
     loader = engine.submit([*prompt, *answer.tokens], max_tokens=2)
     engine.wait_for(lambda: engine.request(loader).num_computed_tokens > 0, engine.step)
@@ -112,20 +112,21 @@ def test_bytes_come_back(engine: EngineHost, tier: str) -> None:
     assert compared == engine.spec.tensor_parallel * engine.spec.shape.layers * _blocks(STORED)
 
 
-@pytest.mark.parametrize(
-    "fault", ["swapped blocks", "wrong slot", "skipped layer", "unsaved layer"]
-)
-def test_wrong_bytes_are_seen(engine: EngineHost, fault: str) -> None:
-    wrong, _ = engine.call_with_fault(fault, round_trip, "dram", fault)
-    layers, blocks = engine.spec.shape.layers, _blocks(STORED)
+def test_wrong_bytes_are_seen(engine: EngineHost) -> None:
+    """Each of these is found, exactly where it is."""
+    if engine.spec.shape in (MHA, MQA):
+        return  # one shape shows it, on one rank and on two
+    layers, blocks = range(engine.spec.shape.layers), range(_blocks(STORED))
     hit: dict[str, tuple[Sequence[int], Sequence[int]]] = {
-        "swapped blocks": (range(layers), (0, 1)),
-        "wrong slot": (range(layers), (blocks - 1,)),
-        "skipped layer": ((layers - 1,), range(blocks)),
-        "unsaved layer": ((layers - 1,), range(blocks)),
+        "swapped blocks": (layers, blocks[:2]),
+        "wrong slot": (layers, blocks[-1:]),
+        "skipped layer": (layers[-1:], blocks),
+        "unsaved layer": (layers[-1:], blocks),
     }
     ranks = range(engine.spec.tensor_parallel)
-    assert wrong == [(r, x, b) for r in ranks for x in hit[fault][0] for b in hit[fault][1]]
+    for fault, (in_layers, in_blocks) in hit.items():
+        wrong, _ = engine.call_with_fault(fault, round_trip, "dram", fault)
+        assert wrong == [(r, x, b) for r in ranks for x in in_layers for b in in_blocks], fault
 
 
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:

@@ -1,93 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """What comes from the store gives the same answer, to the last bit, as what was in HBM.
 
-Greedy tokens and log-probabilities are compared with ==, between requests that compute the
-same tokens with the same split: another split rounds differently.
-
-- A prompt of a whole number of blocks, and one token: vLLM's own prefix cache has all but the
-  last token, and so has the store.
-- Any other length: a first request leaves KV of `split` tokens, computed in one go, and a
-  second one continues it. The reference is computed from nothing, by chunked prefill whose
-  first chunk is `split` tokens long.
+Greedy tokens and log-probabilities are compared with ==; see splits.py for what is compared
+with what. Compiled and eager, on one rank and on two, with one KV head for each head, for
+several and for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from attnstore_vllm.testing.tiny_model import MHA, MQA
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engine import BLOCK, Answer, Engine
+from tests.vllm.engine import BLOCK, Engine
 from tests.vllm.host import EngineHost
-from tests.vllm.prompts import random_tokens
+from tests.vllm.splits import BLOCKS, SPLITS, different, inside_blocks, whole_blocks
 
-BLOCKS = (1, 2, 3, 4, 7, 15)
-SPLITS = (16, 17, 127, 129, 200, 255, 273, 300, 383, 511, 790, 1300)
-"""Inside the first block, beside the edges of blocks and chunks, in the middle of both."""
-CONTINUATION = 37
-ANSWER = 6
-
-CONFIGURATIONS = {
-    "eager": {},
-    "compiled": {"eager": False},
-    "two ranks": {"tensor_parallel": 2},
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    # DRAM holds about 120 chunks: enough for a test, and a few requests push everything out.
+    "eager": {"dram": "16MiB"},
+    "compiled": {"dram": "16MiB", "eager": False},
+    "two ranks": {"dram": "16MiB", "tensor_parallel": 2},
+    "mha": {"dram": "120MiB", "shape": MHA},
+    "mqa": {"dram": "32MiB", "shape": MQA},
 }
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
 def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[EngineHost]:
-    # DRAM holds 120 chunks: enough for a test, and a few requests push everything out of it.
-    yield start_engine(dram="16MiB", **CONFIGURATIONS[request.param])
-
-
-Pair = tuple[int, Answer, Answer]
-"""Length, reference, from the store."""
-
-
-def whole_blocks(engine: Engine, tier: str, seed: str) -> tuple[list[Pair], dict[str, int]]:
-    """Answers with vLLM's own hit, and with the store's; and what came from which tier."""
-    prompts = [random_tokens((seed, tier, n), n * BLOCK + 1) for n in BLOCKS]
-    references = []
-    for prompt in prompts:
-        engine.ask(prompt, max_tokens=ANSWER)
-        references.append(engine.ask(prompt, max_tokens=ANSWER))
-    loaded_early = engine.loaded()
-    assert not any(loaded_early.values()), "the reference is to be vLLM's own hit"
-    from_store = _ask_again(engine, tier, prompts)
-    lengths = [len(prompt) for prompt in prompts]
-    return list(zip(lengths, references, from_store, strict=True)), engine.loaded()
-
-
-def inside_blocks(engine: Engine, tier: str, seed: str) -> tuple[list[Pair], dict[str, int]]:
-    """Answers after chunked prefill, and with the store's KV up to the same token."""
-    prompts, references = [], []
-    usual = engine.scheduler.max_num_scheduled_tokens
-    for split in SPLITS:
-        prompt = random_tokens((seed, tier, split), split + min(split, CONTINUATION))
-        engine.ask(prompt[:split])
-        engine.scheduler.max_num_scheduled_tokens = split
-        references.append(engine.ask(prompt, max_tokens=ANSWER, salt=f"{seed} {tier} {split}"))
-        engine.scheduler.max_num_scheduled_tokens = usual
-        prompts.append(prompt)
-    engine.loaded()
-    from_store = _ask_again(engine, tier, prompts)
-    return list(zip(SPLITS, references, from_store, strict=True)), engine.loaded()
-
-
-def _ask_again(engine: Engine, tier: str, prompts: list[list[int]]) -> list[Answer]:
-    if tier == "nvme":
-        engine.evict_dram()
-        engine.loaded()
-    found = []
-    for prompt in prompts:
-        engine.forget_hbm()
-        found.append(engine.ask(prompt, max_tokens=ANSWER))
-    return found
-
-
-def different(pairs: list[Pair]) -> list[int]:
-    return [length for length, reference, got in pairs if reference.content != got.content]
+    yield start_engine(**CONFIGURATIONS[request.param])
 
 
 @pytest.mark.parametrize("tier", ["dram", "nvme"])

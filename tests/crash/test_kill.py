@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kill a writing process at a random moment; the next process must find only whole chunks.
+
+This is a process crash: what the kernel was given lives on. Power loss is PowerLossDevice's
+business (tests/property).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from attnstore_vllm.machine import SHM_DIR, lock_directory
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.pool import SharedPool
+from tests.crash.writer import BATCH, open_pool, open_store, payload, region_name, sequence
+from tests.helpers import CHUNK_TOKENS, wait_until
+
+
+def run_and_kill(directory: Path, num_records: int, num_lines: int) -> list[str]:
+    """Let the writer say some lines, and a random moment more; returns what it said."""
+    command = [sys.executable, "-m", "tests.crash.writer", str(directory), str(num_records)]
+    said = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            said.append(line.strip())
+            if len(said) == num_lines:
+                break
+        # Not to hide a race but to move it: the writer goes on, and the kill falls anywhere.
+        time.sleep(Random(num_lines * num_records).random() * 0.01)
+        child.kill()  # SIGKILL: no handler, no atexit, no flush
+        said += child.stdout.read().split()
+    assert len(said) >= num_lines, "the writer ended on its own"
+    return said
+
+
+def start_again(directory: Path, num_records: int) -> tuple[Store, SharedPool]:
+    os.close(lock_directory(directory))  # the dead process has let go of it
+    worker, pool = open_pool(directory)
+    worker.close()
+    assert not (SHM_DIR / region_name(directory)).exists(), "a region was left behind"
+    store = open_store(directory, num_records, pool)
+    wait_until(store.is_idle, store)  # recovery is over
+    return store, pool
+
+
+def found_bytes(store: Store, pool: SharedPool, n: int) -> bytes | None:
+    pieces = store.find(sequence(n), 0, CHUNK_TOKENS)
+    if not pieces:
+        return None
+    wait_until(lambda: pieces[0].chunk.dropped or bool(store.hold_ready(pieces)), store)
+    if pieces[0].chunk.dropped:
+        return None
+    found = bytes(pool.slot(pieces[0].chunk.dram_slot))
+    store.loaded([pieces[0].chunk])
+    return found
+
+
+@pytest.mark.parametrize("num_records", [200, 10], ids=["with room", "overwriting"])
+@pytest.mark.parametrize("num_lines", [1, 2, 3, 9, 22])
+def test_a_kill_leaves_only_whole_chunks(tmp_path: Path, num_lines: int, num_records: int) -> None:
+    directory = tmp_path / "kv"
+    said = run_and_kill(directory, num_records, num_lines)
+    numbers = [int(line) for line in said if line.isdecimal()]
+    last = max(numbers, default=-1)
+    assert last + BATCH < 200, "the writer came too far for this test"
+    store, pool = start_again(directory, num_records)
+    found = {n: found_bytes(store, pool, n) for n in range(last + 2 * BATCH)}
+    for n, raw in found.items():
+        assert raw in (None, payload(n)), f"chunk {n} has foreign bytes"
+    if num_records > last + BATCH:
+        lost = [n for n in range(last + 1) if found[n] is None]
+        assert not lost, f"chunks {lost} were on NVMe and are gone"
+    elif last >= num_records:
+        assert any(found.values()), "nothing at all was found"
+    store.residency.check_integrity()
+    assert store.residency.num_held() == 0
+    store.close()

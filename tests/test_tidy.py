@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The house rules that a machine can check. Each failure names the file, the line and the rule."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "attnstore_vllm"
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+UNFINISHED = "fixme".upper()
+SPDX = "SPDX-License-Identifier: Apache-2.0"
+
+# Decisions and codecs: no clock, no I/O, no threads, no chance, no tensors.
+PURE = ("policy/", "index/", "store/format.py", "transfer/plan.py", "transfer/geometry.py")
+EFFECTS = {
+    "aiofiles", "asyncio", "ctypes", "datetime", "fcntl", "io", "logging", "mmap",
+    "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "shutil", "socket",
+    "subprocess", "sys", "tempfile", "threading", "time", "torch", "uuid", "vllm",
+}  # fmt: skip
+ALLOWED_VLLM = ("connector/", "plugin.py")
+# Imports go one way; what a package is not given here, it must not know of.
+KNOWS = {
+    "policy": {"types", "policy"},
+    "io": {"errors", "types", "io"},
+    "index": {"types", "policy", "index"},
+    "transfer": {"errors", "types", "config", "machine", "transfer", "_native"},
+    "store": {"errors", "types", "config", "index", "policy", "io", "transfer", "store"},
+}
+# The outermost frame of a thread of ours, where a bug of ours stops a tier and not the server.
+MAY_CATCH_ALL = {"store/keeper.py": 1}
+MOCKS = {"Mock", "MagicMock", "AsyncMock", "NonCallableMock", "create_autospec"}
+SKIPPED = {".venv", ".git", "build", "node_modules"}
+
+
+def python_files(*folders: Path) -> list[Path]:
+    found = [file for folder in folders for file in folder.rglob("*.py")]
+    return sorted(file for file in found if not SKIPPED & set(file.relative_to(ROOT).parts))
+
+
+def short(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of each import in a file, those inside functions included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: write imports in full"
+            assert node.module is not None
+            yield node.lineno, node.module
+
+
+ALL = python_files(PACKAGE, ROOT / "tests", ROOT / "tools", ROOT / "benchmarks")
+OURS = python_files(PACKAGE)
+NATIVE = sorted((ROOT / "csrc").glob("*.*"))
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(OURS) > 20
+    assert NATIVE
+
+
+@pytest.mark.parametrize("path", [*ALL, *NATIVE, ROOT / "setup.py"], ids=short)
+def test_licence_and_length(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert SPDX in text.partition("\n")[0], f"{short(path)}:1: begin with {SPDX}"
+    lines = text.count("\n")
+    assert lines <= FILE_LINES_MAX, f"{short(path)}: {lines} lines, at most {FILE_LINES_MAX}"
+    assert UNFINISHED not in text, f"{short(path)}: something is left to be fixed"
+
+
+@pytest.mark.parametrize("path", ALL, ids=short)
+def test_functions_are_short(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            where = f"{short(path)}:{node.lineno}: {node.name}"
+            assert lines <= FUNCTION_LINES_MAX, f"{where} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", OURS, ids=short)
+def test_imports_go_one_way(path: Path) -> None:
+    name = path.relative_to(PACKAGE).as_posix()
+    knows = KNOWS.get(name.partition("/")[0])
+    for line, module in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        where = f"{short(path)}:{line}"
+        top, _, rest = module.partition(".")
+        if name.startswith(PURE):
+            assert top not in EFFECTS, f"{where}: pure code imports {module}"
+        if not name.startswith(ALLOWED_VLLM):
+            assert top != "vllm", f"{where}: only connector/ and plugin.py may import vllm"
+        if top != "attnstore_vllm":
+            continue
+        inside = rest.partition(".")[0]
+        if knows is not None:
+            assert inside in knows, f"{where}: {name.partition('/')[0]}/ must not know {module}"
+        if not name.startswith("testing/"):
+            assert inside != "testing", f"{where}: production code imports a test double"
+        if name.startswith(PURE) or not name.startswith(("connector/", "plugin.py", "cli/")):
+            assert inside != "connector", f"{where}: only the border knows the connector"
+
+
+@pytest.mark.parametrize("path", OURS, ids=short)
+def test_no_hidden_settings_and_no_swallowed_errors(path: Path) -> None:
+    text, name = path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix()
+    for banned in ("os.environ", "getenv", "except:", "type: ignore\n", "assert ("):
+        assert banned not in text, f"{short(path)}: {banned.strip()} is not for this package"
+    caught = 0
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name):
+            caught += node.type.id in ("Exception", "BaseException")
+    allowed = MAY_CATCH_ALL.get(name, 0)
+    assert caught <= allowed, f"{short(path)}: catches every exception, and hides our own bugs"
+
+
+@pytest.mark.parametrize("path", [p for p in OURS if p.name == "__init__.py"], ids=short)
+def test_packages_begin_empty(path: Path) -> None:
+    """An __init__ has a docstring, imports and __all__: importing a package has no effect."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_export = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("__")
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        assert is_text or is_export or is_import, f"{short(path)}:{node.lineno}: move it out"
+
+
+@pytest.mark.parametrize("path", [p for p in OURS if p.name != "__init__.py"], ids=short)
+def test_modules_say_what_they_are(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{short(path)}:2"
+
+
+@pytest.mark.parametrize("path", python_files(ROOT / "tests"), ids=short)
+def test_tests_use_the_real_thing(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            where = f"{short(path)}:{node.lineno}"
+            assert called not in MOCKS, f"{where}: {called} agrees with anything; use a test double"

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores over memory, and what must hold when a test ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from attnstore_vllm.testing.devices import MemoryDevice
+from tests.helpers import Rig, Rigs, found_slab, memory_rig
+
+
+@pytest.fixture
+def open_rig() -> Iterator[Rigs]:
+    """Opens stores over new memory, or over the `image` that an earlier one left."""
+    rigs: list[Rig] = []
+
+    def open_rig(
+        num_records: int = 16, dram_slots: int = 8, image: bytes | None = None
+    ) -> tuple[Rig, MemoryDevice]:
+        if image is None:
+            rig = memory_rig(num_records, dram_slots)
+        else:
+            device = MemoryDevice(len(image))
+            device.image[:] = image
+            rig = Rig(device, found_slab(image), dram_slots)
+        rigs.append(rig)
+        assert isinstance(rig.device, MemoryDevice)
+        rig.device.settle()
+        return rig, rig.device
+
+    yield open_rig
+    for rig in rigs:
+        if rig.is_open:
+            assert isinstance(rig.device, MemoryDevice)
+            rig.device.release()
+            rig.device.settle()
+            rig.store.residency.check_integrity()
+            assert rig.store.residency.num_held() == 0
+        rig.close()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` in other shapes: several engines, and what the store cannot serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from attnstore_vllm.config import parse_size
+from attnstore_vllm.machine import SLAB_NAME
+from attnstore_vllm.testing.tiny_model import TINY, make_model
+from benchmarks.server import total
+from tests.vllm import serve_helpers as serving
+from tests.vllm.serve_helpers import FLAG, MODEL_NAME, ask, story
+
+IDLE = "AttnStore is idle"
+
+
+def test_each_data_parallel_engine_has_its_share(models: Path, tmp_path: Path) -> None:
+    model = make_model(models / "serve", TINY)
+    transfer = serving.in_yaml(tmp_path / "a.yaml", serving.settings(tmp_path / "store"))
+    arguments = (FLAG, transfer, "--data-parallel-size", "2")
+    with serving.server(model, tmp_path / "log", *arguments, cores="0|1") as server:
+        answers = [ask(server, story(n % 3)) for n in range(12)]
+        for n, answer in enumerate(answers):
+            assert answer == answers[n % 3], "of whichever engine"
+        metrics = server.metrics()
+        for engine in ("0", "1"):
+            saved = total(metrics, "vllm:attnstore_chunks_total", event="saved", engine=engine)
+            assert saved > 0, f"engine {engine} had its part of the requests"
+        sizes = [(tmp_path / "store" / dp / SLAB_NAME).stat().st_size for dp in ("dp0", "dp1")]
+        capacity = parse_size("capacity", serving.settings(tmp_path)["nvme"]["capacity"])
+        assert sizes[0] == sizes[1]
+        assert 0.9 * capacity / 2 < sizes[0] <= capacity / 2
+        serving.assert_no_region()
+    serving.assert_no_region()
+
+
+def test_a_model_with_sliding_windows_runs_without_the_store(models: Path, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "hybrid", TINY, weights=False)
+    tiny = json.loads((model / "config.json").read_text())
+    kinds = ["sliding_attention", "full_attention"]
+    gemma = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": kinds * 2,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": tiny["head_dim"],
+        "sliding_window": 256,
+        "rope_parameters": {k: {"rope_type": "default", "rope_theta": 10000.0} for k in kinds},
+        "tie_word_embeddings": True,
+    }
+    del tiny["rope_theta"], tiny["hidden_act"]
+    (model / "config.json").write_text(json.dumps(tiny | gemma))
+    extra = serving.settings(tmp_path / "store")
+    arguments = (FLAG, serving.in_yaml(tmp_path / "a.yaml", extra), "--load-format", "dummy")
+    with serving.server(model, tmp_path / "log", *arguments) as server:
+        first = ask(server, story("hybrid"))
+        serving.empty_hbm(server)
+        assert ask(server, story("hybrid")) == first
+        body = {"model": MODEL_NAME, "prompt": [5] * 600, "max_tokens": 2, "cache_salt": "a"}
+        assert serving.post(server, "/v1/completions", body)[0] == 200
+        assert serving.loaded(server) == {"dram": 0, "nvme": 0}
+        log = server.log.read_text(errors="replace")
+    assert log.count(IDLE) == 1, log
+    assert "KV cache groups" in log or "FullAttentionSpec" in log
+    assert not (tmp_path / "store").exists()
+    serving.assert_no_region()
+
+
+def test_pipeline_parallelism_is_refused(models: Path, tmp_path: Path) -> None:
+    model = make_model(models / "serve", TINY)
+    transfer = serving.in_yaml(tmp_path / "a.yaml", serving.settings(tmp_path / "store"))
+    arguments = (FLAG, transfer, "--pipeline-parallel-size", "2")
+    printed = serving.refused(model, tmp_path / "log", *arguments)
+    assert "--pipeline-parallel-size is 2; AttnStore supports 1" in printed
+    assert "--tensor-parallel-size" in printed
+    serving.assert_no_region()
