@@ -10,6 +10,7 @@ machine, before any model is loaded. It may run several times, in every process.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -19,12 +20,19 @@ from typing import Any
 import yaml
 
 from attnstore_vllm.config import StoreConfig
-from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.machine import check_machine
 
 CONNECTOR = "AttnStoreConnector"
 MODULE = "attnstore_vllm.connector"
 _FLAG = "--kv-transfer-config"
+_REFUSED = (
+    ("--pipeline-parallel-size", "-pp"),
+    ("--decode-context-parallel-size", "-dcp"),
+    ("--prefill-context-parallel-size", "-pcp"),
+    ("--nnodes", "-n"),
+)
+"""The connector refuses these too (connector/support.py), but after the model has loaded."""
 
 
 def register() -> None:
@@ -35,17 +43,27 @@ def register() -> None:
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+    log_as_vllm()
     if multiprocessing.parent_process() is None:
         try:
             sys.argv[:] = expand(sys.argv)
-        except ConfigError as error:
+        except AttnStoreError as error:
             raise SystemExit(f"AttnStore cannot start: {error}") from None
+
+
+def log_as_vllm() -> None:
+    """Send our log where vLLM's goes: it sets up the logger `vllm` and no other."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("attnstore_vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = theirs.handlers
+        ours.setLevel(theirs.level)
+        ours.propagate = False
 
 
 def expand(argv: list[str]) -> list[str]:
     """The command line with a YAML path replaced by its JSON, and our settings checked.
 
-    Raises: ConfigError. Arguments that are not about us are left alone.
+    Raises: ConfigError, UnsupportedError. Arguments that are not about us are left alone.
     """
     expanded = list(argv)
     for at, prefix, value in _values(argv, _FLAG):
@@ -56,6 +74,7 @@ def expand(argv: list[str]) -> list[str]:
         for connector in ours:
             _complete(connector, _engines(argv))
         if ours:
+            _refuse_shapes(argv)
             transfer.setdefault("kv_load_failure_policy", "recompute")
             expanded[at] = prefix + json.dumps(transfer)
     return expanded
@@ -115,6 +134,16 @@ def _complete(connector: dict[str, Any], engines: int) -> None:
         extra.setdefault("data_parallel_size", engines)
     check_machine(StoreConfig.parse(extra))
     connector.setdefault("kv_role", "kv_both")
+
+
+def _refuse_shapes(argv: list[str]) -> None:
+    for flags in _REFUSED:
+        for _, _, value in _values(argv, *flags):
+            if value.isdecimal() and int(value) > 1:
+                raise UnsupportedError(
+                    f"{flags[0]} is {value}; AttnStore supports 1. Use --tensor-parallel-size on "
+                    f"one machine, or start vLLM without {_FLAG}"
+                )
 
 
 def _engines(argv: list[str]) -> int:

@@ -32,6 +32,7 @@ from attnstore_vllm.connector.support import (
     warn_if_untested,
 )
 from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.plugin import log_as_vllm
 from attnstore_vllm.types import Tier
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         check_start(vllm_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None

@@ -130,7 +130,14 @@ def _recipe(shape: ModelShape, seed: int, weights: bool) -> dict[str, object]:
         "shape": asdict(shape),
         "seed": seed,
         "weights": weights,
-        "gains": [QUERY_KEY_GAIN, LAST_QUERY_KEY_GAIN, BRANCH_GAIN, QUIET_SCALE, SPEAKER_GAIN, LOGIT_GAIN],
+        "gains": [
+            QUERY_KEY_GAIN,
+            LAST_QUERY_KEY_GAIN,
+            BRANCH_GAIN,
+            QUIET_SCALE,
+            SPEAKER_GAIN,
+            LOGIT_GAIN,
+        ],
         "tokenizer": sha256(tokenizer.encode()).hexdigest(),
     }
 
@@ -197,7 +204,9 @@ def _weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]
         output[:quiet] = 0
         down[:quiet] = 0
         if is_last:
-            output[:, : shape.head_dim] = normal(hidden, shape.head_dim, SPEAKER_GAIN * math.sqrt(shape.head_dim / q))
+            output[:, : shape.head_dim] = normal(
+                hidden, shape.head_dim, SPEAKER_GAIN * math.sqrt(shape.head_dim / q)
+            )
         yield f"{layer}.input_layernorm.weight", ones()
         yield f"{layer}.self_attn.q_proj.weight", normal(q, hidden, query_key_gain)
         yield f"{layer}.self_attn.k_proj.weight", normal(kv, hidden, query_key_gain)

@@ -73,7 +73,7 @@ def test_pipeline_parallelism_is_refused(models: Path, tmp_path: Path) -> None:
     model = make_model(models / "serve", TINY)
     transfer = serving.in_yaml(tmp_path / "a.yaml", serving.settings(tmp_path / "store"))
     arguments = (FLAG, transfer, "--pipeline-parallel-size", "2")
-    printed = serving.refused(model, tmp_path / "log", *arguments)
+    printed = serving.refused(model, tmp_path / "log", *arguments, cores="0|1")
     assert "--pipeline-parallel-size is 2; AttnStore supports 1" in printed
     assert "--tensor-parallel-size" in printed
     serving.assert_no_region()
