@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="a path or name; by default a small one is made")
     parser.add_argument("--base-url", help="replay against this server only, e.g. http://host:8000")
     parser.add_argument("--hbm-tokens", type=int, default=40 * BLOCK_TOKENS, help="KV in HBM")
-    parser.add_argument("--dram", default="64MiB", help="DRAM of the store")
+    parser.add_argument("--dram", default="128MiB", help="DRAM of the store")
     parser.add_argument("--nvme", default="2GiB", help="NVMe of the store")
     parser.add_argument("--workdir", type=Path, default=ROOT / ".cache" / "demo")
     parser.add_argument("--json", type=Path, default=ROOT / "results" / "demo.json")

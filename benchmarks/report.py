@@ -16,6 +16,7 @@ from benchmarks.records import TurnRecord, failures, percentile, table
 from benchmarks.sources import Traffic
 
 MIB: Final = 1 << 20
+ALWAYS_SHOWN: Final = ("dropped", "corrupt")  # chunk events, also when there were none
 _COLORS: Final = {
     "computed": "#b0413e",
     "HBM": "#c9a227",
@@ -113,13 +114,14 @@ def report_table(sides: Sequence[Side]) -> str:
     for way in _union(side.traffic.moved_bytes for side in sides):
         cells = [f"{s.traffic.moved_bytes[way] / MIB:.1f}" if s.traffic.has_store else "-"
                  for s in sides]  # fmt: skip
-        add(f"{way.replace('_to_', ' to ').replace('nvme', 'NVMe')}, MiB", cells)
+        add(f"{_named(way)}, MiB", cells)
     for event in _union(side.traffic.chunks for side in sides):
-        cells = [f"{s.traffic.chunks[event]:,}" if s.traffic.has_store else "-" for s in sides]
-        add(f"chunks {event.replace('_', ', ')}", cells)
+        counts = [s.traffic.chunks.get(event) for s in sides]
+        if event in ALWAYS_SHOWN or any(counts):
+            add(f"chunks {_named(event)}", ["-" if c is None else f"{c:,}" for c in counts])
     for cause in _union(side.traffic.recomputations for side in sides):
         cells = [f"{s.traffic.recomputations.get(cause, 0):,}" for s in sides]
-        add(f"recomputations, {cause}", cells)
+        add(f"recomputations, {_named(cause)}", cells)
     return table(rows)
 
 
@@ -218,10 +220,16 @@ def plot(sides: Sequence[Side], path: Path) -> None:
     right.set_yticks(range(len(sides)), [side.name for side in sides])
     right.invert_yaxis()
     right.set(xlabel="prompt tokens", title="Prompt tokens by source")
-    right.legend()
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=5, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _named(label: str) -> str:
+    """A label of a metric as a person writes it: "hbm_to_dram" is "HBM to DRAM"."""
+    names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe"}
+    return " ".join(names.get(word, word) for word in label.split("_"))
 
 
 def _rounded(values: Sequence[float], percent: float) -> float | None:

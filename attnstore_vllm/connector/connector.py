@@ -161,8 +161,13 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is None:
+            return
+        if connector_output.invalid_block_ids:
+            # Beside us in MultiConnector somebody's load has failed; ours cannot.
+            self._scheduler.on_failed_load()
         report = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and report is not None:
+        if report is not None:
             assert isinstance(report, StepReport)
             self._scheduler.on_report(report)
 

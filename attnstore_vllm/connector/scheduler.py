@@ -242,6 +242,18 @@ class Scheduler:
         if saved:
             self.store.finish_saves(saved)
 
+    def on_failed_load(self) -> None:
+        """Another connector has loaded wrong KV. Called before the report of that step.
+
+        What is being saved may have been computed from it. Nobody says what was, so all of it
+        is dropped; what is computed anew is saved again.
+        """
+        saving = [c for flow, chunks, _ in self._in_flight.values() if flow is Flow.SAVE
+                  for c in chunks]  # fmt: skip
+        self.store.drop(saving)
+        for state in self._requests.values():
+            state.num_chunks_seen = 0
+
     # ---- a request goes ----------------------------------------------------------------
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:

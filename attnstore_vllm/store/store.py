@@ -109,6 +109,12 @@ class Store:
                 self.residency.finish_save(chunk)
         self._keeper.wake()
 
+    def drop(self, chunks: Iterable[Chunk]) -> None:
+        """Forget these chunks in all tiers, also those that are being saved."""
+        with self._lock:
+            for chunk in chunks:
+                self.residency.drop(chunk)
+
     # ---- the rest ----------------------------------------------------------------------
 
     def wait_for_any(self, waiting: Sequence[Sequence[Piece]], timeout_s: float) -> None:

@@ -8,8 +8,10 @@ The weights are random, but not careless; the same shape and seed give the same 
   next token is the partner (a fixed permutation) of what it sees there.
 - The best token is clearly better than the second: half of the gaps are above 10 in logits that
   bf16 rounds at 0.06. With plain random weights one gap in fifteen is within rounding.
-- What the layers add to the residual stream is small beside the embedding, so rounding does not
-  grow from layer to layer. Greedy answers wander and do not get stuck.
+- Half of the residual stream holds the token and is written by the speaker only; the layers write
+  to the other, quiet half. So rounding that grows from layer to layer has little weight, and
+  about one greedy token in a thousand changes with the batch it is computed in.
+- Greedy answers wander and do not get stuck.
 - Special tokens have logit 0 and are never the best.
 """
 
@@ -193,7 +195,7 @@ def _weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     branch_gain = BRANCH_GAIN / math.sqrt(shape.layers)
     embedding = normal(shape.vocab, hidden, math.sqrt(hidden))
-    quiet = hidden // 2
+    quiet = hidden // 2  # from here on
     embedding[:, quiet:] *= QUIET_SCALE
     yield "model.embed_tokens.weight", embedding
     for n in range(shape.layers):

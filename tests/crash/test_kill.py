@@ -19,13 +19,14 @@ import pytest
 from attnstore_vllm.machine import SHM_DIR, lock_directory
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.pool import SharedPool
-from tests.crash.writer import BATCH, open_pool, open_store, payload, region_name, sequence
+from tests.crash.writer import DRAM_SLOTS, open_pool, open_store, payload, region_name, sequence
 from tests.helpers import CHUNK_TOKENS, wait_until
 
 
-def run_and_kill(directory: Path, num_records: int, num_lines: int) -> list[str]:
+def run_and_kill(directory: Path, num_records: int, first: int, num_lines: int) -> list[str]:
     """Let the writer say some lines, and a random moment more; returns what it said."""
-    command = [sys.executable, "-m", "tests.crash.writer", str(directory), str(num_records)]
+    arguments = (directory, num_records, first)
+    command = [sys.executable, "-m", "tests.crash.writer", *map(str, arguments)]
     said = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -34,7 +35,7 @@ def run_and_kill(directory: Path, num_records: int, num_lines: int) -> list[str]
             if len(said) == num_lines:
                 break
         # Not to hide a race but to move it: the writer goes on, and the kill falls anywhere.
-        time.sleep(Random(num_lines * num_records).random() * 0.01)
+        time.sleep(Random(first + num_lines).random() * 0.005)
         child.kill()  # SIGKILL: no handler, no atexit, no flush
         said += child.stdout.read().split()
     assert len(said) >= num_lines, "the writer ended on its own"
@@ -63,23 +64,27 @@ def found_bytes(store: Store, pool: SharedPool, n: int) -> bytes | None:
     return found
 
 
-@pytest.mark.parametrize("num_records", [200, 10], ids=["with room", "overwriting"])
-@pytest.mark.parametrize("num_lines", [1, 2, 3, 9, 22])
-def test_a_kill_leaves_only_whole_chunks(tmp_path: Path, num_lines: int, num_records: int) -> None:
+@pytest.mark.parametrize("num_records", [250, 12], ids=["with room", "overwriting"])
+@pytest.mark.parametrize("lines", [(1, 2, 3), (5, 14, 30), (25, 35, 45)])
+def test_kills_leave_only_whole_chunks(
+    tmp_path: Path, lines: tuple[int, ...], num_records: int
+) -> None:
+    """One kill after another, each while the next chunks are written over what is there."""
     directory = tmp_path / "kv"
-    said = run_and_kill(directory, num_records, num_lines)
-    numbers = [int(line) for line in said if line.isdecimal()]
-    last = max(numbers, default=-1)
-    assert last + BATCH < 200, "the writer came too far for this test"
-    store, pool = start_again(directory, num_records)
-    found = {n: found_bytes(store, pool, n) for n in range(last + 2 * BATCH)}
-    for n, raw in found.items():
-        assert raw in (None, payload(n)), f"chunk {n} has foreign bytes"
-    if num_records > last + BATCH:
-        lost = [n for n in range(last + 1) if found[n] is None]
-        assert not lost, f"chunks {lost} were on NVMe and are gone"
-    elif last >= num_records:
-        assert any(found.values()), "nothing at all was found"
-    store.residency.check_integrity()
-    assert store.residency.num_held() == 0
-    store.close()
+    first = 0
+    for num_lines in lines:
+        said = run_and_kill(directory, num_records, first, num_lines)
+        last = max((int(line) for line in said if line.isdecimal()), default=first - 1)
+        store, pool = start_again(directory, num_records)
+        found = {n: found_bytes(store, pool, n) for n in range(first, last + 2 * DRAM_SLOTS)}
+        for n, raw in found.items():
+            assert raw in (None, payload(n)), f"chunk {n} has foreign bytes"
+        if num_records > last + 2 * DRAM_SLOTS:
+            lost = [n for n in range(first, last + 1) if found[n] is None]
+            assert not lost, f"chunks {lost} were on NVMe and are gone"
+        elif last - first > num_records:
+            assert any(found.values()), "nothing at all was found"
+        store.residency.check_integrity()
+        assert store.residency.num_held() == 0
+        store.close()
+        first = last + 2 * DRAM_SLOTS

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills a store for ever and says how far it came, until somebody kills it.
 
-    python -m tests.crash.writer DIRECTORY NUM_RECORDS
+    python -m tests.crash.writer DIRECTORY NUM_RECORDS FIRST
 
-Prints `created` when the pool exists, `joined` when all members have it, then n each time the
-chunks 0..n are all on NVMe.
+Prints `created` when the pool exists, `joined` when all members have it, then, again and again,
+an n: the chunks FIRST..n are all on NVMe, or were evicted from it. It never pauses, so that a kill
+finds writes half done.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from attnstore_vllm.index.chunk import ChunkName
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Nvme
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.aiofiles_device import AiofilesDevice
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
@@ -29,13 +31,13 @@ from tests.helpers import (
     payload_of,
     sequence_of,
     tokens_of,
-    wait_until,
 )
 
-PAYLOAD_BYTES = 32 * PAGE_BYTES  # large, so that a kill finds writes half done
+PAYLOAD_BYTES = 32 * PAGE_BYTES
 DRAM_SLOTS = 8
-DEPTH = 4
-BATCH = 3
+DEPTH = 4  # so two writes are in flight
+AHEAD = 5
+"""Chunks that are in DRAM only; fewer than there are slots, so that none is lost."""
 
 
 def sequence(n: int) -> SequenceKeys:
@@ -70,7 +72,7 @@ def open_store(directory: Path, num_records: int, pool: SharedPool) -> Store:
     return Store(pool, slab, AiofilesDevice(path, DEPTH), DEPTH)
 
 
-def main(directory: Path, num_records: int) -> None:
+def main(directory: Path, num_records: int, first: int) -> None:
     lock = lock_directory(directory)
     assert lock >= 0
     pools = open_pool(directory)
@@ -79,15 +81,20 @@ def main(directory: Path, num_records: int) -> None:
     pool = next(pools)
     print("joined", flush=True)
     store = open_store(directory, num_records, pool)
-    for n in itertools.count():
+    begun: deque[Chunk] = deque()
+    for n in itertools.count(first):
         chunk = store.begin_save(chunk_name(n))
         assert chunk is not None
         worker.slot(chunk.dram_slot)[:] = payload(n)
         store.finish_saves([chunk])
-        if n % BATCH == BATCH - 1:
-            wait_until(store.is_idle, store)
-            print(n, flush=True)
+        begun.append(chunk)
+        while store.counts().get("written", 0) < n - first - AHEAD:
+            store.wait_for_any((), 0.0002)
+        # In a full store the oldest may have been written and evicted again: it is passed over.
+        while begun and (begun[0].nvme is Nvme.READY or len(begun) > 2 * DRAM_SLOTS):
+            begun.popleft()
+            print(n - len(begun), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

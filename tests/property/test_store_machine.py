@@ -220,8 +220,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- reset, crash, restart ---------------------------------------------------------
 
-    @rule()
-    def reset(self) -> None:
+    @rule(crash=st.sampled_from(["no", "before", "after"]))
+    def reset(self, crash: str) -> None:
+        """Also while recovery runs, and with the power lost right after it was reported."""
+        if crash == "before":
+            self.device.hold()
+            self.crash()
         was_held, keeper = self.device.is_holding, self.rig.store._keeper
         asked = keeper._reset_asked
         with ThreadPoolExecutor(1) as executor:
@@ -234,6 +238,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.now.clear()
         self.on_disk.clear()
         self.is_volatile = True
+        if crash == "after":
+            self.crash()
 
     @rule()
     def crash(self) -> None:
@@ -280,6 +286,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.rig.pool.slot(chunk.dram_slot) == payload, "a slot in use was given away"
         residency = self.rig.store.residency
         residency.check_integrity()
+        for chunk in residency.index:
+            known = chunk.name.key in self.now or self.on_disk[chunk.name.key]
+            assert known or chunk.dram is Dram.SAVING, "nobody put this, or a reset dropped it"
         assert residency.dram_used <= DRAM_SLOTS
         assert residency.nvme_used <= self.rig.slab.num_records
         if not (self.is_damaged or self.is_torn):

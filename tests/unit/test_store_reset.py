@@ -166,3 +166,21 @@ def test_closing_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, progress:
     started = time.monotonic()
     rig.close()
     assert time.monotonic() - started < 1.2
+
+
+def test_closing_writes_what_is_dirty_before_it_reads_what_was_wanted(
+    open_rig: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "CLOSE_DEADLINE_S", 0.6)
+    rig, device = open_rig(num_records=40, dram_slots=40)
+    rig.put_all(sequence_of(conversation(1, 30 * 16)))
+    rig.close()
+    memory = MemoryDevice(device.size_bytes)
+    memory.image[:] = device.image
+    late = Rig(SlowDevice(memory, delay_s=0.1), found_slab(memory.image), dram_slots=40, depth=2)
+    late.until(lambda: "recovered" in late.store.counts())
+    late.store.find(sequence_of(conversation(1, 30 * 16)), 0, 30 * 16)  # 1.5 s of reads
+    late.put_all(sequence_of(conversation(2, 16)))
+    late.close()
+    again, _ = open_rig(image=bytes(memory.image))
+    assert again.check_read(sequence_of(conversation(2, 16))) == 1

@@ -25,6 +25,7 @@ BLOCK = 128
 CHUNK = 256
 
 Tokens = Sequence[int]
+CANDIDATES = 5
 LogProbs = tuple[tuple[int, float], ...]
 """(token, log-probability) of the candidates for one position, best first."""
 
@@ -119,16 +120,17 @@ class Engine:
         what = dict(prompt) if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
         if salt is not None:
             what["cache_salt"] = salt
-        defaults = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5, "ignore_eos": True}
+        defaults = {"temperature": 0.0, "max_tokens": 1, "logprobs": CANDIDATES, "ignore_eos": True}
         params = SamplingParams(**{**defaults, **sampling})
         number = str(next(self._numbers))
         self.llm.llm_engine.add_request(number, what, params, priority=priority, lora_request=lora)
         return number
 
-    def step(self) -> None:
-        for output in self.llm.llm_engine.step():
-            if output.finished:
-                self.done[output.request_id] = output
+    def step(self) -> list[Any]:
+        """One step of vLLM; returns what requests have answered so far."""
+        outputs: list[Any] = self.llm.llm_engine.step()
+        self.done.update({o.request_id: o for o in outputs if o.finished})
+        return outputs
 
     def request(self, number: str) -> Any:
         """vLLM's Request, while it is not finished. vLLM adds a suffix to the ids it is given."""
@@ -205,7 +207,7 @@ class Engine:
         assert not self.scheduler.requests
         assert not self.side._requests
 
-    def wait_for(self, ready: Callable[[], bool], step: Callable[[], None] | None = None) -> None:
+    def wait_for(self, ready: Callable[[], bool], step: Callable[[], object] | None = None) -> None:
         """Poll until `ready`, and step, or sleep a little, in between. There is a deadline."""
         deadline = time.monotonic() + DEADLINE_S
         while not ready():
@@ -234,17 +236,20 @@ def answers(output: Any) -> list[Answer]:
     """All n answers of a RequestOutput."""
     found = []
     for completion in output.outputs:
-        candidates = tuple(
-            tuple(sorted(((t, p.logprob) for t, p in position.items()), key=_best_first))
-            for position in completion.logprobs or ()
-        )
         found.append(
             Answer(
-                tuple(completion.token_ids), candidates, output.num_cached_tokens or 0,
+                tuple(completion.token_ids),
+                tuple(map(candidates, completion.logprobs or ())),
+                output.num_cached_tokens or 0,
                 completion.finish_reason,
             )
-        )  # fmt: skip
+        )
     return found
+
+
+def candidates(position: Mapping[int, Any]) -> LogProbs:
+    """vLLM's candidates for one position."""
+    return tuple(sorted(((t, p.logprob) for t, p in position.items()), key=_best_first))
 
 
 def _best_first(candidate: tuple[int, float]) -> tuple[float, int]:

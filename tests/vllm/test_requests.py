@@ -59,7 +59,7 @@ def test_shorter_than_a_chunk(engine: EngineHost) -> None:
 
 def three_answers(engine: Engine) -> tuple[list[Answer], list[Answer], dict[str, int], list[int]]:
     prompt = random_tokens("three", 2 * BLOCK + 1)
-    how = {"n": 3, "seed": 5, "temperature": 3.0, "max_tokens": 40}
+    how = {"n": 3, "seed": 5, "temperature": 2.0, "max_tokens": 40}
     engine.ask(prompt)
 
     def ask() -> list[Answer]:

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many mixed requests, and every answer compared with an engine that has no store.
+
+    python -m tests.vllm.soak --requests 2000 --seed 7
+
+Conversations that share beginnings, go on, branch off and are asked again; salts, priorities,
+several answers, greedy and drawn; aborts at any moment; HBM so small that requests preempt each
+other, DRAM so small that most KV is on NVMe, and an NVMe tier that overflows too.
+
+The reference reads each prompt with its answer and says how likely it finds every token of it:
+so all tokens of all answers are compared, drawn ones too. They may differ by what rounding can
+do, and that is measured in the same run: the reference reads again with prompts split at other
+tokens, and it answers the prompts itself, token by token and many at a time. Wrong KV moves
+log-probabilities by nats; faults are planted to show that this is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.vllm.engine import CANDIDATES, Answer, Engine, EngineSpec, answers, candidates
+from tests.vllm.host import EngineHost
+from tests.vllm.prompts import FIRST_TOKEN, LAST_TOKEN
+from tests.vllm.rounding import bound, drift
+from tests.vllm.stored import foreign_chunks
+
+MODEL_LEN = 1280
+PLAYING: dict[str, Any] = {
+    "blocks": 16, "dram": "4MiB", "nvme": "16MiB",
+    "vllm": {
+        "max_model_len": MODEL_LEN, "max_num_batched_tokens": 512, "max_num_seqs": 8,
+        "scheduling_policy": "priority",
+    },
+}  # fmt: skip
+DRAFTS = {
+    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}  # fmt: skip
+REFERENCE: dict[str, Any] = {
+    "store": None, "blocks": 160,
+    "vllm": {
+        "max_model_len": MODEL_LEN, "max_num_batched_tokens": MODEL_LEN, "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+    },
+}  # fmt: skip
+SALTS = (None, None, "alice", "bob")
+SHARED = (200, 300, 512)
+"""Lengths of beginnings that many conversations have in common."""
+
+Text = tuple[Sequence[int], Sequence[int]]
+"""A prompt and its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request, and what it answered: as many answers as it asked for, if it was not aborted.
+
+    An aborted one has those parts of its answers that had come.
+    """
+
+    tokens: list[int]
+    salt: str | None
+    sampling: dict[str, Any]
+    priority: int = 0
+    abort_after: int | None = None
+    """Steps after which it is aborted."""
+    found: list[Answer] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What came of one run with the store."""
+
+    jobs: list[Job]
+    counts: dict[str, int]
+    loaded: dict[str, int]
+    preemptions: int
+    foreign: list[tuple[int, int]]
+
+
+class Author:
+    """Writes requests, from a seed and from what was answered before."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._shared = [self._words(length) for length in SHARED]
+        self._conversations: list[tuple[str | None, list[int]]] = []
+
+    def write(self) -> Job:
+        rng = self._random
+        salt, tokens = rng.choice(SALTS), list(rng.choice(self._shared))
+        kind = rng.random()
+        if self._conversations and kind < 0.7:
+            salt, tokens = rng.choice(self._conversations[-12:])
+            if kind < 0.15:  # branches off anywhere
+                tokens = tokens[: rng.randint(1, len(tokens))]
+        if kind > 0.05 or len(tokens) > MODEL_LEN - 100:
+            room = MODEL_LEN - 100 - len(tokens)
+            tokens = [*tokens[: MODEL_LEN - 200], *self._words(rng.randint(1, max(2, min(room, 200))))]
+        sampling: dict[str, Any] = {"max_tokens": rng.randint(1, 40)}
+        if rng.random() < 0.4:
+            # Without a seed: with one, vLLM's CPU build dies of a prompt computed in parts.
+            sampling["temperature"] = rng.choice((0.7, 1.5))
+            if rng.random() < 0.2:
+                sampling["n"] = 2
+        if rng.random() < 0.03:
+            sampling["prompt_logprobs"] = 1
+        return Job(
+            tokens=tokens,
+            salt=salt,
+            sampling=sampling,
+            priority=rng.randrange(3),
+            abort_after=rng.randrange(20) if rng.random() < 0.12 else None,
+        )
+
+    def heard(self, job: Job) -> None:
+        """The conversation goes on from this answer."""
+        self._conversations.append((job.salt, [*job.tokens, *job.found[0].tokens]))
+
+    def arrives(self) -> bool:
+        return self._random.random() < 0.35
+
+    def last_words(self) -> list[Job]:
+        """All conversations once more, a token longer: what the store has of them is used."""
+        return [
+            Job(tokens=[*tokens, FIRST_TOKEN], salt=salt, sampling={"max_tokens": 4})
+            for salt, tokens in self._conversations
+            if len(tokens) < MODEL_LEN - 10
+        ]
+
+    def _words(self, count: int) -> list[int]:
+        return [self._random.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(count)]
+
+
+# ---- in the engine's process ----------------------------------------------------------------
+
+
+def play(engine: Engine, seed: int, requests: int) -> Play:
+    """Run that many requests with the store, then ask for every conversation once more."""
+    author = Author(seed)
+    before, preempted = dict(engine.store.counts()), _preemptions(engine)
+    engine.loaded()
+    running: dict[str, tuple[Job, int]] = {}
+    jobs: list[Job] = []
+    written = steps = 0
+    while running or written < requests:
+        if written < requests and len(running) < 12 and (author.arrives() or not running):
+            job = author.write()
+            running[_submit(engine, job)] = job, steps
+            written += 1
+        for output in engine.step():
+            if output.request_id in running:
+                job, since = running[output.request_id]
+                job = replace(job, found=answers(output))
+                running[output.request_id] = job, since
+                if output.finished:
+                    jobs.append(running.pop(output.request_id)[0])
+                    author.heard(job)
+        steps += 1
+        for number, (job, since) in list(running.items()):
+            if job.abort_after is not None and steps - since > job.abort_after:
+                engine.abort(number)
+                jobs.append(running.pop(number)[0])
+        engine.done.clear()
+    engine.forget_hbm()
+    for job in author.last_words():
+        jobs.append(replace(job, found=[engine.ask(job.tokens, salt=job.salt, **job.sampling)]))
+    engine.check_quiet()
+    counts = engine.store.counts()
+    sequences = [
+        (j.salt, [*j.tokens, *tokens])
+        for j in jobs
+        for tokens in ([a.tokens for a in j.found] or [()])
+    ]
+    return Play(
+        jobs=jobs,
+        counts={name: counts[name] - before.get(name, 0) for name in counts},
+        loaded=engine.loaded(),
+        preemptions=_preemptions(engine) - preempted,
+        foreign=foreign_chunks(engine, sequences),
+    )
+
+
+def forget(engine: Engine) -> None:
+    """Drop every tier."""
+    engine.drain()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+
+
+def read(engine: Engine, texts: Sequence[Text], budget: int) -> list[Answer]:
+    """What the model says of each answer, when it reads it after its prompt."""
+    engine.scheduler.max_num_scheduled_tokens = budget
+    found = []
+    for prompt, said in texts:
+        number = engine.submit(
+            [*prompt, *said], prompt_logprobs=CANDIDATES, logprobs=None, detokenize=False
+        )
+        engine.wait_for(lambda: number in engine.done, engine.step)  # noqa: B023
+        positions = engine.done.pop(number).prompt_logprobs[len(prompt) :]
+        found.append(Answer(tuple(said), tuple(map(candidates, positions)), 0))
+    return found
+
+
+def write(engine: Engine, prompts: Sequence[list[int]], length: int) -> list[Answer]:
+    """Greedy answers, many at a time."""
+    engine.scheduler.max_num_scheduled_tokens = 300
+    numbers = [engine.submit(prompt, max_tokens=length) for prompt in prompts]
+    return engine.finish(*numbers)
+
+
+def _submit(engine: Engine, job: Job) -> str:
+    return engine.submit(job.tokens, salt=job.salt, priority=job.priority, **job.sampling)
+
+
+def _preemptions(engine: Engine) -> int:
+    return sum(int(m.value) for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+# ---- the verdict ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    answers: int
+    tokens: int
+    """Compared, each with its candidates."""
+    rounding: float
+    """The largest difference between two ways to compute without the store, in nats."""
+    largest: float
+    """The largest difference between an answer and what the reference says of it."""
+    wrong: list[int]
+    """Answers whose difference rounding cannot explain."""
+
+
+def judge(reference: EngineHost, jobs: Sequence[Job]) -> Verdict:
+    """Compare all answers with what an engine without the store says of them."""
+    said = [(job, answer) for job in jobs for answer in job.found if answer.tokens]
+    texts = [(job.tokens, answer.tokens) for job, answer in said]
+    expected = reference.call(read, texts, MODEL_LEN)
+    rounding = measure_rounding(reference, texts, expected)
+    drifts = [drift(a, e) for (_, a), e in zip(said, expected, strict=True)]
+    limit = bound([rounding])
+    return Verdict(
+        answers=len(said),
+        tokens=sum(len(answer.tokens) for _, answer in said),
+        rounding=rounding,
+        largest=max(drifts),
+        wrong=[i for i, value in enumerate(drifts) if not value <= limit],
+    )
+
+
+def measure_rounding(
+    reference: EngineHost, texts: Sequence[Text], expected: Sequence[Answer]
+) -> float:
+    """Read some again, split elsewhere; answer some, and read the answers."""
+    some = range(0, len(texts), 4)
+    split = reference.call(read, [texts[i] for i in some], 300)
+    drifts = [drift(expected[i], again) for i, again in zip(some, split, strict=True)]
+    prompts = [list(texts[i][0]) for i in some]
+    written = reference.call(write, prompts, 20)
+    spoken = reference.call(
+        read, [(p, a.tokens) for p, a in zip(prompts, written, strict=True)], MODEL_LEN
+    )
+    return max(*drifts, *(drift(a, b) for a, b in zip(written, spoken, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Soak the store; see the module.")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--drafts", action="store_true", help="with n-gram speculative decoding")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="attnstore-soak-") as name:
+        directory = Path(name)
+        verdict, played = soak(directory, directory, options)
+    print(verdict)
+    print(played.counts, played.loaded, f"{played.preemptions} preemptions")
+    if verdict.wrong or played.foreign:
+        raise SystemExit(f"WRONG: jobs {verdict.wrong}, foreign chunks {played.foreign}")
+
+
+def soak(directory: Path, models: Path, options: argparse.Namespace) -> tuple[Verdict, Play]:
+    playing = dict(PLAYING)
+    if options.drafts:
+        # vLLM drafts for greedy and drawn requests alike.
+        playing["vllm"] = {**playing["vllm"], "speculative_config": DRAFTS}
+    spec = EngineSpec(store=directory / "store", models=models, **playing)
+    with EngineHost(spec, directory / "log") as host:
+        played = host.call(play, options.seed, options.requests)
+    with EngineHost(EngineSpec(models=models, **REFERENCE), directory / "reference.log") as host:
+        return judge(host, played.jobs), played
+
+
+if __name__ == "__main__":
+    main()
