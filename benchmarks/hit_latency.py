@@ -65,9 +65,9 @@ class Client:
         self._server = server
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
 
-    def ttft_ms(self, prompt: list[int]) -> float:
+    def ttft_ms(self, prompt: list[int], max_tokens: int = 1) -> float:
         body = json.dumps(
-            {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0,
+            {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
              "ignore_eos": True, "stream": True}
         )  # fmt: skip
         headers = {"Content-Type": "application/json"}
