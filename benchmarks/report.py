@@ -120,7 +120,8 @@ def report_table(sides: Sequence[Side]) -> str:
         if event in ALWAYS_SHOWN or any(counts):
             add(f"chunks {_named(event)}", ["-" if c is None else f"{c:,}" for c in counts])
     for cause in _union(side.traffic.recomputations for side in sides):
-        cells = [f"{s.traffic.recomputations.get(cause, 0):,}" for s in sides]
+        counts = [s.traffic.recomputations.get(cause) for s in sides]
+        cells = ["-" if c is None else f"{c:,}" for c in counts]
         add(f"recomputations, {_named(cause)}", cells)
     return table(rows)
 

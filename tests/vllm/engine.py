@@ -117,7 +117,9 @@ class Engine:
         """Queue a request: greedy, to its full length, with log-probabilities, unless told."""
         from vllm import SamplingParams
 
-        what = dict(prompt) if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
+        what: dict[str, Any] = (
+            dict(prompt) if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
+        )
         if salt is not None:
             what["cache_salt"] = salt
         defaults = {"temperature": 0.0, "max_tokens": 1, "logprobs": CANDIDATES, "ignore_eos": True}

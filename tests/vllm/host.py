@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -85,10 +86,8 @@ class EngineHost:
 
     def close(self) -> None:
         """End the child, politely first. Nothing is left of it but its log."""
-        try:
+        with suppress(OSError):  # it is dead already
             self._pipe.send(None)
-        except OSError:  # it is dead already
-            pass
         self._process.join(STOP_DEADLINE_S)
         if self._process.is_alive():
             self._process.kill()

@@ -102,7 +102,10 @@ class Author:
                 tokens = tokens[: rng.randint(1, len(tokens))]
         if kind > 0.05 or len(tokens) > MODEL_LEN - 100:
             room = MODEL_LEN - 100 - len(tokens)
-            tokens = [*tokens[: MODEL_LEN - 200], *self._words(rng.randint(1, max(2, min(room, 200))))]
+            tokens = [
+                *tokens[: MODEL_LEN - 200],
+                *self._words(rng.randint(1, max(2, min(room, 200)))),
+            ]
         sampling: dict[str, Any] = {"max_tokens": rng.randint(1, 40)}
         if rng.random() < 0.4:
             # Without a seed: with one, vLLM's CPU build dies of a prompt computed in parts.

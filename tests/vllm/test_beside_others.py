@@ -40,7 +40,7 @@ def engine(start_engine: StartEngine, tmp_path_factory: Any) -> Iterator[EngineH
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": children},
     }
-    yield start_engine(store=store, transfer=transfer)
+    return start_engine(store=store, transfer=transfer)
 
 
 def failed_load(engine: Engine) -> tuple[Answer, Answer, Answer, int]:

@@ -35,7 +35,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
 def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[EngineHost]:
-    yield start_engine(**CONFIGURATIONS[request.param])
+    return start_engine(**CONFIGURATIONS[request.param])
 
 
 def round_trip(engine: Engine, tier: str, seed: str) -> tuple[list[tuple[int, int, int]], int]:

@@ -31,7 +31,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
 def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[EngineHost]:
-    yield start_engine(**CONFIGURATIONS[request.param])
+    return start_engine(**CONFIGURATIONS[request.param])
 
 
 @pytest.mark.parametrize("tier", ["dram", "nvme"])

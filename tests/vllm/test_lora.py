@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ def adapter(number: int, path: Path, *, name: str = "a", in_place: bool = False)
 
 
 @pytest.fixture(scope="module")
-def engine(start_engine: StartEngine) -> Iterator[EngineHost]:
-    yield start_engine(vllm=LORA)
+def engine(start_engine: StartEngine) -> EngineHost:
+    return start_engine(vllm=LORA)
 
 
 def all_three(
@@ -70,7 +69,7 @@ def test_adapters_do_not_share(engine: EngineHost, tmp_path_factory: Any) -> Non
 
 
 def test_an_adapter_that_is_left_out_is_seen(engine: EngineHost, tmp_path_factory: Any) -> None:
-    loaded, in_hbm, stored = engine.call_with_fault(
+    loaded, _in_hbm, _stored = engine.call_with_fault(
         "adapter left out", all_three, "left out", tmp_path_factory.mktemp("loras")
     )
     assert loaded == [0, LENGTH - 1, LENGTH - 1]

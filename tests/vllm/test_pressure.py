@@ -40,7 +40,7 @@ CONFIGURATIONS = {
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
 def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[EngineHost]:
-    yield start_engine(**ROOM, vllm=CONFIGURATIONS[request.param])
+    return start_engine(**ROOM, vllm=CONFIGURATIONS[request.param])
 
 
 @dataclass(frozen=True, slots=True)

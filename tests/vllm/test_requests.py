@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.vllm.conftest import StartEngine
@@ -17,8 +15,8 @@ NONE = {"dram": 0, "nvme": 0}
 
 
 @pytest.fixture(scope="module")
-def engine(start_engine: StartEngine) -> Iterator[EngineHost]:
-    yield start_engine(vllm={"enable_prompt_embeds": True})
+def engine(start_engine: StartEngine) -> EngineHost:
+    return start_engine(vllm={"enable_prompt_embeds": True})
 
 
 def num_saved(engine: Engine) -> int:
@@ -176,7 +174,7 @@ def test_a_salt_that_is_left_out_is_seen(engine: EngineHost) -> None:
 
 
 def reset(engine: Engine, seed: str) -> tuple[bool, int, list[dict[str, int]], int]:
-    """(success, chunks left, loaded for prompts from DRAM and NVMe, tokens left by one that ran)."""
+    """(success, chunks left, loaded for prompts of each tier, tokens left by one that ran)."""
     prompts = [random_tokens((seed, i), 700) for i in range(3)]
     engine.ask(prompts[0])
     engine.evict_dram()
