@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ LENGTH = 1300
 
 
 @pytest.fixture(scope="module")
-def engine(start_engine: StartEngine, tmp_path_factory: Any) -> Iterator[EngineHost]:
+def engine(start_engine: StartEngine, tmp_path_factory: Any) -> EngineHost:
     store: Path = tmp_path_factory.mktemp("multi") / "store"
     settings = {"dram": "16MiB", "nvme": {"path": str(store), "capacity": "64MiB"}}
     children = [

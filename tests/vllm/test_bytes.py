@@ -8,7 +8,7 @@ request gets other blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
-def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[EngineHost]:
+def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> EngineHost:
     return start_engine(**CONFIGURATIONS[request.param])
 
 

@@ -8,7 +8,6 @@ several and for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
-def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[EngineHost]:
+def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> EngineHost:
     return start_engine(**CONFIGURATIONS[request.param])
 
 

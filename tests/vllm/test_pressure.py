@@ -9,7 +9,6 @@ model rejected is among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -39,7 +38,7 @@ CONFIGURATIONS = {
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
-def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[EngineHost]:
+def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> EngineHost:
     return start_engine(**ROOM, vllm=CONFIGURATIONS[request.param])
 
 
