@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from aiohttp import web
 from benchmarks.agreement import compare, gap_changes, rounding_bound
 from benchmarks.conversations import SAMPLE, Conversation, DatasetError, read_conversations
 from benchmarks.records import Step, TurnRecord, failures, percentile, summary_table, table
-from benchmarks.replay import ReplaySettings, replay
+from benchmarks.replay import ReplaySettings, RequestError, fitting, replay
 from benchmarks.server import parse_metrics, total
 from benchmarks.sources import traffic
 
@@ -80,8 +81,14 @@ def test_missing_file_is_a_dataset_error(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
+async def serving(
+    handler: Handler, *, models: Handler | None = None, tokenize: Handler | None = None
+) -> AsyncIterator[str]:
     app = web.Application()
+    if models is not None:
+        app.router.add_get("/v1/models", models)
+    if tokenize is not None:
+        app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/v1/chat/completions", handler)
     runner = web.AppRunner(app)
     await runner.setup()
@@ -215,6 +222,29 @@ def test_server_that_is_not_there_is_recorded() -> None:
     closed = "http://127.0.0.1:9"
     [record] = asyncio.run(replay(closed, [Conversation("c", ("a",))], SETTINGS, progress=False))
     assert "Connect" in str(record.error)
+
+
+def test_conversations_beyond_the_context_are_left_out() -> None:
+    """The fake server has a context of 20 tokens and counts one token a character."""
+
+    async def models(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"data": [{"id": "m", "max_model_len": 20}]})
+
+    async def tokenize(request: web.Request) -> web.StreamResponse:
+        messages = (await request.json())["messages"]
+        return web.json_response({"count": sum(len(m["content"]) for m in messages)})
+
+    fits = Conversation("fits", ("12345", "123456"))  # and a stand-in answer, and twice 4 tokens
+    long = Conversation("long", ("12345", "1234567"))
+
+    async def session(settings: ReplaySettings) -> list[Conversation]:
+        async with serving(echo, models=models, tokenize=tokenize) as url:
+            return await fitting(url, [fits, long], settings)
+
+    assert asyncio.run(session(SETTINGS)) == [fits]
+    assert asyncio.run(session(replace(SETTINGS, turns=1))) == [fits, long]
+    with pytest.raises(RequestError, match="no 'other'"):
+        asyncio.run(session(replace(SETTINGS, model="other")))
 
 
 # --- numbers ---

@@ -85,7 +85,8 @@ class Engine:
         self.spec = spec
         self.llm = LLM(**arguments)
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
-        self.done: dict[str, Any] = {}
+        self.done: set[str] = set()
+        self._heard: dict[str, dict[int, tuple[Any, Any]]] = {}
         self._numbers = itertools.count()
         self._loaded_before = {"dram": 0, "nvme": 0}
 
@@ -128,11 +129,30 @@ class Engine:
         self.llm.llm_engine.add_request(number, what, params, priority=priority, lora_request=lora)
         return number
 
-    def step(self) -> list[Any]:
-        """One step of vLLM; returns what requests have answered so far."""
+    def step(self) -> list[str]:
+        """One step of vLLM. Returns the requests that have said something."""
         outputs: list[Any] = self.llm.llm_engine.step()
-        self.done.update({o.request_id: o for o in outputs if o.finished})
-        return outputs
+        for output in outputs:
+            # Each of n answers comes in outputs of its own.
+            parts = self._heard.setdefault(output.request_id, {})
+            parts.update({part.index: (part, output) for part in output.outputs})
+            if output.finished:
+                self.done.add(output.request_id)
+        return [output.request_id for output in outputs]
+
+    def answers(self, number: str) -> list[Answer]:
+        """What a request has answered so far: n answers, or those that have begun."""
+        return [_answer(*part) for _, part in sorted(self._heard.get(number, {}).items())]
+
+    def prompt_logprobs(self, number: str) -> list[Any]:
+        """vLLM's candidates for each token of the prompt, None for the first."""
+        ((_, output),) = self._heard[number].values()
+        return list(output.prompt_logprobs)
+
+    def forget(self, number: str) -> None:
+        """Drop what is kept of a request that has ended."""
+        self.done.discard(number)
+        self._heard.pop(number, None)
 
     def request(self, number: str) -> Any:
         """vLLM's Request, while it is not finished. vLLM adds a suffix to the ids it is given."""
@@ -144,9 +164,12 @@ class Engine:
         self.llm.llm_engine.abort_request([number])
 
     def finish(self, *numbers: str) -> list[Answer]:
-        """Step until these requests are answered."""
+        """Step until these requests are answered; the first answer of each."""
         self.wait_for(lambda: all(number in self.done for number in numbers), self.step)
-        return [answers(self.done.pop(number))[0] for number in numbers]
+        found = [self.answers(number)[0] for number in numbers]
+        for number in numbers:
+            self.forget(number)
+        return found
 
     def ask(self, prompt: Tokens | Mapping[str, Any], **how: Any) -> Answer:
         """One request on its own, to its end; then nothing is in flight."""
@@ -234,19 +257,13 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def answers(output: Any) -> list[Answer]:
-    """All n answers of a RequestOutput."""
-    found = []
-    for completion in output.outputs:
-        found.append(
-            Answer(
-                tuple(completion.token_ids),
-                tuple(map(candidates, completion.logprobs or ())),
-                output.num_cached_tokens or 0,
-                completion.finish_reason,
-            )
-        )
-    return found
+def _answer(part: Any, output: Any) -> Answer:
+    return Answer(
+        tuple(part.token_ids),
+        tuple(map(candidates, part.logprobs or ())),
+        output.num_cached_tokens or 0,
+        part.finish_reason,
+    )
 
 
 def candidates(position: Mapping[int, Any]) -> LogProbs:

@@ -24,7 +24,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.vllm.engine import CANDIDATES, Answer, Engine, EngineSpec, answers, candidates
+from tests.vllm.engine import CANDIDATES, Answer, Engine, EngineSpec, candidates
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import FIRST_TOKEN, LAST_TOKEN
 from tests.vllm.rounding import bound, drift
@@ -157,20 +157,17 @@ def play(engine: Engine, seed: int, requests: int) -> Play:
             job = author.write()
             running[_submit(engine, job)] = job, steps
             written += 1
-        for output in engine.step():
-            if output.request_id in running:
-                job, since = running[output.request_id]
-                job = replace(job, found=answers(output))
-                running[output.request_id] = job, since
-                if output.finished:
-                    jobs.append(running.pop(output.request_id)[0])
-                    author.heard(job)
+        for number in engine.step():
+            if number in engine.done:
+                job, _ = running.pop(number)
+                jobs.append(_end(engine, number, job))
+                author.heard(jobs[-1])
         steps += 1
         for number, (job, since) in list(running.items()):
             if job.abort_after is not None and steps - since > job.abort_after:
                 engine.abort(number)
-                jobs.append(running.pop(number)[0])
-        engine.done.clear()
+                jobs.append(_end(engine, number, job))
+                del running[number]
     engine.forget_hbm()
     for job in author.last_words():
         jobs.append(replace(job, found=[engine.ask(job.tokens, salt=job.salt, **job.sampling)]))
@@ -190,6 +187,12 @@ def play(engine: Engine, seed: int, requests: int) -> Play:
     )
 
 
+def _end(engine: Engine, number: str, job: Job) -> Job:
+    job = replace(job, found=engine.answers(number))
+    engine.forget(number)
+    return job
+
+
 def forget(engine: Engine) -> None:
     """Drop every tier."""
     engine.drain()
@@ -199,15 +202,17 @@ def forget(engine: Engine) -> None:
 def read(engine: Engine, texts: Sequence[Text], budget: int) -> list[Answer]:
     """What the model says of each answer, when it reads it after its prompt."""
     engine.scheduler.max_num_scheduled_tokens = budget
-    found = []
-    for prompt, said in texts:
-        number = engine.submit(
-            [*prompt, *said], prompt_logprobs=CANDIDATES, logprobs=None, detokenize=False
-        )
-        engine.wait_for(lambda: number in engine.done, engine.step)  # noqa: B023
-        positions = engine.done.pop(number).prompt_logprobs[len(prompt) :]
-        found.append(Answer(tuple(said), tuple(map(candidates, positions)), 0))
-    return found
+    return [_read(engine, prompt, said) for prompt, said in texts]
+
+
+def _read(engine: Engine, prompt: Sequence[int], said: Sequence[int]) -> Answer:
+    number = engine.submit(
+        [*prompt, *said], prompt_logprobs=CANDIDATES, logprobs=None, detokenize=False
+    )
+    engine.wait_for(lambda: number in engine.done, engine.step)
+    positions = engine.prompt_logprobs(number)[len(prompt) :]
+    engine.forget(number)
+    return Answer(tuple(said), tuple(map(candidates, positions)), 0)
 
 
 def write(engine: Engine, prompts: Sequence[list[int]], length: int) -> list[Answer]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engine import BLOCK, CHUNK, Answer, Engine, answers
+from tests.vllm.engine import BLOCK, CHUNK, Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
 from tests.vllm.stored import chunks, foreign_chunks, stored_tokens
@@ -63,7 +63,7 @@ def three_answers(engine: Engine) -> tuple[list[Answer], list[Answer], dict[str,
     def ask() -> list[Answer]:
         number = engine.submit(prompt, **how)  # type: ignore[arg-type]
         engine.wait_for(lambda: number in engine.done, engine.step)
-        found = answers(engine.done.pop(number))
+        found = engine.answers(number)
         engine.drain()
         return found
 
