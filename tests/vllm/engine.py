@@ -19,7 +19,7 @@ from attnstore_vllm.connector.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.tiny_model import TINY, ModelShape, make_model
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 BLOCK = 128
 """Tokens in a block of the CPU build."""
 CHUNK = 256
