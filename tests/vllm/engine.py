@@ -7,6 +7,7 @@ It lives in a child of the test (tests/vllm/host.py): vLLM has one engine a proc
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -254,7 +255,11 @@ class Engine:
         return ranks
 
     def close(self) -> None:
+        names = {name for name in self.llm.collective_rpc(ranks_memory) if name}
         self.llm.llm_engine.engine_core.shutdown()
+        for name in names:  # vLLM's own, which two ranks leave behind
+            for path in Path("/dev/shm").glob(f"{name}-*"):
+                path.unlink(missing_ok=True)
 
 
 def _answer(part: Any, output: Any) -> Answer:
@@ -305,6 +310,11 @@ def read_kv(worker: Any, block_ids: Sequence[int]) -> list[list[bytes]]:
         [kv[block].contiguous().view(torch.uint8).numpy().tobytes() for block in block_ids]
         for kv in worker.model_runner.kv_caches
     ]
+
+
+def ranks_memory(worker: Any) -> str:
+    """What the names of the memory begin with that the ranks share with each other."""
+    return os.environ.get("VLLM_DIST_IDENT", "")
 
 
 def poison(worker: Any) -> None:

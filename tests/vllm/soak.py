@@ -130,10 +130,10 @@ class Author:
         return self._random.random() < 0.35
 
     def last_words(self) -> list[Job]:
-        """All conversations once more, a token longer: what the store has of them is used."""
+        """Some conversations once more, a token longer: what the store has of them is used."""
         return [
             Job(tokens=[*tokens, FIRST_TOKEN], salt=salt, sampling={"max_tokens": 4})
-            for salt, tokens in self._conversations
+            for salt, tokens in self._conversations[::-3]
             if len(tokens) < MODEL_LEN - 10
         ]
 
@@ -145,7 +145,7 @@ class Author:
 
 
 def play(engine: Engine, seed: int, requests: int) -> Play:
-    """Run that many requests with the store, then ask for every conversation once more."""
+    """Run that many requests with the store, then go on with some conversations once more."""
     author = Author(seed)
     before, preempted = dict(engine.store.counts()), _preemptions(engine)
     engine.loaded()
@@ -168,7 +168,7 @@ def play(engine: Engine, seed: int, requests: int) -> Play:
                 engine.abort(number)
                 jobs.append(_end(engine, number, job))
                 del running[number]
-    engine.forget_hbm()
+    engine.forget_hbm()  # from here on HBM holds garbage, or what was loaded
     for job in author.last_words():
         jobs.append(replace(job, found=[engine.ask(job.tokens, salt=job.salt, **job.sampling)]))
     engine.check_quiet()
