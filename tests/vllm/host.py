@@ -45,9 +45,12 @@ class HostError(Exception):
 class EngineHost:
     """One engine in a process of its own. A context manager; leaving it ends the process."""
 
-    def __init__(self, spec: EngineSpec, log: Path) -> None:
+    def __init__(
+        self, spec: EngineSpec, log: Path, *, call_deadline_s: float = CALL_DEADLINE_S
+    ) -> None:
         self.spec = spec
         self.log = log
+        self._call_deadline_s = call_deadline_s
         environment = dict(ENVIRONMENT)
         if spec.tensor_parallel > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
@@ -69,7 +72,7 @@ class EngineHost:
     ) -> R:
         """function(engine, *args, **kwargs) in the child. Raises HostError."""
         self._pipe.send((function, None, args, kwargs))
-        result: R = self._receive(CALL_DEADLINE_S)
+        result: R = self._receive(self._call_deadline_s)
         return result
 
     def call_with_fault(
@@ -78,7 +81,7 @@ class EngineHost:
     ) -> R:  # fmt: skip
         """As call(), with a fault planted in the engine and its workers for this call only."""
         self._pipe.send((function, fault, args, kwargs))
-        result: R = self._receive(CALL_DEADLINE_S)
+        result: R = self._receive(self._call_deadline_s)
         return result
 
     def log_text(self) -> str:

@@ -305,10 +305,12 @@ def soak(directory: Path, models: Path, options: argparse.Namespace) -> tuple[Ve
     if options.drafts:
         # vLLM drafts for greedy and drawn requests alike.
         playing["vllm"] = {**playing["vllm"], "speculative_config": DRAFTS}
+    deadline_s = 60.0 + 20.0 * options.requests
     spec = EngineSpec(store=directory / "store", models=models, **playing)
-    with EngineHost(spec, directory / "log") as host:
+    with EngineHost(spec, directory / "log", call_deadline_s=deadline_s) as host:
         played = host.call(play, options.seed, options.requests)
-    with EngineHost(EngineSpec(models=models, **REFERENCE), directory / "reference.log") as host:
+    spec = EngineSpec(models=models, **REFERENCE)
+    with EngineHost(spec, directory / "reference.log", call_deadline_s=deadline_s) as host:
         return judge(host, played.jobs), played
 
 

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A short soak, and proof that a soak would see wrong KV. A long one: python -m tests.vllm.soak"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm import soak
+from tests.vllm.conftest import StartEngine
+
+pytestmark = pytest.mark.soak  # minutes long: `pytest -m soak`
+
+SEED = 11
+REQUESTS = 150
+FAULTS = ("wrong slot", "skipped layer")
+
+
+def test_soak(start_engine: StartEngine, models: Path) -> None:
+    host = start_engine(**soak.PLAYING)
+    played = host.call(soak.play, SEED, REQUESTS)
+    faulty = {}
+    for fault in FAULTS:
+        host.call(soak.forget)
+        faulty[fault] = host.call_with_fault(fault, soak.play, SEED, 25)
+    reference = start_engine(**soak.REFERENCE)
+    verdict = soak.judge(reference, played.jobs)
+    print(verdict, played.counts, played.loaded, played.preemptions)
+
+    assert verdict.wrong == []
+    assert played.foreign == []
+    assert verdict.answers >= REQUESTS
+    assert min(played.loaded.values()) > 5000, "tokens of both tiers"
+    assert played.preemptions > 0
+    for event in ("evicted_dram", "evicted_nvme", "superseded"):
+        assert played.counts[event] > 0, event
+    for fault, play in faulty.items():
+        assert soak.judge(reference, play.jobs, verdict.rounding).wrong, f"{fault} was not seen"
