@@ -65,7 +65,7 @@ class VllmServer:
     def __enter__(self) -> "VllmServer":
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [
-            _vllm_program(), "serve", self.model,
+            vllm_program(), "serve", self.model,
             "--host", "127.0.0.1", "--port", str(self.port), *self._arguments,
         ]  # fmt: skip
         with self.log.open("wb") as log:
@@ -76,7 +76,7 @@ class VllmServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **_quiet_cpu_environment(), **self._environment},
+                env={**os.environ, **quiet_cpu_environment(), **self._environment},
                 start_new_session=True,
             )
         try:
@@ -168,7 +168,7 @@ def free_port() -> int:
         return port
 
 
-def _vllm_program() -> str:
+def vllm_program() -> str:
     """The `vllm` of this very interpreter's environment, whatever PATH says."""
     program = Path(sys.executable).with_name("vllm")
     if not program.exists():
@@ -176,7 +176,7 @@ def _vllm_program() -> str:
     return str(program)
 
 
-def _quiet_cpu_environment() -> dict[str, str]:
+def quiet_cpu_environment() -> dict[str, str]:
     """No downloads, no telemetry, and on the CPU build one thread a core that we may use."""
     cores = sorted(os.sched_getaffinity(0))
     return {

@@ -24,7 +24,7 @@ from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, LOAD_SECONDS
 from attnstore_vllm.machine import SHM_DIR, SLAB_NAME
 from attnstore_vllm.store.format import HEADER_MAGIC, PAGE_BYTES, Superblock
 from attnstore_vllm.store.slab import Slab
-from benchmarks.server import VllmServer, _quiet_cpu_environment, _vllm_program, total
+from benchmarks.server import VllmServer, quiet_cpu_environment, total, vllm_program
 
 DEADLINE_S = 120.0
 START_DEADLINE_S = 400.0
@@ -83,11 +83,11 @@ def refused(model: Path, log: Path, *arguments: str, cores: str = "0") -> str:
     """What `vllm serve` prints when it is to end by itself, with an exit code other than 0."""
     with log.open("wb") as output:
         done = subprocess.run(
-            [_vllm_program(), "serve", str(model), *ARGUMENTS, *arguments],
+            [vllm_program(), "serve", str(model), *ARGUMENTS, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **_quiet_cpu_environment(), "VLLM_CPU_OMP_THREADS_BIND": cores},
+            env={**os.environ, **quiet_cpu_environment(), "VLLM_CPU_OMP_THREADS_BIND": cores},
             timeout=START_DEADLINE_S,
             check=False,
         )

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short soak, and proof that a soak would see wrong KV. A long one: python -m tests.vllm.soak"""
+"""A soak of a few hundred mixed requests, and proof that it would see wrong KV.
+
+A long one: python -m tests.vllm.soak --requests N [--drafts]
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.vllm import soak
 from tests.vllm.conftest import StartEngine
 
-pytestmark = pytest.mark.soak  # minutes long: `pytest -m soak`
-
 SEED = 11
-REQUESTS = 150
+REQUESTS = 300
 FAULTS = ("wrong slot", "skipped layer")
 
 
