@@ -44,6 +44,8 @@ class IoRequest:
     Lifetime: the caller keeps the buffers alive, writes none, and reads no READ buffer, from
     submit() until poll() has returned this tag. Tags in flight are distinct.
 
+    With a `stride` (READ only) buffer i is read from offset + i * stride; the whole ends as one.
+
     `seals` (WRITE only) are carried out in their order, on the device's own threads, before any
     byte moves. With `checksum` (READ only) the last buffer's checksum is taken after it came.
     """
@@ -54,6 +56,7 @@ class IoRequest:
     buffers: tuple[memoryview, ...] = ()
     seals: tuple[Seal, ...] = ()
     checksum: bool = False
+    stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)

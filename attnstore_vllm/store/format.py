@@ -1,55 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte layout of the slab file. The prose version is docs/format.md; keep both in step.
+"""Byte layout of the slab file, version 2. The prose version is docs/format.md; keep both in step.
 
-    0                  superblock, one page
-    4096 + i * record  record i = header (whole pages), then payload
+    0                                    root, one page
+    4096 + s * segment_bytes             segment s: its header, one page,
+    ... + 4096 + i * record_bytes        then its records; a record = header pages + payload
 
-  superblock                                 record header
-  offset bytes field                         offset bytes field
-       0     8 magic  b"ATTNSLAB"                 0     8 magic  b"ATTNKV\\r\\n"
-       8     4 format version                     8     4 format version
-      12     4 chunk tokens                      12     4 number of tokens
-      16    16 checksum of this page             16    16 checksum of this header
-      32    16 generation                        32    16 generation
-      48     8 payload bytes of a record         48     8 record number i
-      56    32 namespace                         56     8 sequence, grows by one a write
-                                                 64     8 payload bytes
-                                                 72    16 checksum of the payload
-                                                 88    32 key
-                                                120    32 parent key
-                                                152    32 extra: multimodal inputs, or zero
-                                                184    32 tenant: hash of the salt, or zero
-                                                216     8 position of the first token
-                                                224   4*n token ids, big-endian
-                                                          then zero to the end of the page
-
-A checksum is XXH3-128 with its own field zero. The record number stands inside the checksummed
-header, so a misplaced record is caught; the generation is that of the superblock, so that one
-page write makes all records of a directory invalid at once. Other integers are little-endian.
-"""
+    root                               segment header                     record header
+    offset bytes field                 offset bytes field                 offset bytes field
+         0     8 magic b"ATTNSLAB"          0     8 magic b"ATTNSEGM"          0     8 magic b"ATTNKV\\r\\n"
+         8     4 version                    8     4 version                    8     4 version
+        12     4 zero                      12     4 chunk tokens              12     4 number of tokens
+        16    16 checksum                  16    16 checksum                  16    16 checksum
+        32     8 segment bytes             32    16 generation                32    16 generation
+                                           48     8 segment number            48     8 record number
+                                           56     8 payload bytes             56     8 sequence
+                                           64    32 namespace                 64     8 payload bytes
+                                           96     8 last used, unix s         72    16 checksum of the payload
+                                          104   256 label, UTF-8              88    32 namespace
+                                                                             120    32 key
+    All pages end in zeros. A checksum is XXH3-128 of the whole header       152    32 parent key
+    with the checksum's own field zero, or of the payload. Integers are      184    32 extra, or zero
+    little-endian, token ids and checksums big-endian.                       216    32 tenant, or zero
+                                                                             248     8 position
+                                                                             256     8 written at, unix s
+                                                                             264   4*n token ids
+"""  # noqa: E501 (a picture)
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.types import KEY_BYTES, TOKEN_BYTES, Key
 
-VERSION = 1
+VERSION = 2
 PAGE_BYTES = 4096
 CHECKSUM_BYTES = 16
 GENERATION_BYTES = 16
-_SUPERBLOCK = struct.Struct("<8sII16s16sQ32s")
-_HEADER = struct.Struct("<8sII16s16sQQQ16s32s32s32s32sQ")
-_CHECKSUM_AT = slice(16, 32)
-SUPERBLOCK_MAGIC = b"ATTNSLAB"
+LABEL_BYTES = 256
+CHECKSUM_AT = 16
+PAYLOAD_CHECKSUM_AT = 72
+TENANT_AT = 216
+_CHECKSUM = slice(CHECKSUM_AT, CHECKSUM_AT + CHECKSUM_BYTES)
+_ROOT = struct.Struct("<8sII16sQ")
+_SEGMENT = struct.Struct("<8sII16s16sQQ32sQ256s")
+_HEADER = struct.Struct("<8sII16s16sQQQ16s32s32s32s32s32sQQ")
+ROOT_MAGIC = b"ATTNSLAB"
+SEGMENT_MAGIC = b"ATTNSEGM"
 HEADER_MAGIC = b"ATTNKV\r\n"
-assert _SUPERBLOCK.size == 88
-assert _HEADER.size == 224
+assert _SEGMENT.size == 360  # within one sector, so that it is rewritten whole or not at all
+assert _HEADER.size == 264
 
 
 def checksum(data: bytes | bytearray | memoryview) -> bytes:
@@ -63,13 +69,22 @@ def pages(num_bytes: int) -> int:
 
 
 def header_bytes(chunk_tokens: int) -> int:
+    """Bytes of a record's header."""
     return pages(_HEADER.size + chunk_tokens * TOKEN_BYTES)
 
 
-def _seal(raw: bytearray) -> bytes:
-    assert raw[_CHECKSUM_AT] == bytes(CHECKSUM_BYTES)
-    raw[_CHECKSUM_AT] = checksum(raw)
+def seal(raw: bytearray) -> bytes:
+    """The header with its checksum in place."""
+    assert raw[_CHECKSUM] == bytes(CHECKSUM_BYTES)
+    raw[_CHECKSUM] = checksum(raw)
     return bytes(raw)
+
+
+def header_checksum(raw: bytes | memoryview) -> bytes:
+    """The checksum that a header should state."""
+    blank = bytearray(raw)
+    blank[_CHECKSUM] = bytes(CHECKSUM_BYTES)
+    return checksum(blank)
 
 
 def _check(where: str, fields: tuple[tuple[str, object, object], ...]) -> None:
@@ -78,44 +93,80 @@ def _check(where: str, fields: tuple[tuple[str, object, object], ...]) -> None:
             raise CorruptRecordError(where, field, want, got)
 
 
-def _own_checksum(raw: bytes) -> bytes:
-    blank = bytearray(raw)
-    blank[_CHECKSUM_AT] = bytes(CHECKSUM_BYTES)
-    return checksum(blank)
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What the whole file has in common."""
+
+    segment_bytes: int
+
+    def encode(self) -> bytes:
+        raw = bytearray(PAGE_BYTES)
+        _ROOT.pack_into(raw, 0, ROOT_MAGIC, VERSION, 0, bytes(CHECKSUM_BYTES), self.segment_bytes)
+        return seal(raw)
+
+    @classmethod
+    def decode(cls, raw: bytes, where: str) -> Root:
+        """Raises CorruptRecordError on the first field that is not ours."""
+        magic, version, _, digest, segment_bytes = _ROOT.unpack_from(raw)
+        _check(
+            where,
+            (
+                ("magic", ROOT_MAGIC, magic),
+                ("version", VERSION, version),
+                ("checksum", header_checksum(raw), digest),
+            ),
+        )
+        return cls(segment_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Superblock:
-    """What all records of a slab have in common."""
+class SegmentHeader:
+    """What all records of a segment have in common. A segment belongs to one namespace."""
 
+    number: int
     chunk_tokens: int
     payload_bytes: int
     namespace: bytes
     generation: bytes
+    """Random, new with every claim and reset: makes all records of before invalid at once."""
+    last_used: int
+    """Unix time, seconds, of the last start of a server with this namespace."""
+    label: str
+    """For people: the model's name and shape."""
+
+    @property
+    def record_bytes(self) -> int:
+        return header_bytes(self.chunk_tokens) + pages(self.payload_bytes)
 
     def encode(self) -> bytes:
         assert len(self.namespace) == KEY_BYTES
         assert len(self.generation) == GENERATION_BYTES
+        label = self.label.encode()[:LABEL_BYTES].decode(errors="ignore").encode()
         raw = bytearray(PAGE_BYTES)
-        _SUPERBLOCK.pack_into(
-            raw, 0, SUPERBLOCK_MAGIC, VERSION, self.chunk_tokens, bytes(CHECKSUM_BYTES),
-            self.generation, self.payload_bytes, self.namespace,
+        _SEGMENT.pack_into(
+            raw, 0, SEGMENT_MAGIC, VERSION, self.chunk_tokens, bytes(CHECKSUM_BYTES),
+            self.generation, self.number, self.payload_bytes, self.namespace, self.last_used, label,
         )  # fmt: skip
-        return _seal(raw)
+        return seal(raw)
 
     @classmethod
-    def decode(cls, raw: bytes, where: str) -> Superblock:
+    def decode(cls, raw: bytes, number: int, where: str) -> SegmentHeader:
         """Raises CorruptRecordError on the first field that is not ours."""
-        magic, version, tokens, crc, generation, size, namespace = _SUPERBLOCK.unpack_from(raw)
+        (
+            magic, version, chunk_tokens, digest, generation, found, payload_bytes, namespace,
+            last_used, label,
+        ) = _SEGMENT.unpack_from(raw)  # fmt: skip
         _check(
             where,
             (
-                ("magic", SUPERBLOCK_MAGIC, magic),
+                ("magic", SEGMENT_MAGIC, magic),
                 ("version", VERSION, version),
-                ("checksum", _own_checksum(raw), crc),
+                ("checksum", header_checksum(raw), digest),
+                ("segment number", number, found),
             ),
         )
-        return cls(tokens, size, namespace, generation)
+        text = label.rstrip(b"\0").decode(errors="replace")
+        return cls(number, chunk_tokens, payload_bytes, namespace, generation, last_used, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,48 +174,107 @@ class Header:
     """What one record says of itself."""
 
     name: ChunkName
+    namespace: bytes
+    generation: bytes
+    record: int
     sequence: int
     payload_bytes: int
     payload_checksum: bytes
+    """Zero when encoded for the device to fill in (io.device.Seal)."""
+    written_at: int
+    """Unix time, seconds."""
 
-    def encode(self, record: int, generation: bytes, chunk_tokens: int) -> bytes:
+    def encode_into(self, raw: memoryview) -> None:
+        """Write the header, both checksums as they are in it: its own is zero."""
         name = self.name
         assert len(self.payload_checksum) == CHECKSUM_BYTES
-        assert name.num_tokens <= chunk_tokens
         assert len(name.extra) in (0, KEY_BYTES)
-        raw = bytearray(header_bytes(chunk_tokens))
+        end = _HEADER.size + len(name.tokens)
         _HEADER.pack_into(
-            raw, 0, HEADER_MAGIC, VERSION, name.num_tokens, bytes(CHECKSUM_BYTES), generation,
-            record, self.sequence, self.payload_bytes, self.payload_checksum, name.key,
-            name.parent, name.extra.ljust(KEY_BYTES, b"\0"), name.tenant, name.position,
+            raw, 0, HEADER_MAGIC, VERSION, name.num_tokens, bytes(CHECKSUM_BYTES),
+            self.generation, self.record, self.sequence, self.payload_bytes,
+            self.payload_checksum, self.namespace, name.key, name.parent,
+            name.extra.ljust(KEY_BYTES, b"\0"), name.tenant, name.position, self.written_at,
         )  # fmt: skip
-        raw[_HEADER.size : _HEADER.size + len(name.tokens)] = name.tokens
-        return _seal(raw)
+        raw[_HEADER.size : end] = name.tokens
+        raw[end:] = bytes(len(raw) - end)
+
+    def encode(self, chunk_tokens: int) -> bytes:
+        """The whole header, sealed."""
+        raw = bytearray(header_bytes(chunk_tokens))
+        self.encode_into(memoryview(raw))
+        return seal(raw)
 
     @classmethod
-    def decode(cls, raw: bytes, record: int, superblock: Superblock, where: str) -> Header:
-        """Raises CorruptRecordError on the first field that is not what the slab expects."""
+    def decode(cls, raw: bytes, record: int, segment: SegmentHeader, where: str) -> Header:
+        """Raises CorruptRecordError on the first field that is not what the segment expects."""
         (
-            magic, version, num_tokens, crc, generation, number, sequence, size, payload_crc,
-            key, parent, extra, tenant, position,
+            magic, version, num_tokens, digest, generation, number, sequence, size, payload_digest,
+            namespace, key, parent, extra, tenant, position, written_at,
         ) = _HEADER.unpack_from(raw)  # fmt: skip
+        in_range = 0 < num_tokens <= segment.chunk_tokens
         _check(
             where,
             (
                 ("magic", HEADER_MAGIC, magic),
                 ("version", VERSION, version),
-                ("generation", superblock.generation, generation),
-                ("header checksum", _own_checksum(raw), crc),
+                ("generation", segment.generation, generation),
+                ("header checksum", header_checksum(raw), digest),
                 ("record number", record, number),
-                ("payload bytes", superblock.payload_bytes, size),
-                (
-                    "number of tokens within a chunk",
-                    True,
-                    0 < num_tokens <= superblock.chunk_tokens,
-                ),
+                ("namespace", segment.namespace, namespace),
+                ("payload bytes", segment.payload_bytes, size),
+                ("number of tokens within a chunk", True, in_range),
             ),
         )
         tokens = raw[_HEADER.size : _HEADER.size + num_tokens * TOKEN_BYTES]
         extra = b"" if extra == bytes(KEY_BYTES) else extra
         name = ChunkName(Key(key), Key(parent), extra, tenant, position, tokens)
-        return cls(name, sequence, size, payload_crc)
+        return cls(
+            name, namespace, generation, number, sequence, size, payload_digest, written_at
+        )
+
+
+_FIELDS = np.dtype(
+    {
+        "names": [
+            "magic", "version", "num_tokens", "checksum", "generation", "record", "payload_bytes",
+            "namespace",
+        ],
+        "formats": ["V8", "<u4", "<u4", "V16", "V16", "<u8", "<u8", "V32"],
+        "offsets": [0, 8, 12, 16, 32, 48, 64, 88],
+        "itemsize": _HEADER.size,
+    }
+)  # fmt: skip
+
+
+def valid_headers(
+    raw: memoryview, records: npt.NDArray[np.int64], segment: SegmentHeader, checksums: bytes
+) -> npt.NDArray[np.bool_]:
+    """Which of many headers Header.decode would take, without decoding them.
+
+    Args:
+        raw: the headers, one after the other, `header_bytes(chunk_tokens)` each.
+        records: [n], the number of the record that each was read from.
+        checksums: 16 bytes a header: what header_checksum() of it is.
+    """
+    size = header_bytes(segment.chunk_tokens)
+    rows = np.frombuffer(raw, np.uint8).reshape(len(records), size)[:, : _HEADER.size]
+    found = np.ascontiguousarray(rows).view(_FIELDS)[:, 0]
+
+    def same(field: str, value: bytes) -> npt.NDArray[np.bool_]:
+        want = np.frombuffer(value, np.uint8)
+        got = np.ascontiguousarray(found[field]).view(np.uint8).reshape(len(records), -1)
+        equal: npt.NDArray[np.bool_] = (got == want.reshape(-1, got.shape[1])).all(axis=1)
+        return equal
+
+    return (
+        same("magic", HEADER_MAGIC)
+        & (found["version"] == VERSION)
+        & same("generation", segment.generation)
+        & same("checksum", checksums)
+        & (found["record"] == records.astype(np.uint64))
+        & same("namespace", segment.namespace)
+        & (found["payload_bytes"] == segment.payload_bytes)
+        & (found["num_tokens"] > 0)
+        & (found["num_tokens"] <= segment.chunk_tokens)
+    )

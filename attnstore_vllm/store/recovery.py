@@ -1,73 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an earlier run left in the slab: read every header, many at a time.
+"""What earlier runs left in our segments: every header is read, many at a time.
 
-A header that is not whole, not ours or not of this generation is a free slot. The payload is
-not read here: its checksum is verified when the chunk is first wanted.
+Goes on behind serving, in batches: a batch's slots become usable as it ends, and its chunks
+are found from then on. A header that is not whole, not ours, or not of its segment's generation
+is a free slot. Payloads are not read here: they are verified when they are first wanted.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
-from dataclasses import dataclass
+import time
+from collections import deque
+from functools import partial
 
-from attnstore_vllm.errors import CorruptRecordError
-from attnstore_vllm.index.chunk import ChunkName
-from attnstore_vllm.index.keys import chunk_key
-from attnstore_vllm.io.device import Device, IoRequest, Op
-from attnstore_vllm.store.format import Header
-from attnstore_vllm.store.slab import Slab
+import numpy as np
 
+from attnstore_vllm import _native
+from attnstore_vllm.io.device import Completion, Op
+from attnstore_vllm.store.context import Context
+from attnstore_vllm.store.flights import Transfer
+from attnstore_vllm.store.format import CHECKSUM_AT, SegmentHeader, valid_headers
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Records as (slot, name, payload checksum), oldest first."""
+logger = logging.getLogger(__name__)
 
-    records: list[tuple[int, ChunkName, bytes]]
-    last_sequence: int
-
-
-def scan(slab: Slab, device: Device, depth: int) -> Found:
-    """Read all headers, `depth` in flight. A record that cannot be read is a free slot.
-
-    Cost: one header of `slab.header_bytes` a record. The caller is the only user of `device`.
-    """
-    buffers = [memoryview(mmap.mmap(-1, slab.header_bytes)) for _ in range(depth)]
-    free = list(range(depth))
-    in_flight: dict[int, tuple[int, int]] = {}  # tag -> (record, buffer)
-    headers: list[tuple[int, Header]] = []
-    following = 0
-    while following < slab.num_records or in_flight:
-        requests = []
-        while free and following < slab.num_records:
-            buffer = free.pop()
-            tag = -2 - following  # distinct from every tag the keeper gives
-            in_flight[tag] = (following, buffer)
-            requests.append(IoRequest(tag, Op.READ, slab.offset(following), (buffers[buffer],)))
-            following += 1
-        if requests:
-            device.submit(requests)
-        for completion in device.poll(1.0):
-            record, buffer = in_flight.pop(completion.tag)
-            if completion.error is None:
-                header = _decode(bytes(buffers[buffer]), record, slab)
-                if header is not None:
-                    headers.append((record, header))
-            free.append(buffer)
-    headers.sort(key=lambda item: item[1].sequence)
-    # Of two records of a chunk the newer: the older may be the one that was found damaged.
-    newest = {header.name.key: record for record, header in headers}
-    records = [
-        (record, header.name, header.payload_checksum)
-        for record, header in headers
-        if newest[header.name.key] == record
-    ]
-    return Found(records, headers[-1][1].sequence if headers else 0)
+BATCH_HEADERS = 256
+BATCHES = 4
+"""In flight, so that the disk always has a deep queue."""
 
 
-def _decode(raw: bytes, record: int, slab: Slab) -> Header | None:
-    try:
-        header = Header.decode(raw, record, slab.superblock, slab.where(record))
-    except CorruptRecordError:
-        return None  # never written, torn, or of before a reset: all are free slots
-    name = header.name
-    return header if chunk_key(name.parent, name.extra, name.tokens) == name.key else None
+class Recovery:
+    """One scan of all our segments. Runs on the keeper's thread."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._todo: deque[range] = deque()
+        for segment in sorted(context.slab.own):
+            records = context.slab.records_of(segment)
+            for first in range(records.start, records.stop, BATCH_HEADERS):
+                self._todo.append(range(first, min(first + BATCH_HEADERS, records.stop)))
+        self._num_records = sum(map(len, self._todo))
+        size = context.slab.header_bytes
+        self._buffers = [
+            memoryview(mmap.mmap(-1, BATCH_HEADERS * size)) for _ in range(BATCHES)
+        ]
+        self._open = 0
+        self._started = time.monotonic()
+        self.seconds = 0.0
+        self.found = 0
+
+    @property
+    def is_over(self) -> bool:
+        return not self._todo and not self._open
+
+    def start(self) -> None:
+        """Submit what the buffers allow. Goes on where the device is out of use for a while."""
+        transfers: list[Transfer] = []
+        context = self._context
+        while self._todo and self._buffers and context.reads.in_use:
+            records = self._todo.popleft()
+            buffer = self._buffers.pop()
+            with context.progress:
+                segment = context.slab.segment(records.start)
+            size = context.slab.header_bytes
+            transfers.append(
+                Transfer(
+                    Op.READ,
+                    partial(self._finish, records, buffer, segment),
+                    partial(context.note_hang, Op.READ),
+                    offset=context.slab.offset(records.start),
+                    buffers=tuple(
+                        buffer[i * size : (i + 1) * size] for i in range(len(records))
+                    ),
+                    stride=context.slab.record_bytes,
+                )
+            )
+        self._open += len(transfers)
+        context.flights.submit(transfers)
+
+    def _finish(
+        self, records: range, buffer: memoryview, segment: SegmentHeader, completion: Completion
+    ) -> None:
+        self._open -= 1
+        context = self._context
+        if completion.error is None:
+            self._adopt(records, buffer, segment)
+        elif len(records) > 1:  # find the ones that can be read
+            middle = len(records) // 2
+            self._todo.extendleft((records[middle:], records[:middle]))
+        else:
+            with context.progress:
+                context.residency.counts["read_failed"] += 1
+                context.residency.open_nvme_slots(records.start, 1)
+        self._buffers.append(buffer)
+        context.note_read(completion.error)
+        if self.is_over:
+            self._end()
+
+    def _adopt(self, records: range, buffer: memoryview, segment: SegmentHeader) -> None:
+        context = self._context
+        size = context.slab.header_bytes
+        raw = buffer[: len(records) * size]
+        numbers = np.arange(records.start, records.stop, dtype=np.int64)
+        checksums = _native.page_checksums(raw, size, CHECKSUM_AT)
+        good = np.flatnonzero(valid_headers(raw, numbers, segment, checksums))
+        if 0 < len(good) < len(records):
+            pages = np.frombuffer(raw, np.uint8).reshape(len(records), size)
+            raw = memoryview(np.ascontiguousarray(pages[good])).cast("B")
+        with context.progress:
+            # A reset since then has made them invalid.
+            if context.slab.segment(records.start).generation != segment.generation:
+                good = good[:0]
+            if len(good):
+                self.found += context.residency.adopt_headers(
+                    raw[: len(good) * size], [int(numbers[i]) for i in good], size
+                )
+            context.residency.open_nvme_slots(records.start, len(records))
+            context.progress.notify_all()
+
+    def _end(self) -> None:
+        context = self._context
+        self.seconds = time.monotonic() - self._started
+        with context.progress:
+            context.residency.finish_adoption()
+            context.residency.counts["recovered"] += self.found
+            context.progress.notify_all()
+        if self._num_records:
+            logger.info(
+                "AttnStore found %d chunks of earlier runs in %s (%d records read in %.2f s)",
+                self.found, context.slab.path, self._num_records, self.seconds,
+            )  # fmt: skip

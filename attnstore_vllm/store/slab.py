@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slab file: made, opened, and where in it things are. Bytes move through a Device.
+"""The slab file: made, opened, and whose its segments are. Bytes move through a Device.
+
+The file is a root page and segments of one size. A segment belongs to one namespace, or to
+none; several namespaces (other models, other shapes) live side by side under one capacity.
 
 Invariants:
-- the file never grows: superblock + num_records * record_bytes <= capacity, allocated at start;
-- records of another namespace, geometry, version or generation are not ours: never read.
+- what is allocated never exceeds the capacity: every segment that may be used is allocated at
+  start, the others are given back to the file system there;
+- a record is ours if its segment is ours and its header carries the segment's generation.
 """
 
 from __future__ import annotations
@@ -13,123 +17,312 @@ import errno
 import logging
 import os
 import secrets
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError, CorruptRecordError
 from attnstore_vllm.store.format import (
     GENERATION_BYTES,
     PAGE_BYTES,
-    Superblock,
+    Root,
+    SegmentHeader,
     header_bytes,
     pages,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 logger = logging.getLogger(__name__)
 
+SEGMENTS = 64
+"""A new file has about so many: the granularity in which namespaces share the capacity."""
 
-@dataclass(frozen=True, slots=True)
+
+def overhead_bytes(capacity_bytes: int) -> int:
+    """What the file system may add for directory, lock and extents; kept free of records."""
+    return 16 * 1024 + capacity_bytes // 2048
+
+
+@dataclass(slots=True)
 class Slab:
-    """An open slab: what its records have in common, and where each one is."""
+    """An open slab file, as one namespace sees it. The store's lock guards it."""
 
     path: Path
-    superblock: Superblock
-    num_records: int
-    fresh: bool
-    """True if no earlier record can be in it, so that recovery has nothing to look for."""
+    segment_bytes: int
+    shape: SegmentHeader
+    """Of our segments; number and generation are those of no segment."""
+    own: dict[int, SegmentHeader] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    """Segments of no namespace; the first is claimed first."""
+    foreign: list[SegmentHeader] = field(default_factory=list)
+    """Segments of other namespaces; the first gives way first."""
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that may be used: together, and with the root, within the capacity."""
+        return len(self.own) + len(self.free) + len(self.foreign)
+
+    @property
+    def records_max(self) -> int:
+        """Record numbers are below this."""
+        numbers = [*self.own, *self.free, *(header.number for header in self.foreign)]
+        return (max(numbers) + 1) * self.records_per_segment if numbers else 0
 
     @property
     def header_bytes(self) -> int:
-        return header_bytes(self.superblock.chunk_tokens)
+        return header_bytes(self.shape.chunk_tokens)
 
     @property
     def record_bytes(self) -> int:
-        return self.header_bytes + pages(self.superblock.payload_bytes)
+        return self.shape.record_bytes
+
+    @property
+    def records_per_segment(self) -> int:
+        return (self.segment_bytes - PAGE_BYTES) // self.record_bytes
+
+    def records_of(self, segment: int) -> range:
+        first = segment * self.records_per_segment
+        return range(first, first + self.records_per_segment)
+
+    def segment_offset(self, segment: int) -> int:
+        return PAGE_BYTES + segment * self.segment_bytes
 
     def offset(self, record: int) -> int:
-        assert 0 <= record < self.num_records
-        return PAGE_BYTES + record * self.record_bytes
+        segment, number = divmod(record, self.records_per_segment)
+        return self.segment_offset(segment) + PAGE_BYTES + number * self.record_bytes
 
     def payload_offset(self, record: int) -> int:
         return self.offset(record) + self.header_bytes
 
+    def segment(self, record: int) -> SegmentHeader:
+        """The header of the record's segment. The segment is ours."""
+        return self.own[record // self.records_per_segment]
+
     def where(self, record: int) -> str:
-        return f"{self.path}, record {record}"
+        return f"{self.path}, record {record} at byte {self.offset(record)}"
+
+    def claim(self) -> SegmentHeader | None:
+        """Make one more segment ours: a free one, or that of the namespace unused for longest.
+
+        Nothing is written: until the returned header reaches the disk, a crash loses what the
+        segment's records get. Returns None if every segment is ours.
+        """
+        if self.free:
+            number = self.free.pop(0)
+        elif self.foreign:
+            victim = self.foreign.pop(0)
+            number = victim.number
+            logger.info(
+                "AttnStore takes %s of %s from %s, last used %s",
+                format_size(self.segment_bytes), self.path, victim.label or "another namespace",
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(victim.last_used)),
+            )  # fmt: skip
+        else:
+            return None
+        header = replace(self.shape, number=number, generation=new_generation())
+        self.own[number] = header
+        return header
+
+    def renew(self) -> list[SegmentHeader]:
+        """Make all our records invalid (a reset); returns the headers to write.
+
+        What this process writes from now on may belong to weights that no file has, so it
+        carries generations that no later start will look for.
+        """
+        headers = [replace(header, generation=new_generation()) for header in self.own.values()]
+        for header in headers:
+            self.own[header.number] = replace(header, generation=new_generation())
+        return headers
 
 
-def open_slab(
-    path: Path, capacity_bytes: int, chunk_tokens: int, payload_bytes: int, namespace: bytes
-) -> Slab:
+def new_generation() -> bytes:
+    return secrets.token_bytes(GENERATION_BYTES)
+
+
+def segment_bytes_for(capacity_bytes: int, record_bytes: int) -> int:
+    """The segment size of a new file: whole records, about SEGMENTS segments."""
+    room = capacity_bytes - overhead_bytes(capacity_bytes) - PAGE_BYTES
+    records = max(1, (room // SEGMENTS - PAGE_BYTES) // record_bytes)
+    return PAGE_BYTES + records * record_bytes
+
+
+def num_segments_for(capacity_bytes: int, segment_bytes: int) -> int:
+    room = capacity_bytes - overhead_bytes(capacity_bytes) - PAGE_BYTES
+    return max(0, room // segment_bytes)
+
+
+def open_slab(path: Path, capacity_bytes: int, shape: SegmentHeader) -> Slab:
     """Make or reuse the slab file for records of this shape. The caller holds the lock.
 
     Raises: ConfigError if the capacity holds no record, or the disk does not have it.
     """
-    assert payload_bytes % PAGE_BYTES == 0
-    record_bytes = header_bytes(chunk_tokens) + payload_bytes
-    num_records = (capacity_bytes - PAGE_BYTES) // record_bytes
-    if num_records < 1:
+    assert shape.payload_bytes % PAGE_BYTES == 0
+    fresh = segment_bytes_for(capacity_bytes, shape.record_bytes)
+    if num_segments_for(capacity_bytes, fresh) < 1:
         raise ConfigError(
-            f"nvme.capacity is {format_size(capacity_bytes)}, but one chunk of {chunk_tokens} "
-            f"tokens takes {format_size(record_bytes)}; ask for more, or lower chunk_tokens"
+            f"nvme.capacity is {format_size(capacity_bytes)}, but one chunk of "
+            f"{shape.chunk_tokens} tokens takes {format_size(shape.record_bytes)} and a little "
+            "for the file system; ask for more, or lower chunk_tokens"
         )
-    wanted = Superblock(chunk_tokens, payload_bytes, namespace, secrets.token_bytes(16))
-    assert len(wanted.generation) == GENERATION_BYTES
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"nvme.path: {path} cannot be opened: {error}") from error
-    try:
-        found = _read_superblock(fd, path)
-        reuse = found is not None and _same_shape(found, wanted)
-        superblock = found if reuse and found is not None else wanted
-        _allocate(fd, path, PAGE_BYTES + num_records * record_bytes)
-        if not reuse:
-            os.pwrite(fd, superblock.encode(), 0)
+        with _opened(path) as fd:
+            segment_bytes = _segment_bytes(fd, path, capacity_bytes, shape, fresh)
+            found = list(_read_segments(fd, path, segment_bytes))
+            slab = _share_out(path, segment_bytes, capacity_bytes, shape, found)
+            _allocate(fd, slab)
+            for header in slab.own.values():
+                os.pwrite(fd, header.encode(), slab.segment_offset(header.number))
             os.fdatasync(fd)
     except OSError as error:
         raise ConfigError(
             f"nvme.path: {path} cannot be made ready with nvme.capacity "
             f"{format_size(capacity_bytes)}: {error}; check the disk, or ask for less"
         ) from error
+    return slab
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
     finally:
         os.close(fd)
-    return Slab(path, superblock, num_records, fresh=not reuse)
 
 
-def _same_shape(found: Superblock, wanted: Superblock) -> bool:
-    return (found.chunk_tokens, found.payload_bytes, found.namespace) == (
-        wanted.chunk_tokens,
-        wanted.payload_bytes,
-        wanted.namespace,
-    )
+def _segment_bytes(
+    fd: int, path: Path, capacity_bytes: int, shape: SegmentHeader, fresh: int
+) -> int:
+    """The file's segment size; the file is started anew where it has none that would do."""
+    found = _read_root(fd, path)
+    if found is not None:
+        size = found.segment_bytes
+        usable = size % PAGE_BYTES == 0 and size >= PAGE_BYTES + shape.record_bytes
+        if usable and num_segments_for(capacity_bytes, size):
+            return size
+        logger.warning(
+            "AttnStore starts with an empty NVMe tier: the segments of %s have %s, which does "
+            "not go with records of %s in %s", path, format_size(size),
+            format_size(shape.record_bytes), format_size(capacity_bytes),
+        )  # fmt: skip
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, Root(fresh).encode(), 0)
+    return fresh
 
 
-def _read_superblock(fd: int, path: Path) -> Superblock | None:
+def _read_root(fd: int, path: Path) -> Root | None:
     raw = os.pread(fd, PAGE_BYTES, 0)
-    if len(raw) < PAGE_BYTES:
+    if not raw:
         return None
     try:
-        return Superblock.decode(raw, f"{path}, superblock")
+        return Root.decode(raw.ljust(PAGE_BYTES, b"\0"), f"{path}, root")
     except CorruptRecordError as error:
         logger.warning("AttnStore starts with an empty NVMe tier: %s", error)
         return None
 
 
-def _allocate(fd: int, path: Path, num_bytes: int) -> None:
-    """Give the file this size, with its blocks reserved where the file system can do that.
+def _read_segments(fd: int, path: Path, segment_bytes: int) -> Iterable[SegmentHeader]:
+    """The headers of all segments that some namespace owns."""
+    size = os.fstat(fd).st_size
+    for number in range(-(-max(0, size - PAGE_BYTES) // segment_bytes)):
+        raw = os.pread(fd, PAGE_BYTES, PAGE_BYTES + number * segment_bytes)
+        if not raw.strip(b"\0"):
+            continue  # never claimed
+        try:
+            yield SegmentHeader.decode(
+                raw.ljust(PAGE_BYTES, b"\0"), number, f"{path}, segment {number}"
+            )
+        except CorruptRecordError as error:
+            logger.warning("AttnStore takes a segment for free: %s", error)
 
-    Raises: OSError; the file has its former size then.
+
+def _share_out(
+    path: Path,
+    segment_bytes: int,
+    capacity_bytes: int,
+    shape: SegmentHeader,
+    found: list[SegmentHeader],
+) -> Slab:
+    """Which segments stay: ours, then those of the namespaces used last, then free ones."""
+    slab = Slab(path, segment_bytes, shape)
+    room = num_segments_for(capacity_bytes, segment_bytes)
+    ours = [h for h in found if _same_shape(h, shape)]
+    others = [h for h in found if h.namespace != shape.namespace]
+    last_used: dict[bytes, int] = {}
+    for header in others:
+        known = last_used.get(header.namespace, 0)
+        last_used[header.namespace] = max(known, header.last_used)
+    others.sort(key=lambda h: (last_used[h.namespace], h.namespace, h.number), reverse=True)
+    for header in ours[:room]:
+        slab.own[header.number] = replace(
+            header, last_used=shape.last_used, label=shape.label
+        )
+    kept = others[: room - len(slab.own)]
+    slab.foreign = kept[::-1]
+    taken = {*slab.own, *(header.number for header in kept)}
+    number = 0
+    while len(taken) + len(slab.free) < room:
+        if number not in taken:
+            slab.free.append(number)
+        number += 1
+    return slab
+
+
+def _same_shape(found: SegmentHeader, shape: SegmentHeader) -> bool:
+    return (found.namespace, found.chunk_tokens, found.payload_bytes) == (
+        shape.namespace,
+        shape.chunk_tokens,
+        shape.payload_bytes,
+    )
+
+
+FALLOC_FL_KEEP_SIZE = 1
+FALLOC_FL_PUNCH_HOLE = 2
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def _allocate(fd: int, slab: Slab) -> None:
+    """Give the file exactly its usable segments: punch out the others, reserve these.
+
+    Raises: OSError; what the file already had stays allocated then.
     """
+    used = {*slab.own, *slab.free, *(header.number for header in slab.foreign)}
+    end = slab.segment_offset(max(used)) + slab.segment_bytes
     before = os.fstat(fd).st_size
-    os.ftruncate(fd, num_bytes)
+    if before > end:
+        os.ftruncate(fd, end)
+    for number in range(max(used)):
+        if number not in used:
+            _fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, slab, number)
+    for number in slab.free:  # whatever it held is nobody's
+        os.pwrite(fd, bytes(PAGE_BYTES), slab.segment_offset(number))
+    os.ftruncate(fd, end)
+    reserved = True
+    try:
+        for number in sorted(used):
+            reserved &= _fallocate(fd, 0, slab, number)
+    except OSError:
+        os.ftruncate(fd, min(before, end))  # a reservation that fails took all that was left
+        raise
+    if not reserved:
+        logger.warning(
+            "%s: this file system cannot reserve space; a full disk will lose chunks", slab.path
+        )
+
+
+def _fallocate(fd: int, mode: int, slab: Slab, segment: int) -> bool:
+    """False if the file system cannot. posix_fallocate would write every block there."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # posix_fallocate would write every block where the file system cannot reserve them.
-    if libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(num_bytes)) == 0:
-        return
+    offset = ctypes.c_long(slab.segment_offset(segment))
+    if libc.fallocate(fd, mode, offset, ctypes.c_long(slab.segment_bytes)) == 0:
+        return True
     code = ctypes.get_errno()
-    if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-        # A reservation that fails has taken all that the disk had left.
-        os.ftruncate(fd, min(before, num_bytes))
-        raise OSError(code, os.strerror(code))
-    logger.warning("%s: this file system cannot reserve space; a full disk will lose chunks", path)
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code))

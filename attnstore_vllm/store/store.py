@@ -13,24 +13,22 @@ ever READY.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
-from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Device
-from attnstore_vllm.policy.eviction import Lru
+from attnstore_vllm.policy.eviction import Lru, SlotLru
+from attnstore_vllm.store.context import Context
+from attnstore_vllm.store.flights import Flights
 from attnstore_vllm.store.keeper import Keeper
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Flow, Tier
-
-logger = logging.getLogger(__name__)
 
 RESET_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 3.0
@@ -39,13 +37,27 @@ CLOSE_DEADLINE_S = 3.0
 class Store:
     """See the module. All methods may be called from the scheduler's thread."""
 
-    def __init__(self, pool: SharedPool, slab: Slab, device: Device, io_depth: int) -> None:
-        self.residency = Residency(pool.num_slots, slab.num_records, Lru(), Lru())
+    def __init__(
+        self,
+        pool: SharedPool,
+        slab: Slab,
+        device: Device,
+        io_depth: int,
+        *,
+        io_deadline_s: float = 5.0,
+        daily_writes: int | None = None,
+        scrub_rate: int | None = None,
+    ) -> None:
+        self.residency = Residency(pool.num_slots, slab.records_max, Lru(), SlotLru(slab.records_max))
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._pool = pool
         self._slab = slab
-        self._keeper = Keeper(self.residency, self._progress, pool, slab, device, io_depth)
+        flights = Flights(device, io_deadline_s)
+        self._context = Context(self.residency, self._progress, pool, slab, flights)
+        self._keeper = Keeper(
+            self._context, device, io_depth, daily_writes=daily_writes, scrub_rate=scrub_rate
+        )
         self._keeper.start()
 
     # ---- looking up --------------------------------------------------------------------
@@ -58,11 +70,13 @@ class Store:
         sequence.hash_up_to(stop)  # the costly part, before the lock
         with self._lock:
             pieces = self.residency.index.match(sequence, start, stop)
+            if not self._context.reads.in_use:
+                pieces = list(takewhile(lambda p: p.chunk.dram is Dram.READY, pieces))
             # The last first, so that of one sequence its end is the least recently used part.
             for piece in reversed(pieces):
                 self.residency.use(piece.chunk)
-            self._keeper.want(p.chunk for p in pieces if p.chunk.dram is Dram.ABSENT)
-        self._keeper.start_reads()
+            self._keeper.reader.want(p.chunk for p in pieces if p.chunk.dram is Dram.ABSENT)
+        self._keeper.reader.start()
         return pieces
 
     def hold_ready(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -127,19 +141,16 @@ class Store:
             self._progress.wait_for(lambda: any(map(_has_come, waiting)), timeout_s)
 
     def reset(self) -> bool:
-        """Drop every tier, also for the next process. Waits for one page write, 5 s at most.
+        """Drop every tier, also for the next process. Waits for a page write a segment and a
+        sync, 5 s at most.
 
-        Returns False if that page could not be written: then records of before could come
+        Returns False if they could not be written: then records of before could come
         back after a restart, and the caller must say that the reset failed.
         """
-        deadline = time.monotonic() + RESET_DEADLINE_S
+        reset = self._keeper.reset()
         with self._progress:
-            self.residency.drop_all()
-            ticket = self._keeper.ask_for_reset()
-            while not self._keeper.reset_done(ticket):
-                if not self._progress.wait(deadline - time.monotonic()):
-                    return False
-        return self._keeper.reset_succeeded(ticket)
+            self._progress.wait_for(lambda: reset.is_over, RESET_DEADLINE_S)
+            return reset.succeeded
 
     def counts(self) -> dict[str, int]:
         """Events since the start, by name."""
@@ -149,7 +160,7 @@ class Store:
     def moved_bytes(self) -> dict[Flow, int]:
         """Bytes moved between DRAM and NVMe since the start."""
         with self._lock:
-            return dict(self._keeper.moved_bytes)
+            return dict(self._context.moved_bytes)
 
     def held_bytes(self) -> dict[Tier, int]:
         with self._lock:
@@ -165,10 +176,7 @@ class Store:
 
     def close(self) -> None:
         """Write back what is dirty, for CLOSE_DEADLINE_S at most; then stop."""
-        try:
-            self._keeper.stop(CLOSE_DEADLINE_S)
-        except DeviceError as error:
-            logger.warning("AttnStore closes without its NVMe tier: %s", error)
+        self._keeper.stop(CLOSE_DEADLINE_S)
         self._pool.close()
 
 

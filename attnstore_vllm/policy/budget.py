@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""So many bytes a second, in bursts. Pure: time is given."""
+
+from __future__ import annotations
+
+
+class Budget:
+    """A token bucket. One transfer may overdraw it, so that none is too large to ever go.
+
+    Args:
+        bytes_per_s: None for no limit.
+        burst_s: seconds of rate that may be saved up.
+    """
+
+    def __init__(self, bytes_per_s: float | None, burst_s: float) -> None:
+        assert bytes_per_s is None or bytes_per_s > 0
+        self._rate = bytes_per_s
+        self._most = (bytes_per_s or 0.0) * burst_s
+        self._left = self._most
+        self._at: float | None = None
+
+    def take(self, now: float, num_bytes: int) -> bool:
+        """Take the bytes if anything is left. `now` in seconds of a steady clock."""
+        if self._rate is None:
+            return True
+        if self._at is not None:
+            self._left = min(self._most, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if self._left <= 0:
+            return False
+        self._left -= num_bytes
+        return True

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of the store share: the tiers, the lock, the device, and how it is doing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+
+from attnstore_vllm.errors import AttnStoreError
+from attnstore_vllm.index.residency import Residency
+from attnstore_vllm.io.device import Op
+from attnstore_vllm.policy.breaker import Breaker
+from attnstore_vllm.store.flights import Flights
+from attnstore_vllm.store.slab import Slab
+from attnstore_vllm.transfer.pool import SharedPool
+from attnstore_vllm.types import Flow
+
+logger = logging.getLogger(__name__)
+
+LOG_PAUSE_S = 10.0
+"""Between two log lines about failures of one kind; the counters have all of them."""
+
+
+class Context:
+    """`progress` is the store's one lock; it is notified when something has ended."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        progress: threading.Condition,
+        pool: SharedPool,
+        slab: Slab,
+        flights: Flights,
+    ) -> None:
+        self.residency = residency
+        self.progress = progress
+        self.pool = pool
+        self.slab = slab
+        self.flights = flights
+        self.moved_bytes: Counter[Flow] = Counter()
+        self.reads = Breaker()
+        self.writes = Breaker()
+        self._logged_at: dict[str, float] = {}
+
+    def note_read(self, failure: AttnStoreError | None) -> None:
+        """A read has ended. What it read may be wrong; that is a failure too."""
+        self._note("reads", self.reads, failure, "a chunk is lost, its tokens are computed again")
+
+    def note_write(self, failure: AttnStoreError | None) -> None:
+        self._note("writes", self.writes, failure, "a chunk stays in DRAM only")
+
+    def note_hang(self, op: Op) -> None:
+        """A request is late: the device hangs, for both directions."""
+        now = time.monotonic()
+        with self.progress:
+            self.residency.counts["device_late"] += 1
+            out = [self.reads.failure(now, hung=True), self.writes.failure(now, hung=True)]
+            self.progress.notify_all()
+        if any(out):
+            logger.error(
+                "%s does not answer: a %s is overdue. NVMe is out of use, the server computes; "
+                "it is tried again later", self.slab.path, op.value,
+            )  # fmt: skip
+
+    def _note(
+        self, what: str, breaker: Breaker, failure: AttnStoreError | None, cost: str
+    ) -> None:
+        now = time.monotonic()
+        with self.progress:
+            if failure is None:
+                changed = breaker.success()
+            else:
+                changed = breaker.failure(now)
+                if changed:
+                    self.residency.counts["device_out"] += 1
+            self.progress.notify_all()
+        if failure is None:
+            if changed:
+                logger.warning("%s works again: NVMe %s go on", self.slab.path, what)
+        elif changed:
+            logger.error(
+                "NVMe %s are out of use after repeated failures, the server goes on without "
+                "them; they are tried again later. The last: %s", what, failure,
+            )  # fmt: skip
+        elif now - self._logged_at.get(what, -LOG_PAUSE_S) >= LOG_PAUSE_S:
+            self._logged_at[what] = now
+            logger.warning("%s: %s", cost, failure)

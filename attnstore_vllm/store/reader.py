@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVMe -> DRAM: what requests want is read, nearest first, and verified.
+
+    want -> begin_prefetch -> device -> header and payload verified -> READY, waiters are told
+
+A record is read whole. Its bytes are used if its header is that of this record, names this
+chunk and states the tokens that its key was made from, and if its payload has the checksum
+that the index has and the header states. Anything else drops the chunk.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from functools import partial
+
+from attnstore_vllm.errors import CorruptRecordError, DeviceError
+from attnstore_vllm.index.chunk import Chunk, Dram, Nvme
+from attnstore_vllm.io.device import Completion, Op
+from attnstore_vllm.store.context import Context
+from attnstore_vllm.store.flights import Transfer
+from attnstore_vllm.store.format import Header, SegmentHeader
+from attnstore_vllm.types import Flow
+
+WANTED_MAX = 65536
+"""Chunks that may wait for being read; further ones are asked for again by their requests."""
+
+
+def check_record(
+    page: memoryview, checksum: bytes, chunk: Chunk, segment: SegmentHeader, where: str
+) -> Header:
+    """The header of a record that was read, if it is the chunk's.
+
+    Args:
+        checksum: of the payload that came with it.
+    Raises: CorruptRecordError.
+    """
+    header = Header.decode(bytes(page), chunk.nvme_slot, segment, where)
+    for field, want, got in (
+        ("key", chunk.name.key, header.name.key),
+        ("payload checksum in the header", chunk.checksum, header.payload_checksum),
+        ("payload checksum", chunk.checksum, checksum),
+    ):
+        if want != got:
+            raise CorruptRecordError(where, field, want.hex(), got.hex())
+    return header
+
+
+class Reader:
+    """See the module. Methods marked *locked* are called with the store's lock held."""
+
+    def __init__(self, context: Context, depth: int) -> None:
+        self._context = context
+        self._wanted: OrderedDict[Chunk, None] = OrderedDict()
+        self._pages = deque(
+            memoryview(mmap.mmap(-1, context.slab.header_bytes)) for _ in range(depth)
+        )
+        self._depth = depth
+
+    @property
+    def is_busy(self) -> bool:
+        """Locked."""
+        return bool(self._wanted) or self.num_reading > 0
+
+    @property
+    def num_reading(self) -> int:
+        """Locked."""
+        return self._depth - len(self._pages)
+
+    def want(self, chunks: Iterable[Chunk]) -> None:
+        """Locked. Queue chunks that are on NVMe only for being read, in this order."""
+        if not self._context.reads.in_use:
+            return
+        for chunk in chunks:
+            if len(self._wanted) < WANTED_MAX:
+                self._wanted.setdefault(chunk)
+
+    def forget_wanted(self) -> None:
+        """Locked."""
+        self._wanted.clear()
+
+    def start(self) -> None:
+        """Submit reads up to the depth. From any thread; waits for nothing."""
+        transfers: list[Transfer] = []
+        context = self._context
+        with context.progress:
+            while self._wanted and self._pages and context.reads.in_use:
+                chunk = next(iter(self._wanted))
+                if chunk.dropped or chunk.dram is not Dram.ABSENT or chunk.nvme is not Nvme.READY:
+                    del self._wanted[chunk]
+                    continue
+                if not context.residency.begin_prefetch(chunk):
+                    break  # no room now: whoever wants it asks again, until its deadline
+                del self._wanted[chunk]
+                page = self._pages.popleft()
+                segment = context.slab.segment(chunk.nvme_slot)
+                transfers.append(
+                    Transfer(
+                        Op.READ,
+                        partial(self._finish, chunk, page, segment),
+                        partial(self._give_up, chunk),
+                        offset=context.slab.offset(chunk.nvme_slot),
+                        buffers=(page, context.pool.slot(chunk.dram_slot)),
+                        checksum=True,
+                    )
+                )
+        context.flights.submit(transfers)
+
+    def _finish(
+        self, chunk: Chunk, page: memoryview, segment: SegmentHeader, completion: Completion
+    ) -> None:
+        context = self._context
+        failure: DeviceError | CorruptRecordError | None = completion.error
+        tokens = b""
+        if completion.error is None:
+            # Held by this read: neither the slot nor the expected checksum can change.
+            where = context.slab.where(chunk.nvme_slot)
+            try:
+                header = check_record(page, completion.checksum, chunk, segment, where)
+                tokens = header.name.tokens
+            except CorruptRecordError as error:
+                failure = error
+        with context.progress:
+            if completion.error is None:
+                num_bytes = len(page) + context.pool.slot_bytes
+                context.moved_bytes[Flow.PREFETCH] += num_bytes
+            verified = failure is None and chunk.confirm_tokens(tokens)
+            if not verified:
+                event = "read_failed" if completion.error is not None else "corrupt"
+                context.residency.counts[event] += 1
+            context.residency.finish_prefetch(chunk, verified)
+            self._pages.append(page)
+            context.progress.notify_all()
+        context.note_read(failure)
+
+    def _give_up(self, chunk: Chunk) -> None:
+        """The read is late. Whoever waits for the chunk computes."""
+        with self._context.progress:
+            self._context.residency.counts["read_late"] += 1
+            self._context.residency.drop(chunk)
+            self._context.progress.notify_all()
+        self._context.note_hang(Op.READ)
