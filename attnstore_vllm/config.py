@@ -13,9 +13,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attnstore_vllm.errors import ConfigError
 
@@ -71,18 +71,34 @@ def _integer(key: str, value: object, low: int, high: int) -> int:
     return value
 
 
+def _off_or_size(key: str, value: object) -> int | None:
+    """Bytes, or None where the value is `off` (YAML reads that as False)."""
+    return None if value is False or value == "off" else parse_size(key, value)
+
+
+IO_KINDS = ("auto", "uring", "aiofiles")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmeConfig:
     """The slab file's directory (created with mode 0700 if only its last part is missing)."""
 
     path: Path
     capacity_bytes: int
+    io: Literal["auto", "uring", "aiofiles"] = "auto"
+    io_deadline_ms: int = 5000
+    """A request that takes longer puts the tier out of use for a while."""
+    daily_writes_bytes: int | None = None
+    """The most that is written a day, to spare the disk; None: no limit."""
+    scrub_bytes_per_s: int | None = 8 << 20
+    """What cold records are read again with, to find rot early; None: never."""
 
     @classmethod
     def parse(cls, given: object) -> NvmeConfig:
         if not isinstance(given, Mapping):
             raise ConfigError(f"nvme is {given!r}; it must be {{path: ..., capacity: ...}}")
-        check_keys("nvme.", given, {"path", "capacity"}, {"path", "capacity"})
+        known = {"path", "capacity", "io", "io_deadline_ms", "daily_writes", "scrub"}
+        check_keys("nvme.", given, known, {"path", "capacity"})
         raw = given["path"]
         if not isinstance(raw, str) or not raw:
             raise ConfigError(f"nvme.path is {raw!r}; it must be an absolute directory")
@@ -92,8 +108,33 @@ class NvmeConfig:
                 f"nvme.path is {raw!r}, which is relative; write an absolute path, "
                 f"as in {Path.cwd() / raw}"
             )
-        capacity = parse_size("nvme.capacity", given["capacity"])
-        return cls(path=path, capacity_bytes=capacity)
+        io = given.get("io", cls.io)
+        if io not in IO_KINDS:
+            raise ConfigError(f"nvme.io is {io!r}; it must be one of {', '.join(IO_KINDS)}")
+        deadline = given.get("io_deadline_ms", cls.io_deadline_ms)
+        writes, scrub = given.get("daily_writes", False), given.get("scrub", "8MiB")
+        return cls(
+            path=path,
+            capacity_bytes=parse_size("nvme.capacity", given["capacity"]),
+            io=io,
+            io_deadline_ms=_integer("nvme.io_deadline_ms", deadline, 100, 600_000),
+            daily_writes_bytes=_off_or_size("nvme.daily_writes", writes),
+            scrub_bytes_per_s=_off_or_size("nvme.scrub", scrub),
+        )
+
+    def share(self, rank: int, ranks: int) -> NvmeConfig:
+        """The part of one of several engines: a directory of its own, an equal share of the rest."""
+
+        def part(num_bytes: int | None) -> int | None:
+            return None if num_bytes is None else max(1, num_bytes // ranks)
+
+        return replace(
+            self,
+            path=self.path / f"dp{rank}",
+            capacity_bytes=self.capacity_bytes // ranks,
+            daily_writes_bytes=part(self.daily_writes_bytes),
+            scrub_bytes_per_s=part(self.scrub_bytes_per_s),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +185,8 @@ class StoreConfig:
                 f"data_parallel_size is {self.data_parallel_size}, but this engine has data-"
                 f"parallel rank {dp_rank}; set data_parallel_size to the number of engines"
             )
-        nvme = NvmeConfig(
-            path=self.nvme.path / f"dp{dp_rank}",
-            capacity_bytes=self.nvme.capacity_bytes // self.data_parallel_size,
-        )
-        return StoreConfig(
+        return replace(
+            self,
             dram_bytes=self.dram_bytes // self.data_parallel_size,
-            nvme=nvme,
-            chunk_tokens=self.chunk_tokens,
-            load_deadline_ms=self.load_deadline_ms,
-            io_depth=self.io_depth,
-            data_parallel_size=self.data_parallel_size,
+            nvme=self.nvme.share(dp_rank, self.data_parallel_size),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -15,8 +16,9 @@ from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.scheduler import Scheduler
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
-from attnstore_vllm.io.aiofiles_device import AiofilesDevice
+from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
+from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
@@ -103,22 +105,41 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             )
         layouts.append(description)
     namespace = fingerprint(vllm_config, geometry, layouts, vllm.__version__)
-    slab = open_slab(
-        config.nvme.path / SLAB_NAME,
-        config.nvme.capacity_bytes,
-        geometry.chunk_tokens,
-        geometry.slot_bytes,
-        namespace,
+    shape = SegmentHeader(
+        number=-1,
+        chunk_tokens=geometry.chunk_tokens,
+        payload_bytes=geometry.slot_bytes,
+        namespace=namespace,
+        generation=b"",
+        last_used=int(time.time()),
+        label=_label(vllm_config, geometry),
     )
-    device = AiofilesDevice(slab.path, config.io_depth)
+    slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
+    region = (pool.address, pool.num_slots * pool.slot_bytes)
+    device, kind = open_device(slab.path, config.io_depth, config.nvme.io, [region])
     logger.info(
-        "AttnStore keeps %d tokens in DRAM and %d on NVMe (%s a token, chunks of %d tokens; "
-        "aiofiles, page cache %s)",
+        "AttnStore keeps %d tokens in DRAM and up to %d on NVMe (%s a token, chunks of %d tokens; "
+        "%s)",
         pool.num_slots * geometry.chunk_tokens,
-        slab.num_records * geometry.chunk_tokens,
+        slab.num_segments * slab.records_per_segment * geometry.chunk_tokens,
         format_size(round(geometry.token_bytes())),
         geometry.chunk_tokens,
-        "bypassed" if device.is_direct else "used",
+        kind,
     )
-    store = Store(pool, slab, device, config.io_depth)
+    store = Store(
+        pool,
+        slab,
+        device,
+        config.io_depth,
+        io_deadline_s=config.nvme.io_deadline_ms / 1000,
+        daily_writes=config.nvme.daily_writes_bytes,
+        scrub_rate=config.nvme.scrub_bytes_per_s,
+    )
     return Scheduler(store, geometry, namespace, config.load_deadline_ms / 1000, lock)
+
+
+def _label(vllm_config: VllmConfig, geometry: Geometry) -> str:
+    """What a person should know of this namespace."""
+    name = str(vllm_config.model_config.served_model_name or vllm_config.model_config.model)
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return f"{name} ({dtype}, {geometry.num_ranks} rank(s), vLLM {vllm.__version__})"

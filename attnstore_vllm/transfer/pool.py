@@ -12,7 +12,8 @@ behind; each member holds a lock on it, so that a region of a start that was kil
 is told from a living one, and is removed by the next start.
 """
 
-from __future__ import annotations
+from __future__ import ctypes
+import annotations
 
 import fcntl
 import json
@@ -77,6 +78,11 @@ class SharedPool:
         self._fd = self._create_or_open()
         self.buffer = mmap.mmap(self._fd, self._size_bytes)
         self._join(num_ranks, member)
+
+    @property
+    def address(self) -> int:
+        """Of slot 0 in this process; valid until close()."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.buffer)) + SLOTS_AT
 
     def slot(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnstore inspect DIR`: what is stored, by namespace. Reads headers; safe beside a server."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnstore_vllm.cli.slab_file import State, opened, slab_files
+from attnstore_vllm.config import format_size
+from attnstore_vllm.store.format import SegmentHeader
+from attnstore_vllm.types import Key
+
+LENGTHS = (1024, 4096, 16384, 65536)
+
+
+@dataclass(slots=True)
+class Namespace:
+    """All segments of one namespace in one file."""
+
+    segment: SegmentHeader
+    file: Path
+    segments: int = 0
+    chunks: int = 0
+    tails: int = 0
+    tokens: int = 0
+    bad_headers: int = 0
+    tenants: set[bytes] = field(default_factory=set)
+    written: list[int] = field(default_factory=list)
+    parents: set[Key] = field(default_factory=set)
+    ends: dict[Key, int] = field(default_factory=dict)
+
+    def sequences(self) -> list[int]:
+        """Tokens of every stored sequence: of each chunk that none continues."""
+        return [stop for key, stop in self.ends.items() if key not in self.parents]
+
+
+def inspect(directory: Path) -> list[Namespace]:
+    """Newest namespace first. Raises: ConfigError, OSError."""
+    found: dict[tuple[Path, bytes], Namespace] = {}
+    for path in slab_files(directory):
+        with opened(path) as slab:
+            for _, segment in slab.segments():
+                if not isinstance(segment, SegmentHeader):
+                    continue
+                namespace = found.setdefault(
+                    (path, segment.namespace), Namespace(segment, path)
+                )
+                namespace.segments += 1
+                for record in slab.records(segment, payloads=False):
+                    if record.state is State.BAD:
+                        namespace.bad_headers += 1
+                    elif record.header is not None:
+                        _add(namespace, record.header)
+    return sorted(found.values(), key=lambda n: n.segment.last_used, reverse=True)
+
+
+def _add(namespace: Namespace, header: Any) -> None:
+    name = header.name
+    namespace.chunks += 1
+    namespace.tails += name.num_tokens < namespace.segment.chunk_tokens
+    namespace.tokens += name.num_tokens
+    namespace.tenants.add(name.tenant)
+    namespace.written.append(header.written_at)
+    namespace.parents.add(name.parent)
+    namespace.ends[name.key] = name.position + name.num_tokens
+
+
+def as_json(namespaces: list[Namespace]) -> list[dict[str, Any]]:
+    now = int(time.time())
+    return [
+        {
+            "file": str(n.file),
+            "namespace": n.segment.namespace.hex(),
+            "label": n.segment.label,
+            "last_used": n.segment.last_used,
+            "segments": n.segments,
+            "chunk_tokens": n.segment.chunk_tokens,
+            "chunks": n.chunks,
+            "tails": n.tails,
+            "tokens": n.tokens,
+            "bytes": n.chunks * n.segment.record_bytes,
+            "bad_headers": n.bad_headers,
+            "tenants": len(n.tenants),
+            "age_s": {"oldest": now - min(n.written), "newest": now - max(n.written)}
+            if n.written
+            else None,
+            "sequences": _by_length(n.sequences()),
+        }
+        for n in namespaces
+    ]
+
+
+def _by_length(lengths: list[int]) -> dict[str, int]:
+    groups: dict[str, int] = {}
+    low = 0
+    for high in LENGTHS:
+        groups[f"up to {high}"] = sum(low < length <= high for length in lengths)
+        low = high
+    groups[f"over {low}"] = sum(length > low for length in lengths)
+    return groups
+
+
+def show(namespaces: list[Namespace]) -> None:
+    if not namespaces:
+        print("nothing is stored")
+    for n in as_json(namespaces):
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(n["last_used"]))
+        print(f"{n['namespace'][:16]}  {n['label']}")
+        print(f"  in {n['file']}, {n['segments']} segments, last used {used}")
+        print(
+            f"  {n['chunks']} chunks ({n['tails']} tails), {n['tokens']} tokens, "
+            f"{format_size(n['bytes'])}, {n['tenants']} tenants"
+        )
+        if n["age_s"]:
+            print(f"  written {_age(n['age_s']['oldest'])} to {_age(n['age_s']['newest'])} ago")
+        sequences = ", ".join(f"{k}: {v}" for k, v in n["sequences"].items() if v)
+        print(f"  sequences by tokens: {sequences or 'none'}")
+        if n["bad_headers"]:
+            print(f"  {n['bad_headers']} damaged headers; `attnstore verify` says more")
+
+
+def _age(seconds: int) -> str:
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(0, seconds)} s"

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `attnstore` command: looks after the directory of nvme.path."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnstore_vllm.cli import gc, inspect, verify
+from attnstore_vllm.config import format_size, parse_size
+from attnstore_vllm.errors import AttnStoreError
+
+EXIT_OK, EXIT_BAD, EXIT_ERROR = 0, 1, 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attnstore", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    read = commands.add_parser(
+        "verify", help="read every record; exit 1 if any is bad (safe beside a running server)"
+    )
+    look = commands.add_parser(
+        "inspect", help="namespaces, chunks, tokens, bytes, ages (safe beside a running server)"
+    )
+    clean = commands.add_parser("gc", help="delete stored KV (the server must be stopped)")
+    for command in (read, look, clean):
+        command.add_argument("directory", type=Path, metavar="DIR", help="the server's nvme.path")
+        command.add_argument("--json", action="store_true", help="print JSON")
+    clean.add_argument("--older-than", metavar="AGE", help="written longer ago, as in 7d or 12h")
+    clean.add_argument("--namespace", metavar="HEX", help="one namespace, as inspect shows it")
+    clean.add_argument("--tenant", metavar="SALT", help="all of one cache_salt")
+    clean.add_argument("--to-size", metavar="SIZE", help="oldest first until no more is taken")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 (verify found something bad), 2 (it could not be done)."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (AttnStoreError, OSError) as error:
+        print(f"attnstore {args.command}: {error}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "verify":
+        verdict = verify.verify(args.directory, quiet=args.json)
+        if args.json:
+            print(json.dumps(verify.as_json(verdict)))
+        else:
+            verify.show(verdict)
+        return EXIT_BAD if verdict.bad else EXIT_OK
+    if args.command == "inspect":
+        namespaces = inspect.inspect(args.directory)
+        if args.json:
+            print(json.dumps(inspect.as_json(namespaces)))
+        else:
+            inspect.show(namespaces)
+        return EXIT_OK
+    return _gc(args)
+
+
+def _gc(args: argparse.Namespace) -> int:
+    rules = gc.Rules(
+        older_than_s=gc.parse_age(args.older_than) if args.older_than else None,
+        namespace=args.namespace,
+        tenant=args.tenant,
+        to_size=parse_size("--to-size", args.to_size) if args.to_size else None,
+    )
+    if rules == gc.Rules():
+        print("attnstore gc: say what is to go: --older-than, --namespace, --tenant or --to-size",
+              file=sys.stderr)  # fmt: skip
+        return EXIT_ERROR
+    freed = gc.collect(args.directory, rules)
+    if args.json:
+        print(json.dumps({"records": freed.records, "segments": freed.segments,
+                          "bytes": freed.bytes}))  # fmt: skip
+    else:
+        print(
+            f"{freed.records} records and {freed.segments} whole segments are gone, "
+            f"{format_size(freed.bytes)} are free"
+        )
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
