@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -17,8 +17,8 @@ from blake3 import blake3
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
 from attnstore_vllm.io.device import Device
-from attnstore_vllm.store.format import PAGE_BYTES, Superblock, header_bytes
-from attnstore_vllm.store.slab import Slab
+from attnstore_vllm.store.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
+from attnstore_vllm.store.slab import Slab, new_generation, num_segments_for, segment_bytes_for
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.devices import MemoryDevice
 from attnstore_vllm.transfer.pool import SharedPool
@@ -30,8 +30,25 @@ NAMESPACE = bytes(range(32))
 DEADLINE_S = 10.0
 
 
+SHAPE = SegmentHeader(-1, CHUNK_TOKENS, PAYLOAD_BYTES, NAMESPACE, b"", 1_700_000_000, "a test")
+SEGMENT_AT = PAGE_BYTES
+"""Of the one segment that the slabs of these helpers have."""
+
+
 def slab_bytes(num_records: int) -> int:
-    return PAGE_BYTES + num_records * RECORD_BYTES
+    """The size of a device with one segment of so many records."""
+    return 2 * PAGE_BYTES + num_records * RECORD_BYTES
+
+
+def capacity_for(num_records: int, record_bytes: int = RECORD_BYTES) -> int:
+    """The least capacity, to a page, with which a new file has room for so many records."""
+    capacity = num_records * record_bytes
+    while True:
+        segment_bytes = segment_bytes_for(capacity, record_bytes)
+        per_segment = (segment_bytes - PAGE_BYTES) // record_bytes
+        if num_segments_for(capacity, segment_bytes) * per_segment >= num_records:
+            return capacity
+        capacity += PAGE_BYTES
 
 
 def open_pool(num_slots: int, slot_bytes: int = PAYLOAD_BYTES) -> SharedPool:
@@ -44,20 +61,25 @@ def open_pool(num_slots: int, slot_bytes: int = PAYLOAD_BYTES) -> SharedPool:
 
 
 def new_slab(num_records: int) -> Slab:
-    """A slab without a file; format_device() puts its superblock onto a device."""
-    superblock = Superblock(CHUNK_TOKENS, PAYLOAD_BYTES, NAMESPACE, secrets.token_bytes(16))
-    return Slab(Path("memory"), superblock, num_records, fresh=True)
+    """A slab without a file; format_device() puts its root and segment onto a device."""
+    slab = Slab(Path("memory"), PAGE_BYTES + num_records * RECORD_BYTES, SHAPE)
+    slab.own[0] = replace(SHAPE, number=0, generation=new_generation())
+    slab.fresh.append(0)
+    return slab
 
 
 def format_device(device: MemoryDevice, slab: Slab) -> None:
-    device.image[:PAGE_BYTES] = slab.superblock.encode()
+    device.image[:PAGE_BYTES] = Root(slab.segment_bytes).encode()
+    device.image[SEGMENT_AT : SEGMENT_AT + PAGE_BYTES] = slab.own[0].encode()
 
 
 def found_slab(image: bytes | bytearray) -> Slab:
     """The slab that the next start finds on a device with these bytes."""
-    superblock = Superblock.decode(bytes(image[:PAGE_BYTES]), "memory, superblock")
-    num_records = (len(image) - PAGE_BYTES) // RECORD_BYTES
-    return Slab(Path("memory"), superblock, num_records, fresh=False)
+    root = Root.decode(bytes(image[:PAGE_BYTES]), "memory, root")
+    raw = bytes(image[SEGMENT_AT : SEGMENT_AT + PAGE_BYTES])
+    slab = Slab(Path("memory"), root.segment_bytes, SHAPE)
+    slab.own[0] = SegmentHeader.decode(raw, 0, "memory, segment 0")
+    return slab
 
 
 def sequence_of(

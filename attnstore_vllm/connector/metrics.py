@@ -23,6 +23,11 @@ COUNTERS = {
     "loaded_tokens": ("tier", "Tokens whose KV was loaded into HBM, by the tier it was in."),
     "chunks": ("event", "What happened to chunks."),
     "bytes": ("direction", "Bytes moved between the tiers."),
+    "first_written_bytes": (
+        "tier",
+        "Bytes of KV of tokens that were not on NVMe before. The bytes written "
+        "(bytes, dram_to_nvme) over these are the write amplification.",
+    ),
     "recomputations": (
         "cause",
         "Requests that computed KV which the store had when they came: it did not come up from "
@@ -31,10 +36,17 @@ COUNTERS = {
 }
 CHUNK_EVENTS = (
     "saved", "dropped", "evicted_dram", "evicted_nvme", "lost", "superseded", "written",
-    "write_failed", "read_failed", "corrupt", "recovered",
+    "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
+    "device_late", "device_out",
 )  # fmt: skip
-"""`dropped`: not saved for want of room. `lost`: evicted from its last tier."""
-GAUGES = {"held_bytes": ("tier", "Bytes of slots in use.")}
+"""`dropped`: not saved for want of room. `lost`: evicted from its last tier. `read_late`: not
+waited for any longer. `device_late`, `device_out`: the disk did not answer in time, or failed
+again and again, and was left alone for a while."""
+GAUGES = {
+    "held_bytes": ("tier", "Bytes of slots in use."),
+    "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),
+    "recovery": ("figure", "Of the last start: seconds, records read, chunks found."),
+}
 LOAD_SECONDS = "load_seconds"
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -118,6 +130,11 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
             for tier in ("dram", "nvme"):
                 for name in ("offered_tokens", "loaded_tokens", "held_bytes"):
                     self._child(name, engine, tier)
+            for direction in ("reads", "writes"):
+                self._child("nvme_in_use", engine, direction)
+            for figure in ("seconds", "records", "chunks"):
+                self._child("recovery", engine, figure)
+            self._child("first_written_bytes", engine, "nvme")
             for cause in ("deadline", "lost"):
                 self._child("recomputations", engine, cause)
             for flow in Flow:

@@ -79,7 +79,7 @@ class Scheduler:
         self._plan_ids = itertools.count(1)
         self._in_flight: dict[int, tuple[Flow, list[Chunk], int]] = {}
         self._stats = AttnStoreStats.empty()
-        self._reported: dict[tuple[str, str], int] = {}
+        self._reported: dict[tuple[str, str], float] = {}
         self._kv_cache_manager: KVCacheManager | None = None
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -316,13 +316,15 @@ class Scheduler:
             self._add_difference(stats, "chunks", event, count)
         for flow, num_bytes in self.store.moved_bytes().items():
             self._add_difference(stats, "bytes", flow.value, num_bytes)
-        for tier, num_bytes in self.store.held_bytes().items():
-            if self._reported.get(("held_bytes", tier.value)) != num_bytes:
-                self._reported["held_bytes", tier.value] = num_bytes
-                stats.set("held_bytes", tier.value, num_bytes)
+        first = self.store.first_written_tokens() * self._geometry.token_bytes()
+        self._add_difference(stats, "first_written_bytes", Tier.NVME.value, int(first))
+        for (name, label), value in self.store.gauges().items():
+            if self._reported.get((name, label)) != value:
+                self._reported[name, label] = value
+                stats.set(name, label, value)
         return None if stats.is_empty() else stats
 
-    def _add_difference(self, stats: AttnStoreStats, name: str, label: str, total: int) -> None:
+    def _add_difference(self, stats: AttnStoreStats, name: str, label: str, total: float) -> None:
         stats.add(name, label, total - self._reported.get((name, label), 0))
         self._reported[name, label] = total
 

@@ -58,3 +58,4 @@ class Lru:
         """
         oldest = list(islice((c for c in self._oldest_first if can_go(c)), LOOK_MAX))
         return next((c for c in oldest if costs_nothing(c)), oldest[0] if oldest else None)
+SlotLru = Lru

@@ -201,6 +201,7 @@ class Header:
 
     def encode(self, chunk_tokens: int) -> bytes:
         """The whole header, sealed."""
+        assert self.name.num_tokens <= chunk_tokens
         raw = bytearray(header_bytes(chunk_tokens))
         self.encode_into(memoryview(raw))
         return seal(raw)

@@ -35,11 +35,11 @@ class Recovery:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._todo: deque[range] = deque()
-        for segment in sorted(context.slab.own):
+        for segment in sorted(set(context.slab.own) - set(context.slab.fresh)):
             records = context.slab.records_of(segment)
             for first in range(records.start, records.stop, BATCH_HEADERS):
                 self._todo.append(range(first, min(first + BATCH_HEADERS, records.stop)))
-        self._num_records = sum(map(len, self._todo))
+        self.num_records = sum(map(len, self._todo))
         size = context.slab.header_bytes
         self._buffers = [
             memoryview(mmap.mmap(-1, BATCH_HEADERS * size)) for _ in range(BATCHES)
@@ -125,8 +125,8 @@ class Recovery:
             context.residency.finish_adoption()
             context.residency.counts["recovered"] += self.found
             context.progress.notify_all()
-        if self._num_records:
+        if self.num_records:
             logger.info(
                 "AttnStore found %d chunks of earlier runs in %s (%d records read in %.2f s)",
-                self.found, context.slab.path, self._num_records, self.seconds,
+                self.found, context.slab.path, self.num_records, self.seconds,
             )  # fmt: skip

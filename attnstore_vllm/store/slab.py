@@ -58,10 +58,13 @@ class Slab:
     shape: SegmentHeader
     """Of our segments; number and generation are those of no segment."""
     own: dict[int, SegmentHeader] = field(default_factory=dict)
+    fresh: list[int] = field(default_factory=list)
+    """Of our segments, those that can hold no record yet, so that recovery leaves them out."""
     free: list[int] = field(default_factory=list)
     """Segments of no namespace; the first is claimed first."""
     foreign: list[SegmentHeader] = field(default_factory=list)
     """Segments of other namespaces; the first gives way first."""
+    _reset: bool = False
 
     @property
     def num_segments(self) -> int:
@@ -126,7 +129,7 @@ class Slab:
         else:
             return None
         header = replace(self.shape, number=number, generation=new_generation())
-        self.own[number] = header
+        self.own[number] = replace(header, generation=new_generation()) if self._reset else header
         return header
 
     def renew(self) -> list[SegmentHeader]:
@@ -135,6 +138,7 @@ class Slab:
         What this process writes from now on may belong to weights that no file has, so it
         carries generations that no later start will look for.
         """
+        self._reset = True
         headers = [replace(header, generation=new_generation()) for header in self.own.values()]
         for header in headers:
             self.own[header.number] = replace(header, generation=new_generation())
@@ -176,6 +180,8 @@ def open_slab(path: Path, capacity_bytes: int, shape: SegmentHeader) -> Slab:
             found = list(_read_segments(fd, path, segment_bytes))
             slab = _share_out(path, segment_bytes, capacity_bytes, shape, found)
             _allocate(fd, slab)
+            if not slab.own and (claimed := slab.claim()) is not None:
+                slab.fresh.append(claimed.number)
             for header in slab.own.values():
                 os.pwrite(fd, header.encode(), slab.segment_offset(header.number))
             os.fdatasync(fd)

@@ -162,11 +162,23 @@ class Store:
         with self._lock:
             return dict(self._context.moved_bytes)
 
-    def held_bytes(self) -> dict[Tier, int]:
+    def first_written_tokens(self) -> int:
+        """Tokens written to NVMe that were not there before."""
+        with self._lock:
+            return self.residency.counts["first_written_tokens"]
+
+    def gauges(self) -> dict[tuple[str, str], float]:
+        """What is now, as (name, label): value."""
+        recovery = self._keeper.recovery
         with self._lock:
             return {
-                Tier.DRAM: self.residency.dram_used * self._pool.slot_bytes,
-                Tier.NVME: self.residency.nvme_used * self._slab.record_bytes,
+                ("held_bytes", Tier.DRAM.value): self.residency.dram_used * self._pool.slot_bytes,
+                ("held_bytes", Tier.NVME.value): self.residency.nvme_used * self._slab.record_bytes,
+                ("nvme_in_use", "reads"): float(self._context.reads.in_use),
+                ("nvme_in_use", "writes"): float(self._context.writes.in_use),
+                ("recovery", "seconds"): recovery.seconds,
+                ("recovery", "records"): recovery.num_records if recovery.is_over else 0,
+                ("recovery", "chunks"): recovery.found,
             }
 
     def is_idle(self) -> bool:

@@ -12,9 +12,9 @@ behind; each member holds a lock on it, so that a region of a start that was kil
 is told from a living one, and is removed by the next start.
 """
 
-from __future__ import ctypes
-import annotations
+from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import logging
