@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
+from collections.abc import Callable
 
 from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.index.residency import Residency
@@ -33,12 +33,14 @@ class Context:
         pool: SharedPool,
         slab: Slab,
         flights: Flights,
+        clock: Callable[[], float],
     ) -> None:
         self.residency = residency
         self.progress = progress
         self.pool = pool
         self.slab = slab
         self.flights = flights
+        self.clock = clock
         self.moved_bytes: Counter[Flow] = Counter()
         self.reads = Breaker()
         self.writes = Breaker()
@@ -53,7 +55,7 @@ class Context:
 
     def note_hang(self, op: Op) -> None:
         """A request is late: the device hangs, for both directions."""
-        now = time.monotonic()
+        now = self.clock()
         with self.progress:
             self.residency.counts["device_late"] += 1
             out = [self.reads.failure(now, hung=True), self.writes.failure(now, hung=True)]
@@ -67,7 +69,7 @@ class Context:
     def _note(
         self, what: str, breaker: Breaker, failure: AttnStoreError | None, cost: str
     ) -> None:
-        now = time.monotonic()
+        now = self.clock()
         with self.progress:
             if failure is None:
                 changed = breaker.success()

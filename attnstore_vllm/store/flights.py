@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -44,9 +43,10 @@ class Flights:
         deadline_s: how long a request may take before it is late.
     """
 
-    def __init__(self, device: Device, deadline_s: float) -> None:
+    def __init__(self, device: Device, deadline_s: float, clock: Callable[[], float]) -> None:
         self._device = device
         self._deadline_s = deadline_s
+        self._clock = clock
         self._tags = itertools.count(1)
         self._open: dict[int, Transfer] = {}
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Flights:
         """Hand requests to the device. From any thread; waits for nothing."""
         if not transfers:
             return
-        deadline = time.monotonic() + self._deadline_s
+        deadline = self._clock() + self._deadline_s
         requests: list[IoRequest] = []
         with self._lock:
             for transfer in transfers:
@@ -94,7 +94,7 @@ class Flights:
         transfer.done(completion)
 
     def _check_deadlines(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             late = {
                 tag: transfer

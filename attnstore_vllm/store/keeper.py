@@ -112,7 +112,7 @@ class Keeper:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self.turn(_POLL_S)
         except Exception:
             # The thread's outermost frame: the NVMe tier is out of use, the server goes on.
             logger.exception("AttnStore's NVMe tier stops; DRAM and the server go on")
@@ -123,22 +123,23 @@ class Keeper:
                 self._context.residency.lose_nvme()
                 self._context.progress.notify_all()
 
-    def _turn(self) -> None:
+    def turn(self, poll_s: float) -> None:
+        """Start what can be started, wait `poll_s` at most for what ends, and note it."""
         self._probe()
         self.recovery.start()
         self.reader.start()
         with self._context.progress:
             reading = self.reader.is_busy
         self._writer.start(reading)
-        poll_s = _POLL_S
         if self._scrubber is not None and not reading and self.recovery.is_over:
             self._scrubber.start()
-            poll_s = _SCRUB_POLL_S
+            poll_s = min(poll_s, _SCRUB_POLL_S)
         self._context.flights.run(poll_s)
 
     def _probe(self) -> None:
         """Try a direction that is out of use again, one page at a time."""
-        context, now = self._context, time.monotonic()
+        context = self._context
+        now = context.clock()
         with context.progress:
             reading = context.reads.take_probe(now)
             writing = context.writes.take_probe(now)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import time
 from collections import deque
 from functools import partial
 
@@ -45,7 +44,7 @@ class Recovery:
             memoryview(mmap.mmap(-1, BATCH_HEADERS * size)) for _ in range(BATCHES)
         ]
         self._open = 0
-        self._started = time.monotonic()
+        self._started = context.clock()
         self.seconds = 0.0
         self.found = 0
 
@@ -120,7 +119,7 @@ class Recovery:
 
     def _end(self) -> None:
         context = self._context
-        self.seconds = time.monotonic() - self._started
+        self.seconds = context.clock() - self._started
         with context.progress:
             context.residency.finish_adoption()
             context.residency.counts["recovered"] += self.found

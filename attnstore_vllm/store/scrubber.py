@@ -8,7 +8,6 @@ nobody reads. A record that is not right is dropped and counted, as if it had be
 from __future__ import annotations
 
 import mmap
-import time
 from functools import partial
 
 from attnstore_vllm.errors import CorruptRecordError
@@ -44,7 +43,7 @@ class Scrubber:
             chunk = self._next()
             if chunk is None:
                 return
-            if not self._budget.take(time.monotonic(), context.slab.record_bytes):
+            if not self._budget.take(context.clock(), context.slab.record_bytes):
                 return
             context.residency.begin_scrub(chunk)
             segment = context.slab.segment(chunk.nvme_slot)

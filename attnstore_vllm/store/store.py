@@ -14,7 +14,8 @@ ever READY.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
@@ -35,7 +36,16 @@ CLOSE_DEADLINE_S = 3.0
 
 
 class Store:
-    """See the module. All methods may be called from the scheduler's thread."""
+    """See the module. All methods may be called from the scheduler's thread.
+
+    Args:
+        slab, device: of one file; the store owns both from now on.
+        io_depth: requests in flight on the device, half of them writes.
+        io_deadline_s: a request that takes longer puts NVMe out of use for a while.
+        daily_writes: bytes that may be written a day, or None.
+        scrub_rate: bytes a second for reading cold records again, or None.
+        clock, threaded: for simulations: their own time, and turn() in place of our thread.
+    """
 
     def __init__(
         self,
@@ -47,18 +57,25 @@ class Store:
         io_deadline_s: float = 5.0,
         daily_writes: int | None = None,
         scrub_rate: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        threaded: bool = True,
     ) -> None:
         self.residency = Residency(pool.num_slots, slab.records_max, Lru(), SlotLru(slab.records_max))
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._pool = pool
         self._slab = slab
-        flights = Flights(device, io_deadline_s)
-        self._context = Context(self.residency, self._progress, pool, slab, flights)
+        flights = Flights(device, io_deadline_s, clock)
+        self._context = Context(self.residency, self._progress, pool, slab, flights, clock)
         self._keeper = Keeper(
             self._context, device, io_depth, daily_writes=daily_writes, scrub_rate=scrub_rate
         )
-        self._keeper.start()
+        if threaded:
+            self._keeper.start()
+
+    def turn(self) -> None:
+        """One round of what our thread does. For simulations, without the thread."""
+        self._keeper.turn(0.0)
 
     # ---- looking up --------------------------------------------------------------------
 
@@ -165,7 +182,7 @@ class Store:
     def first_written_tokens(self) -> int:
         """Tokens written to NVMe that were not there before."""
         with self._lock:
-            return self.residency.counts["first_written_tokens"]
+            return self.residency.first_written_tokens
 
     def gauges(self) -> dict[tuple[str, str], float]:
         """What is now, as (name, label): value."""

@@ -72,7 +72,7 @@ class Writer:
                     context.residency.open_nvme_slots(records.start, len(records))
             if claimed is not None:
                 self._write_segment_header(claimed)
-            if not self._budget.take(time.monotonic(), context.slab.record_bytes):
+            if not self._budget.take(context.clock(), context.slab.record_bytes):
                 return
             with context.progress:
                 chunk = context.residency.begin_write_back(newest_first=self.newest_first)
