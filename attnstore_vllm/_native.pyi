@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
@@ -45,7 +47,7 @@ class Uring:
     def has_regions(self) -> bool: ...
     def submit(
         self,
-        requests: list[
+        requests: Sequence[
             tuple[int, int, int, tuple[memoryview, ...], tuple[tuple[int, int], ...], bool]
         ],
     ) -> bool: ...

@@ -85,7 +85,7 @@ std::unique_ptr<UringDevice> make_device(
   }
 }
 
-bool submit_all(UringDevice& self, const py::list& items) {
+bool submit_all(UringDevice& self, const py::sequence& items) {
   std::vector<Request> requests;
   requests.reserve(items.size());
   for (const py::handle item : items) requests.push_back(as_request(item.cast<py::tuple>()));

@@ -50,11 +50,11 @@ class UringDevice:
         if not native.has_uring:
             raise UringUnavailableError("the native extension was built without liburing")
         try:
+            self._size_bytes = path.stat().st_size
             flag = direct_flag(path)
             if not flag:
                 raise UringUnavailableError(f"{path}: the file system refuses O_DIRECT")
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flag)
-            self._size_bytes = os.fstat(fd).st_size
         except OSError as error:
             raise DeviceError(f"{path}: {error}") from error
         try:
