@@ -249,15 +249,15 @@ def test_a_device_that_nobody_closed_ends_with_its_last_name(path: Path) -> None
 
 @pytest.mark.skipif(not hasattr(native, "page_checksums"), reason="built without xxhash.h")
 def test_checksums_of_pages() -> None:
-    pages = np.frombuffer(Random(1).randbytes(40 * 512), np.uint8)
+    whole = memoryview(Random(1).randbytes(40 * 512))
+    pages = np.frombuffer(whole, np.uint8)
     for page_bytes in (512, 4096):
         for zero_at in (0, 77, page_bytes - 16):
             wanted = pages.copy().reshape(-1, page_bytes)
             wanted[:, zero_at : zero_at + 16] = 0
-            sums = native.page_checksums(memoryview(pages), page_bytes, zero_at)
+            sums = native.page_checksums(whole, page_bytes, zero_at)
             assert sums == b"".join(xxh3_128_digest(row.tobytes()) for row in wanted)
     assert native.page_checksums(b"", 4096, 0) == b""
-    whole = memoryview(pages)
     for wrong in ((whole, 4095, 0), (whole, 4096, 4081), (whole, 0, 0), (whole[::2], 512, 0)):
         with pytest.raises(ValueError, match=r"page|contiguous"):
             native.page_checksums(*wrong)
