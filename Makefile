@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | check | bench
+# make setup | demo | test | check | sanitize | bench
 PYTHON := .venv/bin/python
-CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
+CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/tests/*.h)
 
-.PHONY: setup demo test check lint format bench clean
+.PHONY: setup demo test check lint format sanitize bench clean
 
 setup:
 	@python3 tools/setup_env.py
@@ -26,6 +26,9 @@ format: setup
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
 	@.venv/bin/clang-format -i $(CXX_FILES)
+
+sanitize:
+	@csrc/tests/sanitize.sh
 
 bench: setup
 	@$(PYTHON) -m benchmarks.hit_latency $(ARGS)

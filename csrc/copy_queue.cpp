@@ -1,29 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "copy_queue.h"
 
-#include <sched.h>
-
 #include <stdexcept>
 #include <utility>
 
 #include "stream_copy.h"
+#include "threads.h"
 
 namespace attnstore {
-
-namespace {
-
-// vLLM binds its own threads to single processors, and a new thread inherits the binding of the
-// one that makes it. Copies go wherever there is room.
-void unbind_this_thread() {
-  cpu_set_t all;
-  CPU_ZERO(&all);
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &all);
-  // The kernel intersects this with what the process may use; if it refuses, the inherited
-  // binding is as good as any.
-  (void)sched_setaffinity(0, sizeof(all), &all);
-}
-
-}  // namespace
 
 CopyQueue::CopyQueue(int num_threads) {
   threads_.reserve(static_cast<std::size_t>(num_threads));

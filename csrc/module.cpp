@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "bindings.h"
 #include "page_copier.h"
 
 namespace py = pybind11;
@@ -69,4 +70,13 @@ PYBIND11_MODULE(_native, m) {
             self.save(all);
           },
           py::arg("copies"), "Copy blocks ([n, 3] int64) into slots; complete on return.");
+#if defined(ATTNSTORE_HAS_XXHASH)
+  bind_checksum(m);
+#endif
+#if defined(ATTNSTORE_HAS_URING)
+  bind_uring(m);
+  m.attr("has_uring") = true;
+#else
+  m.attr("has_uring") = false;
+#endif
 }

@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Sequence
 from mmap import mmap
 from pathlib import Path
 
@@ -24,9 +22,12 @@ import aiofiles
 from aiofiles.threadpool.binary import AsyncFileIO
 
 from attnstore_vllm.errors import DeviceError
+from attnstore_vllm.io.checksum import check, checksum, seal
+from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.io.device import ALIGNMENT_BYTES, Completion, IoRequest, Op
 
-logger = logging.getLogger(__name__)
+_left_behind: list[object] = []
+"""Requests that a disk did not give back: their buffers stay as long as the process."""
 
 
 def direct_flag(path: Path) -> int:
@@ -62,9 +63,11 @@ class AiofilesDevice:
         except OSError as error:
             raise DeviceError(f"{path}: {error}") from error
         self._completions: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
-        self._executor = ThreadPoolExecutor(depth, thread_name_prefix="attnstore-io")
+        self._executor = DaemonPool(depth, "attnstore-io")
         self._loop = asyncio.new_event_loop()
-        self._requests: asyncio.Queue[IoRequest | None] = asyncio.Queue()
+        self._tags: asyncio.Queue[int | None] = asyncio.Queue()
+        self._waiting: dict[int, IoRequest] = {}  # by tag, until a worker takes it
+        self._moving: dict[int, IoRequest] = {}
         self._closed = False
         started: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -88,17 +91,15 @@ class AiofilesDevice:
         if self._closed:
             raise DeviceError(f"{self.path}: the device is closed")
         for request in requests:
-            assert request.offset % ALIGNMENT_BYTES == 0
-            assert all(len(buffer) % ALIGNMENT_BYTES == 0 for buffer in request.buffers)
-            assert request.offset + sum(map(len, request.buffers)) <= self._size_bytes
+            check(request, self._size_bytes)
         try:
             self._loop.call_soon_threadsafe(self._queue, tuple(requests))
         except RuntimeError as error:  # the loop has ended without close()
             raise DeviceError(f"{self.path}: {error}") from error
 
-    def _queue(self, requests: tuple[IoRequest, ...]) -> None:
-        for request in requests:
-            self._requests.put_nowait(request)
+    def cancel(self, tags: Collection[int]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: so has everything on it
+            self._loop.call_soon_threadsafe(self._cancel, tuple(tags))
 
     def poll(self, timeout_s: float) -> list[Completion]:
         if not (self._thread.is_alive() or self._closed):
@@ -118,14 +119,40 @@ class AiofilesDevice:
     def wake(self) -> None:
         self._completions.put(None)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._requests.put_nowait, None)
-        self._thread.join()
+    def close(self, timeout_s: float) -> bool:
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._tags.put_nowait, None)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            return True
+        # What hangs is left to its threads; what waits behind it must not be written years later.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._cancel, None)
+        _left_behind.append(self._moving)
+        return False
 
     # ---- on the loop's thread ----------------------------------------------------------
+
+    def _queue(self, requests: tuple[IoRequest, ...]) -> None:
+        for request in requests:
+            self._waiting[request.tag] = request
+            self._tags.put_nowait(request.tag)
+
+    def _cancel(self, tags: tuple[int, ...] | None) -> None:
+        """End those of these requests, or of all, that no worker has taken."""
+        for tag in tuple(self._waiting) if tags is None else tags:
+            request = self._waiting.pop(tag, None)
+            if request is not None:
+                self._end(request, OSError(errno.ECANCELED, "cancelled before it was begun"))
+
+    def _end(self, request: IoRequest, failure: OSError | None, digest: bytes = b"") -> None:
+        error = None
+        if failure is not None:
+            where = f"{self.path} at byte {request.offset}"
+            error = DeviceError(f"{where}: {request.op.value} failed: {failure}")
+        self._completions.put(Completion(request.tag, error, digest))
 
     def _run(self, depth: int, started: queue.SimpleQueue[OSError | None]) -> None:
         try:
@@ -160,21 +187,28 @@ class AiofilesDevice:
         return file
 
     async def _work(self, file: AsyncFileIO) -> None:
-        while (request := await self._requests.get()) is not None:
-            error: DeviceError | None = None
+        while (tag := await self._tags.get()) is not None:
+            request = self._waiting.pop(tag, None)
+            if request is None:
+                continue  # it was cancelled
+            self._moving[tag] = request
+            digest, failure = b"", None
             try:
-                await self._move(file, request)
-            except OSError as failure:
-                error = DeviceError(
-                    f"{self.path} at byte {request.offset}: {request.op.value} failed: {failure}"
-                )
-            self._completions.put(Completion(request.tag, error))
-        self._requests.put_nowait(None)  # the next worker stops as well
+                digest = await self._move(file, request)
+            except OSError as error:
+                failure = error
+            del self._moving[tag]
+            self._end(request, failure, digest)
+        self._tags.put_nowait(None)  # the next worker stops as well
 
-    async def _move(self, file: AsyncFileIO, request: IoRequest) -> None:
+    async def _move(self, file: AsyncFileIO, request: IoRequest) -> bytes:
+        """Move all bytes; returns the checksum for the completion."""
+        digest = b""
         if request.op is Op.SYNC:
             await self._loop.run_in_executor(self._executor, os.fdatasync, file.fileno())
-            return
+            return digest
+        if request.seals:
+            digest = await self._loop.run_in_executor(self._executor, seal, request)
         await file.seek(request.offset)
         for buffer in request.buffers:
             moved = 0
@@ -187,3 +221,7 @@ class AiofilesDevice:
                 if not count:
                     raise OSError(errno.EIO, f"{moved} of {len(buffer)} bytes, then nothing")
                 moved += count
+        if request.checksum:
+            last = request.buffers[-1]
+            digest = await self._loop.run_in_executor(self._executor, checksum, last)
+        return digest

@@ -9,7 +9,8 @@ Faults, and why the store has to live with each:
   a record may be torn anywhere, and an old header may stand before new bytes.
 - FailingDevice: a request fails; a bit of what is read is wrong; a write lands elsewhere, or
   nowhere, and is reported as done; the whole device dies. Each costs chunks, never an answer.
-- SlowDevice: completions come late, or never. Nobody may wait for them without a deadline.
+- SlowDevice (testing/slow_device.py): completions come late, or never. Nobody may wait for them
+  without a deadline.
 
 Not injected: a transfer that ends short. A Device moves every byte or reports an error.
 """
@@ -19,15 +20,18 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
 
 from attnstore_vllm.errors import DeviceError
+from attnstore_vllm.io.checksum import check, checksum, seal
 from attnstore_vllm.io.device import ALIGNMENT_BYTES, Completion, Device, IoRequest, Op
+from attnstore_vllm.testing.slow_device import SlowDevice
+
+__all__ = ["Effect", "FailingDevice", "Fault", "MemoryDevice", "PowerLossDevice", "SlowDevice"]
 
 SECTOR_BYTES = ALIGNMENT_BYTES
 SETTLE_DEADLINE_S = 10.0
@@ -35,12 +39,6 @@ SETTLE_DEADLINE_S = 10.0
 
 def _num_bytes(request: IoRequest) -> int:
     return sum(map(len, request.buffers))
-
-
-def _check(request: IoRequest, size_bytes: int) -> None:
-    assert request.offset % ALIGNMENT_BYTES == 0
-    assert all(len(buffer) % ALIGNMENT_BYTES == 0 for buffer in request.buffers)
-    assert 0 <= request.offset <= size_bytes - _num_bytes(request)
 
 
 class MemoryDevice:
@@ -75,10 +73,17 @@ class MemoryDevice:
             if self._refusal:
                 raise DeviceError(f"memory: {self._refusal}")
             for request in requests:
-                _check(request, self.size_bytes)
+                check(request, self.size_bytes)
                 self._pending.append(request)
             if not self.is_holding:
                 self._run_pending()
+
+    def cancel(self, tags: Collection[int]) -> None:
+        """What is held ends undone; all else has ended already."""
+        with self._changed:
+            for request in [held for held in self._pending if held.tag in tags]:
+                self._pending.remove(request)
+                self._end(request.tag, DeviceError("memory: cancelled before it was begun"))
 
     def step(self, at: int = 0) -> None:
         """Carry out one pending request, by default the oldest."""
@@ -130,11 +135,12 @@ class MemoryDevice:
             )
             assert settled, "nobody polls this device"
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> bool:
         """Held requests end here undone: a step() for them will not come."""
         with self._changed:
             self._refusal = "the device is closed"
             self._pending.clear()
+            return True
 
     def _has_news(self) -> bool:
         return bool(self._ended) or self._woken
@@ -146,10 +152,12 @@ class MemoryDevice:
     def _run(self, request: IoRequest) -> None:
         if request.op is Op.SYNC:
             self._sync()
-        self._move(request)
-        self._end(request.tag)
+        digest = self._move(request)
+        self._end(request.tag, digest=digest)
 
-    def _move(self, request: IoRequest) -> None:
+    def _move(self, request: IoRequest) -> bytes:
+        """Carry it out; returns the checksum for the completion."""
+        digest = seal(request)
         at = request.offset
         for buffer in request.buffers:
             if request.op is Op.READ:
@@ -157,9 +165,10 @@ class MemoryDevice:
             else:
                 self._write(at, buffer)
             at += len(buffer)
+        return checksum(request.buffers[-1]) if request.checksum else digest
 
-    def _end(self, tag: int, error: DeviceError | None = None) -> None:
-        self._ended.append(Completion(tag, error))
+    def _end(self, tag: int, error: DeviceError | None = None, digest: bytes = b"") -> None:
+        self._ended.append(Completion(tag, error, digest))
         self._changed.notify_all()
 
     def _write(self, offset: int, data: memoryview) -> None:
@@ -261,6 +270,7 @@ class FailingDevice:
         self._lock = threading.Lock()
         self._faults = [(fault, [0]) for fault in faults]  # with the number of requests seen
         self._flips: dict[int, tuple[Fault, IoRequest]] = {}
+        self._in_flight: set[int] = set()
         self._ended: list[Completion] = []
         self._dead = False
 
@@ -280,10 +290,14 @@ class FailingDevice:
 
     def submit(self, requests: Sequence[IoRequest]) -> None:
         self._check_alive()
+        self._in_flight.update(request.tag for request in requests)
         forwarded = [kept for request in requests if (kept := self._apply(request)) is not None]
         self._inner.submit(forwarded)
         if len(forwarded) < len(requests):
             self._inner.wake()
+
+    def cancel(self, tags: Collection[int]) -> None:
+        self._inner.cancel(tags)  # that of a dead device stays in flight all the same
 
     def _apply(self, request: IoRequest) -> IoRequest | None:
         """The request to pass on; None if it has ended here."""
@@ -305,7 +319,9 @@ class FailingDevice:
                 )
             elif fault.effect is not Effect.LOSE or request.op is not Op.WRITE:
                 return request
-            self._ended.append(Completion(request.tag, error))
+            # What is lost was sealed: only the medium knows that it never came.
+            digest = b"" if error is not None else seal(request)
+            self._ended.append(Completion(request.tag, error, digest))
             return None
 
     def _fault(self, request: IoRequest) -> Fault | None:
@@ -323,18 +339,27 @@ class FailingDevice:
             own, self._ended = self._ended, []
         ended = own + self._inner.poll(0 if own else timeout_s)
         self._check_alive()
-        for completion in ended:
-            with self._lock:
-                flip = self._flips.pop(completion.tag, None)
-            if flip is not None:
-                _flip_bit(flip[1], flip[0].bit)
-        return ended
+        self._in_flight.difference_update(completion.tag for completion in ended)
+        return [self._flipped(completion) for completion in ended]
+
+    def _flipped(self, completion: Completion) -> Completion:
+        with self._lock:
+            flip = self._flips.pop(completion.tag, None)
+        if flip is None or completion.error is not None:
+            return completion
+        fault, request = flip
+        _flip_bit(request, fault.bit)
+        if not request.checksum:
+            return completion
+        return replace(completion, checksum=checksum(request.buffers[-1]))
 
     def wake(self) -> None:
         self._inner.wake()
 
-    def close(self) -> None:
-        self._inner.close()
+    def close(self, timeout_s: float) -> bool:
+        """Of a device that has died nothing in flight ever ends."""
+        ended = self._inner.close(timeout_s)
+        return ended and not (self._dead and self._in_flight)
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -348,52 +373,3 @@ def _flip_bit(request: IoRequest, bit: int) -> None:
             buffer[at] ^= 1 << bit % 8
             return
         at -= len(buffer)
-
-
-class SlowDevice:
-    """Wraps a device whose completions come `delay_s` late, when released, or never."""
-
-    def __init__(self, inner: Device, delay_s: float = 0.0) -> None:
-        self._inner = inner
-        self._delay_s = delay_s
-        self._late: deque[tuple[float, Completion]] = deque()  # (when it may be told, what)
-        self._woken = threading.Event()
-        self._hanging = False
-
-    @property
-    def size_bytes(self) -> int:
-        return self._inner.size_bytes
-
-    def hang(self) -> None:
-        """Tell of no completion from now on, until release()."""
-        self._hanging = True
-
-    def release(self) -> None:
-        self._hanging = False
-        self.wake()
-
-    def submit(self, requests: Sequence[IoRequest]) -> None:
-        self._inner.submit(requests)
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            until = deadline
-            if self._late and not self._hanging:
-                until = min(until, self._late[0][0])
-            for completion in self._inner.poll(max(0.0, until - time.monotonic())):
-                self._late.append((time.monotonic() + self._delay_s, completion))
-            due: list[Completion] = []
-            while not self._hanging and self._late and self._late[0][0] <= time.monotonic():
-                due.append(self._late.popleft()[1])
-            if due or self._woken.is_set() or time.monotonic() >= deadline:
-                self._woken.clear()
-                return due
-
-    def wake(self) -> None:
-        self._woken.set()
-        self._inner.wake()
-
-    def close(self) -> None:
-        """Does not wait for what hangs: its completions are lost, as close() always says."""
-        self._inner.close()

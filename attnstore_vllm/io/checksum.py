@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all devices do to requests in Python: check them, seal them, take checksums."""
+
+from __future__ import annotations
+
+import xxhash
+
+from attnstore_vllm.io.device import ALIGNMENT_BYTES, CHECKSUM_BYTES, IoRequest, Op
+
+
+def checksum(data: bytes | bytearray | memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def seal(request: IoRequest) -> bytes:
+    """Carry out the seals of a WRITE; returns what the first put in, empty if there is none."""
+    first = b""
+    for of, at in request.seals:
+        digest = checksum(request.buffers[of])
+        request.buffers[0][at : at + CHECKSUM_BYTES] = digest
+        first = first or digest
+    return first
+
+
+def check(request: IoRequest, size_bytes: int) -> None:
+    """Assert what a request must keep to on a device of this size."""
+    num_bytes = sum(map(len, request.buffers))
+    assert request.offset % ALIGNMENT_BYTES == 0
+    assert all(len(buffer) % ALIGNMENT_BYTES == 0 for buffer in request.buffers)
+    assert 0 <= request.offset <= size_bytes - num_bytes
+    assert not request.seals or request.op is Op.WRITE
+    assert all(seal.of < len(request.buffers) for seal in request.seals)
+    assert not request.checksum or (request.op is Op.READ and request.buffers)

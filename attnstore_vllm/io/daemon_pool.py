@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An executor whose threads nobody waits for at the end of the process.
+
+concurrent.futures joins its threads then, so that one call on a disk that hangs would keep the
+whole process.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class DaemonPool(Executor):
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._num_threads = num_threads
+        for i in range(num_threads):
+            threading.Thread(target=self._work, name=f"{name}_{i}", daemon=True).start()
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        future: Future[_T] = Future()
+        self._calls.put((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads when their calls have; waits for none."""
+        for _ in range(self._num_threads):
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = function()
+            except BaseException as error:  # it is told to whoever waits for the future
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del call, future, function

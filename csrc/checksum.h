@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// XXH3-128, in the byte order of its canonical representation (big-endian).
+#pragma once
+
+#include <array>
+#include <cstddef>
+
+namespace attnstore {
+
+constexpr std::size_t kChecksumBytes = 16;
+using Checksum = std::array<std::byte, kChecksumBytes>;
+
+[[nodiscard]] Checksum checksum(const std::byte* data, std::size_t num_bytes);
+
+// The checksum of each of `num_pages` consecutive pages, with the kChecksumBytes at `zero_at` of
+// each page taken as zero, into out[0 .. num_pages * kChecksumBytes).
+void page_checksums(const std::byte* data, std::size_t num_pages, std::size_t page_bytes,
+                    std::size_t zero_at, std::byte* out);
+
+}  // namespace attnstore

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// The copy queue and the page copier under the sanitizers: races, bounds, and the right bytes.
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "../copy_queue.h"
+#include "../page_copier.h"
+#include "check.h"
+
+namespace {
+
+using attnstore::CopyQueue;
+using attnstore::PageCopier;
+using attnstore::PageCopy;
+using attnstore::PageMap;
+using attnstore::Run;
+
+// Several threads submit and wait; the targets of one batch are read as soon as it was waited for.
+void many_threads_copy(int num_threads) {
+  CopyQueue queue(num_threads);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([&queue, caller] {
+      std::mt19937_64 random(static_cast<std::uint64_t>(caller));
+      for (int round = 0; round < 40; ++round) {
+        std::vector<std::size_t> sizes(1 + random() % 9);
+        for (auto& size : sizes) size = random() % 5000;
+        const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
+        std::vector<std::byte> source(total);
+        std::vector<std::byte> target(total);
+        fill(source.data(), total, random);
+        std::vector<Run> runs;
+        std::size_t at = 0;
+        for (const std::size_t size : sizes) {
+          runs.push_back({source.data() + at, target.data() + at, size});
+          at += size;
+        }
+        queue.wait(queue.submit(std::move(runs)));
+        CHECK(source == target);
+      }
+    });
+  }
+  for (auto& caller : callers) caller.join();
+}
+
+// Blocks go to slots and come back into other blocks, layer by layer.
+void pages_come_back(int num_threads) {
+  constexpr std::size_t kPageBytes = 320;
+  constexpr std::size_t kRunBytes = kPageBytes / 2;
+  constexpr std::size_t kPages = 3;
+  constexpr std::size_t kBlocks = 8;
+  constexpr std::size_t kSlots = 2;
+  constexpr std::size_t kStride = kPageBytes + 16;
+  std::mt19937_64 random(1);
+  std::vector<std::byte> layers[2] = {std::vector<std::byte>(kBlocks * kStride),
+                                      std::vector<std::byte>(kBlocks * kStride)};
+  for (auto& layer : layers) fill(layer.data(), layer.size(), random);
+  const std::vector<std::byte> before[2] = {layers[0], layers[1]};
+  const std::size_t slot_bytes = 2 * kPages * kPageBytes;
+  std::vector<std::byte> slots(kSlots * slot_bytes);
+  const auto address = [](auto& memory) { return reinterpret_cast<std::uint64_t>(memory.data()); };
+  PageCopier copier(PageMap{address(slots),
+                            kSlots,
+                            slot_bytes,
+                            kPages * kPageBytes,
+                            kPageBytes,
+                            {address(layers[0]), address(layers[1])},
+                            kBlocks,
+                            kStride,
+                            {0, kRunBytes + 8},
+                            kRunBytes},
+                    num_threads);
+  std::vector<PageCopy> out;
+  std::vector<PageCopy> first;
+  std::vector<PageCopy> rest;
+  for (std::int64_t page = 0; page < 3; ++page) {
+    out.push_back({1, page, page});
+    (page == 0 ? first : rest).push_back({1, page, 5 + page});
+  }
+  copier.save(out);
+  copier.load(first, rest);
+  for (std::size_t layer = 0; layer < 2; ++layer) {
+    copier.wait_layer(layer);
+    for (std::size_t page = 0; page < 3; ++page) {
+      for (const std::size_t run : {std::size_t{0}, kRunBytes + 8}) {
+        CHECK(std::memcmp(layers[layer].data() + (5 + page) * kStride + run,
+                          before[layer].data() + page * kStride + run, kRunBytes) == 0);
+      }
+    }
+  }
+  bool refused = false;
+  try {
+    copier.save({{0, 0, static_cast<std::int64_t>(kBlocks)}});
+  } catch (const std::out_of_range&) {
+    refused = true;
+  }
+  CHECK(refused);
+}
+
+}  // namespace
+
+int main() {
+  for (const int num_threads : {1, 3}) {
+    many_threads_copy(num_threads);
+    for (int round = 0; round < 20; ++round) pages_come_back(num_threads);
+  }
+  std::puts("copies: well");
+  return 0;
+}
