@@ -40,7 +40,7 @@ Span as_span(py::handle buffer, bool is_writable) {
   return span;
 }
 
-// (tag, op, offset, buffers, seals, checksum)
+// (tag, op, offset, buffers, seals, checksum, stride)
 Request as_request(const py::tuple& fields) {
   Request request;
   request.tag = fields[0].cast<std::int64_t>();
@@ -61,6 +61,11 @@ Request as_request(const py::tuple& fields) {
   }
   request.checksum = fields[5].cast<bool>();
   expect(!request.checksum || !request.buffers.empty(), "there is nothing to take a checksum of");
+  request.stride = fields[6].cast<std::uint64_t>();
+  for (const Span& buffer : request.buffers) {
+    expect(request.stride == 0 || buffer.num_bytes == request.buffers[0].num_bytes,
+           "strided buffers have one length");
+  }
   return request;
 }
 

@@ -222,7 +222,7 @@ void UringLoop::dispatch() {
     ++piece.generation;
     piece.num_retries = 0;
     piece.at = job->next;
-    piece.end = std::min(job->num_bytes, job->next + options_.piece_bytes);
+    piece.end = std::min(job->num_bytes, job->next + piece_bytes(*job));
     job->next = piece.end;
     ++job->num_flying;
     job->all_begun = job->next == job->num_bytes;
@@ -253,11 +253,10 @@ bool UringLoop::send(std::uint32_t place) {
     const auto count = static_cast<unsigned>(piece.spans.size());
     if (region == kNoRegion) {
       io_uring_prep_rw(is_read ? IORING_OP_READV : IORING_OP_WRITEV, sqe, kFile, piece.spans.data(),
-                       count, job->request.offset + piece.at);
+                       count, file_offset(piece));
     } else {
       io_uring_prep_rw(is_read ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED, sqe, kFile,
-                       first.iov_base, static_cast<unsigned>(first.iov_len),
-                       job->request.offset + piece.at);
+                       first.iov_base, static_cast<unsigned>(first.iov_len), file_offset(piece));
       sqe->buf_index = static_cast<std::uint16_t>(region);
     }
   }
@@ -265,6 +264,19 @@ bool UringLoop::send(std::uint32_t place) {
   sqe->user_data = name_of(place, piece.generation);
   ++num_flying_;
   return true;
+}
+
+// A write goes to the kernel whole: if this process is killed, all of it is written or nothing.
+std::uint64_t UringLoop::piece_bytes(const Job& job) const {
+  if (job.request.op == Op::kWrite) return job.num_bytes;
+  return job.request.stride > 0 ? job.request.buffers[0].num_bytes : options_.piece_bytes;
+}
+
+std::uint64_t UringLoop::file_offset(const Piece& piece) {
+  const Request& request = piece.job->request;
+  if (request.stride == 0) return request.offset + piece.at;
+  const std::size_t size = request.buffers[0].num_bytes;
+  return request.offset + piece.at / size * request.stride + piece.at % size;
 }
 
 // The parts of the buffers that bytes [at, end) of the request lie in.

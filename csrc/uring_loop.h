@@ -69,6 +69,8 @@ class UringLoop {
   void dispatch();
   bool send(std::uint32_t place);  // false if there is no room for it now
   static void set_spans(Piece* piece);
+  [[nodiscard]] std::uint64_t piece_bytes(const Job& job) const;
+  [[nodiscard]] static std::uint64_t file_offset(const Piece& piece);
   [[nodiscard]] std::size_t region_of(const iovec& span) const;
   void arm_event();
   io_uring_sqe* next_sqe();  // null if the kernel takes nothing now

@@ -31,6 +31,7 @@ struct Request {
   std::vector<Span> buffers;
   std::vector<Seal> seals;
   bool checksum = false;
+  std::uint64_t stride = 0;  // buffer i lies at offset + i * stride; zero: one after the other
 };
 
 struct Ended {

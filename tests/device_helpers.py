@@ -63,8 +63,14 @@ def write(tag: int, sector: int, *buffers: memoryview, seals: tuple[Seal, ...] =
     return IoRequest(tag, Op.WRITE, sector * SECTOR_BYTES, buffers, seals)
 
 
-def read(tag: int, sector: int, *buffers: memoryview, checksum: bool = False) -> IoRequest:
-    return IoRequest(tag, Op.READ, sector * SECTOR_BYTES, buffers, checksum=checksum)
+def read(
+    tag: int, sector: int, *buffers: memoryview, checksum: bool = False, stride: int = 0
+) -> IoRequest:
+    """`stride` in sectors."""
+    return IoRequest(
+        tag, Op.READ, sector * SECTOR_BYTES, buffers, checksum=checksum,
+        stride=stride * SECTOR_BYTES,
+    )  # fmt: skip
 
 
 def wait_for(device: Device, count: int) -> list[Completion]:

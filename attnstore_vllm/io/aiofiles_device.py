@@ -14,7 +14,7 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from mmap import mmap
 from pathlib import Path
 
@@ -46,6 +46,37 @@ def direct_flag(path: Path) -> int:
         return 0
     finally:
         os.close(fd)
+
+
+def _transfer(fd: int, request: IoRequest) -> None:
+    """Move all bytes of a READ or WRITE. A write goes to the kernel whole (docs/format.md).
+
+    Raises: OSError.
+    """
+    move = os.preadv if request.op is Op.READ else os.pwritev
+    if request.stride:
+        for i, buffer in enumerate(request.buffers):
+            _move_all(move, fd, [buffer], request.offset + i * request.stride)
+    else:
+        _move_all(move, fd, list(request.buffers), request.offset)
+
+
+def _move_all(
+    move: Callable[[int, list[memoryview], int], int],
+    fd: int,
+    buffers: list[memoryview],
+    offset: int,
+) -> None:
+    total, moved = sum(map(len, buffers)), 0
+    while moved < total:  # a short transfer is resumed, never taken for whole
+        count = move(fd, buffers, offset + moved)
+        if not count:
+            raise OSError(errno.EIO, f"{moved} of {total} bytes, then nothing")
+        moved += count
+        while count and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if count:
+            buffers[0] = buffers[0][count:]
 
 
 class AiofilesDevice:
@@ -209,18 +240,7 @@ class AiofilesDevice:
             return digest
         if request.seals:
             digest = await self._loop.run_in_executor(self._executor, seal, request)
-        await file.seek(request.offset)
-        for buffer in request.buffers:
-            moved = 0
-            while moved < len(buffer):  # a short transfer is resumed, never taken for whole
-                rest = buffer[moved:]
-                if request.op is Op.READ:
-                    count = await file.readinto(rest)
-                else:
-                    count = await file.write(rest)
-                if not count:
-                    raise OSError(errno.EIO, f"{moved} of {len(buffer)} bytes, then nothing")
-                moved += count
+        await self._loop.run_in_executor(self._executor, _transfer, file.fileno(), request)
         if request.checksum:
             last = request.buffers[-1]
             digest = await self._loop.run_in_executor(self._executor, checksum, last)

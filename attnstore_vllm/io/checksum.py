@@ -27,6 +27,12 @@ def check(request: IoRequest, size_bytes: int) -> None:
     num_bytes = sum(map(len, request.buffers))
     assert request.offset % ALIGNMENT_BYTES == 0
     assert all(len(buffer) % ALIGNMENT_BYTES == 0 for buffer in request.buffers)
+    if request.stride:
+        assert request.op is Op.READ
+        assert request.stride % ALIGNMENT_BYTES == 0
+        assert len({len(buffer) for buffer in request.buffers}) == 1
+        assert request.stride >= len(request.buffers[0])
+        num_bytes = (len(request.buffers) - 1) * request.stride + len(request.buffers[-1])
     assert 0 <= request.offset <= size_bytes - num_bytes
     assert not request.seals or request.op is Op.WRITE
     assert all(seal.of < len(request.buffers) for seal in request.seals)

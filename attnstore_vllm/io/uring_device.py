@@ -18,7 +18,8 @@ from attnstore_vllm.io.checksum import check
 from attnstore_vllm.io.device import Completion, IoRequest, Op
 
 PIECE_BYTES = 1 << 20
-"""Larger transfers go to the disk in pieces of this size, several at a time."""
+"""Larger reads go to the disk in pieces of this size, several at a time. A write goes whole, so
+that a killed process leaves all of it or nothing."""
 HASH_THREADS = 2
 
 _OPS = {Op.READ: 0, Op.WRITE: 1, Op.SYNC: 2}
@@ -90,6 +91,7 @@ class UringDevice:
                     request.buffers,
                     request.seals,
                     request.checksum,
+                    request.stride,
                 )
             )
         mine = {request.tag: request for request in requests}

@@ -164,7 +164,7 @@ class MemoryDevice:
                 buffer[:] = self.image[at : at + len(buffer)]
             else:
                 self._write(at, buffer)
-            at += len(buffer)
+            at += request.stride or len(buffer)
         return checksum(request.buffers[-1]) if request.checksum else digest
 
     def _end(self, tag: int, error: DeviceError | None = None, digest: bytes = b"") -> None:

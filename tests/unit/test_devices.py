@@ -111,6 +111,20 @@ def test_random_batches_against_a_bytearray(large: Device, seed: int) -> None:
     assert bytes(whole) == model
 
 
+@pytest.mark.parametrize("stride", [1, 2, 5])
+def test_strided_buffers_are_read_from_their_places(large: Device, stride: int) -> None:
+    """As recovery reads headers: one page of each record, many records in one request."""
+    data = random_fill(Random(stride), 40)
+    finish(large, write(1, 0, data))
+    buffers = [buffer() for _ in range(7)]
+    (done,) = finish_all(large, read(2, 3, *buffers, checksum=True, stride=stride)).values()
+    assert done.error is None
+    for i, found in enumerate(buffers):
+        at = (3 + i * stride) * SECTOR_BYTES
+        assert found == data[at : at + SECTOR_BYTES]
+    assert done.checksum == xxh3_128_digest(buffers[-1])
+
+
 def test_seals_are_carried_out_in_their_order(large: Device) -> None:
     """The second covers the first: so a header's own checksum can cover its payload's."""
     header, payload = buffer(1, 0), buffer(700, 5)
