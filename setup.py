@@ -15,7 +15,7 @@ from setuptools import setup
 from setuptools.errors import CompileError, LinkError
 
 SOURCES = ["module", "page_copier", "copy_queue", "stream_copy"]
-XXHASH_SOURCES = ["bind_checksum", "checksum"]
+XXHASH_SOURCES = ["bind_checksum", "checksum", "checksum_avx2"]
 URING_SOURCES = ["bind_uring", "uring_device", "uring_loop", "mailbox", "hash_pool"]
 XXHASH_PROBE = """
 #define XXH_INLINE_ALL

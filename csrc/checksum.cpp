@@ -7,14 +7,34 @@
 #include <cstring>
 #include <vector>
 
+#include "checksum_avx2.h"
+
 namespace attnstore {
 
-Checksum checksum(const std::byte* data, std::size_t num_bytes) {
+namespace {
+
+using Variant = void (*)(const void*, std::size_t, unsigned char*);
+
+void checksum_plain(const void* data, std::size_t num_bytes, unsigned char* out) {
   XXH128_canonical_t canonical;
   XXH128_canonicalFromHash(&canonical, XXH3_128bits(data, num_bytes));
-  Checksum result;
   static_assert(sizeof(canonical.digest) == kChecksumBytes);
-  std::memcpy(result.data(), canonical.digest, kChecksumBytes);
+  std::memcpy(out, canonical.digest, kChecksumBytes);
+}
+
+Variant choose() {
+#if defined(ATTNSTORE_CHECKSUM_AVX2)
+  if (__builtin_cpu_supports("avx2")) return checksum_avx2;
+#endif
+  return checksum_plain;
+}
+
+}  // namespace
+
+Checksum checksum(const std::byte* data, std::size_t num_bytes) {
+  static const Variant variant = choose();
+  Checksum result;
+  variant(data, num_bytes, reinterpret_cast<unsigned char*>(result.data()));
   return result;
 }
 
