@@ -195,7 +195,7 @@ assert device.close(10)
 def test_a_full_disk_is_reported() -> None:
     fd = os.open("/dev/full", os.O_RDWR)
     device = native.Uring(fd=fd, depth=2, regions=[], piece_bytes=4096, num_hash_threads=1)
-    assert device.submit([(7, 1, 0, (buffer(3),), (), False)])
+    assert device.submit([(7, 1, 0, (buffer(3),), (), False, 0)])
     assert device.poll(10) == [(7, errno.ENOSPC, os.strerror(errno.ENOSPC), b"")]
     assert device.close(10)
 
@@ -206,7 +206,7 @@ def test_a_read_that_waits_is_cancelled_by_the_kernel() -> None:
     reader, writer = os.pipe()
     device = native.Uring(fd=reader, depth=1, regions=[], piece_bytes=4096, num_hash_threads=1)
     into = [buffer(2) for _ in range(3)]
-    assert device.submit([(tag, 0, 0, (into[tag],), (), False) for tag in range(3)])
+    assert device.submit([(tag, 0, 0, (into[tag],), (), False, 0) for tag in range(3)])
     assert device.poll(0.05) == []
     device.cancel([2, 0])
     ended: list[tuple[int, int, str, bytes]] = []
