@@ -15,6 +15,8 @@ from setuptools import setup
 from setuptools.errors import CompileError, LinkError
 
 SOURCES = ["module", "page_copier", "copy_queue", "stream_copy"]
+SOURCES += ["prefix_index", "prefix_index_recovery", "prefix_index_sketch"]
+SOURCES += ["prefix_index_bindings"]
 XXHASH_SOURCES = ["bind_checksum", "checksum", "checksum_avx2"]
 URING_SOURCES = ["bind_uring", "uring_device", "uring_loop", "mailbox", "hash_pool"]
 XXHASH_PROBE = """

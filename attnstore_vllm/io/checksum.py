@@ -5,11 +5,24 @@ from __future__ import annotations
 
 import xxhash
 
+from attnstore_vllm import _native
 from attnstore_vllm.io.device import ALIGNMENT_BYTES, CHECKSUM_BYTES, IoRequest, Op
 
 
 def checksum(data: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
+
+
+def page_checksums(pages: memoryview, page_bytes: int, zero_at: int) -> bytes:
+    """The checksum of each page in the buffer, with the CHECKSUM_BYTES at `zero_at` as zero."""
+    if hasattr(_native, "page_checksums"):
+        return _native.page_checksums(pages, page_bytes, zero_at)
+    found = []
+    for at in range(0, len(pages), page_bytes):
+        page = bytearray(pages[at : at + page_bytes])
+        page[zero_at : zero_at + CHECKSUM_BYTES] = bytes(CHECKSUM_BYTES)
+        found.append(checksum(page))
+    return b"".join(found)
 
 
 def seal(request: IoRequest) -> bytes:

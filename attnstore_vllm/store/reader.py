@@ -125,7 +125,7 @@ class Reader:
             if completion.error is None:
                 num_bytes = len(page) + context.pool.slot_bytes
                 context.moved_bytes[Flow.PREFETCH] += num_bytes
-            verified = failure is None and chunk.confirm_tokens(tokens)
+            verified = failure is None and context.residency.learn(chunk, tokens)
             if not verified:
                 event = "read_failed" if completion.error is not None else "corrupt"
                 context.residency.counts[event] += 1

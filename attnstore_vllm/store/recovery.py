@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from attnstore_vllm import _native
+from attnstore_vllm.io.checksum import page_checksums
 from attnstore_vllm.io.device import Completion, Op
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.flights import Transfer
@@ -101,7 +101,7 @@ class Recovery:
         size = context.slab.header_bytes
         raw = buffer[: len(records) * size]
         numbers = np.arange(records.start, records.stop, dtype=np.int64)
-        checksums = _native.page_checksums(raw, size, CHECKSUM_AT)
+        checksums = page_checksums(raw, size, CHECKSUM_AT)
         good = np.flatnonzero(valid_headers(raw, numbers, segment, checksums))
         if 0 < len(good) < len(records):
             pages = np.frombuffer(raw, np.uint8).reshape(len(records), size)
@@ -110,18 +110,19 @@ class Recovery:
             # A reset since then has made them invalid.
             if context.slab.segment(records.start).generation != segment.generation:
                 good = good[:0]
-            if len(good):
-                self.found += context.residency.adopt_headers(
-                    raw[: len(good) * size], [int(numbers[i]) for i in good], size
-                )
             context.residency.open_nvme_slots(records.start, len(records))
+            if len(good):
+                slots = numbers[good].astype(np.uint32)
+                adopted = context.residency.adopt_headers(raw, slots, size)
+                self.found += adopted.entered - adopted.superseded
             context.progress.notify_all()
 
     def _end(self) -> None:
         context = self._context
         self.seconds = context.clock() - self._started
+        order = context.residency.adoption_order()
         with context.progress:
-            context.residency.finish_adoption()
+            context.residency.finish_adoption(order)
             context.residency.counts["recovered"] += self.found
             context.progress.notify_all()
         if self.num_records:

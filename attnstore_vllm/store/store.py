@@ -13,6 +13,7 @@ ever READY.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction import Lru, SlotLru
@@ -60,7 +61,13 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
-        self.residency = Residency(pool.num_slots, slab.records_max, Lru(), SlotLru(slab.records_max))
+        self.residency = Residency(
+            pool.num_slots, slab.records_max, Lru(), SlotLru(slab.records_max),
+            chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64),
+        )  # fmt: skip
+        for segment in slab.fresh:
+            records = slab.records_of(segment)
+            self.residency.open_nvme_slots(records.start, len(records))
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._pool = pool
@@ -96,15 +103,22 @@ class Store:
         self._keeper.reader.start()
         return pieces
 
-    def hold_ready(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Hold the leading pieces that are READY in DRAM, and return them."""
+    def hold_ready(self, pieces: Sequence[Piece], sequence: SequenceKeys, stop: int) -> list[Piece]:
+        """Hold the leading pieces that are READY in DRAM, and return them.
+
+        The last may end elsewhere than find() said, with tokens [.., stop) of the sequence
+        wanted: what it said of a chunk whose tokens were on NVMe was provisional.
+        """
         held: list[Piece] = []
         with self._lock:
             for piece in pieces:
                 if piece.chunk.dram is not Dram.READY or piece.chunk.dropped:
                     break
+                confirmed = confirm(piece, sequence, stop)
+                if confirmed is None:
+                    break
                 self.residency.hold(piece.chunk)
-                held.append(piece)
+                held.append(confirmed)
         return held
 
     def release(self, chunks: Iterable[Chunk]) -> None:

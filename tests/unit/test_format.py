@@ -74,7 +74,7 @@ headers = st.builds(
     payload_checksum=st.binary(min_size=16, max_size=16),
     written_at=st.integers(0, 2**64 - 1),
 )
-NAME = ChunkName(Key(b"k" * 32), Key(b"p" * 32), b"", b"t" * 32, 48, encode_tokens([1, 2, 3]))
+NAME = ChunkName(Key(b"k" * 32), Key(b"p" * 32), b"", b"t" * 32, 48, 3, encode_tokens([1, 2, 3]))
 HEADER = Header(NAME, b"n" * 32, b"g" * 16, 5, 7, SEGMENT.payload_bytes, b"c" * 16, 1_700_000_001)
 
 
