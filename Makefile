@@ -28,7 +28,7 @@ format: setup
 	@.venv/bin/clang-format -i $(CXX_FILES)
 
 sanitize:
-	@csrc/tests/sanitize.sh
+	@tools/sanitize.sh
 
 bench: setup
 	@$(PYTHON) -m benchmarks.hit_latency $(ARGS)

@@ -34,6 +34,7 @@ class Build(build_ext):
     """Looks which headers there are, and says what is left out without them."""
 
     def build_extensions(self) -> None:
+        self.force = True  # a header may have come or gone since the last build
         if self._links(XXHASH_PROBE, []):
             self._add("ATTNSTORE_HAS_XXHASH", XXHASH_SOURCES)
             if self._links(URING_PROBE, ["uring"]):

@@ -207,8 +207,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The devices' speed beside fio.")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument("--depth", type=int, default=16, help="records in flight")
     parser.add_argument("--record-mib", type=int, default=1)
     parser.add_argument("--file-mib", type=int, default=1024)

@@ -58,7 +58,9 @@ UringDevice::~UringDevice() { close(std::chrono::duration<double>(0)); }
 
 bool UringDevice::close(std::chrono::duration<double> timeout) {
   const std::lock_guard lock(closing_);
-  if (!thread_.joinable()) return mailbox_->is_idle();
+  if (!thread_.joinable()) {  // closed before; what was left behind may have ended since
+    return mailbox_->wait_stopped(timeout) && mailbox_->is_idle();
+  }
   mailbox_->close(Mailbox::Closing::kWhenIdle);
   if (!mailbox_->wait_stopped(timeout)) {
     mailbox_->close(Mailbox::Closing::kNow);

@@ -114,10 +114,13 @@ class UringDevice:
         ended = self._native.poll(timeout_s)
         if not ended and (failure := self._native.failure()):
             raise DeviceError(f"{self.path}: the thread that serves it has ended: {failure}")
-        return [self._completion(*one) for one in ended]
+        in_flight = self._in_flight
+        found = [(in_flight.pop(one[0], None), one) for one in ended]
+        return [self._completion(request, *one) for request, one in found if request is not None]
 
-    def _completion(self, tag: int, code: int, text: str, checksum: bytes) -> Completion:
-        request = self._in_flight.pop(tag)
+    def _completion(
+        self, request: IoRequest, tag: int, code: int, text: str, checksum: bytes
+    ) -> Completion:
         if not code:
             return Completion(tag, None, checksum)
         failure = OSError(code, text)
@@ -134,7 +137,7 @@ class UringDevice:
     def close(self, timeout_s: float) -> bool:
         ended = self._native.close(timeout_s)
         if ended:
-            self._in_flight.clear()
+            self._in_flight = {}  # what still ends is lost, and poll() knows none of it
         elif not self._closed:
             _left_behind.append(self._in_flight)
         self._closed = True

@@ -85,6 +85,7 @@ def test_a_write_that_is_refused_halfway(device: Device, path: Path) -> None:
 def test_close_waits_for_what_is_in_flight(device: Device, path: Path) -> None:
     device.submit([write(i, i, buffer(1, i + 1)) for i in range(16)])
     assert device.close(10)
+    assert len(device.poll(0)) <= 16, "the completions may be lost, and no more than that"
     assert path.read_bytes() == b"".join(bytes([i + 1]) * SECTOR_BYTES for i in range(16))
 
 

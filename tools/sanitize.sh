@@ -3,7 +3,7 @@
 # Builds the native tests under each sanitizer, or those named, and runs them. Any report is a
 # failure.
 set -eu
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../csrc"
 out="$(mktemp -d)"
 trap 'rm -rf "$out"' EXIT
 CXX="${CXX:-g++}"
