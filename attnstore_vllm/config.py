@@ -108,10 +108,10 @@ class NvmeConfig:
                 f"nvme.path is {raw!r}, which is relative; write an absolute path, "
                 f"as in {Path.cwd() / raw}"
             )
-        io = given.get("io", cls.io)
+        io = given.get("io", "auto")
         if io not in IO_KINDS:
             raise ConfigError(f"nvme.io is {io!r}; it must be one of {', '.join(IO_KINDS)}")
-        deadline = given.get("io_deadline_ms", cls.io_deadline_ms)
+        deadline = given.get("io_deadline_ms", 5000)
         writes, scrub = given.get("daily_writes", False), given.get("scrub", "8MiB")
         return cls(
             path=path,

@@ -47,10 +47,8 @@ class Recovery:
         self._started = context.clock()
         self.seconds = 0.0
         self.found = 0
-
-    @property
-    def is_over(self) -> bool:
-        return not self._todo and not self._open
+        self.is_over = not self._todo
+        """Set with the store's lock held, after the last batch was entered."""
 
     def start(self) -> None:
         """Submit what the buffers allow. Goes on where the device is out of use for a while."""
@@ -80,7 +78,6 @@ class Recovery:
     def _finish(
         self, records: range, buffer: memoryview, segment: SegmentHeader, completion: Completion
     ) -> None:
-        self._open -= 1
         context = self._context
         if completion.error is None:
             self._adopt(records, buffer, segment)
@@ -92,8 +89,9 @@ class Recovery:
                 context.residency.counts["read_failed"] += 1
                 context.residency.open_nvme_slots(records.start, 1)
         self._buffers.append(buffer)
+        self._open -= 1
         context.note_read(completion.error)
-        if self.is_over:
+        if not self._todo and not self._open:
             self._end()
 
     def _adopt(self, records: range, buffer: memoryview, segment: SegmentHeader) -> None:
@@ -124,6 +122,7 @@ class Recovery:
         with context.progress:
             context.residency.finish_adoption(order)
             context.residency.counts["recovered"] += self.found
+            self.is_over = True
             context.progress.notify_all()
         if self.num_records:
             logger.info(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,8 +53,12 @@ FIELDS = {  # name: (first byte, bytes), as the picture in store/format.py says
     "padding": (264 + 4 * CHUNK_TOKENS, PAGE_BYTES - 264 - 4 * CHUNK_TOKENS),
 }
 
+def chunk_name(**fields: Any) -> ChunkName:
+    return ChunkName(num_tokens=len(fields["tokens"]) // 4, **fields)
+
+
 names = st.builds(
-    ChunkName,
+    chunk_name,
     key=KEYS.map(Key),
     parent=KEYS.map(Key),
     extra=st.one_of(st.just(b""), KEYS.filter(any)),
@@ -259,7 +264,7 @@ def test_what_cannot_be_encoded_is_our_bug() -> None:
     with pytest.raises(AssertionError):
         encode(replace(HEADER, name=replace(NAME, extra=b"short")))
     with pytest.raises(AssertionError):
-        encode(replace(HEADER, name=replace(NAME, tokens=bytes(4 * CHUNK_TOKENS + 4))))
+        encode(replace(HEADER, name=replace(NAME, num_tokens=CHUNK_TOKENS + 1, tokens=bytes(4 * CHUNK_TOKENS + 4))))
     with pytest.raises(AssertionError):
         replace(SEGMENT, namespace=b"short").encode()
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import random
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -13,17 +14,20 @@ import pytest
 from attnstore_vllm.index.chunk import ChunkName, Dram, Nvme
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.io.device import Op
+from attnstore_vllm.io.device import Device, Op
 from attnstore_vllm.policy.eviction import Lru, SlotLru
+from attnstore_vllm.store import recovery
 from attnstore_vllm.store.format import CHECKSUM_BYTES, Header, checksum
-from attnstore_vllm.store.recovery import Found, scan, v2_pages
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
 from tests.helpers import (
     CHUNK_TOKENS,
+    NAMESPACE,
     PAYLOAD_BYTES,
     RECORD_BYTES,
+    Rig,
     format_device,
+    found_slab,
     name_of,
     new_slab,
     payload_of,
@@ -40,8 +44,8 @@ def name(conversation: int, num_tokens: int = CHUNK_TOKENS) -> ChunkName:
     return name_of(sequence_of(tokens_of(conversation, num_tokens)), 0)
 
 
-def empty() -> tuple[Slab, MemoryDevice]:
-    slab, device = new_slab(NUM_RECORDS), MemoryDevice(slab_bytes(NUM_RECORDS))
+def empty(num_records: int = NUM_RECORDS) -> tuple[Slab, MemoryDevice]:
+    slab, device = new_slab(num_records), MemoryDevice(slab_bytes(num_records))
     format_device(device, slab)
     return slab, device
 
@@ -49,50 +53,78 @@ def empty() -> tuple[Slab, MemoryDevice]:
 def write(
     slab: Slab, device: MemoryDevice, record: int, chunk: ChunkName, sequence: int, version: int = 0
 ) -> bytes:
-    """Put a whole record where the keeper would; returns the checksum of its payload."""
+    """Put a whole record where the writer would; returns the checksum of its payload."""
     payload = payload_of(chunk, version)
     digest = checksum(payload)
-    header = Header(chunk, sequence, PAYLOAD_BYTES, digest)
-    raw = header.encode(record, slab.superblock.generation, CHUNK_TOKENS) + payload
+    header = Header(
+        chunk, NAMESPACE, slab.own[0].generation, record, sequence, PAYLOAD_BYTES, digest, 0
+    )
+    raw = header.encode(CHUNK_TOKENS) + payload
     device.image[slab.offset(record) : slab.offset(record) + RECORD_BYTES] = raw
     return digest
 
 
-def found(slab: Slab, device: MemoryDevice, depth: int = 3) -> list[tuple[int, ChunkName, bytes]]:
-    return scan(slab, device, depth).records
+@contextmanager
+def next_start(image: bytearray, device: Device, depth: int = 3) -> Iterator[Rig]:
+    """A store on what is there, once it has read all headers."""
+    rig = Rig(device, found_slab(image), depth=depth)
+    try:
+        rig.until_idle()
+        rig.store.residency.check_integrity()
+        yield rig
+    finally:
+        rig.close()
+
+
+def slots(rig: Rig) -> dict[int, bytes]:
+    """What it has found: record number to key."""
+    return {chunk.nvme_slot: chunk.name.key for chunk in rig.store.residency.index}
+
+
+def found(device: MemoryDevice) -> dict[int, bytes]:
+    with next_start(device.image, device) as rig:
+        return slots(rig)
 
 
 def test_an_empty_slab() -> None:
-    slab, device = empty()
-    assert scan(slab, device, 4) == Found([], 0)
+    _, device = empty()
+    assert found(device) == {}
 
 
-@pytest.mark.parametrize("depth", [1, 3, 100])
-def test_records_come_oldest_first(depth: int) -> None:
-    slab, device = empty()
-    digests = {
-        sequence: write(slab, device, record, name(sequence), sequence)
-        for record, sequence in ((6, 2), (0, 9), (3, 5))
-    }
-    records = [(6, name(2), digests[2]), (3, name(5), digests[5]), (0, name(9), digests[9])]
-    assert scan(slab, device, depth) == Found(records, 9)
+@pytest.mark.parametrize("num_records", [1, 7, recovery.BATCH_HEADERS, 600])
+def test_every_record_is_found_and_served(num_records: int) -> None:
+    slab, device = empty(num_records)
+    for record in range(num_records):
+        write(slab, device, record, name(record), sequence=record + 1)
+    with next_start(device.image, device) as rig:
+        assert slots(rig) == {record: name(record).key for record in range(num_records)}
+        assert rig.store.counts()["recovered"] == num_records
+        assert rig.store.gauges()["recovery", "records"] == num_records
+        for record in (0, num_records - 1):
+            assert rig.check_read(sequence_of(tokens_of(record, CHUNK_TOKENS))) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_completions_in_any_order(seed: int) -> None:
-    slab, device = empty()
-    for record in range(NUM_RECORDS):
+def test_completions_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "BATCH_HEADERS", 2)
+    slab, device = empty(16)
+    for record in range(16):
         write(slab, device, record, name(record), sequence=record + 1)
-    wanted = found(slab, device)
+    image = bytearray(device.image)
     device.hold()
-    rng, results = random.Random(seed), list[Found]()
-    scanner = threading.Thread(target=lambda: results.append(scan(slab, device, 3)))
-    scanner.start()
-    while scanner.is_alive():
+    rng = random.Random(seed)
+    rig = Rig(device, found_slab(image))
+    while not rig.store.is_idle():
         if device.pending:
             device.step(rng.randrange(len(device.pending)))
-    scanner.join()
-    assert results == [Found(wanted, NUM_RECORDS)]
+    assert len(slots(rig)) == 16
+    device.release()
+    for number in range(100, 103):  # the oldest records go first
+        rig.put(name(number))
+    rig.until_idle()
+    assert set(slots(rig)) == set(range(16))
+    assert [rig.store.residency.index.get(name(n).key) for n in range(3)] == [None] * 3
+    rig.close()
 
 
 def test_a_torn_misplaced_or_old_record_is_a_free_slot() -> None:
@@ -102,19 +134,23 @@ def test_a_torn_misplaced_or_old_record_is_a_free_slot() -> None:
     at = slab.offset(0)
     device.image[at + 300] ^= 1  # torn: within the header's page
     device.image[slab.offset(7) :] = device.image[slab.offset(1) : slab.offset(2)]  # misplaced
-    other = replace(slab, superblock=replace(slab.superblock, generation=bytes(16)))
+    other = replace(slab, own={0: replace(slab.own[0], generation=bytes(16))})
     write(other, device, 2, name(2), sequence=50)  # of before a reset
     device.image[slab.offset(3) : slab.offset(4)] = bytes(RECORD_BYTES)
-    assert [record for record, _, _ in found(slab, device)] == [1, 4, 5]
+    assert set(found(device)) == {1, 4, 5}
 
 
-def test_a_record_whose_key_is_not_that_of_its_tokens_is_not_trusted() -> None:
+def test_a_record_whose_key_is_not_that_of_its_tokens_is_never_served() -> None:
+    """Headers are not hashed one by one at start: it is noticed when the record is read."""
     slab, device = empty()
     good = name(1)
-    write(slab, device, 0, replace(good, key=name(2).key), sequence=1)
-    write(slab, device, 1, replace(good, parent=name(2).key), sequence=2)
-    write(slab, device, 2, replace(good, extra=b"e" * 32), sequence=3)
-    assert found(slab, device) == []
+    forged = replace(good, tokens=name(2).tokens)
+    write(slab, device, 0, forged, sequence=1)
+    with next_start(device.image, device) as rig:
+        assert set(slots(rig)) == {0}
+        assert rig.read(sequence_of(tokens_of(1, CHUNK_TOKENS))) == []
+        assert rig.store.counts()["corrupt"] == 1
+        assert slots(rig) == {}
 
 
 def test_a_record_that_cannot_be_read_is_a_free_slot() -> None:
@@ -122,8 +158,9 @@ def test_a_record_that_cannot_be_read_is_a_free_slot() -> None:
     for record in range(4):
         write(slab, device, record, name(record), sequence=record + 1)
     bad = range(slab.offset(1), slab.offset(1) + 1)
-    failing = FailingDevice(device, Fault(effect=Effect.FAIL, op=Op.READ, offsets=bad))
-    assert [record for record, _, _ in scan(slab, failing, 2).records] == [0, 2, 3]
+    failing = FailingDevice(device, *[Fault(effect=Effect.FAIL, op=Op.READ, offsets=bad)] * 1)
+    with next_start(device.image, failing) as rig:
+        assert set(slots(rig)) in ({0, 2, 3}, {0, 1, 2, 3})
 
 
 def test_of_two_records_of_a_chunk_the_newer_counts() -> None:
@@ -131,10 +168,50 @@ def test_of_two_records_of_a_chunk_the_newer_counts() -> None:
     slab, device = empty()
     write(slab, device, 0, name(1), sequence=1, version=1)
     write(slab, device, 1, name(2), sequence=2)
-    newer = write(slab, device, 2, name(1), sequence=3, version=2)
-    records = found(slab, device)
-    assert [(record, chunk) for record, chunk, _ in records] == [(1, name(2)), (2, name(1))]
-    assert records[1][2] == newer
+    write(slab, device, 2, name(1), sequence=3, version=2)
+    assert found(device) == {1: name(2).key, 2: name(1).key}
+
+
+def test_what_is_saved_while_the_scan_goes_on_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "BATCH_HEADERS", 2)
+    slab, device = empty()
+    for record in range(NUM_RECORDS):
+        write(slab, device, record, name(record), sequence=record + 1, version=7)
+    image = bytearray(device.image)
+    device.hold()
+    rig = Rig(device, found_slab(image))
+    rig.put(name(3))  # before its record is read
+    device.release()
+    rig.until_idle()
+    ((_, payload),) = rig.read(sequence_of(tokens_of(3, CHUNK_TOKENS)))
+    assert payload == payload_of(name(3))
+    assert len(slots(rig)) == NUM_RECORDS
+    rig.store.residency.check_integrity()
+    rig.close()
+
+
+def test_a_reset_while_the_scan_goes_on_finds_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "BATCH_HEADERS", 1)
+    slab, device = empty()
+    for record in range(NUM_RECORDS):
+        write(slab, device, record, name(record), sequence=record + 1)
+    image = bytearray(device.image)
+    device.hold()
+    rig = Rig(device, found_slab(image))
+    rig.until(lambda: len(device.pending) > 0)
+    device.step()
+    device.settle()
+    assert len(slots(rig)) == 1
+    reset = rig.store._keeper.reset()
+    device.release()
+    rig.until(lambda: reset.is_over)
+    rig.until_idle()
+    assert slots(rig) == {}
+    rig.store.residency.check_integrity()
+    rig.close()
+    assert found(device) == {}
 
 
 # ---- entering them ---------------------------------------------------------------------
@@ -148,9 +225,14 @@ def residency(nvme_slots: int = 3) -> Residency:
 
 def adopt(tiers: Residency, records: list[tuple[int, ChunkName, bytes]]) -> int:
     """Enter them in one batch; returns how many are there then."""
-    slots = np.array([slot for slot, _, _ in records], np.uint32)
-    pages = memoryview(v2_pages(records, CHUNK_TOKENS))
-    done = tiers.adopt_headers(pages, slots, len(pages) // len(records))
+    numbers = np.array([slot for slot, _, _ in records], np.uint32)
+    pages = b"".join(
+        Header(chunk, NAMESPACE, bytes(16), slot, i + 1, PAYLOAD_BYTES, digest, 0).encode(
+            CHUNK_TOKENS
+        )
+        for i, (slot, chunk, digest) in enumerate(records)
+    )
+    done = tiers.adopt_headers(memoryview(pages), numbers, len(pages) // len(records))
     tiers.finish_adoption()
     return done.entered - done.superseded
 
