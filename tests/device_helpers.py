@@ -12,6 +12,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 import attnstore_vllm._native as native
+import pytest
+
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.aiofiles_device import AiofilesDevice
 from attnstore_vllm.io.device import Completion, Device, IoRequest, Op, Seal
@@ -50,6 +52,9 @@ def why_no_uring() -> str:
         except UringUnavailableError as error:
             return str(error)
     return ""
+
+
+needs_uring = pytest.mark.skipif(bool(why_no_uring()), reason=why_no_uring())
 
 
 def buffer(num_sectors: int = 1, fill: int = 0) -> memoryview:

@@ -131,7 +131,7 @@ class Residency:
         if not chunk.dropped:
             self.counts["saved"] += 1
             if not self._nvme_lost:
-                self._dirty.append(chunk)
+                self._add_dirty(chunk)
             for tail in self.index.extended_by(chunk.name):
                 if tail.nvme is not Nvme.ABSENT:
                     chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
@@ -139,6 +139,12 @@ class Residency:
                     self.counts["superseded"] += 1
                     self.drop(tail)
         self.release(chunk)
+
+    def _add_dirty(self, chunk: Chunk) -> None:
+        """While nothing can be written, what DRAM evicts meanwhile must not pile up."""
+        if len(self._dirty) >= 2 * self._dram.num_slots:
+            self._dirty = deque(c for c in self._dirty if _is_dirty(c))
+        self._dirty.append(chunk)
 
     # ---- DRAM -> HBM -------------------------------------------------------------------
 
@@ -162,7 +168,7 @@ class Residency:
         """
         while self._dirty:
             chunk = self._dirty.pop() if newest_first else self._dirty.popleft()
-            if chunk.dropped or chunk.dram is not Dram.READY or chunk.nvme is not Nvme.ABSENT:
+            if not _is_dirty(chunk):
                 continue
             if not self._make_room_on_nvme():
                 if newest_first:
@@ -391,6 +397,10 @@ class Residency:
 def _dram_can_go(chunk: Hashable) -> bool:
     assert isinstance(chunk, Chunk)
     return chunk.holds == 0 and chunk.dram is Dram.READY
+
+
+def _is_dirty(chunk: Chunk) -> bool:
+    return not chunk.dropped and chunk.dram is Dram.READY and chunk.nvme is Nvme.ABSENT
 
 
 def _is_clean(chunk: Hashable) -> bool:

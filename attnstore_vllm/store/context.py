@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from attnstore_vllm.errors import AttnStoreError
+from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.breaker import Breaker
@@ -47,7 +47,7 @@ class Context:
         self._logged_at: dict[str, float] = {}
 
     def note_read(self, failure: AttnStoreError | None) -> None:
-        """A read has ended. What it read may be wrong; that is a failure too."""
+        """A read has ended. Wrong bytes are the record's fault, not the device's."""
         self._note("reads", self.reads, failure, "a chunk is lost, its tokens are computed again")
 
     def note_write(self, failure: AttnStoreError | None) -> None:
@@ -71,7 +71,7 @@ class Context:
     ) -> None:
         now = self.clock()
         with self.progress:
-            if failure is None:
+            if failure is None or isinstance(failure, CorruptRecordError):
                 changed = breaker.success()
             else:
                 changed = breaker.failure(now)
@@ -81,11 +81,18 @@ class Context:
         if failure is None:
             if changed:
                 logger.warning("%s works again: NVMe %s go on", self.slab.path, what)
+        elif isinstance(failure, CorruptRecordError):
+            self._log(logging.ERROR, "corrupt", cost, failure)
         elif changed:
             logger.error(
                 "NVMe %s are out of use after repeated failures, the server goes on without "
                 "them; they are tried again later. The last: %s", what, failure,
             )  # fmt: skip
-        elif now - self._logged_at.get(what, -LOG_PAUSE_S) >= LOG_PAUSE_S:
+        else:
+            self._log(logging.WARNING, what, cost, failure)
+
+    def _log(self, level: int, what: str, cost: str, failure: AttnStoreError) -> None:
+        now = self.clock()
+        if now - self._logged_at.get(what, -LOG_PAUSE_S) >= LOG_PAUSE_S:
             self._logged_at[what] = now
-            logger.warning("%s: %s", cost, failure)
+            logger.log(level, "%s: %s", cost, failure)

@@ -76,8 +76,11 @@ class Keeper:
         """Locked. Nothing dirty and nothing in flight."""
         if self.is_out:
             return True
-        busy = self.reader.is_busy or self._writer.num_writing or not self.recovery.is_over
-        return not busy and not self._context.residency.num_dirty
+        return not (self.reader.is_busy or self._has_writes()) and self.recovery.is_over
+
+    def _has_writes(self) -> bool:
+        """Locked."""
+        return bool(self._context.residency.num_dirty or self._writer.num_writing)
 
     def stop(self, grace_s: float) -> None:
         """Write back what is dirty, newest first, for up to `grace_s`; then end all."""
@@ -86,7 +89,7 @@ class Keeper:
         with progress:
             self._writer.newest_first = True
             self.reader.forget_wanted()  # nobody waits for it now, and reads go before writes
-            while not self.is_idle() and self._context.writes.in_use:
+            while self._has_writes() and self._context.writes.in_use:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break

@@ -90,7 +90,8 @@ class Recovery:
                 context.residency.open_nvme_slots(records.start, 1)
         self._buffers.append(buffer)
         self._open -= 1
-        context.note_read(completion.error)
+        if completion.error is None or len(records) == 1:
+            context.note_read(completion.error)
         if not self._todo and not self._open:
             self._end()
 

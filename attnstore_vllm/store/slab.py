@@ -113,8 +113,8 @@ class Slab:
     def claim(self) -> SegmentHeader | None:
         """Make one more segment ours: a free one, or that of the namespace unused for longest.
 
-        Nothing is written: until the returned header reaches the disk, a crash loses what the
-        segment's records get. Returns None if every segment is ours.
+        Nothing is written: the caller writes the returned header before it uses the records.
+        Returns None if every segment is ours.
         """
         if self.free:
             number = self.free.pop(0)
@@ -131,6 +131,11 @@ class Slab:
         header = replace(self.shape, number=number, generation=new_generation())
         self.own[number] = replace(header, generation=new_generation()) if self._reset else header
         return header
+
+    def give_back(self, segment: int) -> None:
+        """A claimed segment whose header could not be written is free again."""
+        del self.own[segment]
+        self.free.append(segment)
 
     def renew(self) -> list[SegmentHeader]:
         """Make all our records invalid (a reset); returns the headers to write.

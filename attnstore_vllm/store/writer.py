@@ -45,12 +45,13 @@ class Writer:
         self._depth = depth
         # Only the order of records comes from it; a clock that was set back costs order.
         self._sequence = time.time_ns()
+        self._is_claiming = False
         self.newest_first = False
 
     @property
     def num_writing(self) -> int:
         """Locked."""
-        return self._depth - len(self._pages)
+        return self._depth - len(self._pages) + self._is_claiming
 
     def start(self, reading: bool) -> None:
         """Submit writes up to the depth. On the keeper's thread.
@@ -66,12 +67,16 @@ class Writer:
                     return
                 if not context.residency.num_dirty:
                     return
-                claimed = context.slab.claim() if context.residency.needs_nvme_slots else None
-                if claimed is not None:
-                    records = context.slab.records_of(claimed.number)
-                    context.residency.open_nvme_slots(records.start, len(records))
+                if context.residency.needs_nvme_slots and not self._is_claiming:
+                    claimed = context.slab.claim()
+                    self._is_claiming = claimed is not None
+                else:
+                    claimed = None
+                if self._is_claiming and claimed is None and context.residency.needs_nvme_slots:
+                    return
             if claimed is not None:
                 self._write_segment_header(claimed)
+                return
             if not self._budget.take(context.clock(), context.slab.record_bytes):
                 return
             with context.progress:
@@ -115,15 +120,26 @@ class Writer:
         context.note_write(completion.error)
 
     def _write_segment_header(self, header: SegmentHeader) -> None:
-        """Until it is on the disk, a crash loses what its records get; nobody waits for it."""
+        """The segment's records are used once it has been written."""
         context = self._context
+
+        def done(completion: Completion) -> None:
+            with context.progress:
+                self._is_claiming = False
+                if completion.error is None:
+                    records = context.slab.records_of(header.number)
+                    context.residency.open_nvme_slots(records.start, len(records))
+                else:
+                    context.slab.give_back(header.number)
+            context.note_write(completion.error)
+
         page = memoryview(mmap.mmap(-1, PAGE_BYTES))
         page[:] = header.encode()
         context.flights.submit(
             [
                 Transfer(
                     Op.WRITE,
-                    lambda completion: context.note_write(completion.error),
+                    done,
                     partial(context.note_hang, Op.WRITE),
                     offset=context.slab.segment_offset(header.number),
                     buffers=(page,),

@@ -258,8 +258,12 @@ class Fault:
             return False
         if self.offsets is None:
             return True
-        end = request.offset + _num_bytes(request)
-        return request.offset < self.offsets.stop and end > self.offsets.start
+        at = request.offset
+        for buffer in request.buffers:
+            if at < self.offsets.stop and at + len(buffer) > self.offsets.start:
+                return True
+            at += request.stride or len(buffer)
+        return False
 
 
 class FailingDevice:

@@ -16,6 +16,8 @@ from random import Random
 
 import pytest
 
+from attnstore_vllm.cli.verify import verify
+from attnstore_vllm.io.choose import DeviceKind
 from attnstore_vllm.machine import SHM_DIR, lock_directory
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.pool import SharedPool
@@ -23,9 +25,11 @@ from tests.crash.writer import DRAM_SLOTS, open_pool, open_store, payload, regio
 from tests.helpers import CHUNK_TOKENS, wait_until
 
 
-def run_and_kill(directory: Path, num_records: int, first: int, num_lines: int) -> list[str]:
+def run_and_kill(
+    directory: Path, kind: DeviceKind, num_records: int, first: int, num_lines: int
+) -> list[str]:
     """Let the writer say some lines, and a random moment more; returns what it said."""
-    arguments = (directory, num_records, first)
+    arguments = (directory, kind, num_records, first)
     command = [sys.executable, "-m", "tests.crash.writer", *map(str, arguments)]
     said = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -42,12 +46,12 @@ def run_and_kill(directory: Path, num_records: int, first: int, num_lines: int) 
     return said
 
 
-def start_again(directory: Path, num_records: int) -> tuple[Store, SharedPool]:
+def start_again(directory: Path, kind: DeviceKind, num_records: int) -> tuple[Store, SharedPool]:
     os.close(lock_directory(directory))  # the dead process has let go of it
     worker, pool = open_pool(directory)
     worker.close()
     assert not (SHM_DIR / region_name(directory)).exists(), "a region was left behind"
-    store = open_store(directory, num_records, pool)
+    store = open_store(directory, kind, num_records, pool)
     wait_until(store.is_idle, store)  # recovery is over
     return store, pool
 
@@ -69,18 +73,22 @@ def found_bytes(store: Store, pool: SharedPool, n: int) -> bytes | None:
     return found
 
 
-@pytest.mark.parametrize("num_records", [250, 12], ids=["with room", "overwriting"])
+@pytest.mark.parametrize(
+    ("kind", "num_records"),
+    [("aiofiles", 250), ("auto", 250), ("auto", 12)],
+    ids=["with room, aiofiles", "with room", "overwriting"],
+)
 @pytest.mark.parametrize("lines", [(1, 2, 3), (5, 14, 30), (25, 35, 45)])
 def test_kills_leave_only_whole_chunks(
-    tmp_path: Path, lines: tuple[int, ...], num_records: int
+    tmp_path: Path, lines: tuple[int, ...], kind: DeviceKind, num_records: int
 ) -> None:
     """One kill after another, each while the next chunks are written over what is there."""
     directory = tmp_path / "kv"
     first = 0
     for num_lines in lines:
-        said = run_and_kill(directory, num_records, first, num_lines)
+        said = run_and_kill(directory, kind, num_records, first, num_lines)
         last = max((int(line) for line in said if line.isdecimal()), default=first - 1)
-        store, pool = start_again(directory, num_records)
+        store, pool = start_again(directory, kind, num_records)
         found = {n: found_bytes(store, pool, n) for n in range(first, last + 2 * DRAM_SLOTS)}
         for n, raw in found.items():
             assert raw in (None, payload(n)), f"chunk {n} has foreign bytes"
@@ -92,4 +100,5 @@ def test_kills_leave_only_whole_chunks(
         store.residency.check_integrity()
         assert store.residency.num_held() == 0
         store.close()
+        assert not verify(directory, quiet=True).bad
         first = last + 2 * DRAM_SLOTS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills a store for ever and says how far it came, until somebody kills it.
 
-    python -m tests.crash.writer DIRECTORY NUM_RECORDS FIRST
+    python -m tests.crash.writer DIRECTORY DEVICE NUM_RECORDS FIRST
 
 Prints `created` when the pool exists, `joined` when all members have it, then, again and again,
 an n: the chunks FIRST..n are all on NVMe, or were evicted from it. It never pauses, so that a kill
@@ -14,19 +14,22 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Nvme
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.io.aiofiles_device import AiofilesDevice
+from attnstore_vllm.io.choose import DeviceKind, open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
-from attnstore_vllm.store.format import PAGE_BYTES, header_bytes
+from attnstore_vllm.store.format import PAGE_BYTES
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.pool import SharedPool, pool_name
 from tests.helpers import (
     CHUNK_TOKENS,
-    NAMESPACE,
+    SHAPE,
+    capacity_for,
     name_of,
     payload_of,
     sequence_of,
@@ -65,14 +68,17 @@ def open_pool(directory: Path) -> Iterator[SharedPool]:
         )
 
 
-def open_store(directory: Path, num_records: int, pool: SharedPool) -> Store:
-    capacity = PAGE_BYTES + num_records * (header_bytes(CHUNK_TOKENS) + PAYLOAD_BYTES)
+def open_store(
+    directory: Path, kind: DeviceKind, num_records: int, pool: SharedPool
+) -> Store:
+    shape = replace(SHAPE, payload_bytes=PAYLOAD_BYTES)
     path = directory / SLAB_NAME
-    slab = open_slab(path, capacity, CHUNK_TOKENS, PAYLOAD_BYTES, NAMESPACE)
-    return Store(pool, slab, AiofilesDevice(path, DEPTH), DEPTH)
+    slab = open_slab(path, capacity_for(num_records, shape.record_bytes), shape)
+    device, _ = open_device(path, DEPTH, kind)
+    return Store(pool, slab, device, DEPTH)
 
 
-def main(directory: Path, num_records: int, first: int) -> None:
+def main(directory: Path, kind: DeviceKind, num_records: int, first: int) -> None:
     lock = lock_directory(directory)
     assert lock >= 0
     pools = open_pool(directory)
@@ -80,7 +86,7 @@ def main(directory: Path, num_records: int, first: int) -> None:
     print("created", flush=True)
     pool = next(pools)
     print("joined", flush=True)
-    store = open_store(directory, num_records, pool)
+    store = open_store(directory, kind, num_records, pool)
     begun: deque[Chunk] = deque()
     for n in itertools.count(first):
         chunk = store.begin_save(chunk_name(n))
@@ -97,4 +103,4 @@ def main(directory: Path, num_records: int, first: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), cast(DeviceKind, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -16,6 +16,7 @@ from random import Random
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.pool import SharedPool
 from tests.helpers import (
     found_slab,
     names_of,
@@ -54,6 +55,7 @@ class World:
     records: int = 12
     random: Random = field(init=False)
     disk: SimulatedDisk = field(init=False)
+    pool: SharedPool = field(init=False)
     store: Store = field(init=False)
     counts: Counter[str] = field(init=False, default_factory=Counter)
     conversations: list[list[int]] = field(init=False, default_factory=list)

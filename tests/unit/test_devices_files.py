@@ -31,9 +31,10 @@ from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.io.uring_device import UringDevice
 from attnstore_vllm.testing.devices import SECTOR_BYTES
-from tests.device_helpers import KINDS, SIZE, buffer, finish, finish_all, read, why_no_uring, write
+from tests.device_helpers import (
+    KINDS, SIZE, buffer, finish, finish_all, needs_uring, read, why_no_uring, write,
+)
 
-needs_uring = pytest.mark.skipif(bool(why_no_uring()), reason=why_no_uring())
 FILES = ["aiofiles", pytest.param("uring", marks=needs_uring)]
 
 

@@ -53,7 +53,7 @@ def test_written_back_evicted_prefetched_equal(open_rig: Rigs) -> None:
     assert rig.check_read(sequence) == 3
     # Loaded once: a second load of the same bytes comes from DRAM.
     assert rig.store.tiers(pieces) == {Tier.DRAM: 40, Tier.NVME: 0}
-    assert rig.store.moved_bytes()[Flow.PREFETCH] == 3 * PAYLOAD_BYTES
+    assert rig.store.moved_bytes()[Flow.PREFETCH] == 3 * RECORD_BYTES
     assert rig.store.moved_bytes()[Flow.WRITE_BACK] == 11 * RECORD_BYTES
 
 
@@ -184,7 +184,9 @@ def test_held_bytes_are_counted_by_tier(open_rig: Rigs) -> None:
     rig, device = open_rig()
     rig.put_all(sequence_of(conversation(1)))
     device.settle()
-    assert rig.store.held_bytes() == {Tier.DRAM: 3 * PAYLOAD_BYTES, Tier.NVME: 3 * RECORD_BYTES}
+    gauges = rig.store.gauges()
+    assert gauges["held_bytes", Tier.DRAM.value] == 3 * PAYLOAD_BYTES
+    assert gauges["held_bytes", Tier.NVME.value] == 3 * RECORD_BYTES
 
 
 # ---- restart ---------------------------------------------------------------------------
