@@ -123,7 +123,7 @@ class NvmeConfig:
         )
 
     def share(self, rank: int, ranks: int) -> NvmeConfig:
-        """The part of one of several engines: a directory of its own, an equal share of the rest."""
+        """One engine's part: a directory of its own, an equal share of the rest."""
 
         def part(num_bytes: int | None) -> int | None:
             return None if num_bytes is None else max(1, num_bytes // ranks)

@@ -26,8 +26,9 @@ from typing import Any
 
 from attnstore_vllm.connector.messages import StepReport
 from attnstore_vllm.connector.scheduler import Scheduler
-from attnstore_vllm.io.aiofiles_device import AiofilesDevice
+from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
+from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
@@ -51,8 +52,10 @@ def make_scheduler(directory: Path, block_tokens: int, num_slots: int) -> Schedu
     )
     pool._path.unlink()
     capacity = 2 * num_slots * (geometry.slot_bytes + 8192)
-    slab = open_slab(directory / SLAB_NAME, capacity, 256, geometry.slot_bytes, bytes(32))
-    store = Store(pool, slab, AiofilesDevice(slab.path, 8), 8)
+    shape = SegmentHeader(-1, 256, geometry.slot_bytes, bytes(32), b"", 0, "benchmark")
+    slab = open_slab(directory / SLAB_NAME, capacity, shape)
+    device, _ = open_device(slab.path, 64, "auto")
+    store = Store(pool, slab, device, 8)
     return Scheduler(store, geometry, bytes(32), 1.0, lock)
 
 

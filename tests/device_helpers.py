@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-import attnstore_vllm._native as native
 import pytest
 
+import attnstore_vllm._native as native
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.aiofiles_device import AiofilesDevice
 from attnstore_vllm.io.device import Completion, Device, IoRequest, Op, Seal

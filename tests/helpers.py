@@ -68,9 +68,13 @@ def new_slab(num_records: int) -> Slab:
     return slab
 
 
+def format_image(image: bytearray, slab: Slab) -> None:
+    image[:PAGE_BYTES] = Root(slab.segment_bytes).encode()
+    image[SEGMENT_AT : SEGMENT_AT + PAGE_BYTES] = slab.own[0].encode()
+
+
 def format_device(device: MemoryDevice, slab: Slab) -> None:
-    device.image[:PAGE_BYTES] = Root(slab.segment_bytes).encode()
-    device.image[SEGMENT_AT : SEGMENT_AT + PAGE_BYTES] = slab.own[0].encode()
+    format_image(device.image, slab)
 
 
 def found_slab(image: bytes | bytearray) -> Slab:

@@ -45,9 +45,7 @@ def inspect(directory: Path) -> list[Namespace]:
             for _, segment in slab.segments():
                 if not isinstance(segment, SegmentHeader):
                     continue
-                namespace = found.setdefault(
-                    (path, segment.namespace), Namespace(segment, path)
-                )
+                namespace = found.setdefault((path, segment.namespace), Namespace(segment, path))
                 namespace.segments += 1
                 for record in slab.records(segment, payloads=False):
                     if record.state is State.BAD:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEVICE_DEPTH = 64
+"""Transfers that the disk may have at a time: recovery reads headers with it; the store itself
+keeps to io_depth."""
+
 
 def _config(vllm_config: VllmConfig) -> StoreConfig:
     """The settings of this engine: its share of them under data parallelism."""
@@ -116,7 +120,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     )
     slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
     region = (pool.address, pool.num_slots * pool.slot_bytes)
-    device, kind = open_device(slab.path, config.io_depth, config.nvme.io, [region])
+    device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
     logger.info(
         "AttnStore keeps %d tokens in DRAM and up to %d on NVMe (%s a token, chunks of %d tokens; "
         "%s)",

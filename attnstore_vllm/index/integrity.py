@@ -34,4 +34,4 @@ def check_integrity(
 def _check_chunk(chunk: Chunk) -> None:
     assert not chunk.dropped
     assert chunk.dram is not Dram.ABSENT or chunk.nvme is not Nvme.ABSENT
-    assert (chunk.dram is not Dram.READY) or chunk.name.tokens
+    assert chunk.name.tokens or chunk.dram is not Dram.READY

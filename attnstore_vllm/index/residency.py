@@ -11,7 +11,7 @@ No I/O, no clock, no thread: the caller holds the lock and moves the bytes.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from attnstore_vllm.index.adoption import Adopted, adopt, oldest_first
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.dirty import DirtyQueue
 from attnstore_vllm.index.integrity import check_integrity
 from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.slots import ADOPTED, OWNED, DramSlots, NvmeSlots
@@ -49,7 +50,7 @@ class Residency:
         """Tokens written to NVMe that no record there had before."""
         self._dram = DramSlots(dram_slots, dram_policy)
         self._nvme = NvmeSlots(nvme_slots, nvme_policy)
-        self._dirty: deque[Chunk] = deque()
+        self._dirty = DirtyQueue(dram_slots)
         self._nvme_lost = False
 
     @property
@@ -131,7 +132,7 @@ class Residency:
         if not chunk.dropped:
             self.counts["saved"] += 1
             if not self._nvme_lost:
-                self._add_dirty(chunk)
+                self._dirty.add(chunk)
             for tail in self.index.extended_by(chunk.name):
                 if tail.nvme is not Nvme.ABSENT:
                     chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
@@ -139,12 +140,6 @@ class Residency:
                     self.counts["superseded"] += 1
                     self.drop(tail)
         self.release(chunk)
-
-    def _add_dirty(self, chunk: Chunk) -> None:
-        """While nothing can be written, what DRAM evicts meanwhile must not pile up."""
-        if len(self._dirty) >= 2 * self._dram.num_slots:
-            self._dirty = deque(c for c in self._dirty if _is_dirty(c))
-        self._dirty.append(chunk)
 
     # ---- DRAM -> HBM -------------------------------------------------------------------
 
@@ -166,22 +161,15 @@ class Residency:
 
         Oldest first; at shutdown, which may not have the time for all, `newest_first`.
         """
-        while self._dirty:
-            chunk = self._dirty.pop() if newest_first else self._dirty.popleft()
-            if not _is_dirty(chunk):
-                continue
-            if not self._make_room_on_nvme():
-                if newest_first:
-                    self._dirty.append(chunk)
-                else:
-                    self._dirty.appendleft(chunk)
-                return None
-            chunk.nvme_slot = self._nvme.give(chunk.entry)
-            chunk.nvme = Nvme.WRITING
-            chunk.holds += 1
-            chunk.reads += 1
-            return chunk
-        return None
+        chunk = self._dirty.next(newest_first=newest_first)
+        if chunk is None or not self._make_room_on_nvme():
+            return None
+        self._dirty.remove(chunk)
+        chunk.nvme_slot = self._nvme.give(chunk.entry)
+        chunk.nvme = Nvme.WRITING
+        chunk.holds += 1
+        chunk.reads += 1
+        return chunk
 
     def finish_write_back(self, chunk: Chunk, checksum: bytes | None) -> None:
         """The write has ended; `checksum` is the payload's, or None if the write failed."""
@@ -397,10 +385,6 @@ class Residency:
 def _dram_can_go(chunk: Hashable) -> bool:
     assert isinstance(chunk, Chunk)
     return chunk.holds == 0 and chunk.dram is Dram.READY
-
-
-def _is_dirty(chunk: Chunk) -> bool:
-    return not chunk.dropped and chunk.dram is Dram.READY and chunk.nvme is Nvme.ABSENT
 
 
 def _is_clean(chunk: Hashable) -> bool:

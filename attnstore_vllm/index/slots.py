@@ -140,7 +140,7 @@ class NvmeSlots:
     def adopt(self, slots: npt.NDArray[np.uint32], entries: npt.NDArray[np.uint32]) -> None:
         """Give these free slots to entries, all at once."""
         states = self.states()
-        assert (states[slots] == FREE).all()
+        assert np.all(states[slots] == FREE)
         states[slots] = ADOPTED
         self.owners()[slots] = entries
         self.num_free -= len(slots)

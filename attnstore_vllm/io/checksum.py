@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import xxhash
 
-from attnstore_vllm import _native
+import attnstore_vllm._native as native
 from attnstore_vllm.io.device import ALIGNMENT_BYTES, CHECKSUM_BYTES, IoRequest, Op
 
 
@@ -15,8 +15,8 @@ def checksum(data: bytes | bytearray | memoryview) -> bytes:
 
 def page_checksums(pages: memoryview, page_bytes: int, zero_at: int) -> bytes:
     """The checksum of each page in the buffer, with the CHECKSUM_BYTES at `zero_at` as zero."""
-    if hasattr(_native, "page_checksums"):
-        return _native.page_checksums(pages, page_bytes, zero_at)
+    if hasattr(native, "page_checksums"):
+        return native.page_checksums(pages, page_bytes, zero_at)
     found = []
     for at in range(0, len(pages), page_bytes):
         page = bytearray(pages[at : at + page_bytes])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a device that fails is left alone, and when it is tried again. Pure: time is given.
 
-    in use --FAILURES_MAX failures in a row, or a hang--> out of use, for a pause
-    out of use --pause over, a probe succeeded--> in use; failed: the pause doubles
+in use --FAILURES_MAX failures in a row, or a hang--> out of use, for a pause
+out of use --pause over, a probe succeeded--> in use; failed: the pause doubles
 """
 
 from __future__ import annotations

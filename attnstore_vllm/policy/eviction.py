@@ -102,7 +102,7 @@ class SlotLru:
         if not len(slots):
             return
         following, previous = (np.frombuffer(a, np.int32) for a in (self._next, self._previous))
-        assert (following[slots] < 0).all()
+        assert np.all(following[slots] < 0)
         oldest = self._next[self._end]
         following[slots[:-1]], following[slots[-1]] = slots[1:], oldest
         previous[slots[1:]], previous[slots[0]] = slots[:-1], self._end

@@ -66,9 +66,7 @@ class Context:
                 "it is tried again later", self.slab.path, op.value,
             )  # fmt: skip
 
-    def _note(
-        self, what: str, breaker: Breaker, failure: AttnStoreError | None, cost: str
-    ) -> None:
+    def _note(self, what: str, breaker: Breaker, failure: AttnStoreError | None, cost: str) -> None:
         now = self.clock()
         with self.progress:
             if failure is None or isinstance(failure, CorruptRecordError):

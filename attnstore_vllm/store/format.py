@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte layout of the slab file, version 2. The prose version is docs/format.md; keep both in step.
 
-    0                                    root, one page
-    4096 + s * segment_bytes             segment s: its header, one page,
-    ... + 4096 + i * record_bytes        then its records; a record = header pages + payload
+0                                    root, one page
+4096 + s * segment_bytes             segment s: its header, one page,
+... + 4096 + i * record_bytes        then its records; a record = header pages + payload
 
-    root                               segment header                     record header
-    offset bytes field                 offset bytes field                 offset bytes field
-         0     8 magic b"ATTNSLAB"          0     8 magic b"ATTNSEGM"          0     8 magic b"ATTNKV\\r\\n"
-         8     4 version                    8     4 version                    8     4 version
-        12     4 zero                      12     4 chunk tokens              12     4 number of tokens
-        16    16 checksum                  16    16 checksum                  16    16 checksum
-        32     8 segment bytes             32    16 generation                32    16 generation
-                                           48     8 segment number            48     8 record number
-                                           56     8 payload bytes             56     8 sequence
-                                           64    32 namespace                 64     8 payload bytes
-                                           96     8 last used, unix s         72    16 checksum of the payload
-                                          104   256 label, UTF-8              88    32 namespace
-                                                                             120    32 key
-    All pages end in zeros. A checksum is XXH3-128 of the whole header       152    32 parent key
-    with the checksum's own field zero, or of the payload. Integers are      184    32 extra, or zero
-    little-endian, token ids and checksums big-endian.                       216    32 tenant, or zero
-                                                                             248     8 position
-                                                                             256     8 written at, unix s
-                                                                             264   4*n token ids
+root                               segment header                     record header
+offset bytes field                 offset bytes field                 offset bytes field
+     0     8 magic b"ATTNSLAB"          0     8 magic b"ATTNSEGM"          0     8 magic b"ATTNKV\\r\\n"
+     8     4 version                    8     4 version                    8     4 version
+    12     4 zero                      12     4 chunk tokens              12     4 number of tokens
+    16    16 checksum                  16    16 checksum                  16    16 checksum
+    32     8 segment bytes             32    16 generation                32    16 generation
+                                       48     8 segment number            48     8 record number
+                                       56     8 payload bytes             56     8 sequence
+                                       64    32 namespace                 64     8 payload bytes
+                                       96     8 last used, unix s         72    16 checksum of the payload
+                                      104   256 label, UTF-8              88    32 namespace
+                                                                         120    32 key
+All pages end in zeros. A checksum is XXH3-128 of the whole header       152    32 parent key
+with the checksum's own field zero, or of the payload. Integers are      184    32 extra, or zero
+little-endian, token ids and checksums big-endian.                       216    32 tenant, or zero
+                                                                         248     8 position
+                                                                         256     8 written at, unix s
+                                                                         264   4*n token ids
 """  # noqa: E501 (a picture)
 
 from __future__ import annotations
@@ -230,9 +230,7 @@ class Header:
         tokens = raw[_HEADER.size : _HEADER.size + num_tokens * TOKEN_BYTES]
         extra = b"" if extra == bytes(KEY_BYTES) else extra
         name = ChunkName(Key(key), Key(parent), extra, tenant, position, num_tokens, tokens)
-        return cls(
-            name, namespace, generation, number, sequence, size, payload_digest, written_at
-        )
+        return cls(name, namespace, generation, number, sequence, size, payload_digest, written_at)
 
 
 _FIELDS = np.dtype(

@@ -165,4 +165,6 @@ class Keeper:
                 failure = CorruptRecordError(f"{context.slab.path}, root", "page", "ours", "other")
             (context.note_read if op is Op.READ else context.note_write)(failure)
 
-        context.flights.submit([Transfer(op, done, partial(context.note_hang, op), buffers=(page,))])
+        context.flights.submit(
+            [Transfer(op, done, partial(context.note_hang, op), buffers=(page,))]
+        )

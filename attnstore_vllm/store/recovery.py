@@ -40,9 +40,7 @@ class Recovery:
                 self._todo.append(range(first, min(first + BATCH_HEADERS, records.stop)))
         self.num_records = sum(map(len, self._todo))
         size = context.slab.header_bytes
-        self._buffers = [
-            memoryview(mmap.mmap(-1, BATCH_HEADERS * size)) for _ in range(BATCHES)
-        ]
+        self._buffers = [memoryview(mmap.mmap(-1, BATCH_HEADERS * size)) for _ in range(BATCHES)]
         self._open = 0
         self._started = context.clock()
         self.seconds = 0.0
@@ -66,9 +64,7 @@ class Recovery:
                     partial(self._finish, records, buffer, segment),
                     partial(context.note_hang, Op.READ),
                     offset=context.slab.offset(records.start),
-                    buffers=tuple(
-                        buffer[i * size : (i + 1) * size] for i in range(len(records))
-                    ),
+                    buffers=tuple(buffer[i * size : (i + 1) * size] for i in range(len(records))),
                     stride=context.slab.record_bytes,
                 )
             )
@@ -104,7 +100,7 @@ class Recovery:
         good = np.flatnonzero(valid_headers(raw, numbers, segment, checksums))
         if 0 < len(good) < len(records):
             pages = np.frombuffer(raw, np.uint8).reshape(len(records), size)
-            raw = memoryview(np.ascontiguousarray(pages[good])).cast("B")
+            raw = memoryview(pages[good].tobytes())
         with context.progress:
             # A reset since then has made them invalid.
             if context.slab.segment(records.start).generation != segment.generation:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 from functools import partial
 
-from attnstore_vllm.errors import CorruptRecordError
+from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.device import Completion, Op
 from attnstore_vllm.policy.budget import Budget
@@ -76,7 +76,7 @@ class Scrubber:
 
     def _finish(self, chunk: Chunk, segment: SegmentHeader, completion: Completion) -> None:
         context = self._context
-        failure: Exception | None = completion.error
+        failure: AttnStoreError | None = completion.error
         if completion.error is None and not chunk.dropped:
             where = context.slab.where(chunk.nvme_slot)
             try:

@@ -32,7 +32,6 @@ from attnstore_vllm.store.format import (
     Root,
     SegmentHeader,
     header_bytes,
-    pages,
 )
 
 if TYPE_CHECKING:
@@ -271,9 +270,7 @@ def _share_out(
         last_used[header.namespace] = max(known, header.last_used)
     others.sort(key=lambda h: (last_used[h.namespace], h.namespace, h.number), reverse=True)
     for header in ours[:room]:
-        slab.own[header.number] = replace(
-            header, last_used=shape.last_used, label=shape.label
-        )
+        slab.own[header.number] = replace(header, last_used=shape.last_used, label=shape.label)
     kept = others[: room - len(slab.own)]
     slab.foreign = kept[::-1]
     taken = {*slab.own, *(header.number for header in kept)}

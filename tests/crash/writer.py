@@ -68,9 +68,7 @@ def open_pool(directory: Path) -> Iterator[SharedPool]:
         )
 
 
-def open_store(
-    directory: Path, kind: DeviceKind, num_records: int, pool: SharedPool
-) -> Store:
+def open_store(directory: Path, kind: DeviceKind, num_records: int, pool: SharedPool) -> Store:
     shape = replace(SHAPE, payload_bytes=PAYLOAD_BYTES)
     path = directory / SLAB_NAME
     slab = open_slab(path, capacity_for(num_records, shape.record_bytes), shape)

@@ -14,16 +14,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
+from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.pool import SharedPool
 from tests.helpers import (
+    format_image,
     found_slab,
     names_of,
     new_slab,
     open_pool,
     payload_of,
-    format_device,
     sequence_of,
     slab_bytes,
 )
@@ -67,10 +69,10 @@ class World:
         self.records = self.random.choice((4, 12, 40))
         self.disk = SimulatedDisk(bytearray(slab_bytes(self.records)), self.random)
         slab = new_slab(self.records)
-        format_device(self.disk, slab)
+        format_image(self.disk.image, slab)
         self._open(slab)
 
-    def _open(self, slab: object) -> None:
+    def _open(self, slab: Slab) -> None:
         self.pool = open_pool(self.dram_slots)
         self.store = Store(
             self.pool, slab, self.disk, 4, io_deadline_s=IO_DEADLINE_S, scrub_rate=1 << 20,
@@ -112,7 +114,9 @@ class World:
             tokens = shared[: self.random.randrange(len(shared) + 1)]
         else:
             tokens = self.conversations.pop(self.random.randrange(len(self.conversations)))
-        tokens = tokens + [self.random.randrange(50_000) for _ in range(self.random.randrange(1, 50))]
+        tokens = tokens + [
+            self.random.randrange(50_000) for _ in range(self.random.randrange(1, 50))
+        ]
         self.conversations.append(tokens)
         if len(self.conversations) > 12:
             self.conversations.pop(0)
@@ -168,9 +172,9 @@ class World:
         self.disk.now = now
         try:
             slab = found_slab(image)
-        except Exception:  # noqa: BLE001
+        except CorruptRecordError:
             slab = new_slab(self.records)
-            format_device(self.disk, slab)
+            format_image(self.disk.image, slab)
         self._open(slab)
         self.counts["restarts"] += 1
 

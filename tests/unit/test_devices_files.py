@@ -32,7 +32,15 @@ from attnstore_vllm.io.device import Device
 from attnstore_vllm.io.uring_device import UringDevice
 from attnstore_vllm.testing.devices import SECTOR_BYTES
 from tests.device_helpers import (
-    KINDS, SIZE, buffer, finish, finish_all, needs_uring, read, why_no_uring, write,
+    KINDS,
+    SIZE,
+    buffer,
+    finish,
+    finish_all,
+    needs_uring,
+    read,
+    why_no_uring,
+    write,
 )
 
 FILES = ["aiofiles", pytest.param("uring", marks=needs_uring)]

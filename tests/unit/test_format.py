@@ -53,6 +53,7 @@ FIELDS = {  # name: (first byte, bytes), as the picture in store/format.py says
     "padding": (264 + 4 * CHUNK_TOKENS, PAGE_BYTES - 264 - 4 * CHUNK_TOKENS),
 }
 
+
 def chunk_name(**fields: Any) -> ChunkName:
     return ChunkName(num_tokens=len(fields["tokens"]) // 4, **fields)
 
@@ -168,9 +169,9 @@ def test_many_headers_are_judged_as_each_alone(many: list[Header], data: st.Data
     checksums = b"".join(header_checksum(page) for page in pages_of)
     numbers = np.arange(len(many), dtype=np.int64)
     judged = valid_headers(memoryview(raw), numbers, SEGMENT, checksums)
-    for number, page in enumerate(pages_of):
+    for number, one in enumerate(pages_of):
         try:
-            decode(page, number)
+            decode(one, number)
         except CorruptRecordError:
             assert not judged[number]
         else:
@@ -264,7 +265,12 @@ def test_what_cannot_be_encoded_is_our_bug() -> None:
     with pytest.raises(AssertionError):
         encode(replace(HEADER, name=replace(NAME, extra=b"short")))
     with pytest.raises(AssertionError):
-        encode(replace(HEADER, name=replace(NAME, num_tokens=CHUNK_TOKENS + 1, tokens=bytes(4 * CHUNK_TOKENS + 4))))
+        encode(
+            replace(
+                HEADER,
+                name=replace(NAME, num_tokens=CHUNK_TOKENS + 1, tokens=bytes(4 * CHUNK_TOKENS + 4)),
+            )
+        )
     with pytest.raises(AssertionError):
         replace(SEGMENT, namespace=b"short").encode()
 

@@ -94,9 +94,7 @@ def test_a_slab_of_the_same_shape_is_used_again(tmp_path: Path) -> None:
     "change",
     [{"chunk_tokens": 32}, {"payload_bytes": PAYLOAD_BYTES + PAGE_BYTES}],
 )
-def test_another_shape_of_one_namespace_is_not_ours(
-    tmp_path: Path, change: dict[str, int]
-) -> None:
+def test_another_shape_of_one_namespace_is_not_ours(tmp_path: Path, change: dict[str, int]) -> None:
     first = opened(tmp_path, capacity_bytes=1 << 24)
     other = opened(tmp_path, replace(SHAPE, **change), 1 << 24)  # type: ignore[arg-type]
     assert other.fresh == list(other.own)

@@ -20,11 +20,11 @@ from tests.helpers import (
     PAYLOAD_BYTES,
     SHAPE,
     Rig,
+    capacity_for,
     name_of,
     names_of,
     payload_of,
     sequence_of,
-    capacity_for,
     tokens_of,
 )
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
+from attnstore_vllm.cli.slab_file import State, opened
 from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, LOAD_SECONDS
 from attnstore_vllm.machine import SHM_DIR, SLAB_NAME
-from attnstore_vllm.store.format import HEADER_MAGIC, PAGE_BYTES, Superblock
-from attnstore_vllm.store.slab import Slab
+from attnstore_vllm.store.format import SegmentHeader, header_bytes
 from benchmarks.server import VllmServer, quiet_cpu_environment, total, vllm_program
 
 DEADLINE_S = 120.0
@@ -224,23 +224,20 @@ def assert_no_region() -> None:
 
 def flip_payloads(store: Path) -> int:
     """Damage the payload of every record that is in the slab; returns how many."""
-    path = store / SLAB_NAME
-    with path.open("r+b") as file:
-        superblock = Superblock.decode(file.read(PAGE_BYTES), str(path))
-        slab = Slab(path, superblock, path.stat().st_size, fresh=False)
-        flipped = 0
-        record = 0
-        while slab.offset(record) < path.stat().st_size:
-            file.seek(slab.offset(record))
-            if file.read(len(HEADER_MAGIC)) == HEADER_MAGIC:
-                file.seek(slab.payload_offset(record))
-                payload = file.read(superblock.payload_bytes)
-                file.seek(slab.payload_offset(record))
-                file.write(bytes(byte ^ 0x55 for byte in payload))
+    flipped = 0
+    with opened(store / SLAB_NAME, writable=True) as slab:
+        for _, segment in slab.segments():
+            assert isinstance(segment, SegmentHeader | None)
+            if segment is None:
+                continue
+            for record in slab.records(segment, payloads=False):
+                if record.state is not State.GOOD:
+                    continue
+                at = record.offset + header_bytes(segment.chunk_tokens)
+                payload = os.pread(slab.fd, segment.payload_bytes, at)
+                os.pwrite(slab.fd, bytes(byte ^ 0x55 for byte in payload), at)
                 flipped += 1
-            record += 1
-        file.flush()
-        os.fsync(file.fileno())
+        os.fsync(slab.fd)
     return flipped
 
 
