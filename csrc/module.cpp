@@ -11,6 +11,8 @@
 
 namespace py = pybind11;
 
+void bind_prefix_index(py::module_& m);  // prefix_index_bindings.cpp
+
 namespace {
 
 using Copies = py::array_t<std::int64_t, py::array::c_style>;
@@ -30,6 +32,7 @@ std::vector<attnstore::PageCopy> as_copies(const Copies& array) {
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native data path of attnstore_vllm.";
+  bind_prefix_index(m);
   py::class_<attnstore::PageCopier>(m, "PageCopier",
                                     "Copies KV pages between HBM and slots. The memory behind the\n"
                                     "addresses outlives it. One thread calls it.")

@@ -78,7 +78,7 @@ def name_of(sequence: SequenceKeys, number: int, salt: str | None = None) -> Chu
     parent, extra = sequence.parent(number), sequence.extra(number)
     tokens = sequence.tokens(start, stop)
     key = chunk_key(parent, extra, tokens)
-    return ChunkName(key, parent, extra, tenant_hash(salt), start, tokens)
+    return ChunkName(key, parent, extra, tenant_hash(salt), start, stop - start, tokens)
 
 
 def names_of(sequence: SequenceKeys) -> list[ChunkName]:
@@ -138,7 +138,7 @@ class Rig:
         pieces = self.store.find(sequence, 0, stop)
         if wait:
             self.until(lambda: not any(_on_its_way(p.chunk) for p in pieces))
-        held = self.store.hold_ready(self.store.find(sequence, 0, stop))
+        held = self.store.hold_ready(self.store.find(sequence, 0, stop), sequence, stop)
         found = [(p.chunk.name, bytes(self.pool.slot(p.chunk.dram_slot))) for p in held]
         self.store.loaded(p.chunk for p in held)
         return found

@@ -28,7 +28,7 @@ ALLOWED_VLLM = ("connector/", "plugin.py")
 KNOWS = {
     "policy": {"types", "policy"},
     "io": {"errors", "types", "io"},
-    "index": {"types", "policy", "index"},
+    "index": {"types", "policy", "index", "_native"},
     "transfer": {"errors", "types", "config", "machine", "transfer", "_native"},
     "store": {"errors", "types", "config", "index", "policy", "io", "transfer", "store"},
 }

@@ -108,7 +108,7 @@ class Scheduler:
         stop = request.num_tokens - 1
         pieces = self.store.find(state.sequence, num_computed_tokens, stop)
         state.expect(pieces)
-        held = self.store.hold_ready(pieces)
+        held = self.store.hold_ready(pieces, state.sequence, stop)
         if len(held) < len(pieces) and self._may_wait(state):
             self.store.release(piece.chunk for piece in held)
             self._waiting.append(pieces)
@@ -289,7 +289,8 @@ class Scheduler:
         parent, extra = sequence.parent(number), sequence.extra(number)
         tokens = sequence.tokens(start, computed)
         key = chunk_key(parent, extra, tokens)
-        self._save(ChunkName(key, parent, extra, state.tenant, start, tokens), block_ids)
+        name = ChunkName(key, parent, extra, state.tenant, start, computed - start, tokens)
+        self._save(name, block_ids)
 
     def _withdraw(self, state: RequestState) -> None:
         if state.offer:

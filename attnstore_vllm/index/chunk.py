@@ -9,6 +9,10 @@
     NVMe:  ABSENT -----------------> WRITING --> READY --evict--> ABSENT
 
 Only READY bytes are ever read. A chunk is *clean* in DRAM when it is READY on NVMe too.
+
+A chunk that is on NVMe only, and that nobody looks at, is an entry of the index and no object
+(index/prefix.py). Its token ids are on the disk then: a Chunk made of such an entry does not
+know them before it has been read. A chunk that is READY in DRAM always does.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from attnstore_vllm.types import TOKEN_BYTES, Key
+from attnstore_vllm.types import Key
 
 
 class Dram(Enum):
@@ -42,17 +46,20 @@ class ChunkName:
     tenant: bytes
     position: int
     """The position of its first token: K carries the rotation of this position."""
+    num_tokens: int
     tokens: bytes
-    """Its token ids, big-endian uint32."""
+    """Its token ids, big-endian uint32; empty while they are not known."""
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
+
+class _Referable:
+    """Lets a class with slots be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
-    """A chunk that at least one tier has, or is getting. Changed by index/residency.py alone."""
+class Chunk(_Referable):
+    """A chunk that at least one tier has, or is getting. Changed by index/ alone."""
 
     name: ChunkName
     dram: Dram = Dram.ABSENT
@@ -67,6 +74,8 @@ class Chunk:
     """Device requests that touch its NVMe slot now: the slot cannot be given away."""
     dropped: bool = False
     """Not found any more; its slots are freed when the last transfer lets go."""
+    entry: int = -1
+    """Its place in the index, while it is in it."""
     from_nvme: bool = field(default=False)
     """Its DRAM bytes came up from NVMe, and no request has loaded them since."""
 

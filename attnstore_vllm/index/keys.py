@@ -118,9 +118,14 @@ class SequenceKeys:
         """All that names a whole chunk."""
         key = self.key(chunk)
         position = chunk * self.chunk_tokens
-        return ChunkName(
-            key, self.parent(chunk), self.extra(chunk), tenant, position, self._chunks[chunk]
-        )
+        parent, extra, tokens = self.parent(chunk), self.extra(chunk), self._chunks[chunk]
+        return ChunkName(key, parent, extra, tenant, position, self.chunk_tokens, tokens)
+
+    def keys(self, first: int, last: int) -> list[Key]:
+        """The keys of whole chunks first to last - 1."""
+        if last > first:
+            self.key(last - 1)
+        return self._keys[first:last]
 
     def hash_up_to(self, stop: int) -> None:
         """Compute now the keys of all whole chunks that end at or before token `stop`."""

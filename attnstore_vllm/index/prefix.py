@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which stored chunks continue a prefix: by key for whole chunks, by tokens inside one.
 
-Chunks that continue the same prefix are siblings. They are kept in the order of their tokens,
-and of all strings in an order the one with the longest common prefix with a given one stands
-beside the place where that one would stand. So the best partly matching chunk is found by one
-binary search among any number of siblings, and no prompt can make a lookup slow.
+Chunks that continue the same prefix are siblings. The native index keeps of each a *sketch*, a
+hash of each eighth of its tokens (csrc/prefix_index_sketch.h), and siblings in the order of
+their sketches: the one that shares most leading eighths with a given one stands beside its place.
+
+What a match rests on:
+- a key: a whole chunk, or a tail whose key is that of the request's tokens. Exact;
+- the tokens of a chunk that is, or was just, in DRAM. Exact;
+- a sketch, where the tokens are on NVMe. Provisional: confirm() compares the tokens when they
+  have been read. Equal sketches of different tokens cost a read, and never an answer.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName
-from attnstore_vllm.index.keys import SequenceKeys
+import numpy as np
+import numpy.typing as npt
+
+from attnstore_vllm._native import PrefixIndex as Entries
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Nvme
+from attnstore_vllm.index.keys import SequenceKeys, chunk_key
 from attnstore_vllm.types import TOKEN_BYTES, Key
 
 NEIGHBOURS_MAX = 32
-"""Siblings that are looked at for tails to supersede; what is missed goes by eviction."""
+"""Siblings that are looked at, on each side, for the longest match and for what extends a tail;
+and lengths of tails. What is missed costs a prefill, or goes by eviction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,8 @@ class Piece:
     chunk: Chunk
     start: int
     stop: int
+    exact: bool = True
+    """False: `stop` follows from a sketch, and holds only once confirm() has said so."""
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
@@ -43,81 +55,183 @@ def common_tokens(a: bytes, b: bytes) -> int:
     return low
 
 
-class _Siblings:
-    """The chunks after one prefix, by tokens. Two parallel lists, since bisect wants bare keys."""
+def confirm(piece: Piece, sequence: SequenceKeys, stop: int) -> Piece | None:
+    """The piece with the tokens that its chunk has in common with tokens [start, stop).
 
-    __slots__ = ("chunks", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens: list[bytes] = []
-        self.chunks: list[Chunk] = []
+    Longer or shorter than was thought, or None if nothing is left or the chunk's tokens are
+    not known. What was exact stays as it is.
+    """
+    if piece.exact:
+        return piece
+    first = piece.start // sequence.chunk_tokens * sequence.chunk_tokens
+    wanted = sequence.tokens(first, min(first + sequence.chunk_tokens, stop))
+    end = first + common_tokens(piece.chunk.name.tokens, wanted)
+    return replace(piece, stop=end, exact=True) if end > piece.start else None
 
 
 class PrefixIndex:
-    """All chunks that some tier has or is getting. No chunk is in it twice."""
+    """All chunks that some tier has or is getting. No chunk is in it twice.
 
-    def __init__(self) -> None:
-        self._by_key: dict[Key, Chunk] = {}
-        self._siblings: dict[tuple[Key, bytes], _Siblings] = {}
+    A chunk is one object for as long as anybody refers to it: residency.py does while the chunk
+    is in DRAM. With the last reference it becomes an entry again, which says that it is READY on
+    NVMe and nowhere else; the next look-up makes another object of it.
+
+    Args:
+        seed: of the sketches; a secret, so that nobody can make two prompts look alike.
+        expected: chunks that there will be; saves the pauses in which tables grow.
+    """
+
+    def __init__(self, chunk_tokens: int, seed: int = 0, expected: int = 0) -> None:
+        self._entries = Entries(chunk_tokens, seed, expected)
+        self._live: WeakValueDictionary[int, Chunk] = WeakValueDictionary()
+        self._piece_tokens = self._entries.piece_tokens
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self._by_key.values())
+        """All chunks, as objects. Cost: some microseconds a chunk."""
+        return (self.chunk(int(entry)) for entry in self._entries.ids())
+
+    def chunk(self, entry: int) -> Chunk:
+        """The object of an entry that is in use."""
+        chunk = self._live.get(entry)
+        if chunk is None:
+            *_, slot, checksum = record = self._entries.record(entry)
+            nvme = Nvme.READY if slot >= 0 else Nvme.ABSENT
+            name = ChunkName(*record[:6], b"")
+            chunk = Chunk(name, nvme=nvme, nvme_slot=slot, checksum=checksum, entry=entry)
+            self._live[entry] = chunk
+        return chunk
+
+    def live(self, entry: int) -> Chunk | None:
+        """The object of an entry, if there is one now. None: it is on NVMe and at rest."""
+        return self._live.get(entry)
+
+    def all_live(self) -> list[Chunk]:
+        return list(self._live.values())
 
     def get(self, key: Key) -> Chunk | None:
-        return self._by_key.get(key)
+        entry = self._entries.find(key)
+        return None if entry < 0 else self.chunk(entry)
 
     def add(self, chunk: Chunk) -> None:
+        """Enter a chunk whose tokens are known."""
         name = chunk.name
-        assert name.key not in self._by_key
-        self._by_key[name.key] = chunk
-        group = self._siblings.setdefault((name.parent, name.extra), _Siblings())
-        at = bisect_left(group.tokens, name.tokens)
-        group.tokens.insert(at, name.tokens)
-        group.chunks.insert(at, chunk)
+        assert chunk.entry < 0
+        assert len(name.tokens) == name.num_tokens * TOKEN_BYTES
+        chunk.entry = self._entries.add(
+            name.key, name.parent, name.extra, name.tenant, name.position, name.tokens
+        )
+        self._live[chunk.entry] = chunk
+        if chunk.nvme is Nvme.READY:
+            self.bind(chunk)
 
     def remove(self, chunk: Chunk) -> None:
+        assert self._live.pop(chunk.entry) is chunk
+        self._entries.remove(chunk.entry)
+        chunk.entry = -1
+
+    def remove_entry(self, entry: int) -> None:
+        """Remove a chunk that is no object now."""
+        assert self._live.get(entry) is None
+        self._entries.remove(entry)
+
+    def clear(self, keep: Iterable[Chunk] = ()) -> None:
+        """Forget all but these, whose tokens are known. Objects of others must not be used."""
+        kept = list(keep)
+        self._live.clear()
+        self._entries.clear()
+        for chunk in kept:
+            chunk.entry = -1
+            self.add(chunk)
+
+    def bind(self, chunk: Chunk) -> None:
+        """Note where on NVMe the chunk is; with unbind(), that it is not there any more."""
+        self._entries.bind(chunk.entry, chunk.nvme_slot, chunk.checksum)
+
+    def unbind(self, chunk: Chunk) -> None:
+        self._entries.unbind(chunk.entry)
+
+    def learn(self, chunk: Chunk, tokens: bytes) -> bool:
+        """Note the tokens that were read with the chunk; False if they are not the chunk's."""
         name = chunk.name
-        assert self._by_key.pop(name.key) is chunk
-        group = self._siblings[name.parent, name.extra]
-        at = bisect_left(group.tokens, name.tokens)
-        assert group.chunks[at] is chunk
-        del group.tokens[at], group.chunks[at]
-        if not group.chunks:
-            del self._siblings[name.parent, name.extra]
+        if chunk_key(name.parent, name.extra, tokens) != name.key:
+            return False
+        chunk.name = replace(name, tokens=tokens)
+        return True
+
+    # ---- recovery ----------------------------------------------------------------------
+
+    def adopt(
+        self, headers: memoryview, slots: npt.NDArray[np.uint32], header_bytes: int
+    ) -> tuple[
+        npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.uint32], int, int, int
+    ]:
+        """See csrc/prefix_index.h. Returns slots bound now, their entries, then slots that are
+        free again; and how many were entered, were left out, and were superseded."""
+        return self._entries.adopt(headers, slots, header_bytes)
+
+    def sequences(self, entries: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        """The sequence numbers of the records that recovery found these in."""
+        return self._entries.sequences(entries)
+
+    # ---- siblings ----------------------------------------------------------------------
 
     def extends(self, name: ChunkName) -> bool:
-        """Whether a sibling already holds all the tokens of `name`, and more."""
-        group = self._siblings.get((name.parent, name.extra))
-        if group is None:
-            return False
-        at = bisect_left(group.tokens, name.tokens)
-        return at < len(group.tokens) and group.tokens[at].startswith(name.tokens)
+        """Whether a sibling already holds all the tokens of `name`, and more.
+
+        It may miss one whose tokens are on NVMe, or that stands among many: then a tail is
+        kept twice.
+        """
+        whole, rest = divmod(name.num_tokens, self._piece_tokens)
+        near = self._entries.around(name.parent, name.extra, name.tokens, NEIGHBOURS_MAX)
+        for entry, shared in near:
+            if shared < whole:
+                continue
+            chunk = self.chunk(entry) if rest == 0 else self._live.get(entry)
+            if chunk is None or chunk.name.num_tokens < name.num_tokens:
+                continue
+            if chunk.name.tokens.startswith(name.tokens) or (not chunk.name.tokens and rest == 0):
+                return True
+        return False
 
     def extended_by(self, name: ChunkName) -> list[Chunk]:
         """The siblings whose tokens `name` holds all of, and more: tails it supersedes."""
-        group = self._siblings.get((name.parent, name.extra))
-        if group is None:
-            return []
-        at = bisect_left(group.tokens, name.tokens)
-        before = range(max(0, at - NEIGHBOURS_MAX), at)
-        return [group.chunks[i] for i in before if name.tokens.startswith(group.tokens[i])]
+        return list(self._heads_of(name.parent, name.extra, name.tokens, name.num_tokens - 1))
 
-    def best_match(self, parent: Key, extra: bytes, tokens: bytes) -> tuple[Chunk, int] | None:
-        """The usable chunk after `parent` that shares most leading tokens, and how many."""
-        group = self._siblings.get((parent, extra))
-        if group is None:
-            return None
-        at = bisect_left(group.tokens, tokens)
-        best: tuple[Chunk, int] | None = None
-        for i in (at, at - 1):
-            if 0 <= i < len(group.chunks) and group.chunks[i].usable:
-                shared = common_tokens(group.tokens[i], tokens)
-                if shared and (best is None or shared > best[1]):
-                    best = group.chunks[i], shared
-        return best
+    def _heads_of(self, parent: Key, extra: bytes, tokens: bytes, longest: int) -> Iterator[Chunk]:
+        """Siblings that are the first up to `longest` of these tokens, by key, longest first."""
+        for entry in self._entries.heads_of(parent, extra, tokens, longest, NEIGHBOURS_MAX):
+            chunk = self.chunk(entry)
+            head = tokens[: chunk.name.num_tokens * TOKEN_BYTES]
+            if chunk_key(parent, extra, head) == chunk.name.key:
+                yield chunk
+
+    def best_match(
+        self, parent: Key, extra: bytes, tokens: bytes
+    ) -> tuple[Chunk, int, bool] | None:
+        """The usable chunk after `parent` that shares most leading tokens, how many, and
+        whether that is exact.
+
+        Among more than NEIGHBOURS_MAX that share the same eighths it may not be the best.
+        """
+        count = len(tokens) // TOKEN_BYTES
+        heads = self._heads_of(parent, extra, tokens, count)
+        head = next((chunk for chunk in heads if chunk.usable), None)
+        best, most, exact = head, head.name.num_tokens if head else 0, True
+        if most < count:
+            for entry, pieces in self._entries.around(parent, extra, tokens, NEIGHBOURS_MAX):
+                chunk = self._live.get(entry)
+                known = chunk is not None and bool(chunk.name.tokens)
+                shared = pieces * self._piece_tokens
+                if known and chunk is not None:
+                    shared = common_tokens(chunk.name.tokens, tokens)
+                if shared > most or (shared == most > 0 and known > exact):
+                    chunk = self.chunk(entry)
+                    if chunk.usable:
+                        best, most, exact = chunk, shared, known
+        return (best, most, exact) if best is not None else None
 
     def match(self, sequence: SequenceKeys, start: int, stop: int) -> list[Piece]:
         """The longest run of usable chunks for the tokens [start, stop) of a sequence.
@@ -125,22 +239,27 @@ class PrefixIndex:
         Chunks before `start` are not needed: a key names the whole prefix, wherever the KV of
         that prefix is. The run ends at the first chunk that is not there, or is there in part.
 
-        Cost: a dict lookup a chunk and one binary search; the tokens of one chunk are encoded.
+        Cost: a hash look-up a chunk and one search among siblings; the tokens of one chunk are
+        encoded.
         """
         size = sequence.chunk_tokens
         pieces: list[Piece] = []
-        while start < stop:
-            number = start // size
-            first, last = number * size, (number + 1) * size
-            if last <= len(sequence.token_ids):
-                chunk = self._by_key.get(sequence.key(number))
-                if chunk is not None and chunk.usable:
-                    pieces.append(Piece(chunk, start, min(last, stop)))
-                    start = min(last, stop)
-                    continue
-            tokens = sequence.tokens(first, min(last, stop))
+        if start >= stop:
+            return pieces
+        number = start // size
+        upto = min(-(-stop // size), len(sequence.token_ids) // size)
+        for entry in self._entries.find_run(sequence.keys(number, upto)):
+            chunk = self.chunk(entry)
+            if not chunk.usable:
+                break
+            number += 1
+            end = min(number * size, stop)
+            pieces.append(Piece(chunk, start, end))
+            start = end
+        if start < stop:
+            first = number * size
+            tokens = sequence.tokens(first, min(first + size, stop))
             best = self.best_match(sequence.parent(number), sequence.extra(number), tokens)
             if best is not None and first + best[1] > start:
-                pieces.append(Piece(best[0], start, min(first + best[1], stop)))
-            break
+                pieces.append(Piece(best[0], start, first + best[1], best[2]))
         return pieces

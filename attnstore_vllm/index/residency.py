@@ -12,46 +12,40 @@ No I/O, no clock, no thread: the caller holds the lock and moves the bytes.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
+import numpy as np
+import numpy.typing as npt
+
+from attnstore_vllm.index.adoption import Adopted, adopt, oldest_first
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.prefix import PrefixIndex
-from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.index.slots import ADOPTED, GONE, OWNED, DramSlots, NvmeSlots
+from attnstore_vllm.policy.eviction import EvictionPolicy, SlotLru
 
-
-class _Slots:
-    """The slots of one tier and the policy that says whose goes next."""
-
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        self.num_slots = num_slots
-        self.policy = policy
-        self.free = list(range(num_slots - 1, -1, -1))
-        self.owned: dict[int, Chunk] = {}
-
-    def give(self, chunk: Chunk) -> int:
-        slot = self.free.pop()
-        assert slot not in self.owned
-        self.owned[slot] = chunk
-        self.policy.add(chunk)
-        return slot
-
-    def take_back(self, slot: int) -> None:
-        chunk = self.owned.pop(slot)
-        self.policy.remove(chunk)
-        self.free.append(slot)
+_EXPECTED_MAX = 1 << 22
+"""Chunks for which the index makes room at once; beyond, its tables grow."""
 
 
 class Residency:
-    """The one owner of which chunk is where. `counts` holds events by name, for the metrics."""
+    """The one owner of which chunk is where. `counts` holds events by name, for the metrics.
+
+    It refers to each chunk that is in DRAM or in a transfer; what is on NVMe only is an entry.
+
+    Args:
+        nvme_slots: the most there can be; open_nvme_slots() says which there are.
+        seed: see PrefixIndex.
+    """
 
     def __init__(
         self, dram_slots: int, nvme_slots: int, dram_policy: EvictionPolicy,
-        nvme_policy: EvictionPolicy,
+        nvme_policy: SlotLru, *, chunk_tokens: int, seed: int = 0,
     ) -> None:  # fmt: skip
-        self.index = PrefixIndex()
+        expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
+        self.index = PrefixIndex(chunk_tokens, seed, expected)
         self.counts: Counter[str] = Counter()
-        self._dram = _Slots(dram_slots, dram_policy)
-        self._nvme = _Slots(nvme_slots, nvme_policy)
+        self._dram = DramSlots(dram_slots, dram_policy)
+        self._nvme = NvmeSlots(nvme_slots, nvme_policy)
         self._dirty: deque[Chunk] = deque()
         self._nvme_lost = False
 
@@ -61,18 +55,47 @@ class Residency:
 
     @property
     def nvme_used(self) -> int:
-        return len(self._nvme.owned)
+        return self._nvme.num_used
+
+    @property
+    def needs_nvme_slots(self) -> bool:
+        """Whether the next write-back would have to evict from NVMe."""
+        return self._nvme.num_free == 0
 
     @property
     def num_dirty(self) -> int:
         return len(self._dirty)
+
+    # ---- the NVMe tier's size ----------------------------------------------------------
+
+    def open_nvme_slots(self, first: int, count: int) -> None:
+        """Slots [first, first + count) can be used from now on, and are free."""
+        self._nvme.open(first, count)
+
+    def close_nvme_slots(self, first: int, count: int) -> bool:
+        """Take these slots out of use, with what is there; what DRAM has as well stays in DRAM.
+
+        No new write begins there after the first call. Returns False while a device request
+        touches one of them: call again.
+        """
+        slots = range(first, first + count)
+        self._nvme.close_free(slots)
+        for slot in slots:
+            if self._nvme.state[slot] not in (OWNED, ADOPTED):
+                continue
+            chunk = self.index.live(self._nvme.owner[slot])
+            if chunk is None:
+                self._drop_entry(slot)
+            elif not chunk.reads:
+                self._leave_nvme(chunk)
+        return self._nvme.close_free(slots)
 
     def use(self, chunk: Chunk) -> None:
         """Note that a request wants the chunk."""
         if chunk.dram is not Dram.ABSENT:
             self._dram.policy.use(chunk)
         if chunk.nvme is not Nvme.ABSENT:
-            self._nvme.policy.use(chunk)
+            self._nvme.use(chunk.nvme_slot)
 
     # ---- HBM -> DRAM -------------------------------------------------------------------
 
@@ -127,16 +150,22 @@ class Residency:
 
     # ---- DRAM -> NVMe ------------------------------------------------------------------
 
-    def begin_write_back(self) -> Chunk | None:
-        """The chunk to write next, oldest first, with an NVMe slot; None if there is none."""
+    def begin_write_back(self, *, newest_first: bool = False) -> Chunk | None:
+        """The chunk to write next, with an NVMe slot; None if there is none, or no slot.
+
+        Oldest first; at shutdown, which may not have the time for all, `newest_first`.
+        """
         while self._dirty:
-            chunk = self._dirty.popleft()
+            chunk = self._dirty.pop() if newest_first else self._dirty.popleft()
             if chunk.dropped or chunk.dram is not Dram.READY or chunk.nvme is not Nvme.ABSENT:
                 continue
             if not self._make_room_on_nvme():
-                self._dirty.appendleft(chunk)
+                if newest_first:
+                    self._dirty.append(chunk)
+                else:
+                    self._dirty.appendleft(chunk)
                 return None
-            chunk.nvme_slot = self._nvme.give(chunk)
+            chunk.nvme_slot = self._nvme.give(chunk.entry)
             chunk.nvme = Nvme.WRITING
             chunk.holds += 1
             chunk.reads += 1
@@ -153,6 +182,8 @@ class Residency:
         else:
             chunk.nvme = Nvme.READY
             chunk.checksum = checksum
+            if not chunk.dropped:
+                self.index.bind(chunk)
             self.counts["written"] += 1
         self.release(chunk)
 
@@ -172,12 +203,20 @@ class Residency:
         chunk.holds += 1
         return True
 
+    def learn(self, chunk: Chunk, tokens: bytes) -> bool:
+        """The token ids that were read with the chunk; False if they are not the chunk's."""
+        return self.index.learn(chunk, tokens)
+
     def finish_prefetch(self, chunk: Chunk, verified: bool) -> None:
-        """The read has ended; `verified` says that the bytes are those that were written."""
+        """The read has ended; `verified` says that the bytes are those that were written.
+
+        Its tokens are known by then: they came up with the bytes, see learn().
+        """
         assert chunk.dram is Dram.READING
         chunk.reads -= 1
         chunk.dram = Dram.READY
         chunk.from_nvme = True
+        assert chunk.name.tokens or not verified
         if not verified:
             self.drop(chunk)
         self.release(chunk)
@@ -187,15 +226,32 @@ class Residency:
     def drop(self, chunk: Chunk) -> None:
         """Forget the chunk in all tiers. Its slots go back when no transfer touches them."""
         if not chunk.dropped:
-            chunk.dropped = True
-            self.index.remove(chunk)
+            self._forget(chunk)
         self._free_if_dropped(chunk)
 
+    def _forget(self, chunk: Chunk) -> None:
+        chunk.dropped = True
+        self.index.remove(chunk)
+        if chunk.nvme is not Nvme.ABSENT:
+            self._nvme.abandon(chunk.nvme_slot)
+
+    def _drop_entry(self, slot: int) -> None:
+        """Drop the chunk in this NVMe slot, which is no object now."""
+        self.counts["lost"] += 1
+        self.index.remove_entry(self._nvme.owner[slot])
+        self._nvme.take_back(slot)
+
     def drop_all(self) -> None:
-        """Forget everything (a weight update)."""
-        for chunk in list(self.index):
+        """Forget everything (a weight update). Cost: the objects, and some ms a million."""
+        for chunk in self.index.all_live():
             self.drop(chunk)
+        self._forget_entries(keep=[])
         self._dirty.clear()
+
+    def _forget_entries(self, keep: list[Chunk]) -> None:
+        """Forget all that is no object. No object but these is in the index."""
+        self._nvme.take_back_owned()
+        self.index.clear(keep)
 
     def lose_nvme(self) -> None:
         """The NVMe tier is out of use: forget what only it has, and write nothing back any more.
@@ -204,36 +260,40 @@ class Residency:
         """
         self._nvme_lost = True
         self._dirty.clear()
-        for chunk in list(self.index):
+        keep = []
+        for chunk in self.index.all_live():
             if chunk.dram in (Dram.ABSENT, Dram.READING):
                 self.drop(chunk)
-            elif chunk.nvme is Nvme.READY:
-                self._leave_nvme(chunk)
-
-    def adopt(self, records: Iterable[tuple[int, ChunkName, bytes]]) -> int:
-        """Enter what recovery found, as (NVMe slot, name, payload checksum), oldest first.
-
-        A record is left out, and its slot stays free, where its chunk is known already or
-        another record holds all its tokens. Returns how many were entered.
-        """
-        taken: set[int] = set()
-        for slot, name, checksum in records:
-            if slot in self._nvme.owned or self.index.get(name.key) or self.index.extends(name):
                 continue
-            for tail in self.index.extended_by(name):
-                if tail.nvme_slot in taken and tail.dram is Dram.ABSENT:
-                    taken.remove(tail.nvme_slot)
-                    self._nvme.policy.remove(tail)
-                    del self._nvme.owned[tail.nvme_slot]
-                    tail.dropped = True
-                    self.index.remove(tail)
-            chunk = Chunk(name, nvme=Nvme.READY, nvme_slot=slot, checksum=checksum)
-            self._nvme.owned[slot] = chunk
-            self._nvme.policy.add(chunk)
-            self.index.add(chunk)
-            taken.add(slot)
-        self._nvme.free = [slot for slot in self._nvme.free if slot not in taken]
-        return len(taken)
+            keep.append(chunk)
+            if chunk.nvme is Nvme.READY:
+                self._leave_nvme(chunk)
+            elif chunk.nvme is Nvme.WRITING:
+                self._nvme.abandon(chunk.nvme_slot)
+        self._forget_entries(keep)
+
+    # ---- recovery ----------------------------------------------------------------------
+
+    def adopt_headers(
+        self, headers: memoryview, slots: npt.NDArray[np.uint32], header_bytes: int
+    ) -> Adopted:
+        """See index/adoption.py; finish_adoption() follows the last batch."""
+        return adopt(self.index, self._nvme, headers, slots, header_bytes)
+
+    def adoption_order(self) -> npt.NDArray[np.int32]:
+        """The adopted slots, oldest record first. Needs no lock, on the only thread that adopts
+        and evicts. Cost: about 0.2 s a million."""
+        return oldest_first(self.index, self._nvme)
+
+    def finish_adoption(self, order: npt.NDArray[np.int32] | None = None) -> None:
+        """All is read: what was adopted and not used since is evicted first, oldest first.
+
+        Args:
+            order: of adoption_order().
+        """
+        self._nvme.order(self.adoption_order() if order is None else order)
+
+    # ---- room --------------------------------------------------------------------------
 
     def _make_room_in_dram(self) -> bool:
         if self._dram.free:
@@ -247,15 +307,27 @@ class Residency:
         return bool(self._dram.free)
 
     def _make_room_on_nvme(self) -> bool:
-        if self._nvme.free:
+        """The least recently used goes, whether or not DRAM has it.
+
+        One that DRAM has is not clean any more. It is not written again, which would move the
+        same bytes for ever in a small store: when it leaves DRAM it is lost, and counted.
+        """
+        if self._nvme.num_free:
             return True
-        victim = self._nvme.policy.victim(_nvme_can_go, _is_in_dram)
-        if victim is None:
+        slot = self._nvme.policy.victim(self._nvme_can_go)
+        if slot is None:
             return False
-        assert isinstance(victim, Chunk)
         self.counts["evicted_nvme"] += 1
-        self._leave_nvme(victim)
-        return bool(self._nvme.free)
+        chunk = self.index.live(self._nvme.owner[slot])
+        if chunk is None:
+            self._drop_entry(slot)
+        else:
+            self._leave_nvme(chunk)
+        return self._nvme.num_free > 0
+
+    def _nvme_can_go(self, slot: int) -> bool:
+        chunk = self.index.live(self._nvme.owner[slot])
+        return chunk is None or (chunk.reads == 0 and chunk.nvme is Nvme.READY)
 
     def _leave_dram(self, chunk: Chunk) -> None:
         self._dram.take_back(chunk.dram_slot)
@@ -265,6 +337,8 @@ class Residency:
 
     def _leave_nvme(self, chunk: Chunk) -> None:
         self._nvme.take_back(chunk.nvme_slot)
+        if not chunk.dropped:
+            self.index.unbind(chunk)
         chunk.nvme, chunk.nvme_slot, chunk.checksum = Nvme.ABSENT, -1, b""
         self._forget_if_nowhere(chunk)
 
@@ -272,8 +346,7 @@ class Residency:
         if chunk.dram is Dram.ABSENT and chunk.nvme is Nvme.ABSENT and not chunk.dropped:
             if chunk.holds == 0:
                 self.counts["lost"] += 1
-            chunk.dropped = True
-            self.index.remove(chunk)
+            self._forget(chunk)
 
     def _free_if_dropped(self, chunk: Chunk) -> None:
         if not chunk.dropped or chunk.holds:
@@ -285,20 +358,29 @@ class Residency:
 
     def check_integrity(self) -> None:
         """Assert the invariants above. Cost: all chunks; for tests and idle moments."""
-        for tier in (self._dram, self._nvme):
-            assert len(tier.free) + len(tier.owned) == tier.num_slots
-            assert not set(tier.free) & tier.owned.keys()
-        for slot, chunk in self._dram.owned.items():
+        dram, nvme = self._dram, self._nvme
+        assert len(dram.free) + len(dram.owned) == dram.num_slots
+        assert not set(dram.free) & dram.owned.keys()
+        for slot, chunk in dram.owned.items():
             assert chunk.dram_slot == slot
             assert chunk.dram is not Dram.ABSENT
-        for slot, chunk in self._nvme.owned.items():
-            assert chunk.nvme_slot == slot
-            assert chunk.nvme is not Nvme.ABSENT
+            assert chunk.dropped <= (chunk.holds > 0 or chunk.reads > 0)
+        nvme.check_integrity()
+        gone = {c.nvme_slot for c in dram.owned.values() if c.dropped and c.nvme is not Nvme.ABSENT}
+        owners = 0
+        for slot in range(nvme.num_slots):
+            assert (nvme.state[slot] == GONE) <= (slot in gone or self._nvme_lost)
+            if nvme.state[slot] in (OWNED, ADOPTED):
+                owners += 1
+                chunk = self.index.chunk(nvme.owner[slot])
+                assert chunk.nvme_slot == slot
+                assert chunk.nvme is not Nvme.ABSENT
         for chunk in self.index:
             assert not chunk.dropped
             assert chunk.dram is not Dram.ABSENT or chunk.nvme is not Nvme.ABSENT
-        for chunk in (*self._dram.owned.values(), *self._nvme.owned.values()):
-            assert chunk.dropped <= (chunk.holds > 0 or chunk.reads > 0)
+            assert (chunk.dram is not Dram.READY) or chunk.name.tokens
+            owners -= chunk.nvme is not Nvme.ABSENT and not self._nvme_lost
+        assert owners == 0
 
     def num_held(self) -> int:
         """Chunks that a transfer holds now; zero when nothing is in flight."""
@@ -310,16 +392,6 @@ def _dram_can_go(chunk: Hashable) -> bool:
     return chunk.holds == 0 and chunk.dram is Dram.READY
 
 
-def _nvme_can_go(chunk: Hashable) -> bool:
-    assert isinstance(chunk, Chunk)
-    return chunk.reads == 0 and chunk.nvme is Nvme.READY
-
-
 def _is_clean(chunk: Hashable) -> bool:
     assert isinstance(chunk, Chunk)
     return chunk.nvme is Nvme.READY
-
-
-def _is_in_dram(chunk: Hashable) -> bool:
-    assert isinstance(chunk, Chunk)
-    return chunk.dram is Dram.READY

@@ -166,5 +166,5 @@ class Header:
         )
         tokens = raw[_HEADER.size : _HEADER.size + num_tokens * TOKEN_BYTES]
         extra = b"" if extra == bytes(KEY_BYTES) else extra
-        name = ChunkName(Key(key), Key(parent), extra, tenant, position, tokens)
+        name = ChunkName(Key(key), Key(parent), extra, tenant, position, num_tokens, tokens)
         return cls(name, sequence, size, payload_crc)

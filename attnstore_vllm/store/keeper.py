@@ -20,12 +20,14 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from attnstore_vllm.errors import CorruptRecordError, DeviceError
 from attnstore_vllm.index.chunk import Chunk, Dram, Nvme
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Completion, Device, IoRequest, Op
 from attnstore_vllm.store.format import GENERATION_BYTES, PAGE_BYTES, Header, checksum
-from attnstore_vllm.store.recovery import scan
+from attnstore_vllm.store.recovery import scan, v2_pages
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Flow
@@ -60,7 +62,7 @@ class Keeper:
         self._device = device
         self._depth = depth
         self._wanted: OrderedDict[Chunk, None] = OrderedDict()
-        self._reads: dict[int, Chunk] = {}
+        self._reads: dict[int, tuple[Chunk, memoryview]] = {}
         self._writes: dict[int, tuple[Chunk, bytes, memoryview]] = {}
         self._next_tag = 0
         self._sequence = 0
@@ -125,30 +127,37 @@ class Keeper:
                     break  # no room now: whoever wants it asks again, until its deadline
                 del self._wanted[chunk]
                 tag = self._new_tag()
-                self._reads[tag] = chunk
-                offset = self._slab.payload_offset(chunk.nvme_slot)
-                buffers = (self._pool.slot(chunk.dram_slot),)
+                page = memoryview(mmap.mmap(-1, self._slab.header_bytes))
+                self._reads[tag] = (chunk, page)
+                offset = self._slab.offset(chunk.nvme_slot)
+                buffers = (page, self._pool.slot(chunk.dram_slot))
                 requests.append(IoRequest(tag, Op.READ, offset, buffers))
         self._submit(requests)
 
-    def _finish_read(self, chunk: Chunk, error: DeviceError | None) -> None:
-        verified = False
+    def _finish_read(self, chunk: Chunk, page: memoryview, error: DeviceError | None) -> None:
+        verified, tokens = False, b""
         if error is not None:
             logger.warning("a chunk is lost and will be prefilled again: %s", error)
         else:
             # Held by this read: neither the slot nor the expected checksum can change.
+            where = self._slab.where(chunk.nvme_slot)
             found = checksum(self._pool.slot(chunk.dram_slot))
             verified = found == chunk.checksum
+            damage = CorruptRecordError(where, "payload checksum", chunk.checksum, found)
+            try:
+                header = Header.decode(bytes(page), chunk.nvme_slot, self._slab.superblock, where)
+                tokens = header.name.tokens
+            except CorruptRecordError as bad_header:
+                damage, verified = bad_header, False
             if not verified:
-                where = self._slab.where(chunk.nvme_slot)
-                logger.error(
-                    "%s", CorruptRecordError(where, "payload checksum", chunk.checksum, found)
-                )
+                logger.error("%s", damage)
         with self._progress:
             if error is not None:
                 self._residency.counts["read_failed"] += 1
             else:
                 self.moved_bytes[Flow.PREFETCH] += self._pool.slot_bytes
+                if verified and not chunk.name.tokens:
+                    verified = self._residency.learn(chunk, tokens)
                 if not verified:
                     self._residency.counts["corrupt"] += 1
             self._residency.finish_prefetch(chunk, verified)
@@ -276,9 +285,17 @@ class Keeper:
             return
         started = time.monotonic()
         found = scan(self._slab, self._device, self._depth)
+        pages = v2_pages(found.records, self._slab.superblock.chunk_tokens)
+        slots = np.array([record for record, _, _ in found.records], np.uint32)
         with self._progress:
             # Recovered records are of before any reset that was asked for meanwhile.
-            adopted = 0 if self._reset_asked else self._residency.adopt(found.records)
+            adopted = 0
+            if not self._reset_asked:
+                done = self._residency.adopt_headers(
+                    memoryview(pages), slots, self._slab.header_bytes
+                )
+                adopted = done.entered - done.superseded
+                self._residency.finish_adoption()
             self._residency.counts["recovered"] += adopted
             self._sequence = found.last_sequence
             self._recovered = True
@@ -295,12 +312,12 @@ class Keeper:
             self._finish_reset(error)
         elif tag in self._reads:
             with self._progress:
-                chunk = self._reads.pop(tag)
-            self._finish_read(chunk, error)
+                chunk, page = self._reads.pop(tag)
+            self._finish_read(chunk, page, error)
         else:
             with self._progress:
-                written, digest, page = self._writes.pop(tag)
-            self._finish_write(written, digest, page, error)
+                chunk, digest, page = self._writes.pop(tag)
+            self._finish_write(chunk, digest, page, error)
 
     def _new_tag(self) -> int:
         self._next_tag += 1

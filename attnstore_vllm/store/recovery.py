@@ -8,13 +8,14 @@ not read here: its checksum is verified when the chunk is first wanted.
 from __future__ import annotations
 
 import mmap
+import struct
 from dataclasses import dataclass
 
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.io.device import Device, IoRequest, Op
-from attnstore_vllm.store.format import Header
+from attnstore_vllm.store.format import Header, header_bytes
 from attnstore_vllm.store.slab import Slab
 
 
@@ -71,3 +72,21 @@ def _decode(raw: bytes, record: int, slab: Slab) -> Header | None:
         return None  # never written, torn, or of before a reset: all are free slots
     name = header.name
     return header if chunk_key(name.parent, name.extra, name.tokens) == name.key else None
+
+
+_V2 = struct.Struct("<8sII16s16sQQQ16s32s32s32s32s32sQQ")
+
+
+def v2_pages(records: list[tuple[int, ChunkName, bytes]], chunk_tokens: int) -> bytes:
+    """Header pages of format version 2 for records that were found, numbered from 1."""
+    size = header_bytes(chunk_tokens)
+    pages = bytearray(size * len(records))
+    for number, (slot, name, digest) in enumerate(records):
+        at, zero = number * size, bytes(32)
+        _V2.pack_into(
+            pages, at, b"ATTNKV\r\n", 2, name.num_tokens, b"", b"", slot, number + 1, 0, digest,
+            zero, name.key, name.parent, name.extra or zero, name.tenant, name.position, 0,
+        )  # fmt: skip
+        at += _V2.size
+        pages[at : at + len(name.tokens)] = name.tokens
+    return bytes(pages)

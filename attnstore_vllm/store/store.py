@@ -14,6 +14,7 @@ ever READY.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -21,10 +22,10 @@ from collections.abc import Iterable, Sequence
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Device
-from attnstore_vllm.policy.eviction import Lru
+from attnstore_vllm.policy.eviction import Lru, SlotLru
 from attnstore_vllm.store.keeper import Keeper
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.transfer.pool import SharedPool
@@ -40,7 +41,11 @@ class Store:
     """See the module. All methods may be called from the scheduler's thread."""
 
     def __init__(self, pool: SharedPool, slab: Slab, device: Device, io_depth: int) -> None:
-        self.residency = Residency(pool.num_slots, slab.num_records, Lru(), Lru())
+        self.residency = Residency(
+            pool.num_slots, slab.num_records, Lru(), SlotLru(slab.num_records),
+            chunk_tokens=slab.superblock.chunk_tokens, seed=secrets.randbits(64),
+        )  # fmt: skip
+        self.residency.open_nvme_slots(0, slab.num_records)
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._pool = pool
@@ -65,15 +70,22 @@ class Store:
         self._keeper.start_reads()
         return pieces
 
-    def hold_ready(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Hold the leading pieces that are READY in DRAM, and return them."""
+    def hold_ready(self, pieces: Sequence[Piece], sequence: SequenceKeys, stop: int) -> list[Piece]:
+        """Hold the leading pieces that are READY in DRAM, and return them.
+
+        The last may end elsewhere than find() said, with tokens [.., stop) of the sequence
+        wanted: what it said of a chunk whose tokens were on NVMe was provisional.
+        """
         held: list[Piece] = []
         with self._lock:
             for piece in pieces:
                 if piece.chunk.dram is not Dram.READY or piece.chunk.dropped:
                     break
+                confirmed = confirm(piece, sequence, stop)
+                if confirmed is None:
+                    break
                 self.residency.hold(piece.chunk)
-                held.append(piece)
+                held.append(confirmed)
         return held
 
     def release(self, chunks: Iterable[Chunk]) -> None:

@@ -56,7 +56,12 @@ def found_bytes(store: Store, pool: SharedPool, n: int) -> bytes | None:
     pieces = store.find(sequence(n), 0, CHUNK_TOKENS)
     if not pieces:
         return None
-    wait_until(lambda: pieces[0].chunk.dropped or bool(store.hold_ready(pieces)), store)
+    wait_until(
+        lambda: (
+            pieces[0].chunk.dropped or bool(store.hold_ready(pieces, sequence(n), CHUNK_TOKENS))
+        ),
+        store,
+    )
     if pieces[0].chunk.dropped:
         return None
     found = bytes(pool.slot(pieces[0].chunk.dram_slot))

@@ -171,7 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.device.settle()
         pieces = self.find(tokens, start, stop)
         self.device.settle()
-        for piece in self.rig.store.hold_ready(pieces):
+        for piece in self.rig.store.hold_ready(pieces, sequence_of(tokens), stop):
             chunk = piece.chunk
             payload = bytes(self.rig.pool.slot(chunk.dram_slot))
             if chunk.name.key in self.now:

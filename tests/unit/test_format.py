@@ -64,7 +64,7 @@ headers = st.builds(
     payload_bytes=st.just(SUPERBLOCK.payload_bytes),
     payload_checksum=st.binary(min_size=16, max_size=16),
 )
-NAME = ChunkName(Key(b"k" * 32), Key(b"p" * 32), b"", b"t" * 32, 48, encode_tokens([1, 2, 3]))
+NAME = ChunkName(Key(b"k" * 32), Key(b"p" * 32), b"", b"t" * 32, 48, 3, encode_tokens([1, 2, 3]))
 HEADER = Header(NAME, 7, SUPERBLOCK.payload_bytes, b"c" * 16)
 
 

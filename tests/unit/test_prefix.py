@@ -10,7 +10,7 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
 from attnstore_vllm.index.keys import chunk_key, encode_tokens, root_key
 from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, PrefixIndex, common_tokens
 from attnstore_vllm.types import TOKEN_BYTES, Key
-from tests.helpers import NAMESPACE, name_of, sequence_of, tokens_of
+from tests.helpers import CHUNK_TOKENS, NAMESPACE, name_of, sequence_of, tokens_of
 
 ROOT = root_key(NAMESPACE, None, b"")
 # Few values, so that prefixes are shared; large ones, so that signed or little-endian order shows.
@@ -24,11 +24,15 @@ def ready(name: ChunkName) -> Chunk:
 
 def child(tokens: list[int], parent: Key = ROOT, extra: bytes = b"") -> ChunkName:
     encoded = encode_tokens(tokens)
-    return ChunkName(chunk_key(parent, extra, encoded), parent, extra, bytes(32), 0, encoded)
+    key = chunk_key(parent, extra, encoded)
+    return ChunkName(key, parent, extra, bytes(32), 0, len(tokens), encoded)
 
 
-def filled(token_lists: list[list[int]]) -> tuple[PrefixIndex, dict[bytes, Chunk]]:
-    index, chunks = PrefixIndex(), {}
+def filled(
+    token_lists: list[list[int]], chunk_tokens: int = CHUNK_TOKENS
+) -> tuple[PrefixIndex, dict[bytes, Chunk]]:
+    """An index, and its chunks by their tokens; they are in it as long as these are referred to."""
+    index, chunks = PrefixIndex(chunk_tokens), {}
     for tokens in token_lists:
         name = child(tokens)
         if name.tokens not in chunks:
@@ -52,21 +56,22 @@ def test_common_tokens(a: list[int], b: list[int]) -> None:
 @example([[256, 1], [1, 256]], [255, 1])
 @settings(max_examples=400)
 def test_best_match_is_the_longest_common_prefix(known: list[list[int]], wanted: list[int]) -> None:
-    index, _ = filled(known)
+    index, _chunks = filled(known)
     longest = max((shared(tokens, wanted) for tokens in known), default=0)
     best = index.best_match(ROOT, b"", encode_tokens(wanted))
     if longest == 0:
         assert best is None
     else:
         assert best is not None
-        chunk, length = best
+        chunk, length, exact = best
+        assert exact
         assert length == longest
         assert chunk.name.tokens.startswith(encode_tokens(wanted)[: length * TOKEN_BYTES])
 
 
 @given(st.lists(TOKEN_LISTS, max_size=20), TOKEN_LISTS)
 def test_extends_and_extended_by(known: list[list[int]], wanted: list[int]) -> None:
-    index, _ = filled(known)
+    index, _chunks = filled(known)
     name = child(wanted)
     others = [tokens for tokens in known if tokens != wanted]
     longer = [tokens for tokens in known if tokens[: len(wanted)] == wanted]
@@ -85,19 +90,19 @@ def test_what_is_removed_is_not_found(known: list[list[int]], rng: object) -> No
         chunk = chunks[tokens]
         assert index.get(chunk.name.key) is chunk
         best = index.best_match(ROOT, b"", tokens)
-        assert best == (chunk, len(tokens) // TOKEN_BYTES)
+        assert best == (chunk, len(tokens) // TOKEN_BYTES, True)
         index.remove(chunk)
         assert index.get(chunk.name.key) is None
         best = index.best_match(ROOT, b"", tokens)
         assert best is None or best[0] is not chunk
     assert len(index) == 0
-    assert not index._siblings
 
 
 def test_siblings_of_another_parent_or_image_are_not_found() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(CHUNK_TOKENS)
     image = b"i" * 32
-    index.add(ready(child([1, 2, 3], extra=image)))
+    chunk = ready(child([1, 2, 3], extra=image))
+    index.add(chunk)
     tokens = encode_tokens([1, 2, 3])
     assert index.best_match(ROOT, b"", tokens) is None
     assert index.best_match(Key(bytes(32)), image, tokens) is None
@@ -107,44 +112,23 @@ def test_siblings_of_another_parent_or_image_are_not_found() -> None:
 
 
 def test_a_chunk_that_cannot_be_loaded_is_no_match() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(CHUNK_TOKENS)
     saving = Chunk(child([1, 2, 3]), dram=Dram.SAVING)
     index.add(saving)
     assert index.best_match(ROOT, b"", encode_tokens([1, 2, 3])) is None
     saving.dram = Dram.READY
-    assert index.best_match(ROOT, b"", encode_tokens([1, 2, 9])) == (saving, 2)
+    assert index.best_match(ROOT, b"", encode_tokens([1, 2, 9])) == (saving, 2, True)
 
 
 def test_superseding_looks_at_a_bounded_number_of_neighbours() -> None:
     tails = [[7] * (n + 1) for n in range(2 * NEIGHBOURS_MAX)]
-    index, _ = filled(tails)
+    index, _chunks = filled(tails, chunk_tokens=256)
     assert len(index.extended_by(child([7] * (2 * NEIGHBOURS_MAX + 1)))) == NEIGHBOURS_MAX
-
-
-class CountingTokens(bytes):
-    """Token strings that count how often they are compared."""
-
-    comparisons = 0
-
-    def __lt__(self, other: bytes) -> bool:
-        CountingTokens.comparisons += 1
-        return bytes(self) < bytes(other)
-
-
-def test_a_lookup_among_thousands_of_siblings_is_one_binary_search() -> None:
-    index, _ = filled([[n % 64, n // 64, 5] for n in range(8192)])
-    group = index._siblings[ROOT, b""]
-    group.tokens = [CountingTokens(t) for t in group.tokens]
-    CountingTokens.comparisons = 0
-    best = index.best_match(ROOT, b"", CountingTokens(encode_tokens([63, 127, 6])))
-    assert best is not None
-    assert best[1] == 2
-    assert 0 < CountingTokens.comparisons <= 14  # log2(8192) + 1
 
 
 def stored(num_tokens: int) -> tuple[PrefixIndex, list[Chunk]]:
     """An index that holds one conversation, whole chunks of 16 and a tail."""
-    sequence, index = sequence_of(tokens_of(1, num_tokens)), PrefixIndex()
+    sequence, index = sequence_of(tokens_of(1, num_tokens)), PrefixIndex(CHUNK_TOKENS)
     chunks = [ready(name_of(sequence, n)) for n in range(-(-num_tokens // 16))]
     for chunk in chunks:
         index.add(chunk)
@@ -164,7 +148,7 @@ def test_match_whole_chunks_and_a_tail() -> None:
 
 
 def test_match_ends_where_the_tokens_part() -> None:
-    index, _ = stored(48)
+    index, _chunks = stored(48)
     tokens = tokens_of(1, 48)
     tokens[20] = 9
     assert runs(index, tokens, 0, 48) == [(0, 16), (16, 20)]
@@ -173,7 +157,7 @@ def test_match_ends_where_the_tokens_part() -> None:
 
 
 def test_match_stops_at_stop() -> None:
-    index, _ = stored(48)
+    index, _chunks = stored(48)
     assert runs(index, tokens_of(1, 48), 0, 47) == [(0, 16), (16, 32), (32, 47)]
     assert runs(index, tokens_of(1, 48), 0, 16) == [(0, 16)]
     assert runs(index, tokens_of(1, 48), 0, 5) == [(0, 5)]
@@ -191,7 +175,7 @@ def test_match_from_the_middle_does_not_need_what_is_before() -> None:
 
 
 def test_a_partly_matching_chunk_must_reach_beyond_the_start() -> None:
-    index, _ = stored(16)
+    index, _chunks = stored(16)
     tokens = [*tokens_of(1, 8), *tokens_of(2, 24)]
     assert runs(index, tokens, 4, 32) == [(4, 8)]
     assert runs(index, tokens, 8, 32) == []
@@ -206,14 +190,15 @@ def test_a_gap_ends_the_run() -> None:
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=70), max_size=8), st.data())
 @settings(max_examples=150)
 def test_match_against_brute_force(stored_tokens: list[list[int]], data: st.DataObject) -> None:
-    index, known = PrefixIndex(), {}
+    index, known, chunks = PrefixIndex(CHUNK_TOKENS), {}, list[Chunk]()
     for tokens in stored_tokens:
         sequence = sequence_of(tokens)
         for number in range(-(-len(tokens) // 16)):
             name = name_of(sequence, number)
             if name.key not in known:
                 known[name.key] = tokens[: number * 16 + name.num_tokens]
-                index.add(ready(name))
+                chunks.append(ready(name))
+                index.add(chunks[-1])
     base = data.draw(st.sampled_from(stored_tokens)) if stored_tokens else []
     wanted = base[: data.draw(st.integers(0, len(base)))]
     wanted = wanted + data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))

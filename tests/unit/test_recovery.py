@@ -7,15 +7,16 @@ import random
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from attnstore_vllm.index.chunk import ChunkName, Dram, Nvme
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Op
-from attnstore_vllm.policy.eviction import Lru
+from attnstore_vllm.policy.eviction import Lru, SlotLru
 from attnstore_vllm.store.format import CHECKSUM_BYTES, Header, checksum
-from attnstore_vllm.store.recovery import Found, scan
+from attnstore_vllm.store.recovery import Found, scan, v2_pages
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
 from tests.helpers import (
@@ -140,12 +141,23 @@ def test_of_two_records_of_a_chunk_the_newer_counts() -> None:
 
 
 def residency(nvme_slots: int = 3) -> Residency:
-    return Residency(2, nvme_slots, Lru(), Lru())
+    tiers = Residency(2, nvme_slots, Lru(), SlotLru(nvme_slots), chunk_tokens=CHUNK_TOKENS)
+    tiers.open_nvme_slots(0, nvme_slots)
+    return tiers
+
+
+def adopt(tiers: Residency, records: list[tuple[int, ChunkName, bytes]]) -> int:
+    """Enter them in one batch; returns how many are there then."""
+    slots = np.array([slot for slot, _, _ in records], np.uint32)
+    pages = memoryview(v2_pages(records, CHUNK_TOKENS))
+    done = tiers.adopt_headers(pages, slots, len(pages) // len(records))
+    tiers.finish_adoption()
+    return done.entered - done.superseded
 
 
 def test_adopted_chunks_are_on_nvme_in_their_slots() -> None:
     tiers = residency()
-    assert tiers.adopt([(2, name(1), CHECKSUM), (0, name(2), CHECKSUM)]) == 2
+    assert adopt(tiers, [(2, name(1), CHECKSUM), (0, name(2), CHECKSUM)]) == 2
     assert (tiers.dram_used, tiers.nvme_used) == (0, 2)
     chunk = tiers.index.get(name(1).key)
     assert chunk is not None
@@ -157,7 +169,7 @@ def test_adopted_chunks_are_on_nvme_in_their_slots() -> None:
 
 def test_capacity_holds_from_the_first_moment_and_the_oldest_goes_first() -> None:
     tiers = residency()
-    tiers.adopt([(2, name(1), CHECKSUM), (0, name(2), CHECKSUM), (1, name(3), CHECKSUM)])
+    adopt(tiers, [(2, name(1), CHECKSUM), (0, name(2), CHECKSUM), (1, name(3), CHECKSUM)])
     saved = tiers.begin_save(name(4))
     assert saved is not None
     tiers.finish_save(saved)
@@ -171,7 +183,7 @@ def test_what_is_known_already_is_left_out() -> None:
     tiers = residency()
     known = tiers.begin_save(name(1))
     assert known is not None
-    assert tiers.adopt([(0, name(1), CHECKSUM)]) == 0
+    assert adopt(tiers, [(0, name(1), CHECKSUM)]) == 0
     assert (known.nvme, tiers.nvme_used) == (Nvme.ABSENT, 0)
     tiers.check_integrity()
 
@@ -180,7 +192,7 @@ def test_what_is_known_already_is_left_out() -> None:
 def test_a_tail_that_a_longer_record_supersedes_is_left_out(tail_first: bool) -> None:
     tiers = residency()
     records = [(1, name(2, 5), CHECKSUM), (2, name(2), CHECKSUM)]
-    assert tiers.adopt(records if tail_first else records[::-1]) == 1
+    assert adopt(tiers, records if tail_first else records[::-1]) == 1
     assert tiers.index.get(name(2, 5).key) is None
     assert tiers.index.get(name(2).key) is not None
     assert tiers.nvme_used == 1
@@ -191,7 +203,7 @@ def test_a_tail_that_is_in_use_already_stays_beside_the_longer_record() -> None:
     tiers = residency()
     tail = tiers.begin_save(name(2, 5))
     assert tail is not None
-    assert tiers.adopt([(0, name(2), CHECKSUM)]) == 1
+    assert adopt(tiers, [(0, name(2), CHECKSUM)]) == 1
     tiers.finish_save(tail)
     assert tail.usable
     tiers.check_integrity()
@@ -200,9 +212,9 @@ def test_a_tail_that_is_in_use_already_stays_beside_the_longer_record() -> None:
 def test_the_parent_of_a_chunk_need_not_be_there() -> None:
     sequence = sequence_of(tokens_of(1, 40))
     tiers = residency()
-    tiers.adopt([(0, name_of(sequence, 1), CHECKSUM)])
+    adopt(tiers, [(0, name_of(sequence, 1), CHECKSUM)])
     assert tiers.index.match(sequence, 0, 40) == []
-    assert [p.chunk.name for p in tiers.index.match(sequence, 16, 40)] == [name_of(sequence, 1)]
+    assert [p.chunk.name.key for p in tiers.index.match(sequence, 16, 40)] == [sequence.key(1)]
 
 
 def test_helpers_name_chunks_as_the_package_does() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.policy.eviction import Lru
-from tests.helpers import name_of, sequence_of, tokens_of
+from attnstore_vllm.policy.eviction import Lru, SlotLru
+from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
 
@@ -40,9 +40,17 @@ class Checked(Residency):
         return chunk
 
 
+def checked(dram_slots: int, nvme_slots: int) -> Checked:
+    residency = Checked(
+        dram_slots, nvme_slots, Lru(), SlotLru(nvme_slots), chunk_tokens=CHUNK_TOKENS
+    )
+    residency.open_nvme_slots(0, nvme_slots)
+    return residency
+
+
 @pytest.fixture
 def tiers() -> Iterator[Checked]:
-    residency = Checked(2, 3, Lru(), Lru())
+    residency = checked(2, 3)
     yield residency
     residency.check_integrity()
 
@@ -187,18 +195,37 @@ def test_a_held_chunk_is_never_evicted(tiers: Checked) -> None:
     assert held.dram is Dram.ABSENT
 
 
-def test_a_full_nvme_gives_up_first_what_dram_has(tiers: Checked) -> None:
+def test_a_full_nvme_gives_up_its_oldest_whether_or_not_dram_has_it(tiers: Checked) -> None:
     chunks = [tiers.save_to_nvme(name(number)) for number in range(3)]
     # 0 was pushed out of DRAM and is on NVMe only; 1 and 2 are in both.
     assert [chunk.dram for chunk in chunks] == [Dram.ABSENT, Dram.READY, Dram.READY]
-    tiers.save_to_nvme(name(4))  # evicts 1 from DRAM, then one of NVMe
-    assert chunks[0].usable
+    tiers.use(chunks[0])
+    tiers.use(chunks[2])
+    tiers.save_to_nvme(name(4))  # evicts 1 from DRAM, then from NVMe
+    assert [chunk.usable for chunk in chunks] == [True, False, True]
+    assert tiers.counts["evicted_nvme"] == tiers.counts["lost"] == 1
+    tiers.use(chunks[0])
+    tiers.save_to_nvme(name(5))  # evicts 4 or 2 from DRAM, and 2 from NVMe
     assert chunks[2].nvme is Nvme.ABSENT
-    assert tiers.counts["evicted_nvme"] == 1
+    assert tiers.counts["evicted_nvme"] == 2
+
+
+def test_what_nvme_gave_up_is_not_written_again_and_is_lost_with_its_dram_slot() -> None:
+    tiers = checked(2, 1)
+    first = tiers.save_to_nvme(name(1))
+    second = tiers.save_to_nvme(name(2))
+    assert place(first) == (Dram.READY, Nvme.ABSENT)
+    assert tiers.begin_write_back() is None
+    tiers.save(name(3))  # the clean one goes first
+    assert (first.usable, place(second)) == (True, (Dram.ABSENT, Nvme.READY))
+    tiers.save(name(4))
+    assert not first.usable
+    assert tiers.counts["lost"] == 1
+    tiers.check_integrity()
 
 
 def test_write_back_waits_while_no_nvme_slot_can_go(tiers: Checked) -> None:
-    small = Checked(3, 1, Lru(), Lru())
+    small = checked(3, 1)
     first, second = small.save(name(1)), small.save(name(2))
     assert small.begin_write_back() is first
     assert small.begin_write_back() is None  # the only slot is being written
@@ -319,7 +346,7 @@ def test_dropped_while_being_read(tiers: Checked, verified: bool) -> None:
 
 
 def test_an_nvme_slot_that_is_being_read_is_not_given_away() -> None:
-    tiers = Checked(2, 1, Lru(), Lru())
+    tiers = checked(2, 1)
     chunk = tiers.save_to_nvme(name(1))
     tiers.save(name(2))
     tiers.save(name(3))

@@ -72,12 +72,12 @@ def test_reads_come_nearest_first(open_rig: Rigs) -> None:
     device.hold()
     rig.store.find(sequence_of(tokens), 0, 40)
     names = names_of(sequence_of(tokens))
-    wanted = [rig.slab.payload_offset(rig.chunk(name).nvme_slot) for name in names]
+    wanted = [rig.slab.offset(rig.chunk(name).nvme_slot) for name in names]
     assert [request.offset for request in device.pending] == wanted
     device.step()
     device.settle()
-    assert rig.store.hold_ready([]) == []
-    held = rig.store.hold_ready(rig.store.find(sequence_of(tokens), 0, 40))
+    assert rig.store.hold_ready([], sequence_of(tokens), 40) == []
+    held = rig.store.hold_ready(rig.store.find(sequence_of(tokens), 0, 40), sequence_of(tokens), 40)
     assert [piece.chunk.name for piece in held] == names[:1]
     rig.store.release(piece.chunk for piece in held)
 
@@ -89,7 +89,7 @@ def test_a_read_that_ends_out_of_order_is_not_offered_before_its_prefix(open_rig
     pieces = rig.store.find(sequence_of(tokens), 0, 40)
     device.step(1)
     device.settle()
-    assert rig.store.hold_ready(pieces) == []
+    assert rig.store.hold_ready(pieces, sequence_of(tokens), 40) == []
     assert pieces[1].chunk.dram is Dram.READY
 
 
@@ -157,7 +157,7 @@ def test_room_for_a_read_that_comes_late_is_used(open_rig: Rigs) -> None:
     push_out_of_dram(rig, device, 2)
     pieces = rig.store.find(sequence_of(conversation(700, 16)), 0, 16)
     pieces += rig.store.find(sequence_of(conversation(701, 16)), 0, 16)
-    held = rig.store.hold_ready(pieces)
+    held = rig.store.hold_ready(pieces, sequence_of(tokens), 40)
     assert len(held) == 2
     rig.store.find(sequence_of(tokens), 0, 16)
     device.settle()
@@ -248,7 +248,7 @@ def test_an_empty_step_sleeps_until_a_run_has_come(open_rig: Rigs) -> None:
     started = time.monotonic()
     rig.store.wait_for_any([pieces], 5.0)
     assert time.monotonic() - started < 4
-    held = rig.store.hold_ready(pieces)
+    held = rig.store.hold_ready(pieces, sequence_of(tokens), 40)
     assert len(held) == 3
     rig.store.release(piece.chunk for piece in held)
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.store import store as store_module
 from attnstore_vllm.store.format import PAGE_BYTES
@@ -27,6 +28,11 @@ from tests.helpers import (
     sequence_of,
     slab_bytes,
 )
+
+
+def hold(rig: Rig, tokens: list[int]) -> list[Piece]:
+    sequence, stop = sequence_of(tokens), len(tokens)
+    return rig.store.hold_ready(rig.store.find(sequence, 0, stop), sequence, stop)
 
 
 def test_a_reset_drops_all_also_for_the_next_start(open_rig: Rigs) -> None:
@@ -76,8 +82,8 @@ def test_a_reset_is_on_the_medium_before_it_is_reported(open_rig: Rigs) -> None:
 def test_a_reset_during_saves_loads_reads_and_writes(open_rig: Rigs) -> None:
     rig, device = open_rig()
     tokens = nvme_only(rig, device)
-    loaded = rig.store.hold_ready(rig.store.find(sequence_of(conversation(700, 16)), 0, 16))
-    loaded += rig.store.hold_ready(rig.store.find(sequence_of(conversation(707, 16)), 0, 16))
+    loaded = hold(rig, conversation(700, 16))
+    loaded += hold(rig, conversation(707, 16))
     assert loaded
     saving = rig.store.begin_save(name_of(sequence_of(conversation(2)), 0))
     assert saving is not None

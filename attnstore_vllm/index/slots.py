@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slots of each tier: which are free, and whose the others are.
+
+A slot of NVMe, by its state:
+
+    CLOSED  not of the store now: its part of the disk is not claimed
+    FREE
+    OWNED   of an entry of the index, and in the policy's order of departure
+    ADOPTED as OWNED, but in no order yet: recovery goes on, and nobody has used it
+    GONE    its chunk was dropped, and a device request still touches it
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.policy.eviction import EvictionPolicy, SlotLru
+
+CLOSED: Final = 0
+FREE: Final = 1
+OWNED: Final = 2
+ADOPTED: Final = 3
+GONE: Final = 4
+
+
+class DramSlots:
+    """Few slots, of chunks that are objects: this is what keeps them alive."""
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        self.num_slots = num_slots
+        self.policy = policy
+        self.free = list(range(num_slots - 1, -1, -1))
+        self.owned: dict[int, Chunk] = {}
+
+    def give(self, chunk: Chunk) -> int:
+        slot = self.free.pop()
+        assert slot not in self.owned
+        self.owned[slot] = chunk
+        self.policy.add(chunk)
+        return slot
+
+    def take_back(self, slot: int) -> None:
+        chunk = self.owned.pop(slot)
+        self.policy.remove(chunk)
+        self.free.append(slot)
+
+
+class NvmeSlots:
+    """Up to `num_slots` slots in 13 bytes each. All are closed at first."""
+
+    def __init__(self, num_slots: int, policy: SlotLru) -> None:
+        self.num_slots = num_slots
+        self.policy = policy
+        self.num_free = 0
+        self.num_open = 0
+        self.owner = array("I", [0]) * num_slots
+        """The owner's entry in the index, of OWNED and ADOPTED slots."""
+        self.state = bytearray(num_slots)
+        self._lowest = 0  # no slot before it is free
+        self._closing: list[range] = []
+
+    @property
+    def num_used(self) -> int:
+        return self.num_open - self.num_free
+
+    def states(self) -> npt.NDArray[np.uint8]:
+        """A view. No reference to it may be kept."""
+        return np.frombuffer(self.state, np.uint8)
+
+    def owners(self) -> npt.NDArray[np.uint32]:
+        """A view. No reference to it may be kept."""
+        return np.frombuffer(self.owner, np.uint32)
+
+    def open(self, first: int, count: int) -> None:
+        states = self.states()[first : first + count]
+        assert len(states) == count
+        assert not states.any()
+        states[:] = FREE
+        self.num_open += count
+        self.num_free += count
+        self._lowest = min(self._lowest, first)
+
+    def close_free(self, slots: range) -> bool:
+        """Close what is free of these, from now on also what becomes free; True if all are."""
+        states = self.states()[slots.start : slots.stop]
+        num_free = int((states == FREE).sum())
+        states[states == FREE] = CLOSED
+        self.num_open -= num_free
+        self.num_free -= num_free
+        if slots in self._closing:
+            self._closing.remove(slots)
+        if not states.any():
+            return True
+        self._closing.append(slots)
+        return False
+
+    def give(self, entry: int) -> int:
+        """The lowest free slot: neighbours on the disk are written one after another."""
+        slot = self.state.find(FREE, self._lowest)
+        assert slot >= 0
+        self._lowest = slot + 1
+        self.num_free -= 1
+        self.state[slot], self.owner[slot] = OWNED, entry
+        self.policy.add(slot)
+        return slot
+
+    def use(self, slot: int) -> None:
+        if self.state[slot] == ADOPTED:
+            self.state[slot] = OWNED
+            self.policy.add(slot)
+        elif self.state[slot] == OWNED:
+            self.policy.use(slot)
+
+    def abandon(self, slot: int) -> None:
+        """Its chunk was dropped: it has no owner, and is not free."""
+        self._leave_policy(slot)
+        self.state[slot] = GONE
+
+    def take_back(self, slot: int) -> None:
+        self._leave_policy(slot)
+        if any(slot in closing for closing in self._closing):
+            self.state[slot] = CLOSED
+            self.num_open -= 1
+        else:
+            self.state[slot] = FREE
+            self.num_free += 1
+            self._lowest = min(self._lowest, slot)
+
+    def take_back_owned(self) -> None:
+        """Free all slots that have an owner."""
+        states = self.states()
+        for slot in np.flatnonzero((states == OWNED) | (states == ADOPTED)).tolist():
+            self.take_back(slot)
+
+    def adopt(self, slots: npt.NDArray[np.uint32], entries: npt.NDArray[np.uint32]) -> None:
+        """Give these free slots to entries, all at once."""
+        states = self.states()
+        assert (states[slots] == FREE).all()
+        states[slots] = ADOPTED
+        self.owners()[slots] = entries
+        self.num_free -= len(slots)
+
+    def order(self, slots: npt.NDArray[np.int32]) -> None:
+        """Put those of these slots that are still ADOPTED before all others, oldest first."""
+        states = self.states()
+        slots = slots[states[slots] == ADOPTED]
+        states[slots] = OWNED
+        self.policy.add_oldest(slots)
+
+    def _leave_policy(self, slot: int) -> None:
+        assert self.state[slot] in (OWNED, ADOPTED, GONE)
+        if self.state[slot] == OWNED:
+            self.policy.remove(slot)
+
+    def check_integrity(self) -> None:
+        counts = np.bincount(self.states(), minlength=GONE + 1)
+        assert counts[FREE] == self.num_free
+        assert counts[CLOSED] == self.num_slots - self.num_open
+        assert counts[OWNED] == len(self.policy)
+        assert self.num_free + self.num_used == self.num_open
+        assert self.state.find(FREE, 0, self._lowest) < 0
