@@ -168,16 +168,14 @@ def test_evicting_a_clean_chunk_loses_nothing(tiers: Checked) -> None:
 def test_evicting_a_dirty_chunk_loses_it_and_counts(tiers: Checked) -> None:
     chunk = tiers.save(name(1))
     push_out_of_dram(tiers)
-    assert chunk.dropped
-    assert tiers.counts["lost"] == 1
+    assert chunk.dropped and tiers.counts["lost"] == 1
     assert tiers.index.get(name(1).key) is None
 
 
 def test_a_clean_chunk_goes_before_an_older_dirty_one(tiers: Checked) -> None:
     dirty = tiers.save(name(1))
     clean = tiers.save(name(2))
-    begun = tiers.begin_write_back(newest_first=True)
-    assert begun is clean
+    assert tiers.begin_write_back(newest_first=True) is clean
     tiers.finish_write_back(clean, b"c" * 16)
     tiers.save(name(3))
     assert (dirty.dram, clean.dram) == (Dram.READY, Dram.ABSENT)
