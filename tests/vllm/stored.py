@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.index.keys import SequenceKeys, encode_tokens, root_key
+from attnstore_vllm.index.keys import SequenceKeys, chunk_key, encode_tokens, root_key
 from tests.vllm.engine import CHUNK, Engine, Tokens
 
 Sequences = Sequence[tuple[str | None, Tokens]]
@@ -43,7 +43,11 @@ def foreign_chunks(engine: Engine, sequences: Sequences) -> list[tuple[int, int]
 def _continues(chunk: Chunk, keys: SequenceKeys, tokens: list[int]) -> bool:
     name = chunk.name
     stop = name.position + name.num_tokens
-    if stop > len(tokens) or name.tokens != encode_tokens(tokens[name.position : stop]):
+    if stop > len(tokens):
+        return False
+    # By key: the tokens of a chunk that is on NVMe only are on NVMe too.
+    run = encode_tokens(tokens[name.position : stop])
+    if chunk_key(name.parent, name.extra, run) != name.key:
         return False
     return name.position % CHUNK == 0 and name.parent == keys.parent(name.position // CHUNK)
 

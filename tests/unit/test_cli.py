@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnstore verify`, `inspect` and `gc` on a directory that a store has left."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK, main
+from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.io.choose import open_device
+from attnstore_vllm.machine import lock_directory
+from attnstore_vllm.store.slab import open_slab
+from tests.helpers import NAMESPACE, SHAPE, Rig, capacity_for, name_of, tokens_of
+
+CHUNKS = 3
+
+
+def sequence(number: int, salt: str | None) -> SequenceKeys:
+    return SequenceKeys(root_key(NAMESPACE, salt, b""), tokens_of(number, 48), 16)
+
+
+def start(directory: Path, namespace: bytes = NAMESPACE) -> Rig:
+    directory.mkdir(exist_ok=True)
+    path = directory / "slab"
+    slab = open_slab(path, capacity_for(24), replace(SHAPE, namespace=namespace))
+    device, _ = open_device(path, 8, "auto")
+    rig = Rig(device, slab)
+    rig.until_idle()
+    return rig
+
+
+def put(rig: Rig, number: int, salt: str | None = None) -> None:
+    for i in range(CHUNKS):
+        assert rig.put(name_of(sequence(number, salt), i, salt))
+    rig.until_idle()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Two tenants' conversations of one model, and one of another."""
+    where = tmp_path / "kv"
+    rig = start(where)
+    put(rig, 1)
+    put(rig, 2, salt="alice")
+    rig.close()
+    other = start(where, namespace=b"o" * 32)
+    put(other, 3)
+    other.close()
+    return where
+
+
+def run_json(
+    capsys: pytest.CaptureFixture[str], command: str, directory: Path, *options: str
+) -> object:
+    assert main([command, str(directory), "--json", *options]) == EXIT_OK
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_is_sound_is_said_to_be(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "verify", directory)
+    assert isinstance(found, dict)
+    assert found["good"] == 3 * CHUNKS
+    assert found["bad"] == {}
+
+
+@pytest.mark.parametrize(
+    ("at", "cause"), [(100, "header checksum"), (4096 + 77, "payload checksum")]
+)
+def test_a_flipped_bit_is_found(
+    directory: Path, at: int, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig = start(directory)
+    chunk = rig.chunk(name_of(sequence(1, None), 1))
+    at += rig.slab.offset(chunk.nvme_slot)
+    rig.close()
+    with (directory / "slab").open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 4]), at)
+    assert main(["verify", str(directory)]) == EXIT_BAD
+    assert cause in capsys.readouterr().out
+
+
+def test_inspect_says_what_there_is(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "inspect", directory)
+    assert isinstance(found, list)
+    by_name = {namespace["namespace"]: namespace for namespace in found}
+    ours = by_name[NAMESPACE.hex()]
+    assert (ours["chunks"], ours["tokens"], ours["tenants"]) == (2 * CHUNKS, 96, 2)
+    assert ours["sequences"]["up to 1024"] == 2
+    assert by_name[(b"o" * 32).hex()]["chunks"] == CHUNKS
+    assert main(["inspect", str(directory)]) == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (("--tenant", "alice"), 2 * CHUNKS),
+        (("--tenant", "bob"), 3 * CHUNKS),
+        (("--namespace", "6f6f"), 2 * CHUNKS),
+        (("--older-than", "1h"), 3 * CHUNKS),
+        (("--older-than", "0s"), 3 * CHUNKS),
+        (("--to-size", "4KiB"), 0),
+    ],
+)
+def test_gc_deletes_what_was_asked_and_nothing_else(
+    directory: Path, options: tuple[str, ...], left: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (directory / "slab").stat().st_blocks
+    run_json(capsys, "gc", directory, *options)
+    found = run_json(capsys, "verify", directory)
+    assert isinstance(found, dict)
+    if options != ("--older-than", "0s"):  # within this second, or not
+        assert found["good"] == left
+    assert found["bad"] == {}
+    if left < 3 * CHUNKS:
+        assert (directory / "slab").stat().st_blocks < before
+    rig = start(directory)
+    if "alice" in options:
+        assert rig.read(sequence(2, "alice")) == []
+        assert rig.check_read(sequence(1, None)) == CHUNKS
+    rig.close()
+
+
+def test_gc_refuses_beside_a_running_server(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = lock_directory(directory)
+    assert main(["gc", str(directory), "--to-size", "1"]) == EXIT_ERROR
+    assert "running engine" in capsys.readouterr().err
+    os.close(lock)
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_directory_without_a_slab_is_an_error_that_teaches(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path)]) == EXIT_ERROR
+    assert "nvme.path" in capsys.readouterr().err
+
+
+def test_gc_wants_to_know_what(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gc", str(directory)]) == EXIT_ERROR
+    assert main(["gc", str(directory), "--older-than", "soon"]) == EXIT_ERROR
+    assert "7d" in capsys.readouterr().err
