@@ -15,15 +15,9 @@ from pathlib import Path
 
 from attnstore_vllm.errors import ConfigError, CorruptRecordError
 from attnstore_vllm.index.keys import chunk_key
+from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.machine import SLAB_NAME
-from attnstore_vllm.store.format import (
-    PAGE_BYTES,
-    Header,
-    Root,
-    SegmentHeader,
-    checksum,
-    header_bytes,
-)
+from attnstore_vllm.store.format import PAGE_BYTES, Header, Root, SegmentHeader, header_bytes
 
 ATTEMPTS = 3
 """Reads of a record that looks wrong: a running server may just be writing it."""

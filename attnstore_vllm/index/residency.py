@@ -76,24 +76,6 @@ class Residency:
         """Slots [first, first + count) can be used from now on, and are free."""
         self._nvme.open(first, count)
 
-    def close_nvme_slots(self, first: int, count: int) -> bool:
-        """Take these slots out of use, with what is there; what DRAM has as well stays in DRAM.
-
-        No new write begins there after the first call. Returns False while a device request
-        touches one of them: call again.
-        """
-        slots = range(first, first + count)
-        self._nvme.close_free(slots)
-        for slot in slots:
-            if self._nvme.state[slot] not in (OWNED, ADOPTED):
-                continue
-            chunk = self.index.live(self._nvme.owner[slot])
-            if chunk is None:
-                self._drop_entry(slot)
-            elif not chunk.reads:
-                self._leave_nvme(chunk)
-        return self._nvme.close_free(slots)
-
     def use(self, chunk: Chunk) -> None:
         """Note that a request wants the chunk."""
         if chunk.dram is not Dram.ABSENT:

@@ -62,7 +62,6 @@ class NvmeSlots:
         """The owner's entry in the index, of OWNED and ADOPTED slots."""
         self.state = bytearray(num_slots)
         self._lowest = 0  # no slot before it is free
-        self._closing: list[range] = []
 
     @property
     def num_used(self) -> int:
@@ -84,20 +83,6 @@ class NvmeSlots:
         self.num_open += count
         self.num_free += count
         self._lowest = min(self._lowest, first)
-
-    def close_free(self, slots: range) -> bool:
-        """Close what is free of these, from now on also what becomes free; True if all are."""
-        states = self.states()[slots.start : slots.stop]
-        num_free = int((states == FREE).sum())
-        states[states == FREE] = CLOSED
-        self.num_open -= num_free
-        self.num_free -= num_free
-        if slots in self._closing:
-            self._closing.remove(slots)
-        if not states.any():
-            return True
-        self._closing.append(slots)
-        return False
 
     def give(self, entry: int) -> int:
         """The lowest free slot: neighbours on the disk are written one after another."""
@@ -123,13 +108,9 @@ class NvmeSlots:
 
     def take_back(self, slot: int) -> None:
         self._leave_policy(slot)
-        if any(slot in closing for closing in self._closing):
-            self.state[slot] = CLOSED
-            self.num_open -= 1
-        else:
-            self.state[slot] = FREE
-            self.num_free += 1
-            self._lowest = min(self._lowest, slot)
+        self.state[slot] = FREE
+        self.num_free += 1
+        self._lowest = min(self._lowest, slot)
 
     def take_back_owned(self) -> None:
         """Free all slots that have an owner."""

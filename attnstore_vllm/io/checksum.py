@@ -10,6 +10,7 @@ from attnstore_vllm.io.device import ALIGNMENT_BYTES, CHECKSUM_BYTES, IoRequest,
 
 
 def checksum(data: bytes | bytearray | memoryview) -> bytes:
+    """XXH3-128 of the bytes. The GIL is released for large buffers."""
     return xxhash.xxh3_128_digest(data)
 
 

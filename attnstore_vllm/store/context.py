@@ -59,6 +59,7 @@ class Context:
         with self.progress:
             self.residency.counts["device_late"] += 1
             out = [self.reads.failure(now, hung=True), self.writes.failure(now, hung=True)]
+            self.residency.counts["device_out"] += any(out)
             self.progress.notify_all()
         if any(out):
             logger.error(

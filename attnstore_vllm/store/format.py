@@ -33,15 +33,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import ChunkName
+from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.types import KEY_BYTES, TOKEN_BYTES, Key
 
 VERSION = 2
 PAGE_BYTES = 4096
-CHECKSUM_BYTES = 16
 GENERATION_BYTES = 16
 LABEL_BYTES = 256
 CHECKSUM_AT = 16
@@ -56,11 +56,6 @@ SEGMENT_MAGIC = b"ATTNSEGM"
 HEADER_MAGIC = b"ATTNKV\r\n"
 assert _SEGMENT.size == 360  # within one sector, so that it is rewritten whole or not at all
 assert _HEADER.size == 264
-
-
-def checksum(data: bytes | bytearray | memoryview) -> bytes:
-    """XXH3-128 of the bytes. Cost: about 10 GB/s; the GIL is released for large buffers."""
-    return xxhash.xxh3_128_digest(data)
 
 
 def pages(num_bytes: int) -> int:

@@ -180,7 +180,7 @@ class Store:
         """
         reset = self._keeper.reset()
         with self._progress:
-            self._progress.wait_for(lambda: reset.is_over, RESET_DEADLINE_S)
+            self._progress.wait_for(lambda: reset.is_over or self._keeper.is_out, RESET_DEADLINE_S)
             return reset.succeeded
 
     def counts(self) -> dict[str, int]:

@@ -15,13 +15,12 @@ from collections import deque
 from functools import partial
 
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.io.device import Completion, Op, Seal
+from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Op, Seal
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.flights import Transfer
 from attnstore_vllm.store.format import (
     CHECKSUM_AT,
-    CHECKSUM_BYTES,
     PAGE_BYTES,
     PAYLOAD_CHECKSUM_AT,
     Header,

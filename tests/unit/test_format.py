@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import encode_tokens
+from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.store.format import (
     PAGE_BYTES,
     VERSION,
     Header,
     Root,
     SegmentHeader,
-    checksum,
     header_bytes,
     header_checksum,
     pages,

@@ -14,10 +14,11 @@ import pytest
 from attnstore_vllm.index.chunk import ChunkName, Dram, Nvme
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.io.device import Device, Op
+from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.io.device import CHECKSUM_BYTES, Device, Op
 from attnstore_vllm.policy.eviction import Lru, SlotLru
 from attnstore_vllm.store import recovery
-from attnstore_vllm.store.format import CHECKSUM_BYTES, Header, checksum
+from attnstore_vllm.store.format import Header
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
 from tests.helpers import (
