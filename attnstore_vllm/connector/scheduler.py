@@ -95,7 +95,8 @@ class Scheduler:
             return
         state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
         self._requests[request.request_id] = state
-        state.expect(self.store.find(state.sequence, 0, request.num_tokens - 1))
+        stop = request.num_tokens - 1
+        state.expect(self.store.find(state.sequence, 0, stop, MIN_LOAD_TOKENS))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -106,7 +107,7 @@ class Scheduler:
         self._withdraw(state)
         # One token is left to compute: vLLM needs its logits.
         stop = request.num_tokens - 1
-        pieces = self.store.find(state.sequence, num_computed_tokens, stop)
+        pieces = self.store.find(state.sequence, num_computed_tokens, stop, MIN_LOAD_TOKENS)
         state.expect(pieces)
         held = self.store.hold_ready(pieces, state.sequence, stop)
         if len(held) < len(pieces) and self._may_wait(state):

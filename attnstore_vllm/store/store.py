@@ -86,14 +86,20 @@ class Store:
 
     # ---- looking up --------------------------------------------------------------------
 
-    def find(self, sequence: SequenceKeys, start: int, stop: int) -> list[Piece]:
+    def find(
+        self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int = 1
+    ) -> list[Piece]:
         """The longest run of stored KV for tokens [start, stop), and bring it up to DRAM.
 
-        What lies on NVMe is queued for reading, nearest first; nothing is waited for.
+        What lies on NVMe is queued for reading, nearest first; nothing is waited for. A run
+        shorter than `min_tokens` is none: every chat shares its template's first tokens with
+        every other, and that must neither read a chunk nor keep it.
         """
         sequence.hash_up_to(stop)  # the costly part, before the lock
         with self._lock:
             pieces = self.residency.index.match(sequence, start, stop)
+            if pieces and pieces[-1].stop - start < min_tokens:
+                pieces = []
             if not self._context.reads.in_use:
                 pieces = list(takewhile(lambda p: p.chunk.dram is Dram.READY, pieces))
             # The last first, so that of one sequence its end is the least recently used part.

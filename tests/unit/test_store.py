@@ -93,6 +93,29 @@ def test_a_read_that_ends_out_of_order_is_not_offered_before_its_prefix(open_rig
     assert pieces[1].chunk.dram is Dram.READY
 
 
+def test_a_run_that_is_too_short_is_neither_kept_nor_read(open_rig: Rigs) -> None:
+    """Every chat shares its template's first tokens with all others."""
+    rig, device = open_rig(dram_slots=2)
+    old, new = conversation(1, 16), conversation(2, 16)
+    template = sequence_of([*old[:4], *conversation(3, 12)])
+    rig.put_all(sequence_of(old))
+    rig.put_all(sequence_of(new))
+    device.settle()
+    (piece,) = rig.store.find(template, 0, 16, min_tokens=4)
+    assert piece.stop == 4, "or this shows nothing"
+    rig.store.find(sequence_of(new), 0, 16)
+    assert rig.store.find(template, 0, 16, min_tokens=5) == []
+    push_out_of_dram(rig, device, 1)
+    (piece,) = rig.store.find(sequence_of(new), 0, 16)
+    assert piece.chunk.dram is Dram.READY, "the other one was pushed out"
+
+    push_out_of_dram(rig, device, 2)
+    device.hold()
+    assert rig.store.find(sequence_of(old), 0, 16, min_tokens=17) == []
+    device.settle()
+    assert not device.pending
+
+
 def test_reads_in_flight_are_limited_by_the_depth(open_rig: Rigs) -> None:
     rig, device = open_rig(num_records=32, dram_slots=16)
     tokens = conversation(1, 96)

@@ -43,8 +43,10 @@ SERIES = (
 )
 
 
-def settings(store: Path, dram: str = "32MiB", capacity: str = "64MiB") -> dict[str, Any]:
-    return {"dram": dram, "nvme": {"path": str(store), "capacity": capacity}}
+def settings(
+    store: Path, dram: str = "32MiB", capacity: str = "64MiB", **nvme: str
+) -> dict[str, Any]:
+    return {"dram": dram, "nvme": {"path": str(store), "capacity": capacity, **nvme}}
 
 
 def in_json(extra: Mapping[str, Any]) -> str:
@@ -60,11 +62,8 @@ def in_json(extra: Mapping[str, Any]) -> str:
 
 def in_yaml(file: Path, extra: Mapping[str, Any]) -> str:
     """The settings as a YAML file, as the README shows it; returns its path."""
-    nvme = extra["nvme"]
-    file.write_text(
-        f"# made by a test\ndram: {extra['dram']}\n"
-        f"nvme: {{path: {nvme['path']}, capacity: {nvme['capacity']}}}\n"
-    )
+    nvme = ", ".join(f"{key}: {value}" for key, value in extra["nvme"].items())
+    file.write_text(f"# made by a test\ndram: {extra['dram']}\nnvme: {{{nvme}}}\n")
     return str(file)
 
 

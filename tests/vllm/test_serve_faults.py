@@ -47,7 +47,9 @@ class Live:
 def live(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     home = tmp_path_factory.mktemp("faults")
     model = make_model(models / "serve", TINY)
-    transfer = serving.in_yaml(home / "a.yaml", serving.settings(home / "store", dram=DRAM))
+    # Without the scrubber, which would find the damage before a request does.
+    settings = serving.settings(home / "store", dram=DRAM, scrub="off")
+    transfer = serving.in_yaml(home / "a.yaml", settings)
     with serving.server(model, home / "log", FLAG, transfer) as server:
         yield Live(server, home / "store")
     serving.assert_no_region()
