@@ -241,10 +241,11 @@ _FIELDS = np.dtype(
 )  # fmt: skip
 
 
-def valid_headers(
+def judge_headers(
     raw: memoryview, records: npt.NDArray[np.int64], segment: SegmentHeader, checksums: bytes
-) -> npt.NDArray[np.bool_]:
-    """Which of many headers Header.decode would take, without decoding them.
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Which of many headers Header.decode would take, without decoding them, and which were
+    written there in this generation and are damaged. The rest are free places.
 
     Args:
         raw: the headers, one after the other, `header_bytes(chunk_tokens)` each.
@@ -261,10 +262,13 @@ def valid_headers(
         equal: npt.NDArray[np.bool_] = (got == want.reshape(-1, got.shape[1])).all(axis=1)
         return equal
 
-    return (
+    written = (
         same("magic", HEADER_MAGIC)
         & (found["version"] == VERSION)
         & same("generation", segment.generation)
+    )
+    good = (
+        written
         & same("checksum", checksums)
         & (found["record"] == records.astype(np.uint64))
         & same("namespace", segment.namespace)
@@ -272,3 +276,4 @@ def valid_headers(
         & (found["num_tokens"] > 0)
         & (found["num_tokens"] <= segment.chunk_tokens)
     )
+    return good, written & ~good

@@ -19,7 +19,7 @@ from attnstore_vllm.io.checksum import page_checksums
 from attnstore_vllm.io.device import Completion, Op
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.flights import Transfer
-from attnstore_vllm.store.format import CHECKSUM_AT, SegmentHeader, valid_headers
+from attnstore_vllm.store.format import CHECKSUM_AT, SegmentHeader, judge_headers
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Recovery:
         self._started = context.clock()
         self.seconds = 0.0
         self.found = 0
+        self.damaged = 0
         self.is_over = not self._todo
         """Set with the store's lock held, after the last batch was entered."""
 
@@ -97,14 +98,17 @@ class Recovery:
         raw = buffer[: len(records) * size]
         numbers = np.arange(records.start, records.stop, dtype=np.int64)
         checksums = page_checksums(raw, size, CHECKSUM_AT)
-        good = np.flatnonzero(valid_headers(raw, numbers, segment, checksums))
+        valid, damaged = judge_headers(raw, numbers, segment, checksums)
+        good, num_damaged = np.flatnonzero(valid), int(damaged.sum())
         if 0 < len(good) < len(records):
             pages = np.frombuffer(raw, np.uint8).reshape(len(records), size)
             raw = memoryview(pages[good].tobytes())
         with context.progress:
             # A reset since then has made them invalid.
             if context.slab.segment(records.start).generation != segment.generation:
-                good = good[:0]
+                good, num_damaged = good[:0], 0
+            context.residency.counts["corrupt"] += num_damaged
+            self.damaged += num_damaged
             context.residency.open_nvme_slots(records.start, len(records))
             if len(good):
                 slots = numbers[good].astype(np.uint32)
@@ -123,6 +127,7 @@ class Recovery:
             context.progress.notify_all()
         if self.num_records:
             logger.info(
-                "AttnStore found %d chunks of earlier runs in %s (%d records read in %.2f s)",
-                self.found, context.slab.path, self.num_records, self.seconds,
+                "AttnStore found %d chunks of earlier runs in %s (%d records read in %.2f s, "
+                "%d of them damaged)",
+                self.found, context.slab.path, self.num_records, self.seconds, self.damaged,
             )  # fmt: skip

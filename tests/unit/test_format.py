@@ -24,8 +24,8 @@ from attnstore_vllm.store.format import (
     SegmentHeader,
     header_bytes,
     header_checksum,
+    judge_headers,
     pages,
-    valid_headers,
 )
 from attnstore_vllm.types import Key
 
@@ -168,14 +168,15 @@ def test_many_headers_are_judged_as_each_alone(many: list[Header], data: st.Data
     pages_of = [bytes(raw[i : i + PAGE_BYTES]) for i in range(0, len(raw), PAGE_BYTES)]
     checksums = b"".join(header_checksum(page) for page in pages_of)
     numbers = np.arange(len(many), dtype=np.int64)
-    judged = valid_headers(memoryview(raw), numbers, SEGMENT, checksums)
+    good, damaged = judge_headers(memoryview(raw), numbers, SEGMENT, checksums)
     for number, one in enumerate(pages_of):
+        wrong = ""
         try:
             decode(one, number)
-        except CorruptRecordError:
-            assert not judged[number]
-        else:
-            assert judged[number]
+        except CorruptRecordError as error:
+            wrong = error.field
+        assert good[number] == (not wrong)
+        assert damaged[number] == (wrong not in ("", "magic", "version", "generation"))
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -138,7 +138,9 @@ def test_a_torn_misplaced_or_old_record_is_a_free_slot() -> None:
     other = replace(slab, own={0: replace(slab.own[0], generation=bytes(16))})
     write(other, device, 2, name(2), sequence=50)  # of before a reset
     device.image[slab.offset(3) : slab.offset(4)] = bytes(RECORD_BYTES)
-    assert set(found(device)) == {1, 4, 5}
+    with next_start(device.image, device) as rig:
+        assert set(slots(rig)) == {1, 4, 5}
+        assert rig.store.counts()["corrupt"] == 2, "the torn and the misplaced one"
 
 
 def test_a_record_whose_key_is_not_that_of_its_tokens_is_never_served() -> None:

@@ -44,7 +44,7 @@ SERIES = (
 
 
 def settings(
-    store: Path, dram: str = "32MiB", capacity: str = "64MiB", **nvme: str
+    store: Path, dram: str = "32MiB", capacity: str = "64MiB", **nvme: str | int
 ) -> dict[str, Any]:
     return {"dram": dram, "nvme": {"path": str(store), "capacity": capacity, **nvme}}
 
@@ -67,13 +67,23 @@ def in_yaml(file: Path, extra: Mapping[str, Any]) -> str:
     return str(file)
 
 
-def server(model: Path, log: Path, *arguments: str, cores: str = "0") -> VllmServer:
+def server(
+    model: Path,
+    log: Path,
+    *arguments: str,
+    cores: str = "0",
+    environment: Mapping[str, str] | None = None,
+) -> VllmServer:
     """A server to be entered; one OpenMP thread, so that tests disturb nobody."""
     return VllmServer(
         str(model),
         [*ARGUMENTS, *arguments],
         log,
-        environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores},
+        environment={
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            **(environment or {}),
+        },
         start_deadline_s=START_DEADLINE_S,
     )
 

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a restart costs: the same conversations before it and after it.
+
+    python -m benchmarks.restart [--dataset FILE] [--conversations N] [--json]
+
+A server with the store replays the conversations once, so that all of their KV is stored; then
+once more, which is `before`; it is ended by SIGTERM, started again on the same directory, and
+replays them a third time, which is `after`. Hit tokens are the tokens of prompts that were not
+computed, from HBM or from the store. After the restart HBM and DRAM are empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from attnstore_vllm.testing.tiny_model import SMALL, make_model
+from benchmarks.conversations import SAMPLE, Conversation, read_conversations
+from benchmarks.records import failures
+from benchmarks.replay import ReplaySettings, fitting, replay
+from benchmarks.server import VllmServer
+from benchmarks.sources import Traffic, traffic
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTEXT_TOKENS = 4096
+HBM_BLOCKS = 40
+FLAGS = (
+    "--max-model-len", str(CONTEXT_TOKENS), "--block-size", "128",
+    "--num-gpu-blocks-override", str(HBM_BLOCKS), "--enable-prompt-tokens-details",
+)  # fmt: skip
+MAX_TOKENS = 32
+
+
+def hits(moved: Traffic) -> dict[str, int]:
+    """Prompt tokens that were not computed, by where they were."""
+    return {source: n for source, n in moved.prompt_tokens.items() if source != "computed"}
+
+
+def play(
+    server: VllmServer, conversations: list[Conversation], settings: ReplaySettings, title: str
+) -> Traffic:
+    """Replay all; returns what was moved for it. Raises: RuntimeError if a request fails."""
+    before = server.metrics()
+    records = asyncio.run(replay(server.base_url, conversations, settings, title=title))
+    if failed := failures(records):
+        raise RuntimeError(f"{len(failed)} requests failed, the first: {failed[0].error}")
+    return traffic(before, server.metrics())
+
+
+def choose(server: VllmServer, args: argparse.Namespace, model: str) -> list[Conversation]:
+    settings = ReplaySettings(model=model, max_tokens=MAX_TOKENS)
+    found = asyncio.run(fitting(server.base_url, read_conversations(args.dataset), settings))
+    return found[: args.conversations]
+
+
+def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    model = str(make_model(work / "model", SMALL))
+    settings = ReplaySettings(model=model, max_tokens=MAX_TOKENS)
+    yaml = work / "attnstore.yaml"
+    (work / "store").mkdir()
+    nvme = f"{{path: {work / 'store'}, capacity: 2GiB}}"
+    yaml.write_text(f"dram: {args.dram}\nnvme: {nvme}\n")
+    flags = [*FLAGS, "--kv-transfer-config", str(yaml)]
+    with VllmServer(model, flags, work / "first.log") as server:
+        conversations = choose(server, args, model)
+        play(server, conversations, settings, "stored")
+        before = play(server, conversations, settings, "before")
+        started = time.perf_counter()
+        server.stop()
+        stop_s = time.perf_counter() - started
+    with VllmServer(model, flags, work / "second.log") as server:
+        after = play(server, conversations, settings, "after")
+    return {
+        "conversations": len(conversations),
+        "before": hits(before),
+        "after": hits(after),
+        "ratio": round(sum(hits(after).values()) / sum(hits(before).values()), 4),
+        "stop_seconds": round(stop_s, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Hits after a restart; see the module.")
+    parser.add_argument("--dataset", type=Path, default=SAMPLE, help="a file in ShareGPT format")
+    parser.add_argument("--conversations", type=int, default=12, help="at most so many")
+    parser.add_argument("--dram", default="128MiB", help="DRAM of the store")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "restart.json")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of lines")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as work:
+        report = measure(args, Path(work))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.json:
+        print(json.dumps(report))
+        return
+    for when in ("before", "after"):
+        print(f"{when:>7}: {report[when]}")
+    print(f"hit tokens after over before: {report['ratio']}")
+
+
+if __name__ == "__main__":
+    main()

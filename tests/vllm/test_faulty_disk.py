@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server under load whose disk fails, hangs and is full: nobody but the metrics notices.
+
+The faults come from tests/vllm/faulty_disk.py, one after the other; between them the disk is
+well, and has to be used again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.testing.tiny_model import TINY, make_model
+from benchmarks.server import VllmServer, total
+from tests.vllm import kill_loop, soak
+from tests.vllm import serve_helpers as serving
+from tests.vllm.faulty_disk import FAULTS_FILE, HANG_S
+from tests.vllm.load import Load
+from tests.vllm.serve_helpers import FLAG, count, loaded, nudge
+
+ROOT = Path(__file__).resolve().parents[2]
+LOAD_DEADLINE_S = 0.5
+IO_DEADLINE_S = 0.3
+BUSY_S = 4.0
+SLACK_S = 1.0
+"""What a request may take longer than in a healthy server, beside the deadline: two cores."""
+
+
+@dataclass
+class Sick:
+    """A server, and its disk's faults."""
+
+    server: VllmServer
+    file: Path
+    author: soak.Author
+    jobs: list[soak.Job] = field(default_factory=list)
+    healthy_s: float = 0.0
+
+    def under(self, seconds: float = BUSY_S, **fault: Any) -> Load:
+        """Clients ask for that long while the disk has this fault."""
+        self.file.write_text(json.dumps(fault))
+        load = Load(self.server, self.author)
+        time.sleep(seconds)
+        load.end()
+        self.file.write_text("{}")
+        self.jobs += load.jobs
+        assert load.failures == []
+        assert len(load.jobs) > 5
+        assert serving.is_healthy(self.server)
+        return load
+
+    def in_use(self) -> bool:
+        nudge(self.server)
+        metrics = self.server.metrics()
+        name = "vllm:attnstore_nvme_in_use"
+        return all(total(metrics, name, direction=d) == 1 for d in ("reads", "writes"))
+
+
+@pytest.fixture(scope="module")
+def sick(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sick]:
+    home = tmp_path_factory.mktemp("sick")
+    file = home / "faults.json"
+    file.write_text("{}")
+    settings = serving.settings(
+        home / "store", dram="4MiB", io_deadline_ms=int(1000 * IO_DEADLINE_S)
+    )
+    settings["load_deadline_ms"] = int(1000 * LOAD_DEADLINE_S)
+    transfer = json.loads(serving.in_json(settings)) | {
+        "kv_connector": "OnFaultyDisk", "kv_connector_module_path": "tests.vllm.faulty_disk",
+    }  # fmt: skip
+    with serving.server(
+        make_model(models / "serve", TINY), home / "log", FLAG, json.dumps(transfer),
+        environment={FAULTS_FILE: str(file), "PYTHONPATH": str(ROOT)},
+    ) as server:  # fmt: skip
+        found = Sick(server, file, soak.Author(5))
+        found.healthy_s = found.under().slowest_s
+        assert loaded(server)["nvme"] > 0, "the load needs the disk"
+        yield found
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("effect", "ops"), [("EIO", "read"), ("ENOSPC", "write"), ("hang", "")])
+def test_no_request_fails_or_waits(sick: Sick, effect: str, ops: str, every: int) -> None:
+    events = {"EIO": "read_failed", "ENOSPC": "write_failed", "hang": "device_late"}
+    before = count(sick.server, "chunks", event=events[effect])
+    out = count(sick.server, "chunks", event="device_out")
+    load = sick.under(effect=effect, every=every, ops=[ops] if ops else ["read", "write"])
+    nudge(sick.server)
+    assert count(sick.server, "chunks", event=events[effect]) > before
+    assert load.slowest_s < sick.healthy_s + LOAD_DEADLINE_S + SLACK_S
+    assert load.slowest_s < HANG_S
+    if every == 1 or effect == "hang":
+        assert count(sick.server, "chunks", event="device_out") > out
+    serving.wait_until(sick.in_use, "the disk is used again")
+    read = loaded(sick.server)["nvme"]
+    again = sick.under(3.0)
+    nudge(sick.server)
+    assert loaded(sick.server)["nvme"] > read, "it was loaded from again"
+    assert again.slowest_s < sick.healthy_s + LOAD_DEADLINE_S + SLACK_S
+
+
+def test_every_answer_was_right(sick: Sick, models: Path, tmp_path: Path) -> None:
+    verdict = kill_loop.judge(tmp_path, models, sick.jobs)
+    assert verdict.wrong == [], verdict
