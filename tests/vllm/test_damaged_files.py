@@ -2,7 +2,8 @@
 """The files of a stopped server are damaged at random; the next one answers right, and counts.
 
 What cannot be counted is a record whose header says no more that it ever was one: zeroes, and
-headers whose magic number or generation is gone. Such a place is free, and its chunk a miss.
+headers whose magic number or generation is not that of the segment (a record of another segment
+may be a stale one). Such a place is free, and its chunk a miss.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -33,7 +34,7 @@ PROMPTS = 10
 COUNTED_FROM = 48
 """Of a header: what is before it (magic, version, checksum, generation) makes it no record."""
 DAMAGES = ("header bit", "payload bit", "payload page", "padding", "swap", "zeroes", "none")
-UNCOUNTED = ("zeroes", "none")
+UNCOUNTED = ("zeroes", "none", "swap of segments")
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Disk:
     home: Path
     model: Path
     jobs: list[soak.Job]
+    answers: list[soak.Job] = field(default_factory=list)
+    """Of all tests: the last one compares them."""
 
     @property
     def store(self) -> Path:
@@ -60,7 +63,9 @@ class Disk:
             yield server
 
     def ask(self, server: VllmServer) -> list[soak.Job]:
-        return [complete(server, job) for job in self.jobs]
+        found = [complete(server, job) for job in self.jobs]
+        self.answers += found
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +90,6 @@ def disk(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Disk:
     return disk
 
 
-def assert_right(disk: Disk, answers: list[soak.Job], models: Path) -> None:
-    verdict = kill_loop.judge(disk.home, models, answers)
-    assert verdict.wrong == [], verdict
-
-
 def damage(slab: SlabFile, rng: Random) -> Counter[str]:
     """Damage every record in some way or none; returns how many in which."""
     done: Counter[str] = Counter()
@@ -104,8 +104,10 @@ def damage(slab: SlabFile, rng: Random) -> Counter[str]:
     while records:
         record, how = records.pop(), rng.choice(DAMAGES)
         if how == "swap" and records:
-            swap(slab, record, records.pop())
-            done[how] += 2
+            other = records.pop()
+            swap(slab, record, other)
+            within = record.segment.number == other.segment.number
+            done["swap" if within else "swap of segments"] += 2
         elif how != "swap":
             damage_one(slab, record, how, rng)
             done[how] += 1
@@ -143,15 +145,14 @@ def swap(slab: SlabFile, one: Record, other: Record) -> None:
     os.pwrite(slab.fd, a, other.offset)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_records_damaged_at_random(disk: Disk, models: Path, seed: int) -> None:
+def test_records_damaged_at_random(disk: Disk) -> None:
     disk.restore()
     with opened(disk.store / SLAB_NAME, writable=True) as slab:
-        done = damage(slab, Random(seed))
+        done = damage(slab, Random(1))
     countable = sum(n for how, n in done.items() if how not in UNCOUNTED)
-    assert countable >= 10
+    assert countable >= 8, done
     with disk.serve() as server:
-        answers = disk.ask(server)
+        disk.ask(server)
 
         def all_counted() -> bool:
             nudge(server)
@@ -161,18 +162,18 @@ def test_records_damaged_at_random(disk: Disk, models: Path, seed: int) -> None:
         serving.wait_until(all_counted, f"{countable} of {done} are counted")
         assert count(server, "chunks", event="corrupt") == countable
         assert serving.is_healthy(server)
-    assert_right(disk, answers, models)
 
 
 @pytest.mark.parametrize("damaged", ["truncated", "root", "segment headers", "another model's"])
-def test_the_whole_file(disk: Disk, models: Path, tmp_path: Path, damaged: str) -> None:
+def test_the_whole_file(disk: Disk, damaged: str) -> None:
     disk.restore()
     rng, hit = Random(damaged), 0.0
     file = disk.store / SLAB_NAME
     if damaged == "another model's":
         shutil.rmtree(disk.store)
         with disk.serve("--dtype", "float32") as server:  # the same tokens, other bytes
-            disk.ask(server)
+            for job in disk.jobs:
+                complete(server, job)
     elif damaged == "truncated":
         os.truncate(file, rng.randrange(PAGE_BYTES, 4 << 20))
     else:
@@ -183,10 +184,15 @@ def test_the_whole_file(disk: Disk, models: Path, tmp_path: Path, damaged: str) 
                 for number in range(slab.num_segments):
                     flip(slab, slab.segment_offset(number) + rng.randrange(360), rng)
     with disk.serve() as server:
-        answers = disk.ask(server)
+        disk.ask(server)
         nudge(server)
         hit = loaded(server)["nvme"]
         assert serving.is_healthy(server)
-    assert_right(disk, answers, models)
     if damaged != "truncated":
         assert hit == 0
+
+
+def test_every_answer_was_right(disk: Disk, models: Path) -> None:
+    assert len(disk.answers) == 6 * PROMPTS
+    verdict = kill_loop.judge(disk.home, models, disk.answers)
+    assert verdict.wrong == [], verdict
