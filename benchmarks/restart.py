@@ -6,7 +6,8 @@
 A server with the store replays the conversations once, so that all of their KV is stored; then
 once more, which is `before`; it is ended by SIGTERM, started again on the same directory, and
 replays them a third time, which is `after`. Hit tokens are the tokens of prompts that were not
-computed, from HBM or from the store. After the restart HBM and DRAM are empty.
+computed, from HBM or from the store. After the restart HBM and DRAM are empty. `written` is what
+the first two replays wrote to NVMe, over the bytes of KV that they brought for the first time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from attnstore_vllm.testing.tiny_model import SMALL, make_model
 from benchmarks.conversations import SAMPLE, Conversation, read_conversations
 from benchmarks.records import failures
 from benchmarks.replay import ReplaySettings, fitting, replay
-from benchmarks.server import VllmServer
+from benchmarks.server import VllmServer, total
 from benchmarks.sources import Traffic, traffic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,13 @@ MAX_TOKENS = 32
 def hits(moved: Traffic) -> dict[str, int]:
     """Prompt tokens that were not computed, by where they were."""
     return {source: n for source, n in moved.prompt_tokens.items() if source != "computed"}
+
+
+def write_amplification(server: VllmServer) -> float:
+    """Bytes written to NVMe over bytes of KV that was not there before."""
+    metrics = server.metrics()
+    written = total(metrics, "vllm:attnstore_bytes_total", direction="dram_to_nvme")
+    return written / total(metrics, "vllm:attnstore_first_written_bytes_total")
 
 
 def play(
@@ -70,6 +78,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         conversations = choose(server, args, model)
         play(server, conversations, settings, "stored")
         before = play(server, conversations, settings, "before")
+        written = write_amplification(server)
         started = time.perf_counter()
         server.stop()
         stop_s = time.perf_counter() - started
@@ -80,6 +89,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "before": hits(before),
         "after": hits(after),
         "ratio": round(sum(hits(after).values()) / sum(hits(before).values()), 4),
+        "written": round(written, 3),
         "stop_seconds": round(stop_s, 2),
     }
 
@@ -102,6 +112,7 @@ def main() -> None:
     for when in ("before", "after"):
         print(f"{when:>7}: {report[when]}")
     print(f"hit tokens after over before: {report['ratio']}")
+    print(f"bytes written over bytes first stored: {report['written']}")
 
 
 if __name__ == "__main__":
