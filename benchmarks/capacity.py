@@ -57,16 +57,24 @@ class Du:
 
     def _run(self) -> None:
         while not self._over.wait(SAMPLE_S):
-            self.largest = max(self.largest, self.now())
-            self.samples += 1
+            try:
+                self.look()
+            except FileNotFoundError:  # renamed or removed between listing and asking
+                continue
+
+    def look(self) -> None:
+        self.largest = max(self.largest, self.now())
+        self.samples += 1
 
     def now(self) -> int:
         paths = [self._directory, *self._directory.iterdir()]
         return sum(os.lstat(path).st_blocks * 512 for path in paths)
 
     def stop(self) -> None:
+        assert self._thread.is_alive(), "nobody has looked"
         self._over.set()
         self._thread.join()
+        self.look()
 
 
 class Load:
@@ -89,7 +97,7 @@ class Load:
         tokens = [rng.randrange(128_000) for _ in range(after * CHUNK_TOKENS)]
         keys = SequenceKeys(self._root, tokens, CHUNK_TOKENS)
         pieces = store.find(keys, 0, len(tokens))
-        deadline = time.monotonic() + 0.1
+        deadline, held = time.monotonic() + 0.1, pieces[:0]
         while time.monotonic() < deadline:
             held = store.hold_ready(pieces, keys, len(tokens))
             store.release(piece.chunk for piece in held)

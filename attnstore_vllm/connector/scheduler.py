@@ -115,7 +115,8 @@ class Scheduler:
             self._waiting.append(pieces)
             return None, False
         num_tokens = held[-1].stop - num_computed_tokens if held else 0
-        if num_computed_tokens + num_tokens < state.expected_stop:
+        # A rest that is too short to be loaded is computed in any case.
+        if state.expected_stop - num_computed_tokens - num_tokens >= MIN_LOAD_TOKENS:
             self._count_recomputation(state, "deadline" if len(held) < len(pieces) else "lost")
         self._count_offer(state, held)
         if num_tokens < MIN_LOAD_TOKENS:

@@ -126,7 +126,7 @@ class Reader:
                 num_bytes = len(page) + context.pool.slot_bytes
                 context.moved_bytes[Flow.PREFETCH] += num_bytes
             verified = failure is None and context.residency.learn(chunk, tokens)
-            if not verified:
+            if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
                 event = "read_failed" if completion.error is not None else "corrupt"
                 context.residency.counts[event] += 1
             context.residency.finish_prefetch(chunk, verified)

@@ -86,7 +86,7 @@ class Scrubber:
         with context.progress:
             if failure is None:
                 context.residency.counts["scrubbed"] += 1
-            else:
+            elif not chunk.dropped:
                 event = "read_failed" if completion.error is not None else "corrupt"
                 context.residency.counts[event] += 1
                 context.residency.drop(chunk)

