@@ -134,9 +134,7 @@ def main() -> None:
         return
     for when in ("empty", "before", "after"):
         print(f"{when:>7}: {report[when]}")
-    print(
-        f"hit tokens after over before: {report['ratio']}; kept over the empty store: {report['kept']}"
-    )
+    print(f"hit tokens after over before: {report['ratio']}; above the floor: {report['kept']}")
     print(f"bytes written over bytes first stored: {report['written']}")
 
 

@@ -52,6 +52,29 @@ def test_shorter_than_a_chunk(engine: EngineHost) -> None:
         assert loaded == (length - 1 if length > 16 else 0)
 
 
+def recomputed_beside_hbm(engine: Engine) -> tuple[float, float]:
+    """Recomputations after a hit in HBM that leaves few tokens, and after one without its KV."""
+    counts = []
+    for rest in (11, 100):
+        prompt = random_tokens(("beside", rest), 2 * BLOCK + rest)
+        engine.ask(prompt)
+        if rest == 100:  # gone between the request's arrival and its turn
+            number = engine.submit(prompt)
+            engine.store.drop(chunks(engine))
+            engine.finish(number)
+        else:
+            engine.ask(prompt)
+        engine.ask(random_tokens("nudge", 5))
+        counts.append(engine.metric("recomputations", "lost"))
+    return counts[0], counts[1]
+
+
+def test_a_rest_too_short_to_load_is_no_recomputation(engine: EngineHost) -> None:
+    short, lost = engine.call(recomputed_beside_hbm)
+    assert short == 0
+    assert lost == 1
+
+
 # ---- n answers to one prompt ----------------------------------------------------------------
 
 
