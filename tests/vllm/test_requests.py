@@ -56,8 +56,9 @@ def recomputed_beside_hbm(engine: Engine) -> tuple[float, float]:
     """Recomputations after a hit in HBM that leaves few tokens, and after one without its KV."""
     counts = []
     for rest in (11, 100):
-        prompt = random_tokens(("beside", rest), 2 * BLOCK + rest)
-        engine.ask(prompt)
+        longer = random_tokens(("beside", rest), 3 * BLOCK)
+        engine.ask(longer)
+        prompt = longer[: 2 * BLOCK + rest]
         if rest == 100:  # gone between the request's arrival and its turn
             number = engine.submit(prompt)
             engine.store.drop(chunks(engine))
