@@ -4,8 +4,8 @@
     {"kv_connector": "OnFaultyDisk", "kv_connector_module_path": "tests.vllm.faulty_disk", ...}
 
 The file that FAULTS_FILE names says what is wrong with the disk, as JSON, and is read again when
-it changes: {"effect": "EIO" or "ENOSPC" or "hang", "every": n, "ops": ["read", "write"]}. A
-hanging request is carried out, and said to be done HANG_S later.
+it changes: {"effect": "EIO" or "ENOSPC" or "hang", "every": n, "ops": ["read", "write"], "hang_s":
+seconds}. A hanging request is carried out, and said to be done `hang_s` later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from attnstore_vllm.io import choose
 from attnstore_vllm.io.device import Completion, Device, IoRequest
 
 FAULTS_FILE = "ATTNSTORE_TEST_FAULTS"
-HANG_S = 5.0
 
 
 class FaultyDisk:
@@ -37,7 +36,7 @@ class FaultyDisk:
         self._file = file
         self._lock = threading.Lock()
         self._seen = 0
-        self._hanging: set[int] = set()
+        self._hanging: dict[int, float] = {}  # tag -> seconds
         self._ended: list[tuple[float, Completion]] = []  # (when it may be told, what)
         self._stamp = -1
         self._fault: dict[str, Any] = {}
@@ -58,7 +57,7 @@ class FaultyDisk:
                     self._ended.append((0.0, Completion(request.tag, error)))
                     continue
                 if effect == "hang":
-                    self._hanging.add(request.tag)
+                    self._hanging[request.tag] = self._fault["hang_s"]
                 forwarded.append(request)
         self._inner.submit(forwarded)
         self._inner.wake()
@@ -84,9 +83,8 @@ class FaultyDisk:
             next_s = min((when for when, _ in self._ended), default=now + timeout_s) - now
         for completion in self._inner.poll(max(0.0, min(timeout_s, next_s))):
             with self._lock:
-                hangs = completion.tag in self._hanging
-                self._hanging.discard(completion.tag)
-                when = time.monotonic() + HANG_S if hangs else 0.0
+                hang_s = self._hanging.pop(completion.tag, None)
+                when = 0.0 if hang_s is None else time.monotonic() + hang_s
                 self._ended.append((when, completion))
         now = time.monotonic()
         with self._lock:

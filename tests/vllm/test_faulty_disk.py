@@ -20,7 +20,7 @@ from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer, total
 from tests.vllm import kill_loop, soak
 from tests.vllm import serve_helpers as serving
-from tests.vllm.faulty_disk import FAULTS_FILE, HANG_S
+from tests.vllm.faulty_disk import FAULTS_FILE
 from tests.vllm.load import Load
 from tests.vllm.serve_helpers import FLAG, count, loaded, nudge
 
@@ -28,8 +28,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LOAD_DEADLINE_S = 0.5
 IO_DEADLINE_S = 0.3
 BUSY_S = 4.0
-SLACK_S = 2.5
-"""What a request may take longer than in a healthy server, beside the deadline: two cores."""
+SLACK_S = 8.0
+"""What a request may take longer than in a healthy server, beside the deadline: it computes what
+it would have loaded, on two cores that others may use too. A request that waits for a hanging disk
+takes LONG_HANG_S."""
+HANG_S = 5.0
+LONG_HANG_S = 30.0
 
 
 @dataclass
@@ -92,24 +96,27 @@ def sick(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sic
         yield found
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(("effect", "ops"), [("EIO", "read"), ("ENOSPC", "write"), ("hang", "")])
-def test_no_request_fails_or_waits(sick: Sick, effect: str, ops: str, every: int) -> None:
-    events = {"EIO": "read_failed", "ENOSPC": "write_failed", "hang": "device_late"}
+@pytest.mark.parametrize(
+    ("effect", "every", "hang_s"),
+    [
+        ("EIO", 1, 0.0), ("EIO", 3, 0.0), ("ENOSPC", 1, 0.0), ("ENOSPC", 3, 0.0),
+        ("hang", 3, HANG_S), ("hang", 1, LONG_HANG_S),
+    ],
+)  # fmt: skip
+def test_no_request_fails_or_waits(sick: Sick, effect: str, every: int, hang_s: float) -> None:
+    ops = {"EIO": ["read"], "ENOSPC": ["write"], "hang": ["read", "write"]}[effect]
+    event = {"EIO": "read_failed", "ENOSPC": "write_failed", "hang": "device_late"}[effect]
     goes_out = every == 1 or effect == "hang"
-
-    def counted() -> tuple[float, float]:
-        failed = count(sick.server, "chunks", event=events[effect])
-        return failed, count(sick.server, "chunks", event="device_out")
-
-    failures, outs = counted()
+    serving.wait_until(sick.in_use, "the disk is used again")
+    failures = count(sick.server, "chunks", event=event)
     load = sick.under(
-        lambda: counted()[0] > failures and (counted()[1] > outs or not goes_out),
-        effect=effect, every=every, ops=[ops] if ops else ["read", "write"],
+        lambda: (
+            count(sick.server, "chunks", event=event) > failures
+            and not (goes_out and sick.in_use())
+        ),
+        effect=effect, every=every, hang_s=hang_s, ops=ops,
     )  # fmt: skip
     assert load.slowest_s < sick.healthy_s + LOAD_DEADLINE_S + SLACK_S
-    if effect == "hang":
-        assert load.slowest_s < HANG_S
 
     serving.wait_until(sick.in_use, "the disk is used again")
     read = loaded(sick.server)["nvme"]
