@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pool of slots under each policy: what is in it after each request.
+
+The policies that a server can use are the real ones (policy/); `belady` knows the future and is
+the bound, `infinite` forgets nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from attnstore_vllm.policy.by_return import ByReturn, runs_of_request
+from attnstore_vllm.policy.eviction import Fifo, Lru
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.sim.trace import Request, Trace
+
+
+class Pool(Protocol):
+    """Holds at most as many chunks as it was made for, once store() has returned."""
+
+    def __contains__(self, chunk: int) -> bool: ...
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        """A request was served: all its chunks are stored, as far as there is room.
+
+        Args:
+            chunks: of the request.
+            num_found: of them, the leading ones that were in the pool.
+        """
+        ...
+
+
+def _always(_: object) -> bool:
+    return True
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+class InOrder:
+    """lru and fifo. Of one request the last chunk is the one that goes first."""
+
+    def __init__(self, num_slots: int, policy: Lru | Fifo) -> None:
+        self._num_slots = num_slots
+        self._policy = policy
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._policy
+
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        for chunk in reversed(chunks):
+            if chunk in self._policy:
+                self._policy.use(chunk)
+                continue
+            if len(self._policy) >= self._num_slots:
+                self._policy.remove(self._policy.victim(_always, _never))
+            self._policy.add(chunk)
+
+
+class ByReturnPool:
+    """attnstore."""
+
+    def __init__(self, num_slots: int, trace: Trace) -> None:
+        self._num_slots = num_slots
+        self._chunk_tokens = trace.chunk_tokens
+        self._estimator = ReturnEstimator()
+        self._order = ByReturn(self._estimator)
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._order
+
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        order, now = self._order, request.arrival_s
+        last_runs = [order.run_of(chunk) for chunk in chunks[:num_found]]
+        whole = chunks[: request.num_tokens // self._chunk_tokens]
+        start = 0
+        for count, run in runs_of_request(
+            self._estimator, last_runs, whole, request.num_tokens, len(chunks), now
+        ):
+            for chunk in chunks[start : start + count]:
+                order.use(chunk, run)
+            start += count
+        while len(order) > self._num_slots:
+            order.remove(order.victim(now, _always))
+
+
+class Belady:
+    """Evicts what is used again last, and of one request the last chunk first."""
+
+    def __init__(self, num_slots: int, trace: Trace) -> None:
+        self._num_slots = num_slots
+        self._uses: list[list[int]] = [[] for _ in range(trace.num_chunks)]
+        for number in range(len(trace.requests) - 1, -1, -1):
+            for chunk in trace.requests[number].chunks.tolist():
+                self._uses[chunk].append(number)  # the next one last
+        self._never = len(trace.requests)
+        self._next: dict[int, tuple[int, int]] = {}
+        self._heap: list[tuple[int, int, int]] = []
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._next
+
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        for place, chunk in enumerate(chunks):
+            uses = self._uses[chunk]
+            uses.pop()
+            when = -(uses[-1] if uses else self._never), -place
+            self._next[chunk] = when
+            heapq.heappush(self._heap, (*when, chunk))
+        while len(self._next) > self._num_slots:
+            use, depth, chunk = heapq.heappop(self._heap)
+            if self._next.get(chunk) == (use, depth):
+                del self._next[chunk]
+
+
+class Infinite:
+    def __init__(self) -> None:
+        self._chunks: set[int] = set()
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._chunks
+
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        self._chunks.update(chunks)
+
+
+POLICIES: dict[str, Callable[[int, Trace], Pool]] = {
+    "attnstore": ByReturnPool,
+    "lru": lambda num_slots, _: InOrder(num_slots, Lru()),
+    "fifo": lambda num_slots, _: InOrder(num_slots, Fifo()),
+    "belady": Belady,
+    "infinite": lambda _, __: Infinite(),
+}
