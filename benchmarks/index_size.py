@@ -26,7 +26,7 @@ from tqdm import tqdm
 from attnstore_vllm.index.chunk import Nvme
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.policy.eviction import Lru, SlotLru
+from attnstore_vllm.policy.eviction import Lru
 from attnstore_vllm.types import Key
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,7 +92,7 @@ def measure(num_chunks: int, num_tokens: int, rounds: int) -> dict[str, Any]:
     gc.collect()
     before = resident_bytes()
     slots = num_chunks + rounds * (num_tokens // CHUNK_TOKENS)
-    residency = Residency(16, slots, Lru(), SlotLru(slots), chunk_tokens=CHUNK_TOKENS, seed=1)
+    residency = Residency(16, slots, Lru(16), Lru(slots), chunk_tokens=CHUNK_TOKENS, seed=1)
     residency.open_nvme_slots(0, slots)
     fill(residency, num_chunks)
     gc.collect()

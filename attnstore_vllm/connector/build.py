@@ -139,7 +139,10 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         daily_writes=config.nvme.daily_writes_bytes,
         scrub_rate=config.nvme.scrub_bytes_per_s,
     )
-    return Scheduler(store, geometry, namespace, config.load_deadline_ms / 1000, lock)
+    return Scheduler(
+        store, geometry, namespace, config.load_deadline_ms / 1000, lock,
+        by_priority=vllm_config.scheduler_config.policy == "priority",
+    )  # fmt: skip
 
 
 def _label(vllm_config: VllmConfig, geometry: Geometry) -> str:

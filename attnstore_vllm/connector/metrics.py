@@ -35,11 +35,12 @@ COUNTERS = {
     ),
 }
 CHUNK_EVENTS = (
-    "saved", "dropped", "evicted_dram", "evicted_nvme", "lost", "superseded", "written",
+    "saved", "dropped", "evicted_dram", "evicted_nvme", "given_up", "lost", "superseded", "written",
     "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
     "device_late", "device_out",
 )  # fmt: skip
-"""`dropped`: not saved for want of room. `lost`: evicted from its last tier. `read_late`: not
+"""`dropped`: not saved for want of room. `given_up`: left DRAM though a request far back in the
+queue wants it. `lost`: evicted from its last tier. `read_late`: not
 waited for any longer. `device_late`, `device_out`: the disk did not answer in time, or failed
 again and again, and was left alone for a while."""
 GAUGES = {

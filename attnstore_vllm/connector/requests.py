@@ -15,6 +15,8 @@ from blake3 import blake3
 
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key, tenant_hash
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.policy.by_return import Visit
+from attnstore_vllm.policy.returns import Run
 from attnstore_vllm.types import Key, Tier
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class RequestState:
     tenant: bytes
     spans: Sequence[MultimodalSpan]
     chunk_tokens: int
+    visit: Visit | None = None
+    """What of the store it uses; set when it has come."""
     num_chunks_seen: int = 0
     """Whole chunks that were offered to the store for saving, from the first on."""
     deadline: float | None = None
@@ -56,6 +60,10 @@ class RequestState:
         """Note what a lookup found: an offer that falls short of it is a recomputation."""
         if pieces:
             self.expected_stop = max(self.expected_stop, pieces[-1].stop)
+
+    def run(self, number: int) -> Run | None:
+        """Under which chunk `number` of the request is saved."""
+        return None if self.visit is None else self.visit.run(number)
 
     @property
     def sequence(self) -> SequenceKeys:

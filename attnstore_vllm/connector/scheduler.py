@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.connector.queue_view import QueueView
 from attnstore_vllm.connector.requests import (
     LoraIdentities,
     RequestState,
@@ -29,6 +30,7 @@ from attnstore_vllm.connector.requests import (
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.policy.returns import Run
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import TransferPlan, plan_load, plan_save
@@ -56,6 +58,7 @@ class Scheduler:
         namespace: of everything the bytes depend on.
         load_deadline_s: how long a request waits for its chunks to come up from NVMe.
         lock: the descriptor that owns the store's directory; closed with this object.
+        by_priority: how vLLM orders waiting requests; else first come, first served.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Scheduler:
         namespace: bytes,
         load_deadline_s: float,
         lock: int,
+        *,
+        by_priority: bool = False,
     ) -> None:
         self.store = store
         self._lock = lock
@@ -81,6 +86,7 @@ class Scheduler:
         self._stats = AttnStoreStats.empty()
         self._reported: dict[tuple[str, str], float] = {}
         self._kv_cache_manager: KVCacheManager | None = None
+        self._queue = QueueView(store, by_priority=by_priority)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
@@ -88,6 +94,7 @@ class Scheduler:
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
+        self._queue.on_new_request(request)
         if bypasses(request):
             return
         lora = self._loras.identify(request.lora_request)
@@ -95,8 +102,10 @@ class Scheduler:
             return
         state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
         self._requests[request.request_id] = state
-        stop = request.num_tokens - 1
-        state.expect(self.store.find(state.sequence, 0, stop, MIN_LOAD_TOKENS))
+        pieces, state.visit = self.store.arrive(
+            request.request_id, state.sequence, request.num_tokens, MIN_LOAD_TOKENS
+        )
+        state.expect(pieces)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -107,7 +116,10 @@ class Scheduler:
         self._withdraw(state)
         # One token is left to compute: vLLM needs its logits.
         stop = request.num_tokens - 1
-        pieces = self.store.find(state.sequence, num_computed_tokens, stop, MIN_LOAD_TOKENS)
+        pieces = self.store.find(
+            state.sequence, num_computed_tokens, stop, MIN_LOAD_TOKENS,
+            request_id=request.request_id, visit=state.visit,
+        )  # fmt: skip
         state.expect(pieces)
         held = self.store.hold_ready(pieces, state.sequence, stop)
         if len(held) < len(pieces) and self._may_wait(state):
@@ -183,6 +195,7 @@ class Scheduler:
         for unclaimed in self._offered:
             self._withdraw(unclaimed)
         self._offered.clear()
+        self._queue.on_step(output, self._requests)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or state.outdated:
@@ -211,11 +224,11 @@ class Scheduler:
         size = self._geometry.chunk_tokens
         sequence = state.sequence
         for number in range(state.num_chunks_seen, computed // size):
-            self._save(sequence.name(number, state.tenant), block_ids)
+            self._save(sequence.name(number, state.tenant), state.run(number), block_ids)
         state.num_chunks_seen = max(state.num_chunks_seen, computed // size)
 
-    def _save(self, name: ChunkName, block_ids: Sequence[int]) -> bool:
-        chunk = self.store.begin_save(name)
+    def _save(self, name: ChunkName, run: Run | None, block_ids: Sequence[int]) -> bool:
+        chunk = self.store.begin_save(name, run)
         if chunk is None:
             return False
         copies = plan_save(
@@ -263,6 +276,7 @@ class Scheduler:
 
         Returns True if vLLM is to keep the blocks until the next step has read them.
         """
+        self._queue.on_finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
@@ -292,7 +306,7 @@ class Scheduler:
         tokens = sequence.tokens(start, computed)
         key = chunk_key(parent, extra, tokens)
         name = ChunkName(key, parent, extra, state.tenant, start, computed - start, tokens)
-        self._save(name, block_ids)
+        self._save(name, state.run(number), block_ids)
 
     def _withdraw(self, state: RequestState) -> None:
         if state.offer:

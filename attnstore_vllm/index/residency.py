@@ -12,7 +12,7 @@ No I/O, no clock, no thread: the caller holds the lock and moves the bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,10 @@ from attnstore_vllm.index.dirty import DirtyQueue
 from attnstore_vllm.index.integrity import check_integrity
 from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.slots import ADOPTED, OWNED, DramSlots, NvmeSlots
-from attnstore_vllm.policy.eviction import EvictionPolicy, SlotLru
+from attnstore_vllm.index.victims import dram_victim, nvme_victim
+from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.policy.lookahead import LookAhead, Order
+from attnstore_vllm.policy.returns import Run, unknown_run
 
 _EXPECTED_MAX = 1 << 22
 """Chunks for which the index makes room at once; beyond, its tables grow."""
@@ -41,11 +44,14 @@ class Residency:
 
     def __init__(
         self, dram_slots: int, nvme_slots: int, dram_policy: EvictionPolicy,
-        nvme_policy: SlotLru, *, chunk_tokens: int, seed: int = 0,
+        nvme_policy: EvictionPolicy, *, chunk_tokens: int, seed: int = 0,
     ) -> None:  # fmt: skip
         expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
         self.index = PrefixIndex(chunk_tokens, seed, expected)
         self.counts: Counter[str] = Counter()
+        self.look_ahead = LookAhead()
+        self.now = 0.0
+        """Seconds; the caller sets it before it calls what may need room."""
         self.first_written_tokens = 0
         """Tokens written to NVMe that no record there had before."""
         self._dram = DramSlots(dram_slots, dram_policy)
@@ -76,24 +82,39 @@ class Residency:
         """Slots [first, first + count) can be used from now on, and are free."""
         self._nvme.open(first, count)
 
-    def use(self, chunk: Chunk) -> None:
-        """Note that a request wants the chunk."""
+    def use(self, chunks: Sequence[Chunk], run: Run | None = None) -> None:
+        """Note that a request wants these, in the order of depth."""
+        if not chunks:
+            return
+        run = run or unknown_run(self.now)
+        self._dram.policy.use([c.dram_slot for c in chunks if c.dram is not Dram.ABSENT], run)
+        self._nvme.use([c.nvme_slot for c in chunks if c.nvme is not Nvme.ABSENT], run)
+
+    def run_of(self, chunk: Chunk) -> Run | None:
+        """The run that used the chunk last, if its tiers remember."""
+        run = None
         if chunk.dram is not Dram.ABSENT:
-            self._dram.policy.use(chunk)
-        if chunk.nvme is not Nvme.ABSENT:
-            self._nvme.use(chunk.nvme_slot)
+            run = self._dram.policy.run_of(chunk.dram_slot)
+        if run is None and chunk.nvme is not Nvme.ABSENT:
+            run = self._nvme.policy.run_of(chunk.nvme_slot)
+        return run
+
+    def _run_of(self, chunk: Chunk) -> Run:
+        return self.run_of(chunk) or unknown_run(self.now)
 
     # ---- HBM -> DRAM -------------------------------------------------------------------
 
-    def begin_save(self, name: ChunkName) -> Chunk | None:
+    def begin_save(self, name: ChunkName, run: Run | None = None) -> Chunk | None:
         """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
 
+        Args:
+            run: of the request that has computed it.
         Returns None where nothing is to be copied: the chunk, or one that holds all its tokens,
         is stored already, or there is no room (counted as dropped).
         """
         known = self.index.get(name.key)
         if known is not None:
-            self.use(known)
+            self.use([known], run)
             return None
         if self.index.extends(name):
             return None
@@ -101,7 +122,7 @@ class Residency:
             self.counts["dropped"] += 1
             return None
         chunk = Chunk(name)
-        chunk.dram_slot = self._dram.give(chunk)
+        chunk.dram_slot = self._dram.give(chunk, run or unknown_run(self.now))
         chunk.dram = Dram.SAVING
         chunk.holds = 1
         self.index.add(chunk)
@@ -147,7 +168,7 @@ class Residency:
         if chunk is None or not self._make_room_on_nvme():
             return None
         self._dirty.remove(chunk)
-        chunk.nvme_slot = self._nvme.give(chunk.entry)
+        chunk.nvme_slot = self._nvme.give(chunk.entry, self._run_of(chunk))
         chunk.nvme = Nvme.WRITING
         chunk.holds += 1
         chunk.reads += 1
@@ -171,18 +192,23 @@ class Residency:
 
     # ---- NVMe -> DRAM ------------------------------------------------------------------
 
-    def begin_prefetch(self, chunk: Chunk) -> bool:
-        """Give the chunk a DRAM slot to be read into; False if there is no room now."""
+    def begin_prefetch(self, chunk: Chunk, whose: Order | None = None) -> bool:
+        """Give the chunk a DRAM slot to be read into; False if there is no room now.
+
+        Args:
+            whose: the waiting request that wants it. What is wanted before it makes no room.
+        """
         assert chunk.nvme is Nvme.READY
         assert chunk.dram is Dram.ABSENT
         assert not chunk.dropped
         chunk.reads += 1  # before making room: its NVMe slot must not go meanwhile
-        if not self._make_room_in_dram():
+        if not self._make_room_in_dram(whose):
             chunk.reads -= 1
             return False
-        chunk.dram_slot = self._dram.give(chunk)
+        chunk.dram_slot = self._dram.give(chunk, self._run_of(chunk))
         chunk.dram = Dram.READING
         chunk.holds += 1
+        self.look_ahead.has_come(chunk)
         return True
 
     def learn(self, chunk: Chunk, tokens: bytes) -> bool:
@@ -290,30 +316,29 @@ class Residency:
         Args:
             order: of adoption_order().
         """
-        self._nvme.order(self.adoption_order() if order is None else order)
+        self._nvme.order(self.adoption_order() if order is None else order, self.now)
 
     # ---- room --------------------------------------------------------------------------
 
-    def _make_room_in_dram(self) -> bool:
+    def _make_room_in_dram(self, whose: Order | None = None) -> bool:
         if self._dram.free:
             return True
-        victim = self._dram.policy.victim(_dram_can_go, _is_clean)
+        victim, is_wanted = dram_victim(self._dram, self.look_ahead, self.now, whose)
         if victim is None:
             return False
-        assert isinstance(victim, Chunk)
+        self.counts["given_up"] += is_wanted
         self.counts["evicted_dram"] += 1
         self._leave_dram(victim)
         return bool(self._dram.free)
 
     def _make_room_on_nvme(self) -> bool:
-        """The least recently used goes, whether or not DRAM has it.
-
-        One that DRAM has is not clean any more. It is not written again, which would move the
-        same bytes for ever in a small store: when it leaves DRAM it is lost, and counted.
+        """A chunk that DRAM has as well is not clean any more when it leaves NVMe. It is not
+        written again, which would move the same bytes for ever in a small store: when it leaves
+        DRAM it is lost, and counted.
         """
         if self._nvme.num_free:
             return True
-        slot = self._nvme.policy.victim(self._nvme_can_go)
+        slot = nvme_victim(self._nvme, self.index, self.look_ahead, self.now)
         if slot is None:
             return False
         self.counts["evicted_nvme"] += 1
@@ -324,14 +349,12 @@ class Residency:
             self._leave_nvme(chunk)
         return self._nvme.num_free > 0
 
-    def _nvme_can_go(self, slot: int) -> bool:
-        chunk = self.index.live(self._nvme.owner[slot])
-        return chunk is None or (chunk.reads == 0 and chunk.nvme is Nvme.READY)
-
     def _leave_dram(self, chunk: Chunk) -> None:
         self._dram.take_back(chunk.dram_slot)
         chunk.dram, chunk.dram_slot = Dram.ABSENT, -1
         chunk.from_nvme = False
+        if chunk.nvme is Nvme.READY and not chunk.dropped:
+            self.look_ahead.has_gone(chunk)
         self._forget_if_nowhere(chunk)
 
     def _leave_nvme(self, chunk: Chunk) -> None:
@@ -362,13 +385,3 @@ class Residency:
     def num_held(self) -> int:
         """Chunks that a transfer holds now; zero when nothing is in flight."""
         return sum(chunk.holds > 0 for chunk in self._dram.owned.values())
-
-
-def _dram_can_go(chunk: Hashable) -> bool:
-    assert isinstance(chunk, Chunk)
-    return chunk.holds == 0 and chunk.dram is Dram.READY
-
-
-def _is_clean(chunk: Hashable) -> bool:
-    assert isinstance(chunk, Chunk)
-    return chunk.nvme is Nvme.READY

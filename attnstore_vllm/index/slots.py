@@ -13,13 +13,15 @@ A slot of NVMe, by its state:
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.policy.eviction import EvictionPolicy, SlotLru
+from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.policy.returns import Run
 
 CLOSED: Final = 0
 FREE: Final = 1
@@ -37,23 +39,23 @@ class DramSlots:
         self.free = list(range(num_slots - 1, -1, -1))
         self.owned: dict[int, Chunk] = {}
 
-    def give(self, chunk: Chunk) -> int:
+    def give(self, chunk: Chunk, run: Run) -> int:
         slot = self.free.pop()
         assert slot not in self.owned
         self.owned[slot] = chunk
-        self.policy.add(chunk)
+        self.policy.add(slot, run)
         return slot
 
     def take_back(self, slot: int) -> None:
-        chunk = self.owned.pop(slot)
-        self.policy.remove(chunk)
+        del self.owned[slot]
+        self.policy.remove(slot)
         self.free.append(slot)
 
 
 class NvmeSlots:
     """Up to `num_slots` slots in 13 bytes each. All are closed at first."""
 
-    def __init__(self, num_slots: int, policy: SlotLru) -> None:
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         self.num_slots = num_slots
         self.policy = policy
         self.num_free = 0
@@ -84,22 +86,22 @@ class NvmeSlots:
         self.num_free += count
         self._lowest = min(self._lowest, first)
 
-    def give(self, entry: int) -> int:
+    def give(self, entry: int, run: Run) -> int:
         """The lowest free slot: neighbours on the disk are written one after another."""
         slot = self.state.find(FREE, self._lowest)
         assert slot >= 0
         self._lowest = slot + 1
         self.num_free -= 1
         self.state[slot], self.owner[slot] = OWNED, entry
-        self.policy.add(slot)
+        self.policy.add(slot, run)
         return slot
 
-    def use(self, slot: int) -> None:
-        if self.state[slot] == ADOPTED:
-            self.state[slot] = OWNED
-            self.policy.add(slot)
-        elif self.state[slot] == OWNED:
-            self.policy.use(slot)
+    def use(self, slots: Sequence[int], run: Run) -> None:
+        for slot in slots:
+            if self.state[slot] == ADOPTED:
+                self.state[slot] = OWNED
+                self.policy.add(slot, run)
+        self.policy.use([slot for slot in slots if self.state[slot] == OWNED], run)
 
     def abandon(self, slot: int) -> None:
         """Its chunk was dropped: it has no owner, and is not free."""
@@ -126,12 +128,12 @@ class NvmeSlots:
         self.owners()[slots] = entries
         self.num_free -= len(slots)
 
-    def order(self, slots: npt.NDArray[np.int32]) -> None:
+    def order(self, slots: npt.NDArray[np.int32], now: float) -> None:
         """Put those of these slots that are still ADOPTED before all others, oldest first."""
         states = self.states()
         slots = slots[states[slots] == ADOPTED]
         states[slots] = OWNED
-        self.policy.add_oldest(slots)
+        self.policy.add_oldest(slots, now)
 
     def _leave_policy(self, slot: int) -> None:
         assert self.state[slot] in (OWNED, ADOPTED, GONE)

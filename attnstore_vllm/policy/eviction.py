@@ -1,82 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunk leaves a tier when it is full. Pure: events in, decisions out.
+"""Which chunk leaves a tier when it is full. Pure: events in, decisions out; time is given.
 
-The seam is EvictionPolicy. A tier tells its policy what came, what was used and what went, and
-asks for a victim among the chunks that can go now. Lru is for the few chunks of DRAM, which are
-objects; SlotLru for the millions of NVMe, which are slot numbers.
+The seam is EvictionPolicy. A tier tells its policy which slots were filled, used and freed, and
+asks for a victim among those that can go now. ByReturn (policy/by_return.py) is what servers use;
+Lru and Fifo are there to compare with.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from attnstore_vllm.policy.returns import Run
+
 LOOK_MAX = 64
-"""Chunks that one decision looks at beyond those that cannot go. Bounds its cost."""
+"""Slots that one decision of Lru looks at beyond those that cannot go. Bounds its cost."""
 
 
 class EvictionPolicy(Protocol):
-    """Order of departure in one tier. Ids are hashable; an id is added once."""
+    """Order of departure in one tier, by slot number. A slot is added once."""
 
-    def add(self, chunk: Hashable) -> None: ...
-    def use(self, chunk: Hashable) -> None: ...
-    def remove(self, chunk: Hashable) -> None: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, slot: int) -> bool: ...
+    def add(self, slot: int, run: Run) -> None:
+        """The slot was filled, for this run."""
+
+    def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
+        """Add many of which nothing is known, before all others; of them the first goes first."""
+
+    def use(self, slots: Sequence[int], run: Run) -> None:
+        """A run uses these, in the order of depth. May be said again while it does."""
+
+    def run_of(self, slot: int) -> Run | None:
+        """The run that used the slot last, if the policy remembers."""
+
+    def remove(self, slot: int) -> None: ...
+    def clear(self) -> None: ...
     def victim(
-        self, can_go: Callable[[Hashable], bool], costs_nothing: Callable[[Hashable], bool]
-    ) -> Hashable | None: ...
+        self,
+        now: float,
+        can_go: Callable[[int], bool],
+        costs_nothing: Callable[[int], bool] | None = None,
+    ) -> int | None:
+        """The slot to free, or None if none is found that can go. Nothing is changed.
+
+        Args:
+            can_go: False for a slot that a transfer holds, or that must stay.
+            costs_nothing: True if what is in the slot is in another tier as well; such a one is
+                preferred.
+        """
 
 
 class Lru:
-    """Least recently used first, and among the oldest one that another tier has as well."""
-
-    def __init__(self) -> None:
-        self._oldest_first: OrderedDict[Hashable, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._oldest_first)
-
-    def __contains__(self, chunk: Hashable) -> bool:
-        return chunk in self._oldest_first
-
-    def add(self, chunk: Hashable) -> None:
-        assert chunk not in self._oldest_first
-        self._oldest_first[chunk] = None
-
-    def use(self, chunk: Hashable) -> None:
-        self._oldest_first.move_to_end(chunk)
-
-    def remove(self, chunk: Hashable) -> None:
-        del self._oldest_first[chunk]
-
-    def victim(
-        self, can_go: Callable[[Hashable], bool], costs_nothing: Callable[[Hashable], bool]
-    ) -> Hashable | None:
-        """The chunk to evict, or None if none can go. Nothing is changed.
-
-        Args:
-            can_go: False for a chunk that a transfer holds. Few are held at a time.
-            costs_nothing: True if the chunk's bytes stay in another tier.
-        Cost: at most LOOK_MAX chunks beyond the held ones.
-        """
-        oldest = list(islice((c for c in self._oldest_first if can_go(c)), LOOK_MAX))
-        return next((c for c in oldest if costs_nothing(c)), oldest[0] if oldest else None)
-
-
-class Fifo(Lru):
-    """First in, first out: a baseline."""
-
-    def use(self, chunk: Hashable) -> None:
-        """Being used does not help a chunk to stay."""
-
-
-class SlotLru:
-    """Least recently used first, over slot numbers. Eight bytes a slot, used or not.
+    """Least recently used first; of one run the deepest first. Eight bytes a slot, used or not.
 
     A ring: next_[s] is the slot used after s, and slot number `num_slots` its beginning.
     """
@@ -93,22 +73,25 @@ class SlotLru:
     def __contains__(self, slot: int) -> bool:
         return self._next[slot] >= 0
 
-    def add(self, slot: int) -> None:
+    def add(self, slot: int, run: Run) -> None:
         assert self._next[slot] < 0
         self._link(slot)
         self._length += 1
 
-    def use(self, slot: int) -> None:
-        self._unlink(slot)
-        self._link(slot)
+    def use(self, slots: Sequence[int], run: Run) -> None:
+        for slot in reversed(slots):
+            self._unlink(slot)
+            self._link(slot)
+
+    def run_of(self, slot: int) -> Run | None:
+        return None
 
     def remove(self, slot: int) -> None:
         self._unlink(slot)
         self._next[slot] = self._previous[slot] = -1
         self._length -= 1
 
-    def add_oldest(self, slots: npt.NDArray[np.int32]) -> None:
-        """Add many at once, before all others, the oldest first."""
+    def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
         if not len(slots):
             return
         following, previous = (np.frombuffer(a, np.int32) for a in (self._next, self._previous))
@@ -128,10 +111,11 @@ class SlotLru:
 
     def victim(
         self,
+        now: float,
         can_go: Callable[[int], bool],
         costs_nothing: Callable[[int], bool] | None = None,
     ) -> int | None:
-        """See Lru.victim. Without `costs_nothing` it is the oldest that can go."""
+        """See EvictionPolicy. Without `costs_nothing` it is the oldest that can go."""
         oldest: int | None = None
         slot, looks = self._next[self._end], 0
         while slot != self._end and looks < LOOK_MAX:
@@ -152,3 +136,10 @@ class SlotLru:
         before, after = self._previous[slot], self._next[slot]
         assert after >= 0
         self._next[before], self._previous[after] = after, before
+
+
+class Fifo(Lru):
+    """First in, first out."""
+
+    def use(self, slots: Sequence[int], run: Run) -> None:
+        """Being used does not help a slot to stay."""

@@ -12,9 +12,7 @@ A run that is still open counts as one that will return with the probability tha
 what has not ended yet is neither ignored nor taken for lost. Both are fitted by expectation and
 maximisation: p as a logistic regression over the factors of a kind (turn, gap, length, ...), so
 that a kind that was seldom seen borrows from those that it shares factors with; q as a discrete
-hazard that each class of gaps borrows from all together. What has not returned by the highest age
-at which anything ever did counts as lost (the zero-tail constraint: beyond it "never" and "later
-than was ever seen" cannot be told apart, and what is kept for the latter is kept in vain).
+hazard that each class of gaps borrows from all together.
 
 What a slot is worth then is the Gittins index: the best ratio, over all times to keep the run for,
 of the probability that it returns to the time that it stays. Before anything was seen p is the
@@ -63,11 +61,10 @@ CLASS_RUNS = 16.0
 """... that all classes together have in each class ..."""
 KIND_RUNS = 16.0
 """... and that the regression has in each kind."""
-RIDGE = 0.5
+RIDGE = 5.0
+STEP_MAX = 1.0
+"""Of Newton's method, for each coefficient: with few runs a full step may go far astray."""
 ROUNDS = 3
-BACKGROUND = 0.01
-"""Returns a second, times the age, that anything is worth whatever was learned: among what is
-taken for lost the order is that of LRU."""
 
 
 def kind_of(
@@ -105,6 +102,21 @@ _CLASSES = _FACTORS[1] * 2 + _FACTORS[4]
 _NUM_CLASSES = SHAPE[1] * 2
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """What one request used of one conversation. Compared by identity."""
+
+    number: int
+    kind: int
+    since: float
+    is_shared: bool
+
+
+def unknown_run(now: float) -> Run:
+    """Of chunks of which nothing is known but that somebody used or wrote them now."""
+    return Run(0, kind_of(1, None, 0, is_fresh=True, is_shared=False), now, False)
+
+
 @dataclass(frozen=True, slots=True)
 class Before:
     """The open run that a request continues."""
@@ -132,15 +144,16 @@ class ReturnEstimator:
         self._since = np.zeros(RUNS_MAX)
         self._weight = np.zeros(RUNS_MAX)
         self._is_open = np.zeros(RUNS_MAX, np.bool_)
+        self.is_due = False
+        """Whether refit() is to be called soon."""
         self._opened = 0
+        self._decay_at = DECAY_RUNS
         self._weight_sum = 0.0
         # [kind, age], in weights: runs that returned at that age; that were followed up to it.
         self._returned = np.zeros((NUM_KINDS, NUM_AGES))
         self._departed = np.zeros((NUM_KINDS, NUM_AGES))
-        self._coefficients = np.zeros(_DESIGN.shape[1])
-        self._p = np.full(NUM_KINDS, 0.5)
-        self._q = np.tile(PRIOR_HAZARD, (_NUM_CLASSES, 1))
-        self._worth: list[list[float]] = _gittins(self._p, self._q).tolist()
+        p, q = np.full(NUM_KINDS, 0.5), np.tile(PRIOR_HAZARD, (_NUM_CLASSES, 1))
+        self._fit = Fit(p, q, np.zeros(_DESIGN.shape[1]), _gittins(p, q).tolist())
 
     def __len__(self) -> int:
         return len(self._places)
@@ -171,7 +184,7 @@ class ReturnEstimator:
         Args:
             end: the mark of its last chunk.
             weight: its chunks; slots are what is worth something, not requests.
-        Returns: its number. Cost: O(1); every REFIT_RUNS calls some milliseconds.
+        Returns: its number. Cost: O(1).
         """
         if end in self._places:
             self._close(self._places.pop(end), self._returned, now)
@@ -187,37 +200,74 @@ class ReturnEstimator:
         self._kind[place], self._turn[place] = kind, turn
         self._since[place], self._weight[place] = now, weight
         self._is_open[place] = True
-        if self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS:
-            self._refit(now)
-        if self._opened % DECAY_RUNS == 0:
-            self._returned *= 0.5
-            self._departed *= 0.5
+        self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
         return self._opened
 
     def worth(self, kind: int, seconds: float) -> float:
         """Expected returns per second of a slot whose run has not returned for that long."""
-        return self._worth[kind][age_of(seconds)]
+        return self._fit.worth[kind][age_of(seconds)]
 
     def returns(self, kind: int) -> float:
         """The probability that a run of this kind returns at all."""
-        return float(self._p[kind])
+        return float(self._fit.p[kind])
 
     def _close(self, place: int, table: Array, now: float) -> None:
         self._is_open[place] = False
         age = age_of(now - self._since[place])
         table[self._kind[place], age] += self._weight[place]
 
-    def _refit(self, now: float) -> None:
+    def refit(self, now: float) -> None:
+        """Learn from what was seen since the last time. Cost: some milliseconds."""
+        self.learn(self.seen(now).fit())
+
+    def seen(self, now: float) -> Seen:
+        """What fit() learns from; it may be called beside further events."""
+        self.is_due = False
         live = np.flatnonzero(self._is_open)
         ages = np.searchsorted(EDGES_S, now - self._since[live], side="right") - 1
         cells = self._kind[live] * NUM_AGES + np.clip(ages, 0, NUM_AGES - 1)
         counts = np.bincount(cells, self._weight[live], NUM_KINDS * NUM_AGES)
         waiting = self._departed + counts.reshape(NUM_KINDS, NUM_AGES)
-        run = self._weight_sum / self._opened
-        self._p, self._q, self._coefficients = _fit(
-            self._returned / run, waiting / run, self._p, self._q, self._coefficients
-        )
-        self._worth = _gittins(self._p, self._q).tolist()
+        if self._opened >= self._decay_at:
+            self._decay_at += DECAY_RUNS
+            self._returned *= 0.5
+            self._departed *= 0.5
+        run = self._weight_sum / max(1, self._opened)
+        return Seen(self._returned / run, waiting / run, self._fit)
+
+    def learn(self, fit: Fit) -> None:
+        self._fit = fit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """What was learned."""
+
+    p: Array
+    """[kind] the probability to return at all."""
+    q: Array
+    """[class, age] of those that do, to return at this age, if not before."""
+    coefficients: Array
+    """Of the regression."""
+    worth: list[list[float]]
+    """[kind][age] returns a second."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """Runs by kind and age, in units of a run of mean weight, and what was learned before."""
+
+    returned: Array
+    """[kind, age] that returned at that age."""
+    waiting: Array
+    """[kind, age] that have not up to it."""
+    before: Fit
+
+    def fit(self) -> Fit:
+        """Pure. Cost: some milliseconds."""
+        b = self.before
+        p, q, coefficients = _fit(self.returned, self.waiting, b.p, b.q, b.coefficients)
+        return Fit(p, q, coefficients, _gittins(p, q).tolist())
 
 
 def _fit(
@@ -228,8 +278,6 @@ def _fit(
     Args:
         returned, waiting: [kind, age] runs that returned at that age; that have not up to it.
     """
-    ages = np.flatnonzero(returned.sum(axis=0))
-    tail = ages[-1] + 2 if len(ages) else 1
     for _ in range(ROUNDS):
         after = np.cumprod(1 - q, axis=1)
         before = np.concatenate([np.ones((_NUM_CLASSES, 1)), after[:, :-1]], axis=1)
@@ -246,18 +294,18 @@ def _fit(
         returned_in_all, waiting_in_all = by_class.sum(axis=1)
         pooled = _hazard(returned_in_all, waiting_in_all, PRIOR_HAZARD, PRIOR_RUNS)
         q = np.clip(_hazard(by_class[0], by_class[1], pooled, CLASS_RUNS), 1e-6, 0.999)
-        q[:, tail:] = 0.999
     return p, q, coefficients
 
 
 def _regress(positive: Array, total: Array, coefficients: Array) -> Array:
-    """Two steps of Newton's method towards the ridge estimate."""
+    """Two steps of Newton's method towards the ridge estimate; the next rounds do the rest."""
     ridge = RIDGE * np.eye(len(coefficients))
     for _ in range(2):
         mean = _logistic(_DESIGN @ coefficients)
         slope = _DESIGN.T @ (positive - total * mean) - RIDGE * coefficients
         curvature = (_DESIGN * (total * mean * (1 - mean))[:, None]).T @ _DESIGN + ridge
-        coefficients = coefficients + np.linalg.solve(curvature, slope)
+        step = np.linalg.solve(curvature, slope)
+        coefficients = coefficients + np.clip(step, -STEP_MAX, STEP_MAX)
     return coefficients
 
 
@@ -282,4 +330,4 @@ def _gittins(p: Array, q: Array) -> Array:
     for age in range(NUM_AGES):
         returns = alive[:, age, None] - alive[:, age + 1 :]
         best[:, age] = (returns / (seconds[:, age + 1 :] - seconds[:, age, None])).max(axis=1)
-    return best + BACKGROUND / EDGES_S[1:]
+    return best

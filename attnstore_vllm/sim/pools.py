@@ -11,9 +11,9 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from attnstore_vllm.policy.by_return import ByReturn, runs_of_request
+from attnstore_vllm.policy.by_return import ByReturn, visit_of
 from attnstore_vllm.policy.eviction import Fifo, Lru
-from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.returns import ReturnEstimator, unknown_run
 from attnstore_vllm.sim.trace import Request, Trace
 
 
@@ -35,14 +35,10 @@ def _always(_: object) -> bool:
     return True
 
 
-def _never(_: object) -> bool:
-    return False
-
-
 class InOrder:
     """lru and fifo. Of one request the last chunk is the one that goes first."""
 
-    def __init__(self, num_slots: int, policy: Lru | Fifo) -> None:
+    def __init__(self, num_slots: int, policy: Lru) -> None:
         self._num_slots = num_slots
         self._policy = policy
 
@@ -50,13 +46,16 @@ class InOrder:
         return chunk in self._policy
 
     def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        policy, run = self._policy, unknown_run(request.arrival_s)
         for chunk in reversed(chunks):
-            if chunk in self._policy:
-                self._policy.use(chunk)
+            if chunk in policy:
+                policy.use([chunk], run)
                 continue
-            if len(self._policy) >= self._num_slots:
-                self._policy.remove(self._policy.victim(_always, _never))
-            self._policy.add(chunk)
+            if len(policy) >= self._num_slots:
+                victim = policy.victim(request.arrival_s, _always)
+                assert victim is not None
+                policy.remove(victim)
+            policy.add(chunk, run)
 
 
 class ByReturnPool:
@@ -66,7 +65,7 @@ class ByReturnPool:
         self._num_slots = num_slots
         self._chunk_tokens = trace.chunk_tokens
         self._estimator = ReturnEstimator()
-        self._order = ByReturn(self._estimator)
+        self._order = ByReturn(trace.num_chunks, self._estimator)
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._order
@@ -75,15 +74,20 @@ class ByReturnPool:
         order, now = self._order, request.arrival_s
         last_runs = [order.run_of(chunk) for chunk in chunks[:num_found]]
         whole = chunks[: request.num_tokens // self._chunk_tokens]
-        start = 0
-        for count, run in runs_of_request(
-            self._estimator, last_runs, whole, request.num_tokens, len(chunks), now
-        ):
-            for chunk in chunks[start : start + count]:
-                order.use(chunk, run)
-            start += count
+        visit = visit_of(self._estimator, last_runs, whole, request.num_tokens, now)
+        if self._estimator.is_due:
+            self._estimator.refit(now)
+        for part, run in (
+            (chunks[: visit.num_shared], visit.shared), (chunks[visit.num_shared :], visit.own)
+        ):  # fmt: skip
+            order.use([chunk for chunk in part if chunk in order], run)
+            for chunk in part:
+                if chunk not in order:
+                    order.add(chunk, run)
         while len(order) > self._num_slots:
-            order.remove(order.victim(now, _always))
+            victim = order.victim(now, _always)
+            assert victim is not None
+            order.remove(victim)
 
 
 class Belady:
@@ -128,8 +132,8 @@ class Infinite:
 
 POLICIES: dict[str, Callable[[int, Trace], Pool]] = {
     "attnstore": ByReturnPool,
-    "lru": lambda num_slots, _: InOrder(num_slots, Lru()),
-    "fifo": lambda num_slots, _: InOrder(num_slots, Fifo()),
+    "lru": lambda num_slots, trace: InOrder(num_slots, Lru(trace.num_chunks)),
+    "fifo": lambda num_slots, trace: InOrder(num_slots, Fifo(trace.num_chunks)),
     "belady": Belady,
     "infinite": lambda _, __: Infinite(),
 }

@@ -74,9 +74,7 @@ def make_trace(name: str, chunk_tokens: int, requests: Sequence[Request]) -> Tra
     unique, first, inverse = np.unique(everything, return_index=True, return_inverse=True)
     rank = np.empty(len(unique), np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(len(unique))
-    numbered = np.split(
-        rank[inverse], np.cumsum([len(r.chunks) for r in ordered])[:-1]
-    )
+    numbered = np.split(rank[inverse], np.cumsum([len(r.chunks) for r in ordered])[:-1])
     renumbered = [
         replace(request, chunks=chunks) for request, chunks in zip(ordered, numbered, strict=True)
     ]

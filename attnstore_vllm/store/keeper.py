@@ -12,6 +12,7 @@ import logging
 import mmap
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 from attnstore_vllm.errors import CorruptRecordError, DeviceError
@@ -41,6 +42,7 @@ class Keeper:
         depth: requests in flight; at most half of it are writes.
         daily_writes: bytes that may be written a day, or None.
         scrub_rate: bytes a second that the scrubber may read, or None: no scrubbing.
+        learn: called in every turn: what is slow and not urgent.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Keeper:
         *,
         daily_writes: int | None = None,
         scrub_rate: int | None = None,
+        learn: Callable[[], None] | None = None,
     ) -> None:
+        self._learn = learn
         self.reader = Reader(context, depth)
         rate = daily_writes / 86_400 if daily_writes is not None else None
         self._writer = Writer(context, max(1, depth // 2), Budget(rate, WRITE_BURST_S))
@@ -129,10 +133,12 @@ class Keeper:
     def turn(self, poll_s: float) -> None:
         """Start what can be started, wait `poll_s` at most for what ends, and note it."""
         self._probe()
+        if self._learn is not None:
+            self._learn()
         self.recovery.start()
         self.reader.start()
         with self._context.progress:
-            reading = self.reader.is_busy
+            reading = self.reader.num_reading > 0
         self._writer.start(reading)
         if self._scrubber is not None and not reading and self.recovery.is_over:
             self._scrubber.start()

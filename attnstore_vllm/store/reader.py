@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVMe -> DRAM: what requests want is read, nearest first, and verified.
+"""NVMe -> DRAM: what waiting requests want is read, nearest first, and verified.
 
-    want -> begin_prefetch -> device -> header and payload verified -> READY, waiters are told
+    look-ahead -> begin_prefetch -> device -> header and payload verified -> READY, waiters are told
 
 A record is read whole. Its bytes are used if its header is that of this record, names this
 chunk and states the tokens that its key was made from, and if its payload has the checksum
@@ -18,13 +18,14 @@ from functools import partial
 from attnstore_vllm.errors import CorruptRecordError, DeviceError
 from attnstore_vllm.index.chunk import Chunk, Dram, Nvme
 from attnstore_vllm.io.device import Completion, Op
+from attnstore_vllm.policy.lookahead import LAST, Order
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.flights import Transfer
 from attnstore_vllm.store.format import Header, SegmentHeader
 from attnstore_vllm.types import Flow
 
 WANTED_MAX = 65536
-"""Chunks that may wait for being read; further ones are asked for again by their requests."""
+"""Chunks that may be queued for nobody in particular."""
 
 
 def check_record(
@@ -61,7 +62,7 @@ class Reader:
     @property
     def is_busy(self) -> bool:
         """Locked."""
-        return bool(self._wanted) or self.num_reading > 0
+        return self.num_reading > 0 or self._next() is not None
 
     @property
     def num_reading(self) -> int:
@@ -69,9 +70,7 @@ class Reader:
         return self._depth - len(self._pages)
 
     def want(self, chunks: Iterable[Chunk]) -> None:
-        """Locked. Queue chunks that are on NVMe only for being read, in this order."""
-        if not self._context.reads.in_use:
-            return
+        """Locked. Queue chunks that no waiting request wants, after all that one does."""
         for chunk in chunks:
             if len(self._wanted) < WANTED_MAX:
                 self._wanted.setdefault(chunk)
@@ -79,20 +78,37 @@ class Reader:
     def forget_wanted(self) -> None:
         """Locked."""
         self._wanted.clear()
+        self._context.residency.look_ahead.stop_fetching()
+
+    def _next(self) -> tuple[Chunk, Order] | None:
+        """Locked. What is to be read next, and for whom."""
+        context = self._context
+        look_ahead = context.residency.look_ahead
+        while context.reads.in_use:
+            found = look_ahead.next_to_fetch()
+            if found is None and self._wanted:
+                found = next(iter(self._wanted)), LAST
+            if found is None:
+                break
+            chunk, whose = found
+            assert isinstance(chunk, Chunk)
+            if not chunk.dropped and chunk.dram is Dram.ABSENT and chunk.nvme is Nvme.READY:
+                return chunk, whose
+            self._wanted.pop(chunk, None)
+            look_ahead.has_come(chunk)
+        return None
 
     def start(self) -> None:
         """Submit reads up to the depth. From any thread; waits for nothing."""
         transfers: list[Transfer] = []
         context = self._context
         with context.progress:
-            while self._wanted and self._pages and context.reads.in_use:
-                chunk = next(iter(self._wanted))
-                if chunk.dropped or chunk.dram is not Dram.ABSENT or chunk.nvme is not Nvme.READY:
-                    del self._wanted[chunk]
-                    continue
-                if not context.residency.begin_prefetch(chunk):
-                    break  # no room now: whoever wants it asks again, until its deadline
-                del self._wanted[chunk]
+            context.residency.now = context.clock()
+            while self._pages and (found := self._next()) is not None:
+                chunk, whose = found
+                if not context.residency.begin_prefetch(chunk, whose):
+                    break  # no room now: tried again when something has ended
+                self._wanted.pop(chunk, None)
                 page = self._pages.popleft()
                 segment = context.slab.segment(chunk.nvme_slot)
                 transfers.append(

@@ -16,7 +16,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
@@ -24,7 +25,9 @@ from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Device
-from attnstore_vllm.policy.eviction import Lru, SlotLru
+from attnstore_vllm.policy.by_return import ByReturn, Visit, visit_of
+from attnstore_vllm.policy.lookahead import LookAhead
+from attnstore_vllm.policy.returns import ReturnEstimator, Run
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.flights import Flights
 from attnstore_vllm.store.keeper import Keeper
@@ -61,10 +64,13 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
+        self._estimator = ReturnEstimator()
         self.residency = Residency(
-            pool.num_slots, slab.records_max, Lru(), SlotLru(slab.records_max),
+            pool.num_slots, slab.records_max, ByReturn(pool.num_slots, self._estimator),
+            ByReturn(slab.records_max, self._estimator),
             chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64),
         )  # fmt: skip
+        self._clock = clock
         for segment in slab.fresh:
             records = slab.records_of(segment)
             self.residency.open_nvme_slots(records.start, len(records))
@@ -75,8 +81,9 @@ class Store:
         flights = Flights(device, io_deadline_s, clock)
         self._context = Context(self.residency, self._progress, pool, slab, flights, clock)
         self._keeper = Keeper(
-            self._context, device, io_depth, daily_writes=daily_writes, scrub_rate=scrub_rate
-        )
+            self._context, device, io_depth, daily_writes=daily_writes, scrub_rate=scrub_rate,
+            learn=self._learn,
+        )  # fmt: skip
         if threaded:
             self._keeper.start()
 
@@ -84,30 +91,104 @@ class Store:
         """One round of what our thread does. For simulations, without the thread."""
         self._keeper.turn(0.0)
 
+    def _learn(self) -> None:
+        """On our thread. The table is fitted beside the scheduler, and put in place at once."""
+        if not self._estimator.is_due:
+            return
+        with self._lock:
+            seen = self._estimator.seen(self._clock())
+        fit = seen.fit()
+        with self._lock:
+            self._estimator.learn(fit)
+
     # ---- looking up --------------------------------------------------------------------
 
+    def arrive(
+        self, request_id: str, sequence: SequenceKeys, num_tokens: int, min_tokens: int = 1
+    ) -> tuple[list[Piece], Visit]:
+        """A request has come, and waits in the queue (see queue()). Looks up all of its prompt.
+
+        Returns: what find() does, and the visit that its chunks are used and saved under.
+        """
+        stop = num_tokens - 1
+        sequence.hash_up_to(stop)  # the costly part, before the lock
+        whole = stop // sequence.chunk_tokens
+        marks = [int.from_bytes(key[:8], "big") for key in sequence.keys(0, whole)]
+        with self._lock:
+            now = self.residency.now = self._clock()
+            pieces = self._match(sequence, 0, stop, min_tokens)
+            last_runs = [self.residency.run_of(piece.chunk) for piece in pieces]
+            visit = visit_of(self._estimator, last_runs, marks, num_tokens, now)
+            self._want(request_id, pieces, visit, sequence.chunk_tokens)
+        self._keeper.reader.start()
+        if self._estimator.is_due:
+            self._keeper.wake()
+        return pieces, visit
+
     def find(
-        self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int = 1
+        self,
+        sequence: SequenceKeys,
+        start: int,
+        stop: int,
+        min_tokens: int = 1,
+        *,
+        request_id: str | None = None,
+        visit: Visit | None = None,
     ) -> list[Piece]:
         """The longest run of stored KV for tokens [start, stop), and bring it up to DRAM.
 
-        What lies on NVMe is queued for reading, nearest first; nothing is waited for. A run
-        shorter than `min_tokens` is none: every chat shares its template's first tokens with
-        every other, and that must neither read a chunk nor keep it.
+        What lies on NVMe is queued for reading, before what farther requests want; nothing is
+        waited for here. A run shorter than `min_tokens` is none: every chat shares its template's
+        first tokens with every other, and that must neither read a chunk nor keep it.
+
+        Args:
+            request_id: of the waiting request that asks; None: what it finds is read after all
+                that is waited for.
         """
-        sequence.hash_up_to(stop)  # the costly part, before the lock
+        sequence.hash_up_to(stop)
         with self._lock:
-            pieces = self.residency.index.match(sequence, start, stop)
-            if pieces and pieces[-1].stop - start < min_tokens:
-                pieces = []
-            if not self._context.reads.in_use:
-                pieces = list(takewhile(lambda p: p.chunk.dram is Dram.READY, pieces))
-            # The last first, so that of one sequence its end is the least recently used part.
-            for piece in reversed(pieces):
-                self.residency.use(piece.chunk)
-            self._keeper.reader.want(p.chunk for p in pieces if p.chunk.dram is Dram.ABSENT)
+            self.residency.now = self._clock()
+            pieces = self._match(sequence, start, stop, min_tokens)
+            self._want(request_id, pieces, visit, sequence.chunk_tokens)
         self._keeper.reader.start()
         return pieces
+
+    def _match(self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int) -> list[Piece]:
+        """Locked."""
+        pieces = self.residency.index.match(sequence, start, stop)
+        if pieces and pieces[-1].stop - start < min_tokens:
+            return []
+        if not self._context.reads.in_use:
+            return list(takewhile(lambda p: p.chunk.dram is Dram.READY, pieces))
+        return pieces
+
+    def _want(
+        self,
+        request_id: str | None,
+        pieces: Sequence[Piece],
+        visit: Visit | None,
+        chunk_tokens: int,
+    ) -> None:
+        """Locked."""
+        residency, look_ahead = self.residency, self.residency.look_ahead
+        if visit is None:
+            residency.use([piece.chunk for piece in pieces])
+        else:
+            border = visit.num_shared * chunk_tokens
+            residency.use([p.chunk for p in pieces if p.start < border], visit.shared)
+            residency.use([p.chunk for p in pieces if p.start >= border], visit.own)
+        chunks = [piece.chunk for piece in pieces]
+        missing = [chunk for chunk in chunks if chunk.dram is Dram.ABSENT]
+        if request_id is not None and request_id in look_ahead:
+            look_ahead.want(request_id, chunks, missing)
+        else:
+            self._keeper.reader.want(missing)
+
+    @contextmanager
+    def queue(self) -> Iterator[LookAhead]:
+        """The waiting queue, for changes. What a request wants, find() says."""
+        with self._lock:
+            yield self.residency.look_ahead
 
     def hold_ready(self, pieces: Sequence[Piece], sequence: SequenceKeys, stop: int) -> list[Piece]:
         """Hold the leading pieces that are READY in DRAM, and return them.
@@ -149,10 +230,11 @@ class Store:
 
     # ---- saving ------------------------------------------------------------------------
 
-    def begin_save(self, name: ChunkName) -> Chunk | None:
+    def begin_save(self, name: ChunkName, run: Run | None = None) -> Chunk | None:
         """See Residency.begin_save."""
         with self._lock:
-            return self.residency.begin_save(name)
+            self.residency.now = self._clock()
+            return self.residency.begin_save(name, run)
 
     def finish_saves(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:

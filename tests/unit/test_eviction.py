@@ -3,90 +3,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.policy.eviction import LOOK_MAX, EvictionPolicy, Lru
+from attnstore_vllm.policy.eviction import LOOK_MAX, EvictionPolicy, Fifo, Lru
+from attnstore_vllm.policy.returns import unknown_run
+
+RUN = unknown_run(0.0)
 
 
-def everything(chunk: Hashable) -> bool:
+def everything(slot: int) -> bool:
     return True
 
 
-def nothing(chunk: Hashable) -> bool:
+def nothing(slot: int) -> bool:
     return False
 
 
 def filled(count: int) -> Lru:
-    policy = Lru()
-    for chunk in range(count):
-        policy.add(chunk)
+    policy = Lru(count)
+    for slot in range(count):
+        policy.add(slot, RUN)
     return policy
 
 
 def test_it_is_an_eviction_policy() -> None:
-    policy: EvictionPolicy = Lru()
-    assert policy.victim(everything, everything) is None
+    policy: EvictionPolicy = Lru(3)
+    assert policy.victim(0.0, everything, everything) is None
 
 
 def test_the_least_recently_used_goes_first() -> None:
     policy = filled(3)
-    policy.use(0)
-    assert policy.victim(everything, everything) == 1
+    policy.use([0], RUN)
+    assert policy.victim(0.0, everything, everything) == 1
     policy.remove(1)
-    assert policy.victim(everything, everything) == 2
+    assert policy.victim(0.0, everything, everything) == 2
 
 
 def test_choosing_changes_nothing() -> None:
     policy = filled(3)
-    assert policy.victim(everything, nothing) == policy.victim(everything, nothing) == 0
+    assert policy.victim(0.0, everything, nothing) == policy.victim(0.0, everything, nothing) == 0
     assert len(policy) == 3
 
 
 def test_one_that_another_tier_has_goes_before_older_ones() -> None:
-    assert filled(5).victim(everything, lambda chunk: chunk == 3) == 3
+    assert filled(5).victim(0.0, everything, lambda chunk: chunk == 3) == 3
 
 
 def test_one_that_costs_nothing_is_looked_for_among_the_oldest_only() -> None:
     policy = filled(LOOK_MAX + 1)
-    assert policy.victim(everything, lambda chunk: chunk == LOOK_MAX - 1) == LOOK_MAX - 1
-    assert policy.victim(everything, lambda chunk: chunk == LOOK_MAX) == 0
+    assert policy.victim(0.0, everything, lambda chunk: chunk == LOOK_MAX - 1) == LOOK_MAX - 1
+    assert policy.victim(0.0, everything, lambda chunk: chunk == LOOK_MAX) == 0
 
 
 def test_held_chunks_never_go() -> None:
     policy = filled(4)
-    assert policy.victim(lambda chunk: chunk == 2, nothing) == 2
-    assert policy.victim(lambda chunk: chunk == 2, lambda chunk: chunk == 0) == 2
-    assert policy.victim(nothing, everything) is None
+    assert policy.victim(0.0, lambda chunk: chunk == 2, nothing) == 2
+    assert policy.victim(0.0, lambda chunk: chunk == 2, lambda chunk: chunk == 0) == 2
+    assert policy.victim(0.0, nothing, everything) is None
 
 
 def test_the_cost_of_a_decision_is_bounded() -> None:
-    asked: list[Hashable] = []
-    filled(10_000).victim(everything, lambda chunk: asked.append(chunk) or False)  # type: ignore[func-returns-value]
+    asked: list[int] = []
+    filled(10_000).victim(0.0, everything, lambda slot: asked.append(slot) or False)  # type: ignore[func-returns-value]
     assert len(asked) == LOOK_MAX
 
 
 def test_an_id_is_added_once() -> None:
     policy = filled(1)
     with pytest.raises(AssertionError):
-        policy.add(0)
+        policy.add(0, RUN)
 
 
 @given(st.lists(st.tuples(st.sampled_from("aur"), st.integers(0, 5))))
 def test_order_against_a_list(steps: list[tuple[str, int]]) -> None:
-    policy, oldest_first = Lru(), list[int]()
+    policy, oldest_first = Lru(6), list[int]()
     for action, chunk in steps:
         if action == "a" and chunk not in oldest_first:
-            policy.add(chunk)
+            policy.add(chunk, RUN)
             oldest_first.append(chunk)
         elif action == "u" and chunk in oldest_first:
-            policy.use(chunk)
+            policy.use([chunk], RUN)
             oldest_first.remove(chunk)
             oldest_first.append(chunk)
         elif action == "r" and chunk in oldest_first:
             policy.remove(chunk)
             oldest_first.remove(chunk)
-        assert policy.victim(everything, nothing) == (oldest_first[0] if oldest_first else None)
+        assert policy.victim(0.0, everything, nothing) == (
+            oldest_first[0] if oldest_first else None
+        )
+
+
+def test_fifo_forgets_use() -> None:
+    policy = Fifo(3)
+    for slot in range(3):
+        policy.add(slot, RUN)
+    policy.use([0], RUN)
+    assert policy.victim(0.0, everything) == 0
+
+
+def test_of_one_run_the_deepest_goes_first() -> None:
+    policy = filled(4)
+    policy.use([0, 2, 1], RUN)
+    gone = []
+    while len(policy):
+        gone.append(policy.victim(0.0, everything))
+        policy.remove(gone[-1] if gone[-1] is not None else -1)
+    assert gone == [3, 1, 2, 0]

@@ -16,7 +16,7 @@ from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Device, Op
-from attnstore_vllm.policy.eviction import Lru, SlotLru
+from attnstore_vllm.policy.eviction import Lru
 from attnstore_vllm.store import recovery
 from attnstore_vllm.store.format import Header
 from attnstore_vllm.store.slab import Slab
@@ -223,7 +223,7 @@ def test_a_reset_while_the_scan_goes_on_finds_nothing_more(
 
 
 def residency(nvme_slots: int = 3) -> Residency:
-    tiers = Residency(2, nvme_slots, Lru(), SlotLru(nvme_slots), chunk_tokens=CHUNK_TOKENS)
+    tiers = Residency(2, nvme_slots, Lru(2), Lru(nvme_slots), chunk_tokens=CHUNK_TOKENS)
     tiers.open_nvme_slots(0, nvme_slots)
     return tiers
 

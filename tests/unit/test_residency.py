@@ -9,7 +9,7 @@ import pytest
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.policy.eviction import Lru, SlotLru
+from attnstore_vllm.policy.eviction import Lru
 from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
@@ -42,7 +42,7 @@ class Checked(Residency):
 
 def checked(dram_slots: int, nvme_slots: int) -> Checked:
     residency = Checked(
-        dram_slots, nvme_slots, Lru(), SlotLru(nvme_slots), chunk_tokens=CHUNK_TOKENS
+        dram_slots, nvme_slots, Lru(dram_slots), Lru(nvme_slots), chunk_tokens=CHUNK_TOKENS
     )
     residency.open_nvme_slots(0, nvme_slots)
     return residency
@@ -85,7 +85,7 @@ def test_what_is_stored_is_not_saved_again(tiers: Checked) -> None:
     chunk = tiers.save(name(1))
     assert tiers.begin_save(name(1)) is None
     tiers.save(name(2))
-    tiers.use(chunk)  # as begin_save of a known chunk does
+    tiers.use([chunk])  # as begin_save of a known chunk does
     assert tiers.begin_save(name(1)) is None
     assert tiers.dram_used == 2
 
@@ -188,7 +188,7 @@ def test_a_held_chunk_is_never_evicted(tiers: Checked) -> None:
         tiers.save(name(number))
         assert held.dram is Dram.READY
     tiers.release(held)
-    tiers.use(tiers.save(name(7)))
+    tiers.use([tiers.save(name(7))])
     tiers.save(name(8))
     assert held.dram is Dram.ABSENT
 
@@ -197,12 +197,12 @@ def test_a_full_nvme_gives_up_its_oldest_whether_or_not_dram_has_it(tiers: Check
     chunks = [tiers.save_to_nvme(name(number)) for number in range(3)]
     # 0 was pushed out of DRAM and is on NVMe only; 1 and 2 are in both.
     assert [chunk.dram for chunk in chunks] == [Dram.ABSENT, Dram.READY, Dram.READY]
-    tiers.use(chunks[0])
-    tiers.use(chunks[2])
+    tiers.use([chunks[0]])
+    tiers.use([chunks[2]])
     tiers.save_to_nvme(name(4))  # evicts 1 from DRAM, then from NVMe
     assert [chunk.usable for chunk in chunks] == [True, False, True]
     assert tiers.counts["evicted_nvme"] == tiers.counts["lost"] == 1
-    tiers.use(chunks[0])
+    tiers.use([chunks[0]])
     tiers.save_to_nvme(name(5))  # evicts 4 or 2 from DRAM, and 2 from NVMe
     assert chunks[2].nvme is Nvme.ABSENT
     assert tiers.counts["evicted_nvme"] == 2

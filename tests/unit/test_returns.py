@@ -16,6 +16,12 @@ FIRST = kind_of(1, None, 1000, is_fresh=True, is_shared=False)
 SECOND = kind_of(2, 30.0, 1000, is_fresh=False, is_shared=False)
 
 
+def learn(estimator: ReturnEstimator, now: float) -> None:
+    """What the store's thread does."""
+    if estimator.is_due:
+        estimator.refit(now)
+
+
 def drive(
     kinds: dict[int, tuple[float, Callable[[Random], float]]], seconds: float, rate: float = 1.0
 ) -> ReturnEstimator:
@@ -38,6 +44,7 @@ def drive(
             estimator.arrive([end], now)
         else:
             estimator.open(end, kind, 1, 4.0, now)
+        learn(estimator, now)
     return estimator
 
 
@@ -124,6 +131,7 @@ def test_an_end_that_is_opened_again_has_returned() -> None:
     estimator = ReturnEstimator()
     for second in range(3 * returns.REFIT_RUNS):
         estimator.open(1, FIRST, 1, 1.0, float(second))
+        learn(estimator, float(second))
     assert len(estimator) == 1
     assert estimator.returns(FIRST) > 0.9
 
@@ -133,6 +141,7 @@ def test_its_state_is_bounded_and_what_it_gives_up_counts_as_not_returned() -> N
     before = estimator.worth(FIRST, 10.0)
     for number in range(returns.RUNS_MAX + 5000):
         estimator.open(number, FIRST, 1, 1.0, number / 100)
+        learn(estimator, number / 100)
     assert len(estimator) == returns.RUNS_MAX
     assert estimator.arrive([0], 1e4) is None
     assert estimator.arrive([5000], 1e4) is not None

@@ -133,6 +133,8 @@ class Engine:
     def step(self) -> list[str]:
         """One step of vLLM. Returns the requests that have said something."""
         outputs: list[Any] = self.llm.llm_engine.step()
+        if self.spec.store is not None:
+            self._check_queue()
         for output in outputs:
             # Each of n answers comes in outputs of its own.
             parts = self._heard.setdefault(output.request_id, {})
@@ -140,6 +142,11 @@ class Engine:
             if output.finished:
                 self.done.add(output.request_id)
         return [output.request_id for output in outputs]
+
+    def _check_queue(self) -> None:
+        """Our view of the waiting queue is vLLM's own."""
+        ours = list(self.store.residency.look_ahead)
+        assert ours == [request.request_id for request in self.scheduler.waiting]
 
     def answers(self, number: str) -> list[Answer]:
         """What a request has answered so far: n answers, or those that have begun."""

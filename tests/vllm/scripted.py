@@ -244,9 +244,15 @@ class ScriptedEngine:
     def step(self) -> None:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
+            self.check_queue()
             self._in_flight.append((output, self.worker.execute(output)))
         if len(self._in_flight) >= self._depth or not self.scheduler.has_requests():
             self._finish_oldest()
+
+    def check_queue(self) -> None:
+        """Our view of the waiting queue is vLLM's own."""
+        ours = list(self.ours.store.residency.look_ahead)
+        assert ours == [request.request_id for request in self.scheduler.waiting]
 
     def drain(self, steps_max: int = 5000) -> None:
         for _ in range(steps_max):

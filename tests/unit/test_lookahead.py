@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue in its order, what is fetched next, and what is given up for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from attnstore_vllm.policy.lookahead import LAST, SHARED_MIN, LookAhead
+
+
+def anything(_: object) -> bool:
+    return True
+
+
+def queue_of(wants: dict[str, str]) -> LookAhead:
+    """Requests by name, each wanting chunks named by letters; all of them are missing."""
+    queue = LookAhead()
+    for name, chunks in wants.items():
+        queue.append(name)
+        queue.want(name, chunks, chunks)
+    return queue
+
+
+def fetch_all(queue: LookAhead) -> str:
+    fetched = ""
+    while (found := queue.next_to_fetch()) is not None:
+        fetched += str(found[0])
+        queue.has_come(found[0])
+    return fetched
+
+
+def test_first_come_first_served_and_the_preempted_before_them() -> None:
+    queue = queue_of({"1": "", "2": "", "3": ""})
+    queue.remove("2")
+    queue.prepend(["7", "8"])
+    queue.prepend(["6"])
+    queue.append("4")
+    assert list(queue) == ["6", "7", "8", "1", "3", "4"]
+    assert len(queue) == 6
+    assert "7" in queue
+    assert "2" not in queue
+    queue.remove("2")  # it does not wait any more
+
+
+def test_priorities_come_before_arrival() -> None:
+    queue = LookAhead()
+    for name, priority, arrival in (("a", 1, 5.0), ("b", 0, 9.0), ("c", 1, 4.0), ("d", 1, 4.0)):
+        queue.insert(name, priority, arrival)
+    assert list(queue) == ["b", "c", "d", "a"]
+
+
+def test_a_request_waits_once() -> None:
+    queue = queue_of({"1": ""})
+    with pytest.raises(AssertionError):
+        queue.append("1")
+
+
+def test_the_nearest_request_is_fetched_first_in_the_order_of_its_prompt() -> None:
+    queue = queue_of({"1": "", "2": "abc", "3": "xay"})
+    queue.prepend(["0"])
+    queue.want("0", "pbq", "pq")
+    assert fetch_all(queue) == "pqabcxy"
+
+
+def test_what_comes_for_one_has_come_for_all() -> None:
+    queue = queue_of({"1": "ab", "2": "ac"})
+    assert queue.next_to_fetch() is not None
+    queue.remove("1")
+    assert fetch_all(queue) == "ac"
+    assert queue.next_to_fetch() is None
+
+
+def test_what_has_gone_is_fetched_again() -> None:
+    queue = queue_of({"1": "ab", "2": "cd"})
+    fetch_all(queue)
+    queue.has_gone("d")
+    queue.has_gone("a")
+    queue.has_gone("z")  # nobody waits for it
+    assert fetch_all(queue) == "ad"
+
+
+def test_a_new_want_replaces_the_old_one() -> None:
+    queue = queue_of({"1": "ab", "2": "bc"})
+    queue.want("1", "d", "d")
+    assert [queue.is_wanted(chunk) for chunk in "abcd"] == [False, True, True, True]
+    assert fetch_all(queue) == "dbc"
+    queue.remove("2")
+    assert [queue.is_wanted(chunk) for chunk in "abcd"] == [False, False, False, True]
+
+
+def test_the_farthest_gives_up_its_deepest_chunk() -> None:
+    queue = queue_of({"1": "ab", "2": "cd", "3": "aef"})
+    fetch_all(queue)
+    gone = []
+    while (chunk := queue.farthest(None, anything)) is not None:
+        gone.append(chunk)
+        queue.has_gone(chunk)
+    assert gone == ["f", "e", "d", "c", "b", "a"]  # a is the nearest's too
+
+
+def test_a_nearer_request_never_loses_what_it_wants_to_a_farther_one() -> None:
+    queue = queue_of({"1": "ab", "2": "cd", "3": "ae"})
+    fetch_all(queue)
+    queue.has_gone("d")
+    found = queue.next_to_fetch()
+    assert found is not None
+    chunk, whose = found
+    assert chunk == "d"
+    assert queue.farthest(whose, anything) == "e"
+    queue.has_gone("e")
+    assert queue.farthest(whose, anything) is None
+    assert queue.farthest(LAST, anything) is None
+    assert queue.farthest(None, lambda chunk: chunk == "b") == "b"
+
+
+def test_what_many_want_is_not_given_up() -> None:
+    queue = queue_of({str(n): "a" for n in range(SHARED_MIN)})
+    fetch_all(queue)
+    assert queue.farthest(None, anything) is None
+    queue.remove("0")
+    assert queue.farthest(None, anything) == "a"  # for a save even what the nearest wants
+    queue.prepend(["first"])
+    queue.want("first", "ab", "b")
+    found = queue.next_to_fetch()
+    assert found is not None
+    assert queue.farthest(found[1], anything) is None
+
+
+def test_fetching_can_be_stopped() -> None:
+    queue = queue_of({"1": "ab", "2": "c"})
+    queue.stop_fetching()
+    assert queue.next_to_fetch() is None
+    queue.want("2", "d", "d")
+    assert fetch_all(queue) == "d"
+
+
+@dataclass
+class _Request:
+    wants: list[int] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
+
+
+class Queue(RuleBasedStateMachine):
+    """Held against a list of requests, each with a list of chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = LookAhead()
+        self.order: list[str] = []
+        self.requests: dict[str, _Request] = {}
+        self.number = 0
+
+    @rule(front=st.booleans())
+    def come(self, front: bool) -> None:
+        self.number += 1
+        name = str(self.number)
+        if front:
+            self.queue.prepend([name])
+            self.order.insert(0, name)
+        else:
+            self.queue.append(name)
+            self.order.append(name)
+        self.requests[name] = _Request()
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.order))
+        self.queue.remove(name)
+        self.order.remove(name)
+        del self.requests[name]
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data(), chunks=st.lists(st.integers(0, 9), unique=True, max_size=5))
+    def want(self, data: st.DataObject, chunks: list[int]) -> None:
+        name = data.draw(st.sampled_from(self.order))
+        missing = {chunk for chunk in chunks if chunk % 2 or data.draw(st.booleans())}
+        self.queue.want(name, chunks, missing)
+        self.requests[name] = _Request(chunks, missing)
+
+    @rule(chunk=st.integers(0, 9), gone=st.booleans())
+    def move(self, chunk: int, gone: bool) -> None:
+        (self.queue.has_gone if gone else self.queue.has_come)(chunk)
+        for request in self.requests.values():
+            if chunk in request.wants:
+                request.missing = request.missing | {chunk} if gone else request.missing - {chunk}
+
+    @invariant()
+    def agrees(self) -> None:
+        assert list(self.queue) == self.order
+        wanted = {chunk for request in self.requests.values() for chunk in request.wants}
+        assert {chunk for chunk in range(10) if self.queue.is_wanted(chunk)} == wanted
+        found = self.queue.next_to_fetch()
+        hungry = [name for name in self.order if self.requests[name].missing]
+        assert (found is None) == (not hungry)
+        if found is not None:
+            request = self.requests[hungry[0]]
+            first = next(chunk for chunk in request.wants if chunk in request.missing)
+            assert (found[0], found[1][2]) == (first, hungry[0])
+        given = self.queue.farthest(None, anything)
+        assert given == self._farthest()
+
+    def _farthest(self) -> int | None:
+        for place in range(len(self.order) - 1, -1, -1):
+            nearer = {c for name in self.order[:place] for c in self.requests[name].wants}
+            request = self.requests[self.order[place]]
+            for chunk in reversed(request.wants):
+                if chunk not in request.missing and chunk not in nearer:
+                    return chunk
+        return None
+
+
+TestQueue = Queue.TestCase
+TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
