@@ -77,6 +77,7 @@ def _off_or_size(key: str, value: object) -> int | None:
 
 
 IO_KINDS = ("auto", "uring", "aiofiles")
+EVICTIONS = ("attnstore", "lru", "fifo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,9 @@ class StoreConfig:
     """Tokens a chunk has; rounded up to whole blocks of vLLM."""
     load_deadline_ms: int = 1000
     """How long a request waits for its chunks to come up from NVMe before it computes them."""
+    eviction: Literal["attnstore", "lru", "fifo"] = "attnstore"
+    """Who leaves a full tier, of what nobody waits for: what is least likely to return soon; the
+    others are there to compare with."""
     io_depth: int = 8
     """Requests in flight on the device; half of them may be writes."""
     data_parallel_size: int = 1
@@ -169,8 +173,12 @@ class StoreConfig:
             )
             if key in given
         }
+        eviction = given.get("eviction", "attnstore")
+        if eviction not in EVICTIONS:
+            raise ConfigError(f"eviction is {eviction!r}; it must be one of {', '.join(EVICTIONS)}")
         dram = parse_size("dram", given["dram"])
-        return cls(dram_bytes=dram, nvme=NvmeConfig.parse(given["nvme"]), **optional)
+        nvme = NvmeConfig.parse(given["nvme"])
+        return cls(dram_bytes=dram, nvme=nvme, eviction=eviction, **optional)
 
     def share(self, dp_rank: int | None) -> StoreConfig:
         """The part of one data-parallel engine: `path/dp<rank>` and an equal share of both sizes.

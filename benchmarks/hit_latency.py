@@ -109,12 +109,14 @@ def ask_in_turn(
 
 def with_store(case: Case, model: Path, work: Path, rounds: int) -> dict[str, list[float]]:
     prompts = make_prompts(case)
-    # Room for two prompts and a half: the third of four pushes the first one out.
+    # Room for two prompts and a half: the third of four pushes the first one out (lru: what is
+    # most likely to return would stay).
     dram = int(2.5 * case.num_tokens * case.token_bytes) + (2 << 20)
     config = work / "attnstore.yaml"
     store = work / "store"
     config.write_text(
         f"dram: {dram}\nnvme: {{path: {store}, capacity: 2GiB}}\nload_deadline_ms: 10000\n"
+        "eviction: lru\n"
     )
     arguments = [*ARGUMENTS, "--kv-transfer-config", str(config)]
     with VllmServer(str(model), arguments, work / "store.log", environment=DEV) as server:

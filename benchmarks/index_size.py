@@ -92,7 +92,7 @@ def measure(num_chunks: int, num_tokens: int, rounds: int) -> dict[str, Any]:
     gc.collect()
     before = resident_bytes()
     slots = num_chunks + rounds * (num_tokens // CHUNK_TOKENS)
-    residency = Residency(16, slots, Lru(16), Lru(slots), chunk_tokens=CHUNK_TOKENS, seed=1)
+    residency = Residency(16, slots, Lru, chunk_tokens=CHUNK_TOKENS, seed=1)
     residency.open_nvme_slots(0, slots)
     fill(residency, num_chunks)
     gc.collect()

@@ -138,6 +138,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         io_deadline_s=config.nvme.io_deadline_ms / 1000,
         daily_writes=config.nvme.daily_writes_bytes,
         scrub_rate=config.nvme.scrub_bytes_per_s,
+        eviction=config.eviction,
     )
     return Scheduler(
         store, geometry, namespace, config.load_deadline_ms / 1000, lock,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attnstore_vllm.connector.requests import RequestState
+from attnstore_vllm.connector.requests import MIN_LOAD_TOKENS, RequestState
 from attnstore_vllm.store.store import Store
 
 if TYPE_CHECKING:
@@ -43,20 +43,18 @@ class QueueView:
             self._enter(back, preempted=True)
         new = [name for name in output.num_scheduled_tokens if name not in self._running]
         if new:
-            with self._store.queue() as queue:
-                for name in new:
-                    queue.remove(name)
-                    request = self._waiting.pop(name, None)
-                    if request is not None:
-                        self._running[name] = request
+            self._store.leave_queue(new)
+            for name in new:
+                request = self._waiting.pop(name, None)
+                if request is not None:
+                    self._running[name] = request
         for request in back:
             self._look_up(request, states)
 
     def on_finished(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is None:
             self._waiting.pop(request_id, None)
-            with self._store.queue() as queue:
-                queue.remove(request_id)
+            self._store.leave_queue([request_id])
 
     def _enter(self, requests: list[Request], *, preempted: bool) -> None:
         with self._store.queue() as queue:
@@ -73,6 +71,6 @@ class QueueView:
         state = states.get(request.request_id)
         if state is not None and not state.outdated and request.request_id in self._waiting:
             self._store.find(
-                state.sequence, 0, request.num_tokens - 1,
+                state.sequence, 0, request.num_tokens - 1, MIN_LOAD_TOKENS,
                 request_id=request.request_id, visit=state.visit,
             )  # fmt: skip

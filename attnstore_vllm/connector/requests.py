@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIN_LOAD_TOKENS = 16
+"""A shorter run of stored KV is not worth a load."""
 LORA_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 LORA_BYTES_MAX = 4 << 30
 

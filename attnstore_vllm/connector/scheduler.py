@@ -22,6 +22,7 @@ from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.queue_view import QueueView
 from attnstore_vllm.connector.requests import (
+    MIN_LOAD_TOKENS,
     LoraIdentities,
     RequestState,
     bypasses,
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 MIN_TAIL_TOKENS = 16
 """A shorter tail costs a slot and saves next to nothing."""
-MIN_LOAD_TOKENS = 16
 EMPTY_STEP_WAIT_S = 0.002
 """How long a step that computes nothing waits for a read to end: bounded, and short enough
 that a request that arrives meanwhile does not notice."""

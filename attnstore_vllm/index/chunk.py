@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from attnstore_vllm.policy.returns import NO_RUN, Run
 from attnstore_vllm.types import Key
 
 
@@ -76,6 +77,8 @@ class Chunk(_Referable):
     """Not found any more; its slots are freed when the last transfer lets go."""
     repeats: int = 0
     """Of its tokens, those that a tail which it supersedes had written to NVMe before."""
+    run: Run = NO_RUN
+    """That used it last. Of a chunk on NVMe only the tier's policy knows it."""
     entry: int = -1
     """Its place in the index, while it is in it."""
     from_nvme: bool = field(default=False)

@@ -12,7 +12,7 @@ No I/O, no clock, no thread: the caller holds the lock and moves the bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.dirty import DirtyQueue
 from attnstore_vllm.index.integrity import check_integrity
 from attnstore_vllm.index.prefix import PrefixIndex
+from attnstore_vllm.index.room import DramRoom, nvme_victim
 from attnstore_vllm.index.slots import ADOPTED, OWNED, DramSlots, NvmeSlots
-from attnstore_vllm.index.victims import dram_victim, nvme_victim
 from attnstore_vllm.policy.eviction import EvictionPolicy
 from attnstore_vllm.policy.lookahead import LookAhead, Order
 from attnstore_vllm.policy.returns import Run, unknown_run
@@ -39,12 +39,13 @@ class Residency:
 
     Args:
         nvme_slots: the most there can be; open_nvme_slots() says which there are.
+        policy: makes an order of departure for so many slots.
         seed: see PrefixIndex.
     """
 
     def __init__(
-        self, dram_slots: int, nvme_slots: int, dram_policy: EvictionPolicy,
-        nvme_policy: EvictionPolicy, *, chunk_tokens: int, seed: int = 0,
+        self, dram_slots: int, nvme_slots: int, policy: Callable[[int], EvictionPolicy], *,
+        chunk_tokens: int, seed: int = 0,
     ) -> None:  # fmt: skip
         expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
         self.index = PrefixIndex(chunk_tokens, seed, expected)
@@ -54,8 +55,9 @@ class Residency:
         """Seconds; the caller sets it before it calls what may need room."""
         self.first_written_tokens = 0
         """Tokens written to NVMe that no record there had before."""
-        self._dram = DramSlots(dram_slots, dram_policy)
-        self._nvme = NvmeSlots(nvme_slots, nvme_policy)
+        self._dram = DramSlots(dram_slots, policy(dram_slots), policy(dram_slots))
+        self._nvme = NvmeSlots(nvme_slots, policy(nvme_slots))
+        self.room = DramRoom(self._dram, self.look_ahead)
         self._dirty = DirtyQueue(dram_slots)
         self._nvme_lost = False
 
@@ -84,23 +86,15 @@ class Residency:
 
     def use(self, chunks: Sequence[Chunk], run: Run | None = None) -> None:
         """Note that a request wants these, in the order of depth."""
-        if not chunks:
-            return
         run = run or unknown_run(self.now)
-        self._dram.policy.use([c.dram_slot for c in chunks if c.dram is not Dram.ABSENT], run)
+        self._dram.use(chunks, run)
         self._nvme.use([c.nvme_slot for c in chunks if c.nvme is not Nvme.ABSENT], run)
 
-    def run_of(self, chunk: Chunk) -> Run | None:
-        """The run that used the chunk last, if its tiers remember."""
-        run = None
-        if chunk.dram is not Dram.ABSENT:
-            run = self._dram.policy.run_of(chunk.dram_slot)
-        if run is None and chunk.nvme is not Nvme.ABSENT:
-            run = self._nvme.policy.run_of(chunk.nvme_slot)
-        return run
-
-    def _run_of(self, chunk: Chunk) -> Run:
-        return self.run_of(chunk) or unknown_run(self.now)
+    def run_of(self, chunk: Chunk) -> Run:
+        """The run that used the chunk last, as far as that is known."""
+        if chunk.dram is Dram.ABSENT and chunk.nvme is not Nvme.ABSENT:
+            chunk.run = self._nvme.policy.run_of(chunk.nvme_slot) or chunk.run
+        return chunk.run
 
     # ---- HBM -> DRAM -------------------------------------------------------------------
 
@@ -122,7 +116,8 @@ class Residency:
             self.counts["dropped"] += 1
             return None
         chunk = Chunk(name)
-        chunk.dram_slot = self._dram.give(chunk, run or unknown_run(self.now))
+        chunk.run = run or unknown_run(self.now)
+        chunk.dram_slot = self._dram.give(chunk)
         chunk.dram = Dram.SAVING
         chunk.holds = 1
         self.index.add(chunk)
@@ -132,6 +127,7 @@ class Residency:
         """All ranks have copied: the bytes are ready, and dirty until written back."""
         assert chunk.dram is Dram.SAVING
         chunk.dram = Dram.READY
+        self.room.place(chunk)
         if not chunk.dropped:
             self.counts["saved"] += 1
             if not self._nvme_lost:
@@ -168,7 +164,7 @@ class Residency:
         if chunk is None or not self._make_room_on_nvme():
             return None
         self._dirty.remove(chunk)
-        chunk.nvme_slot = self._nvme.give(chunk.entry, self._run_of(chunk))
+        chunk.nvme_slot = self._nvme.give(chunk.entry, chunk.run)
         chunk.nvme = Nvme.WRITING
         chunk.holds += 1
         chunk.reads += 1
@@ -188,6 +184,7 @@ class Residency:
                 self.index.bind(chunk)
             self.counts["written"] += 1
             self.first_written_tokens += chunk.name.num_tokens - chunk.repeats
+        self.room.place(chunk)
         self.release(chunk)
 
     # ---- NVMe -> DRAM ------------------------------------------------------------------
@@ -205,7 +202,8 @@ class Residency:
         if not self._make_room_in_dram(whose):
             chunk.reads -= 1
             return False
-        chunk.dram_slot = self._dram.give(chunk, self._run_of(chunk))
+        self.run_of(chunk)
+        chunk.dram_slot = self._dram.give(chunk)
         chunk.dram = Dram.READING
         chunk.holds += 1
         self.look_ahead.has_come(chunk)
@@ -227,6 +225,7 @@ class Residency:
         assert chunk.name.tokens or not verified
         if not verified:
             self.drop(chunk)
+        self.room.place(chunk)
         self.release(chunk)
 
     # ---- scrubbing ---------------------------------------------------------------------
@@ -256,6 +255,7 @@ class Residency:
 
     def _forget(self, chunk: Chunk) -> None:
         chunk.dropped = True
+        self.room.place(chunk)
         self.index.remove(chunk)
         if chunk.nvme is not Nvme.ABSENT:
             self._nvme.abandon(chunk.nvme_slot)
@@ -323,7 +323,7 @@ class Residency:
     def _make_room_in_dram(self, whose: Order | None = None) -> bool:
         if self._dram.free:
             return True
-        victim, is_wanted = dram_victim(self._dram, self.look_ahead, self.now, whose)
+        victim, is_wanted = self.room.victim(self.now, whose)
         if victim is None:
             return False
         self.counts["given_up"] += is_wanted
@@ -362,6 +362,7 @@ class Residency:
         if not chunk.dropped:
             self.index.unbind(chunk)
         chunk.nvme, chunk.nvme_slot, chunk.checksum = Nvme.ABSENT, -1, b""
+        self.room.place(chunk)
         self._forget_if_nowhere(chunk)
 
     def _forget_if_nowhere(self, chunk: Chunk) -> None:

@@ -31,25 +31,45 @@ GONE: Final = 4
 
 
 class DramSlots:
-    """Few slots, of chunks that are objects: this is what keeps them alive."""
+    """Few slots, of chunks that are objects: this is what keeps them alive.
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+    Two orders of departure: `clean` of what NVMe has too, `dirty` of what it has not. What is not
+    READY, or is wanted, stands in neither.
+    """
+
+    def __init__(self, num_slots: int, clean: EvictionPolicy, dirty: EvictionPolicy) -> None:
         self.num_slots = num_slots
-        self.policy = policy
+        self.clean = clean
+        self.dirty = dirty
         self.free = list(range(num_slots - 1, -1, -1))
         self.owned: dict[int, Chunk] = {}
 
-    def give(self, chunk: Chunk, run: Run) -> int:
+    def give(self, chunk: Chunk) -> int:
         slot = self.free.pop()
         assert slot not in self.owned
         self.owned[slot] = chunk
-        self.policy.add(slot, run)
         return slot
 
     def take_back(self, slot: int) -> None:
-        del self.owned[slot]
-        self.policy.remove(slot)
+        self.place(self.owned.pop(slot), None)
         self.free.append(slot)
+
+    def place(self, chunk: Chunk, order: EvictionPolicy | None) -> None:
+        """Put the chunk in one of the orders, or in none."""
+        slot = chunk.dram_slot
+        for other in (self.clean, self.dirty):
+            if other is not order and slot in other:
+                other.remove(slot)
+        if order is not None and slot not in order:
+            order.add(slot, chunk.run)
+
+    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
+        """A run uses these, in the order of depth."""
+        for chunk in chunks:
+            chunk.run = run
+        slots = [chunk.dram_slot for chunk in chunks if chunk.dram_slot >= 0]
+        for order in (self.clean, self.dirty):
+            order.use([slot for slot in slots if slot in order], run)
 
 
 class NvmeSlots:

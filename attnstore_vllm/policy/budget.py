@@ -30,3 +30,7 @@ class Budget:
             return False
         self._left -= num_bytes
         return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """What was taken last was not used."""
+        self._left += num_bytes

@@ -21,7 +21,15 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm.policy.returns import Before, ReturnEstimator, Run, kind_of, unknown_run
+from attnstore_vllm.policy.returns import (
+    EDGES_S,
+    TURNS_MAX,
+    Before,
+    ReturnEstimator,
+    Run,
+    kind_of,
+    unknown_run,
+)
 
 GROUPS_MAX = 4
 """Groups at one end of a kind that a decision looks at, if none of their chunks can go ..."""
@@ -29,6 +37,10 @@ CHUNKS_MAX = 8
 """... and of a group so many chunks. What is held or wanted is so by whole groups, mostly."""
 
 
+OLDEST_SLOTS = 256
+"""Of what a recovery found, so many stand in one group."""
+STALE_MAX = 16
+"""A group forgets those that have left it when they are more than these and those left."""
 VICTIMS_MAX = 16
 """So many slots of a group are given up before all are looked at again."""
 
@@ -75,6 +87,8 @@ class ByReturn:
         self._enter(self._group(run), slot)
 
     def use(self, slots: Sequence[int], run: Run) -> None:
+        if not slots:
+            return
         group = self._group(run)
         for slot in slots:
             before = self._group_of[slot]
@@ -82,42 +96,34 @@ class ByReturn:
             if before != group.number:
                 self.remove(slot)
                 self._enter(group, slot)
-        self._drop_if_empty(group)
 
     def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
-        """Add many of which nothing is known; of them the first goes first."""
-        if len(slots):
-            assert np.all(np.frombuffer(self._group_of, np.int64)[slots] < 0)
-            group = self._group(unknown_run(now))
-            group.slots = array("i", slots[::-1].astype(np.int32).tobytes())
-            group.num_left = len(slots)
-            np.frombuffer(self._group_of, np.int64)[slots] = group.number
-            self._length += len(slots)
+        """Add many of which nothing is known; of them the first goes first.
+
+        They are as old as can be, until somebody uses them.
+        """
+        group_of = np.frombuffer(self._group_of, np.int64)
+        assert np.all(group_of[slots] < 0)
+        for start in range(0, len(slots), OLDEST_SLOTS):
+            part = slots[start : start + OLDEST_SLOTS]
+            group = self._group(unknown_run(now - EDGES_S[-1]))
+            group.slots = array("i", part[::-1].astype(np.int32).tobytes())
+            group.num_left = len(part)
+            group_of[part] = group.number
+        self._length += len(slots)
 
     def remove(self, slot: int) -> None:
         group = self._groups[self._group_of[slot]]
         self._group_of[slot] = -1
         self._length -= 1
         group.num_left -= 1
-        self._drop_if_empty(group)
+        self._tidy(group)
 
-    def victim(
-        self,
-        now: float,
-        can_go: Callable[[int], bool],
-        costs_nothing: Callable[[int], bool] | None = None,
-    ) -> int | None:
+    def victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
         """The slot to free, or None if none is found that can go. Nothing is changed.
 
         Cost: two groups a kind for the first slot of a group, O(1) for those after it.
         """
-        if costs_nothing is not None:
-            slot = self._least(now, lambda slot: can_go(slot) and costs_nothing(slot))
-            if slot is not None:
-                return slot
-        return self._least(now, can_go)
-
-    def _least(self, now: float, can_go: Callable[[int], bool]) -> int | None:
         if self._poorest is not None and self._victims_left:
             self._victims_left -= 1
             slot = self._last(self._poorest, can_go)
@@ -162,12 +168,19 @@ class ByReturn:
         group.num_left += 1
         self._length += 1
 
-    def _drop_if_empty(self, group: _Group) -> None:
+    def _tidy(self, group: _Group) -> None:
+        """Some slot has left. Cost: O(1), amortized."""
         if not group.num_left:
-            del self._kinds[group.run.kind][group.run]
             del self._groups[group.number]
+            of_kind = self._kinds[group.run.kind]
+            del of_kind[group.run]
+            if not of_kind:
+                del self._kinds[group.run.kind]
             if group is self._poorest:
                 self._poorest = None
+        elif len(group.slots) > 2 * group.num_left + STALE_MAX:
+            left = dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)
+            group.slots = array("i", left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +216,7 @@ def visit_of(
     before = estimator.arrive(marks, now)
     num_shared = _num_shared(last_runs, before)
     known = max(before.depth if before is not None else 0, len(last_runs))
-    turn = before.turn + 1 if before is not None else 1
+    turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
     gap_s = now - before.since if before is not None else None
     is_fresh = 2 * (len(marks) - known) > len(marks)
 

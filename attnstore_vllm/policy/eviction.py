@@ -18,7 +18,7 @@ import numpy.typing as npt
 from attnstore_vllm.policy.returns import Run
 
 LOOK_MAX = 64
-"""Slots that one decision of Lru looks at beyond those that cannot go. Bounds its cost."""
+"""Slots that one decision of Lru looks at. Bounds its cost."""
 
 
 class EvictionPolicy(Protocol):
@@ -40,18 +40,11 @@ class EvictionPolicy(Protocol):
 
     def remove(self, slot: int) -> None: ...
     def clear(self) -> None: ...
-    def victim(
-        self,
-        now: float,
-        can_go: Callable[[int], bool],
-        costs_nothing: Callable[[int], bool] | None = None,
-    ) -> int | None:
+    def victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
         """The slot to free, or None if none is found that can go. Nothing is changed.
 
         Args:
-            can_go: False for a slot that a transfer holds, or that must stay.
-            costs_nothing: True if what is in the slot is in another tier as well; such a one is
-                preferred.
+            can_go: False for a slot that a transfer holds. Few are.
         """
 
 
@@ -109,23 +102,16 @@ class Lru:
         self._next[self._end] = self._previous[self._end] = self._end
         self._length = 0
 
-    def victim(
-        self,
-        now: float,
-        can_go: Callable[[int], bool],
-        costs_nothing: Callable[[int], bool] | None = None,
-    ) -> int | None:
-        """See EvictionPolicy. Without `costs_nothing` it is the oldest that can go."""
-        oldest: int | None = None
-        slot, looks = self._next[self._end], 0
-        while slot != self._end and looks < LOOK_MAX:
+    def victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
+        """See EvictionPolicy. The oldest that can go, among the LOOK_MAX oldest."""
+        slot = self._next[self._end]
+        for _ in range(LOOK_MAX):
+            if slot == self._end:
+                break
             if can_go(slot):
-                if costs_nothing is None or costs_nothing(slot):
-                    return slot
-                oldest = slot if oldest is None else oldest
-                looks += 1
+                return slot
             slot = self._next[slot]
-        return oldest
+        return None
 
     def _link(self, slot: int) -> None:
         newest = self._previous[self._end]

@@ -17,10 +17,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SHARED_MIN = 16
 """What so many waiting requests want is taken for wanted by a near one."""
+LOOK_MAX = 256
+"""Chunks that are looked at for one to give up."""
 
 Order = tuple[float, float, str]
 """Requests run in ascending order of this. The last is the request's id."""
@@ -32,19 +34,21 @@ LAST: Order = (math.inf, 0.0, "")
 class _Waiting:
     order: Order
     wants: tuple[Hashable, ...] = ()
-    missing: set[Hashable] = field(default_factory=set)
-    """Of these, what is not in DRAM and not on its way there."""
 
 
 class LookAhead:
-    """See the module. Cost of each call: O(log requests + chunks of one request), unless said."""
+    """See the module. Cost of each call: O(log requests + chunks of one request)."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Waiting] = {}
         self._queue: list[Order] = []
+        self._wanted_by: dict[Hashable, dict[str, None]] = {}
+        self._absent: set[Hashable] = set()
+        """Wanted, to be fetched, and not on its way."""
         self._hungry: list[Order] = []
-        """Of those in the queue, those with something missing."""
-        self._wanted_by: dict[Hashable, list[str]] = {}
+        """Those that may want something absent; in order, as those of `_fed`, and tidied late."""
+        self._fed: list[Order] = []
+        """Those that may want something that is present."""
         self._last = self._first = 0.0
 
     def __len__(self) -> int:
@@ -74,13 +78,15 @@ class LookAhead:
         """A request has come or was preempted; the queue is ordered by priority, then arrival."""
         self._enter((float(priority), arrival_s, request_id))
 
-    def remove(self, request_id: str) -> None:
-        """It runs, or was aborted. A request that does not wait is passed over."""
-        if request_id not in self._waiting:
-            return
-        self.want(request_id, (), ())
-        order = self._waiting.pop(request_id).order
-        del self._queue[bisect_left(self._queue, order)]
+    def remove(self, request_id: str) -> list[Hashable]:
+        """It runs, or was aborted. Returns what nobody wants any more."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return []
+        _, unwanted = self.want(request_id, (), ())
+        del self._waiting[request_id]
+        _discard(self._queue, waiting.order)
+        return unwanted
 
     def _enter(self, order: Order) -> None:
         assert order[2] not in self._waiting
@@ -90,61 +96,73 @@ class LookAhead:
     # ---- what it wants -----------------------------------------------------------------
 
     def want(
-        self, request_id: str, chunks: Iterable[Hashable], missing: Iterable[Hashable]
-    ) -> None:
+        self, request_id: str, chunks: Iterable[Hashable], absent: Iterable[Hashable]
+    ) -> tuple[list[Hashable], list[Hashable]]:
         """What a waiting request wants, in place of what it wanted before.
 
         Args:
-            missing: of these, those that have to be fetched.
+            absent: of these, those that have to be fetched.
+        Returns: what nobody wanted before, and what nobody wants any more.
         """
         waiting = self._waiting[request_id]
-        wants = tuple(dict.fromkeys(chunks))
+        before, waiting.wants = waiting.wants, tuple(dict.fromkeys(chunks))
+        new = []
         for chunk in waiting.wants:
-            self._unwant(chunk, request_id)
-        for chunk in wants:
-            self._wanted_by.setdefault(chunk, []).append(request_id)
-        waiting.wants = wants
-        self._set_missing(waiting, set(missing))
-
-    def _unwant(self, chunk: Hashable, request_id: str) -> None:
-        wanted_by = self._wanted_by[chunk]
-        wanted_by.remove(request_id)
-        if not wanted_by:
-            del self._wanted_by[chunk]
-
-    def _set_missing(self, waiting: _Waiting, missing: set[Hashable]) -> None:
-        if missing and not waiting.missing:
-            insort(self._hungry, waiting.order)
-        elif waiting.missing and not missing:
-            del self._hungry[bisect_left(self._hungry, waiting.order)]
-        waiting.missing = missing
+            wanted_by = self._wanted_by.get(chunk)
+            if wanted_by is None:
+                wanted_by = self._wanted_by[chunk] = {}
+                new.append(chunk)
+            wanted_by[request_id] = None
+        kept, unwanted = set(waiting.wants), []
+        for chunk in before:
+            if chunk not in kept:
+                del self._wanted_by[chunk][request_id]
+                if not self._wanted_by[chunk]:
+                    del self._wanted_by[chunk]
+                    self._absent.discard(chunk)
+                    unwanted.append(chunk)
+        self._absent.difference_update(waiting.wants)
+        self._absent.update(absent)
+        num_absent = sum(chunk in self._absent for chunk in waiting.wants)
+        (_add if num_absent else _discard)(self._hungry, waiting.order)
+        (_add if num_absent < len(waiting.wants) else _discard)(self._fed, waiting.order)
+        return new, unwanted
 
     def is_wanted(self, chunk: Hashable) -> bool:
         return chunk in self._wanted_by
 
     def has_come(self, chunk: Hashable) -> None:
         """The chunk is in DRAM or on its way, or there is nothing left to fetch."""
-        for request_id in self._wanted_by.get(chunk, ()):
-            waiting = self._waiting[request_id]
-            if chunk in waiting.missing:
-                self._set_missing(waiting, waiting.missing - {chunk})
+        if chunk in self._absent:
+            self._absent.remove(chunk)
+            for request_id in list(self._wanted_by[chunk])[:SHARED_MIN]:
+                _add(self._fed, self._waiting[request_id].order)
 
     def has_gone(self, chunk: Hashable) -> None:
         """The chunk has left DRAM, and can be fetched again."""
-        for request_id in self._wanted_by.get(chunk, ()):
-            waiting = self._waiting[request_id]
-            self._set_missing(waiting, waiting.missing | {chunk})
+        wanted_by = self._wanted_by.get(chunk)
+        if wanted_by:
+            self._absent.add(chunk)
+            for request_id in wanted_by:
+                _add(self._hungry, self._waiting[request_id].order)
+
+    def stop_fetching(self) -> None:
+        """Nothing is fetched until requests want something again."""
+        self._absent.clear()
+        self._hungry.clear()
 
     def next_to_fetch(self) -> tuple[Hashable, Order] | None:
-        """The chunk that is to be fetched next, and for whom; None if nothing is missing.
+        """The chunk that is to be fetched next, and for whom; None if nothing is absent.
 
         The nearest request's, in the order of the prompt.
         """
-        if not self._hungry:
-            return None
-        waiting = self._waiting[self._hungry[0][2]]
-        chunk = next(chunk for chunk in waiting.wants if chunk in waiting.missing)
-        return chunk, waiting.order
+        while self._hungry:
+            order = self._hungry[0]
+            for chunk in self._waiting[order[2]].wants:
+                if chunk in self._absent:
+                    return chunk, order
+            del self._hungry[0]
+        return None
 
     def farthest(self, beyond: Order | None, can_go: Callable[[Hashable], bool]) -> Hashable | None:
         """The chunk to give up for a request: one that only requests beyond it want, of the
@@ -152,17 +170,23 @@ class LookAhead:
 
         Args:
             beyond: of the request that needs the room; None: any may be given up.
-        Cost: the requests from the back up to the first with such a chunk, and its chunks.
+        Cost: at most LOOK_MAX chunks, and one request's.
         """
-        for order in reversed(self._queue):
-            if beyond is not None and order <= beyond:
+        looks = 0
+        for place in range(len(self._fed) - 1, -1, -1):
+            order = self._fed[place]
+            if looks >= LOOK_MAX or (beyond is not None and order <= beyond):
                 return None
-            waiting = self._waiting[order[2]]
-            if len(waiting.missing) == len(waiting.wants):
-                continue
-            for chunk in reversed(waiting.wants):
-                if chunk not in waiting.missing and can_go(chunk) and self._is_last(chunk, order):
+            is_fed = False
+            for chunk in reversed(self._waiting[order[2]].wants):
+                looks += 1
+                if chunk in self._absent:
+                    continue
+                is_fed = True
+                if can_go(chunk) and self._is_last(chunk, order):
                     return chunk
+            if not is_fed:
+                del self._fed[place]
         return None
 
     def _is_last(self, chunk: Hashable, order: Order) -> bool:
@@ -172,8 +196,14 @@ class LookAhead:
             self._waiting[request_id].order >= order for request_id in wanted_by
         )
 
-    def stop_fetching(self) -> None:
-        """Nothing is missing any more, until requests want something again."""
-        for order in self._hungry:
-            self._waiting[order[2]].missing = set()
-        self._hungry.clear()
+
+def _add(orders: list[Order], order: Order) -> None:
+    place = bisect_left(orders, order)
+    if place == len(orders) or orders[place] != order:
+        orders.insert(place, order)
+
+
+def _discard(orders: list[Order], order: Order) -> None:
+    place = bisect_left(orders, order)
+    if place < len(orders) and orders[place] == order:
+        del orders[place]

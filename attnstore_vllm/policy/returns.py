@@ -117,6 +117,9 @@ def unknown_run(now: float) -> Run:
     return Run(0, kind_of(1, None, 0, is_fresh=True, is_shared=False), now, False)
 
 
+NO_RUN = unknown_run(0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Before:
     """The open run that a request continues."""
@@ -183,7 +186,8 @@ class ReturnEstimator:
 
         Args:
             end: the mark of its last chunk.
-            weight: its chunks; slots are what is worth something, not requests.
+            turn: of its conversation; TURNS_MAX at most. 0 for a shared run.
+        weight: its chunks; slots are what is worth something, not requests.
         Returns: its number. Cost: O(1).
         """
         if end in self._places:
@@ -194,12 +198,12 @@ class ReturnEstimator:
             self._close(place, self._departed, now)
         self._opened += 1
         self._weight_sum += weight
-        self._places[end] = place
         self._end[place] = end
         self._number[place] = self._opened
         self._kind[place], self._turn[place] = kind, turn
         self._since[place], self._weight[place] = now, weight
         self._is_open[place] = True
+        self._places[end] = place
         self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
         return self._opened
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
@@ -26,6 +27,7 @@ from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.by_return import ByReturn, Visit, visit_of
+from attnstore_vllm.policy.eviction import EvictionPolicy, Fifo, Lru
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.returns import ReturnEstimator, Run
 from attnstore_vllm.store.context import Context
@@ -48,6 +50,7 @@ class Store:
         io_deadline_s: a request that takes longer puts NVMe out of use for a while.
         daily_writes: bytes that may be written a day, or None.
         scrub_rate: bytes a second for reading cold records again, or None.
+        eviction: attnstore, lru or fifo.
         clock, threaded: for simulations: their own time, and turn() in place of our thread.
     """
 
@@ -61,15 +64,16 @@ class Store:
         io_deadline_s: float = 5.0,
         daily_writes: int | None = None,
         scrub_rate: int | None = None,
+        eviction: str = "attnstore",
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
         self._estimator = ReturnEstimator()
         self.residency = Residency(
-            pool.num_slots, slab.records_max, ByReturn(pool.num_slots, self._estimator),
-            ByReturn(slab.records_max, self._estimator),
+            pool.num_slots, slab.records_max, partial(self._policy, eviction),
             chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64),
         )  # fmt: skip
+        self._pieces_max = pool.num_slots
         self._clock = clock
         for segment in slab.fresh:
             records = slab.records_of(segment)
@@ -86,6 +90,11 @@ class Store:
         )  # fmt: skip
         if threaded:
             self._keeper.start()
+
+    def _policy(self, eviction: str, num_slots: int) -> EvictionPolicy:
+        if eviction == "attnstore":
+            return ByReturn(num_slots, self._estimator)
+        return {"lru": Lru, "fifo": Fifo}[eviction](num_slots)
 
     def turn(self) -> None:
         """One round of what our thread does. For simulations, without the thread."""
@@ -120,7 +129,7 @@ class Store:
             last_runs = [self.residency.run_of(piece.chunk) for piece in pieces]
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now)
             self._want(request_id, pieces, visit, sequence.chunk_tokens)
-        self._keeper.reader.start()
+        self._read(pieces)
         if self._estimator.is_due:
             self._keeper.wake()
         return pieces, visit
@@ -150,8 +159,12 @@ class Store:
             self.residency.now = self._clock()
             pieces = self._match(sequence, start, stop, min_tokens)
             self._want(request_id, pieces, visit, sequence.chunk_tokens)
-        self._keeper.reader.start()
+        self._read(pieces)
         return pieces
+
+    def _read(self, pieces: Sequence[Piece]) -> None:
+        if any(piece.chunk.dram is Dram.ABSENT for piece in pieces):
+            self._keeper.reader.start()
 
     def _match(self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int) -> list[Piece]:
         """Locked."""
@@ -160,7 +173,7 @@ class Store:
             return []
         if not self._context.reads.in_use:
             return list(takewhile(lambda p: p.chunk.dram is Dram.READY, pieces))
-        return pieces
+        return pieces[: self._pieces_max]  # more can never be in DRAM at once
 
     def _want(
         self,
@@ -170,7 +183,7 @@ class Store:
         chunk_tokens: int,
     ) -> None:
         """Locked."""
-        residency, look_ahead = self.residency, self.residency.look_ahead
+        residency = self.residency
         if visit is None:
             residency.use([piece.chunk for piece in pieces])
         else:
@@ -178,17 +191,22 @@ class Store:
             residency.use([p.chunk for p in pieces if p.start < border], visit.shared)
             residency.use([p.chunk for p in pieces if p.start >= border], visit.own)
         chunks = [piece.chunk for piece in pieces]
-        missing = [chunk for chunk in chunks if chunk.dram is Dram.ABSENT]
-        if request_id is not None and request_id in look_ahead:
-            look_ahead.want(request_id, chunks, missing)
+        if request_id is not None and request_id in residency.look_ahead:
+            residency.room.want(request_id, chunks)
         else:
-            self._keeper.reader.want(missing)
+            self._keeper.reader.want(chunk for chunk in chunks if chunk.dram is Dram.ABSENT)
 
     @contextmanager
     def queue(self) -> Iterator[LookAhead]:
-        """The waiting queue, for changes. What a request wants, find() says."""
+        """The waiting queue, for requests that enter it. What one wants, find() says."""
         with self._lock:
             yield self.residency.look_ahead
+
+    def leave_queue(self, request_ids: Iterable[str]) -> None:
+        """These requests run, or have ended."""
+        with self._lock:
+            for request_id in request_ids:
+                self.residency.room.leave_queue(request_id)
 
     def hold_ready(self, pieces: Sequence[Piece], sequence: SequenceKeys, stop: int) -> list[Piece]:
         """Hold the leading pieces that are READY in DRAM, and return them.

@@ -79,8 +79,10 @@ class Writer:
             if not self._budget.take(context.clock(), context.slab.record_bytes):
                 return
             with context.progress:
+                context.residency.now = context.clock()
                 chunk = context.residency.begin_write_back(newest_first=self.newest_first)
                 if chunk is None:
+                    self._budget.give_back(context.slab.record_bytes)
                     return
                 page = self._pages.popleft()
                 self._sequence += 1

@@ -89,14 +89,6 @@ def test_what_is_held_stays_and_the_next_best_goes() -> None:
     assert order.victim(9.0, lambda slot: False) is None
 
 
-@pytest.mark.parametrize(("cheap", "goes"), [({20}, 20), ({0, 20}, 0), (set[int](), 1)])
-def test_one_that_costs_nothing_is_preferred(cheap: set[int], goes: int) -> None:
-    order = untrained()
-    for number in range(3):
-        fill(order, range(10 * number, 10 * number + 2), run_at(float(number)))
-    assert order.victim(9.0, anything, lambda slot: slot in cheap) == goes
-
-
 def test_the_poorest_is_looked_for_again_before_a_large_group_is_gone() -> None:
     order = untrained()
     fill(order, range(50), run_at(20.0))
@@ -243,6 +235,27 @@ def test_a_conversation_alone_shares_nothing() -> None:
         visit = ask(order, estimator, list(range(2 * turn)), 30.0 * turn)
         assert visit.num_shared == 0
     assert visit.own.kind == kind_of(5, 30.0, 2560, is_fresh=False, is_shared=False)
+
+
+def test_a_conversation_without_end() -> None:
+    """Also the same prompt again and again, as a health probe sends it."""
+    estimator = ReturnEstimator()
+    order = ByReturn(10, estimator)
+    for second in range(33_000):
+        visit = ask(order, estimator, [0, 1], float(second))
+    assert visit.own.kind == kind_of(4, 1.0, 512, is_fresh=False, is_shared=False)
+    assert len(estimator) == 1
+
+
+def test_what_has_left_a_group_takes_no_room_in_it() -> None:
+    order, run = untrained(), run_at(0.0)
+    order.add(0, run)
+    for _ in range(1000):
+        order.add(1, run)
+        order.remove(1)
+    (group,) = order._groups.values()
+    assert len(group.slots) < 50
+    assert empty(order, 1.0) == [0]
 
 
 def test_turns_are_counted_also_if_nothing_is_stored_any_more() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lru: the oldest goes first, one that costs nothing before it, a held one never."""
+"""Lru and Fifo: the oldest goes first, a held one never."""
 
 from __future__ import annotations
 
@@ -30,43 +30,32 @@ def filled(count: int) -> Lru:
 
 def test_it_is_an_eviction_policy() -> None:
     policy: EvictionPolicy = Lru(3)
-    assert policy.victim(0.0, everything, everything) is None
+    assert policy.victim(0.0, everything) is None
 
 
 def test_the_least_recently_used_goes_first() -> None:
     policy = filled(3)
     policy.use([0], RUN)
-    assert policy.victim(0.0, everything, everything) == 1
+    assert policy.victim(0.0, everything) == 1
     policy.remove(1)
-    assert policy.victim(0.0, everything, everything) == 2
+    assert policy.victim(0.0, everything) == 2
 
 
 def test_choosing_changes_nothing() -> None:
     policy = filled(3)
-    assert policy.victim(0.0, everything, nothing) == policy.victim(0.0, everything, nothing) == 0
+    assert policy.victim(0.0, everything) == policy.victim(0.0, everything) == 0
     assert len(policy) == 3
-
-
-def test_one_that_another_tier_has_goes_before_older_ones() -> None:
-    assert filled(5).victim(0.0, everything, lambda chunk: chunk == 3) == 3
-
-
-def test_one_that_costs_nothing_is_looked_for_among_the_oldest_only() -> None:
-    policy = filled(LOOK_MAX + 1)
-    assert policy.victim(0.0, everything, lambda chunk: chunk == LOOK_MAX - 1) == LOOK_MAX - 1
-    assert policy.victim(0.0, everything, lambda chunk: chunk == LOOK_MAX) == 0
 
 
 def test_held_chunks_never_go() -> None:
     policy = filled(4)
-    assert policy.victim(0.0, lambda chunk: chunk == 2, nothing) == 2
-    assert policy.victim(0.0, lambda chunk: chunk == 2, lambda chunk: chunk == 0) == 2
-    assert policy.victim(0.0, nothing, everything) is None
+    assert policy.victim(0.0, lambda slot: slot == 2) == 2
+    assert policy.victim(0.0, nothing) is None
 
 
 def test_the_cost_of_a_decision_is_bounded() -> None:
     asked: list[int] = []
-    filled(10_000).victim(0.0, everything, lambda slot: asked.append(slot) or False)  # type: ignore[func-returns-value]
+    filled(10_000).victim(0.0, lambda slot: asked.append(slot) or False)  # type: ignore[func-returns-value]
     assert len(asked) == LOOK_MAX
 
 
@@ -90,9 +79,7 @@ def test_order_against_a_list(steps: list[tuple[str, int]]) -> None:
         elif action == "r" and chunk in oldest_first:
             policy.remove(chunk)
             oldest_first.remove(chunk)
-        assert policy.victim(0.0, everything, nothing) == (
-            oldest_first[0] if oldest_first else None
-        )
+        assert policy.victim(0.0, everything) == (oldest_first[0] if oldest_first else None)
 
 
 def test_fifo_forgets_use() -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -44,7 +42,7 @@ def test_first_come_first_served_and_the_preempted_before_them() -> None:
     assert len(queue) == 6
     assert "7" in queue
     assert "2" not in queue
-    queue.remove("2")  # it does not wait any more
+    assert queue.remove("2") == []  # it does not wait any more
 
 
 def test_priorities_come_before_arrival() -> None:
@@ -63,8 +61,8 @@ def test_a_request_waits_once() -> None:
 def test_the_nearest_request_is_fetched_first_in_the_order_of_its_prompt() -> None:
     queue = queue_of({"1": "", "2": "abc", "3": "xay"})
     queue.prepend(["0"])
-    queue.want("0", "pbq", "pq")
-    assert fetch_all(queue) == "pqabcxy"
+    queue.want("0", "pbq", "pbq")
+    assert fetch_all(queue) == "pbqacxy"
 
 
 def test_what_comes_for_one_has_come_for_all() -> None:
@@ -139,21 +137,19 @@ def test_fetching_can_be_stopped() -> None:
     assert fetch_all(queue) == "d"
 
 
-@dataclass
-class _Request:
-    wants: list[int] = field(default_factory=list)
-    missing: set[int] = field(default_factory=set)
-
-
 class Queue(RuleBasedStateMachine):
-    """Held against a list of requests, each with a list of chunks."""
+    """Held against a list of requests, each with a list of chunks, and a set of absent chunks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue = LookAhead()
         self.order: list[str] = []
-        self.requests: dict[str, _Request] = {}
+        self.wants: dict[str, list[int]] = {}
+        self.absent: set[int] = set()
         self.number = 0
+
+    def wanted(self, names: list[str]) -> set[int]:
+        return {chunk for name in names for chunk in self.wants[name]}
 
     @rule(front=st.booleans())
     def come(self, front: bool) -> None:
@@ -161,56 +157,51 @@ class Queue(RuleBasedStateMachine):
         name = str(self.number)
         if front:
             self.queue.prepend([name])
-            self.order.insert(0, name)
         else:
             self.queue.append(name)
-            self.order.append(name)
-        self.requests[name] = _Request()
+        self.order.insert(0 if front else len(self.order), name)
+        self.wants[name] = []
 
     @precondition(lambda self: self.order)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.order))
-        self.queue.remove(name)
+        before = self.wanted(self.order)
+        unwanted = self.queue.remove(name)
         self.order.remove(name)
-        del self.requests[name]
+        assert set(unwanted) == before - self.wanted(self.order)
 
     @precondition(lambda self: self.order)
     @rule(data=st.data(), chunks=st.lists(st.integers(0, 9), unique=True, max_size=5))
     def want(self, data: st.DataObject, chunks: list[int]) -> None:
         name = data.draw(st.sampled_from(self.order))
-        missing = {chunk for chunk in chunks if chunk % 2 or data.draw(st.booleans())}
-        self.queue.want(name, chunks, missing)
-        self.requests[name] = _Request(chunks, missing)
+        before = self.wanted(self.order)
+        new, unwanted = self.queue.want(name, chunks, [c for c in chunks if c in self.absent])
+        self.wants[name] = chunks
+        after = self.wanted(self.order)
+        assert (set(new), set(unwanted)) == (after - before, before - after)
 
     @rule(chunk=st.integers(0, 9), gone=st.booleans())
     def move(self, chunk: int, gone: bool) -> None:
         (self.queue.has_gone if gone else self.queue.has_come)(chunk)
-        for request in self.requests.values():
-            if chunk in request.wants:
-                request.missing = request.missing | {chunk} if gone else request.missing - {chunk}
+        (self.absent.add if gone else self.absent.discard)(chunk)
 
     @invariant()
     def agrees(self) -> None:
         assert list(self.queue) == self.order
-        wanted = {chunk for request in self.requests.values() for chunk in request.wants}
+        wanted = self.wanted(self.order)
         assert {chunk for chunk in range(10) if self.queue.is_wanted(chunk)} == wanted
         found = self.queue.next_to_fetch()
-        hungry = [name for name in self.order if self.requests[name].missing]
-        assert (found is None) == (not hungry)
-        if found is not None:
-            request = self.requests[hungry[0]]
-            first = next(chunk for chunk in request.wants if chunk in request.missing)
-            assert (found[0], found[1][2]) == (first, hungry[0])
-        given = self.queue.farthest(None, anything)
-        assert given == self._farthest()
+        hungry = ((n, c) for n in self.order for c in self.wants[n] if c in self.absent)
+        first = next(hungry, None)
+        assert (None if found is None else (found[1][2], found[0])) == first
+        assert self.queue.farthest(None, anything) == self._farthest()
 
     def _farthest(self) -> int | None:
         for place in range(len(self.order) - 1, -1, -1):
-            nearer = {c for name in self.order[:place] for c in self.requests[name].wants}
-            request = self.requests[self.order[place]]
-            for chunk in reversed(request.wants):
-                if chunk not in request.missing and chunk not in nearer:
+            nearer = self.wanted(self.order[:place])
+            for chunk in reversed(self.wants[self.order[place]]):
+                if chunk not in self.absent and chunk not in nearer:
                     return chunk
         return None
 

@@ -223,7 +223,7 @@ def test_a_reset_while_the_scan_goes_on_finds_nothing_more(
 
 
 def residency(nvme_slots: int = 3) -> Residency:
-    tiers = Residency(2, nvme_slots, Lru(2), Lru(nvme_slots), chunk_tokens=CHUNK_TOKENS)
+    tiers = Residency(2, nvme_slots, Lru, chunk_tokens=CHUNK_TOKENS)
     tiers.open_nvme_slots(0, nvme_slots)
     return tiers
 

@@ -41,9 +41,7 @@ class Checked(Residency):
 
 
 def checked(dram_slots: int, nvme_slots: int) -> Checked:
-    residency = Checked(
-        dram_slots, nvme_slots, Lru(dram_slots), Lru(nvme_slots), chunk_tokens=CHUNK_TOKENS
-    )
+    residency = Checked(dram_slots, nvme_slots, Lru, chunk_tokens=CHUNK_TOKENS)
     residency.open_nvme_slots(0, nvme_slots)
     return residency
 

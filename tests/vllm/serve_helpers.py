@@ -63,7 +63,8 @@ def in_json(extra: Mapping[str, Any]) -> str:
 def in_yaml(file: Path, extra: Mapping[str, Any]) -> str:
     """The settings as a YAML file, as the README shows it; returns its path."""
     nvme = ", ".join(f"{key}: {value}" for key, value in extra["nvme"].items())
-    file.write_text(f"# made by a test\ndram: {extra['dram']}\nnvme: {{{nvme}}}\n")
+    more = "".join(f"{key}: {extra[key]}\n" for key in extra if key not in ("dram", "nvme"))
+    file.write_text(f"# made by a test\ndram: {extra['dram']}\nnvme: {{{nvme}}}\n{more}")
     return str(file)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real `vllm serve` whose disk goes bad under it: slower, never wrong, never down.
 
-DRAM is so small that a dozen stories push everything else out of it. The tests of a module share
-the server, and each one leaves it more damaged than it was.
+DRAM is so small that a dozen stories push everything else out of it, least recently used first.
+The tests of a module share the server, and each one leaves it more damaged than it was.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def live(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
     home = tmp_path_factory.mktemp("faults")
     model = make_model(models / "serve", TINY)
     # Without the scrubber, which would find the damage before a request does.
-    settings = serving.settings(home / "store", dram=DRAM, scrub="off")
+    settings = serving.settings(home / "store", dram=DRAM, scrub="off") | {"eviction": "lru"}
     transfer = serving.in_yaml(home / "a.yaml", settings)
     with serving.server(model, home / "log", FLAG, transfer) as server:
         yield Live(server, home / "store")

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who makes room in a full tier, and for whom: the order of departure, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.residency import Residency
+from attnstore_vllm.policy.by_return import ByReturn
+from attnstore_vllm.policy.eviction import EvictionPolicy, Lru
+from attnstore_vllm.policy.lookahead import LAST
+from attnstore_vllm.policy.returns import ReturnEstimator
+from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
+
+CHECKSUM = b"c" * 16
+SLOTS = 4
+
+
+def name(number: int) -> ChunkName:
+    return name_of(sequence_of(tokens_of(number, 16)), 0)
+
+
+class Tiers(Residency):
+    """A residency of SLOTS DRAM slots and three times as many of NVMe, a second older each time."""
+
+    def tick(self) -> None:
+        self.now += 10.0
+
+    def save(self, number: int) -> Chunk:
+        self.tick()
+        chunk = self.begin_save(name(number))
+        assert chunk is not None
+        self.finish_save(chunk)
+        return chunk
+
+    def clean(self, number: int) -> Chunk:
+        chunk = self.save(number)
+        written = self.begin_write_back()
+        assert written is chunk
+        self.finish_write_back(chunk, CHECKSUM)
+        return chunk
+
+    def cold(self, number: int) -> Chunk:
+        """On NVMe only. The caller keeps it, or it becomes an entry."""
+        chunk = self.clean(number)
+        self._leave_dram(chunk)
+        return chunk
+
+    def wait(self, request_id: str, *chunks: Chunk) -> None:
+        self.look_ahead.append(request_id)
+        self.room.want(request_id, chunks)
+
+    def fetch(self) -> Chunk | None:
+        found = self.look_ahead.next_to_fetch()
+        if found is None:
+            return None
+        chunk, whose = found
+        assert isinstance(chunk, Chunk)
+        if not self.begin_prefetch(chunk, whose):
+            return None
+        assert self.learn(chunk, tokens_of_chunk[chunk.name.key])
+        self.finish_prefetch(chunk, True)
+        return chunk
+
+
+tokens_of_chunk = {name(n).key: name(n).tokens for n in range(40)}
+
+
+def by_return(num_slots: int) -> EvictionPolicy:
+    return ByReturn(num_slots, ReturnEstimator())
+
+
+@pytest.fixture(params=[Lru, by_return])
+def tiers(request: pytest.FixtureRequest) -> Iterator[Tiers]:
+    policy: Callable[[int], EvictionPolicy] = request.param
+    tiers = Tiers(SLOTS, 3 * SLOTS, policy, chunk_tokens=CHUNK_TOKENS)
+    tiers.open_nvme_slots(0, 3 * SLOTS)
+    yield tiers
+    tiers.check_integrity()
+
+
+def test_a_read_takes_what_is_clean_and_unwanted_and_the_oldest_of_it(tiers: Tiers) -> None:
+    cold = tiers.cold(0)
+    clean = [tiers.clean(1), tiers.clean(2)]
+    dirty = [tiers.save(3), tiers.save(4)]
+    tiers.wait("a", cold)
+    assert tiers.fetch() is cold
+    assert [chunk.dram for chunk in (*clean, *dirty)] == [Dram.ABSENT, *[Dram.READY] * 3]
+
+
+def test_a_read_never_takes_what_is_nowhere_else(tiers: Tiers) -> None:
+    cold = tiers.cold(0)
+    dirty = [tiers.save(n) for n in range(1, 5)]
+    tiers.wait("a", cold)
+    assert tiers.fetch() is None
+    written = tiers.begin_write_back()
+    assert written is dirty[0]
+    tiers.finish_write_back(written, CHECKSUM)
+    assert tiers.fetch() is cold
+    assert tiers.counts["lost"] == 0
+
+
+def test_a_read_takes_from_farther_requests_and_from_none_nearer(tiers: Tiers) -> None:
+    cold = [tiers.cold(n) for n in range(6)]
+    tiers.wait("near", *cold[:2])
+    tiers.wait("far", *cold[2:4])
+    assert [tiers.fetch() for _ in range(4)] == cold[:4]
+    tiers.wait("last", *cold[4:])
+    assert tiers.fetch() is None
+    tiers.look_ahead.prepend(["first"])
+    tiers.room.want("first", cold[4:5])
+    assert tiers.fetch() is cold[4]
+    assert [chunk.dram for chunk in cold[:4]] == [Dram.READY] * 3 + [Dram.ABSENT]
+    assert tiers.counts["given_up"] == 1
+
+
+def test_what_was_given_up_is_fetched_again_when_there_is_room(tiers: Tiers) -> None:
+    cold = [tiers.cold(n) for n in range(5)]
+    tiers.wait("near", *cold[:2])
+    tiers.wait("far", *cold[2:4])
+    assert [tiers.fetch() for _ in range(4)] == cold[:4]
+    tiers.look_ahead.prepend(["first"])
+    tiers.room.want("first", cold[4:])
+    assert tiers.fetch() is cold[4]
+    tiers.room.leave_queue("first")
+    assert tiers.fetch() is cold[3]
+    assert cold[4].dram is Dram.ABSENT
+
+
+def test_a_save_takes_what_can_be_read_again_before_what_cannot(tiers: Tiers) -> None:
+    cold = tiers.cold(0)
+    dirty = [tiers.save(n) for n in range(1, 4)]
+    tiers.wait("a", cold)
+    assert tiers.fetch() is cold
+    tiers.save(5)
+    assert (cold.dram, cold.nvme) == (Dram.ABSENT, Nvme.READY)
+    tiers.save(6)
+    assert [chunk.dropped for chunk in dirty] == [True, False, False]
+    assert tiers.counts["lost"] == 1
+
+
+def test_a_hint_takes_no_room_from_whoever_waits(tiers: Tiers) -> None:
+    cold = [tiers.cold(n) for n in range(5)]
+    tiers.wait("a", *cold[:4])
+    while tiers.fetch():
+        pass
+    assert not tiers.begin_prefetch(cold[4], LAST)
+
+
+def test_a_chunk_that_runs_or_is_aborted_for_is_evicted_again(tiers: Tiers) -> None:
+    clean = [tiers.clean(n) for n in range(4)]
+    tiers.wait("a", clean[0], clean[1])
+    tiers.save(10)
+    assert clean[2].dram is Dram.ABSENT
+    tiers.room.leave_queue("a")
+    tiers.room.leave_queue("a")
+    tiers.save(11)
+    assert [chunk.dram is Dram.READY for chunk in clean].count(False) == 2
+
+
+def test_nvme_keeps_what_is_waited_for_as_long_as_there_is_anything_else(tiers: Tiers) -> None:
+    cold = [tiers.cold(n) for n in range(3 * SLOTS)]
+    tiers.wait("a", *cold[1:])
+    tiers.clean(20)
+    assert cold[0].dropped
+    assert not any(chunk.dropped for chunk in cold[1:])
+    tiers.room.want("a", cold[1:])
+    newest = tiers.begin_save(name(21))
+    assert newest is not None
+    tiers.finish_save(newest)
+    assert tiers.begin_write_back() is newest
+    assert sum(chunk.dropped for chunk in cold[1:]) <= 1
+    tiers.finish_write_back(newest, CHECKSUM)
+
+
+def test_what_is_dropped_while_it_is_wanted_is_wanted_no_more(tiers: Tiers) -> None:
+    clean = [tiers.clean(n) for n in range(2)]
+    tiers.wait("a", *clean)
+    tiers.drop(clean[0])
+    tiers.drop_all()
+    assert tiers.look_ahead.next_to_fetch() is None
+    assert tiers.dram_used == tiers.nvme_used == 0
+    tiers.room.leave_queue("a")
