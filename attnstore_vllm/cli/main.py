@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `attnstore` command: looks after the directory of nvme.path."""
+"""The `attnstore` command: looks after the directory of nvme.path, and simulates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnstore_vllm.cli import gc, inspect, verify
+from attnstore_vllm.cli import gc, inspect, simulate, verify
 from attnstore_vllm.config import format_size, parse_size
 from attnstore_vllm.errors import AttnStoreError
 
@@ -33,6 +33,10 @@ def _parser() -> argparse.ArgumentParser:
     clean.add_argument("--namespace", metavar="HEX", help="one namespace, as inspect shows it")
     clean.add_argument("--tenant", metavar="SALT", help="all of one cache_salt")
     clean.add_argument("--to-size", metavar="SIZE", help="oldest first until no more is taken")
+    replay = commands.add_parser(
+        "simulate", help="what a trace's requests would find, by policy and capacity"
+    )
+    simulate.add_arguments(replay)
     return parser
 
 
@@ -60,6 +64,15 @@ def _run(args: argparse.Namespace) -> int:
             print(json.dumps(inspect.as_json(namespaces)))
         else:
             inspect.show(namespaces)
+        return EXIT_OK
+    if args.command == "simulate":
+        trace, runs = simulate.simulate(args)
+        if args.json:
+            print(json.dumps(simulate.as_json(trace, runs)))
+        else:
+            simulate.show(trace, runs)
+        if args.plot:
+            simulate.plot(trace, runs, args.plot)
         return EXIT_OK
     return _gc(args)
 

@@ -41,6 +41,9 @@ class Lru:
     def __len__(self) -> int:
         return len(self._oldest_first)
 
+    def __contains__(self, chunk: Hashable) -> bool:
+        return chunk in self._oldest_first
+
     def add(self, chunk: Hashable) -> None:
         assert chunk not in self._oldest_first
         self._oldest_first[chunk] = None
@@ -63,6 +66,13 @@ class Lru:
         """
         oldest = list(islice((c for c in self._oldest_first if can_go(c)), LOOK_MAX))
         return next((c for c in oldest if costs_nothing(c)), oldest[0] if oldest else None)
+
+
+class Fifo(Lru):
+    """First in, first out: a baseline."""
+
+    def use(self, chunk: Hashable) -> None:
+        """Being used does not help a chunk to stay."""
 
 
 class SlotLru:

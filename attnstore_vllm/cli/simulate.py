@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnstore simulate`: what a trace's requests would find, by policy and capacity."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.sim.formats import Arrivals, read_trace
+from attnstore_vllm.sim.one_pool import Run, replay
+from attnstore_vllm.sim.pools import POLICIES
+from attnstore_vllm.sim.trace import Trace
+
+DEFAULT_POLICIES = "attnstore,lru,fifo,belady,infinite"
+DEFAULT_CAPACITIES = "0.005,0.01,0.02,0.05,0.1,0.2"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "trace", type=Path, metavar="TRACE", help="docs/simulate.md has the formats"
+    )
+    parser.add_argument(
+        "--policy", default=DEFAULT_POLICIES, metavar="P,...", help=f"of {DEFAULT_POLICIES}"
+    )
+    parser.add_argument(
+        "--capacity", default=DEFAULT_CAPACITIES, metavar="SHARE,...",
+        help="of the trace's distinct KV, for one pool",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (matplotlib)")
+    parser.add_argument("--block-tokens", type=int, metavar="N", help="a hash stands for (512)")
+    parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="(256)")
+    given = parser.add_argument_group("for files without times of arrival")
+    given.add_argument("--rate", type=float, default=0.2, help="sessions that begin in a second")
+    given.add_argument("--sessions", type=int, help="drawn from the file (each once)")
+    given.add_argument("--think", type=float, default=60.0, help="median s before a next question")
+    given.add_argument("--seed", type=int, default=1)
+
+
+def simulate(args: argparse.Namespace) -> tuple[Trace, list[Run]]:
+    """Raises: ConfigError, TraceError."""
+    policies = list(_policies(args.policy))
+    capacities = list(_capacities(args.capacity))
+    for name in ("chunk_tokens", "block_tokens", "rate", "sessions", "think"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected more than 0")
+    arrivals = Arrivals(
+        sessions_s=args.rate, num_sessions=args.sessions, think_s=args.think, seed=args.seed
+    )
+    trace = read_trace(args.trace, arrivals, args.block_tokens, args.chunk_tokens)
+    total = len(policies) * len(capacities) * len(trace.requests)
+    with tqdm(total=total, unit="request", unit_scale=True, disable=None) as bar:
+        runs = [
+            replay(trace, policy, capacity, bar.update)
+            for capacity in capacities
+            for policy in policies
+        ]
+    return trace, runs
+
+
+def _policies(text: str) -> Iterator[str]:
+    for name in text.split(","):
+        if name not in POLICIES:
+            raise ConfigError(f"--policy: {name!r} is unknown; "
+                              f"there are {', '.join(POLICIES)}")  # fmt: skip
+        yield name
+
+
+def _capacities(text: str) -> Iterator[float]:
+    for share in text.split(","):
+        try:
+            value = float(share)
+        except ValueError:
+            value = -1.0
+        if not 0 < value <= 1:
+            raise ConfigError(f"--capacity: {share!r} was found; expected a share, as 0.01")
+        yield value
+
+
+def as_json(trace: Trace, runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "trace": trace.name,
+        "requests": len(trace.requests),
+        "prompt_tokens": trace.num_tokens,
+        "chunk_tokens": trace.chunk_tokens,
+        "distinct_chunks": trace.num_chunks,
+        "duration_s": round(trace.duration_s, 3),
+        "runs": [
+            {
+                "policy": run.policy,
+                "capacity": run.capacity,
+                "num_slots": run.num_slots,
+                "hit_tokens": run.hit_tokens,
+                "hit_tokens_share": run.hit_tokens_share,
+            }
+            for run in runs
+        ],
+    }
+
+
+def show(trace: Trace, runs: Sequence[Run]) -> None:
+    print(
+        f"{trace.name}: {len(trace.requests):,} requests in {trace.duration_s / 3600:.2f} h, "
+        f"{trace.num_tokens:,} prompt tokens, {trace.num_chunks:,} distinct chunks of "
+        f"{trace.chunk_tokens} tokens"
+    )
+    policies = list(dict.fromkeys(run.policy for run in runs))
+    shares = {(run.capacity, run.policy): run.hit_tokens_share for run in runs}
+    print("prompt tokens found, by capacity (share of the distinct KV):")
+    print(f"{'capacity':>10}" + "".join(f"{name:>12}" for name in policies))
+    for capacity in dict.fromkeys(run.capacity for run in runs):
+        cells = "".join(f"{shares[capacity, name]:>12.1%}" for name in policies)
+        print(f"{capacity:>10.2%}{cells}")
+
+
+def plot(trace: Trace, runs: Sequence[Run], path: Path) -> None:
+    """Raises: ConfigError without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot: matplotlib is not installed; pip install matplotlib")
+    from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for policy in dict.fromkeys(run.policy for run in runs):
+        points = sorted((r.capacity, r.hit_tokens_share) for r in runs if r.policy == policy)
+        axes.plot(
+            [100 * x for x, _ in points], [100 * y for _, y in points], marker="o", label=policy
+        )
+    axes.set(
+        xscale="log", xlabel="capacity, % of the distinct KV", ylabel="prompt tokens found, %",
+        title=trace.name, ylim=(0, None),
+    )  # fmt: skip
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    print(f"plot: {path}", file=sys.stderr)

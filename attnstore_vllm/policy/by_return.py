@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evict what is least likely to return soon. Pure: time is given.
+
+The slots of a tier stand in groups: those that a run (policy/returns.py) was the last to use.
+All chunks of a group return together or not at all, so they are worth the same; of the group that
+is worth least the deepest chunk goes first, for without it the others are still a prefix.
+
+Runs of one kind stand in the order of their age, and what they are worth rises with age up to
+some point and falls from there: the one that is worth least stands at one end or the other. So a
+decision looks at two groups of each kind, however many there are.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from attnstore_vllm.policy.returns import Before, ReturnEstimator, Run, kind_of, unknown_run
+
+GROUPS_MAX = 4
+"""Groups at one end of a kind that a decision looks at, if none of their chunks can go ..."""
+CHUNKS_MAX = 8
+"""... and of a group so many chunks. What is held or wanted is so by whole groups, mostly."""
+
+
+VICTIMS_MAX = 16
+"""So many slots of a group are given up before all are looked at again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    number: int
+    run: Run
+    slots: array[int] = field(default_factory=lambda: array("i"))
+    """By depth; those that have left the group are still in it, until they are met."""
+    num_left: int = 0
+    """Slots that are still of the group."""
+
+
+class ByReturn:
+    """Order of departure in one tier, by slot number. Some 20 bytes a slot.
+
+    A slot is added once. `attnstore simulate` runs it; the server's tiers are still LRU.
+    """
+
+    def __init__(self, num_slots: int, estimator: ReturnEstimator) -> None:
+        self._estimator = estimator
+        self._num_slots = num_slots
+        self.clear()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, slot: int) -> bool:
+        return self._group_of[slot] >= 0
+
+    def clear(self) -> None:
+        self._length = 0
+        self._opened = 0
+        self._group_of = array("q", [-1]) * self._num_slots
+        self._groups: dict[int, _Group] = {}
+        self._kinds: dict[int, OrderedDict[Run, _Group]] = {}  # oldest first
+        self._poorest: _Group | None = None
+        self._victims_left = 0
+
+    def run_of(self, slot: int) -> Run | None:
+        group = self._groups.get(self._group_of[slot])
+        return group.run if group is not None else None
+
+    def add(self, slot: int, run: Run) -> None:
+        assert self._group_of[slot] < 0
+        self._enter(self._group(run), slot)
+
+    def use(self, slots: Sequence[int], run: Run) -> None:
+        group = self._group(run)
+        for slot in slots:
+            before = self._group_of[slot]
+            assert before >= 0
+            if before != group.number:
+                self.remove(slot)
+                self._enter(group, slot)
+        self._drop_if_empty(group)
+
+    def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
+        """Add many of which nothing is known; of them the first goes first."""
+        if len(slots):
+            assert np.all(np.frombuffer(self._group_of, np.int64)[slots] < 0)
+            group = self._group(unknown_run(now))
+            group.slots = array("i", slots[::-1].astype(np.int32).tobytes())
+            group.num_left = len(slots)
+            np.frombuffer(self._group_of, np.int64)[slots] = group.number
+            self._length += len(slots)
+
+    def remove(self, slot: int) -> None:
+        group = self._groups[self._group_of[slot]]
+        self._group_of[slot] = -1
+        self._length -= 1
+        group.num_left -= 1
+        self._drop_if_empty(group)
+
+    def victim(
+        self,
+        now: float,
+        can_go: Callable[[int], bool],
+        costs_nothing: Callable[[int], bool] | None = None,
+    ) -> int | None:
+        """The slot to free, or None if none is found that can go. Nothing is changed.
+
+        Cost: two groups a kind for the first slot of a group, O(1) for those after it.
+        """
+        if costs_nothing is not None:
+            slot = self._least(now, lambda slot: can_go(slot) and costs_nothing(slot))
+            if slot is not None:
+                return slot
+        return self._least(now, can_go)
+
+    def _least(self, now: float, can_go: Callable[[int], bool]) -> int | None:
+        if self._poorest is not None and self._victims_left:
+            self._victims_left -= 1
+            slot = self._last(self._poorest, can_go)
+            if slot is not None:
+                return slot
+        self._victims_left = VICTIMS_MAX
+        found, least = None, (0.0, False)
+        for kind, groups in self._kinds.items():
+            for ends in (groups.values(), reversed(groups.values())):
+                for _, group in zip(range(GROUPS_MAX), ends, strict=False):
+                    slot = self._last(group, can_go)
+                    if slot is None:
+                        continue
+                    # Of one request, what others share is before what is its own, and stays.
+                    worth = self._estimator.worth(kind, now - group.run.since), group.run.is_shared
+                    if found is None or worth < least:
+                        found, least, self._poorest = slot, worth, group
+                    break
+        return found
+
+    def _last(self, group: _Group, can_go: Callable[[int], bool]) -> int | None:
+        slots, group_of, number = group.slots, self._group_of, group.number
+        while slots and group_of[slots[-1]] != number:
+            slots.pop()
+        if not slots or can_go(slots[-1]):
+            return slots[-1] if slots else None
+        ours = (slot for slot in reversed(slots) if group_of[slot] == number)
+        return next((slot for slot in islice(ours, CHUNKS_MAX) if can_go(slot)), None)
+
+    def _group(self, run: Run) -> _Group:
+        kinds = self._kinds.setdefault(run.kind, OrderedDict())
+        group = kinds.get(run)
+        if group is None:
+            self._opened += 1
+            group = kinds[run] = self._groups[self._opened] = _Group(self._opened, run)
+            self._poorest = None
+        return group
+
+    def _enter(self, group: _Group, slot: int) -> None:
+        self._group_of[slot] = group.number
+        group.slots.append(slot)
+        group.num_left += 1
+        self._length += 1
+
+    def _drop_if_empty(self, group: _Group) -> None:
+        if not group.num_left:
+            del self._kinds[group.run.kind][group.run]
+            del self._groups[group.number]
+            if group is self._poorest:
+                self._poorest = None
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The runs of one request: [0, num_shared) chunks, and those after them."""
+
+    num_shared: int
+    shared: Run
+    own: Run
+
+    def run(self, number: int) -> Run:
+        """Of chunk `number` of the request."""
+        return self.shared if number < self.num_shared else self.own
+
+
+def visit_of(
+    estimator: ReturnEstimator,
+    last_runs: Sequence[Run | None],
+    marks: Sequence[int],
+    num_tokens: int,
+    now: float,
+) -> Visit:
+    """What a request that comes now uses, and by which runs it is remembered.
+
+    A chunk is shared if another run than the one that this request continues was the last to use
+    it, and then for as long as it is stored.
+
+    Args:
+        last_runs: of the request's leading chunks that are stored, the run that used each last.
+        marks: of its whole chunks.
+        num_tokens: of its prompt.
+    """
+    before = estimator.arrive(marks, now)
+    num_shared = _num_shared(last_runs, before)
+    known = max(before.depth if before is not None else 0, len(last_runs))
+    turn = before.turn + 1 if before is not None else 1
+    gap_s = now - before.since if before is not None else None
+    is_fresh = 2 * (len(marks) - known) > len(marks)
+
+    def run(start: int, stop: int, *, is_shared: bool) -> Run:
+        kind = kind_of(turn, gap_s, num_tokens, is_fresh=is_fresh, is_shared=is_shared)
+        number = 0
+        if stop > start:
+            follows = 0 if is_shared else turn
+            number = estimator.open(marks[stop - 1], kind, follows, stop - start, now)
+        return Run(number, kind, now, is_shared)
+
+    shared = run(0, min(num_shared, len(marks)), is_shared=True)
+    return Visit(num_shared, shared, run(num_shared, len(marks), is_shared=False))
+
+
+def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
+    """Of the leading chunks, how many other conversations use too."""
+    own = before.number if before is not None else 0
+    for number, run in enumerate(last_runs):
+        if run is None or not (run.is_shared or run.number != own):
+            return number
+    return len(last_runs)

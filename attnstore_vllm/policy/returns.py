@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When does KV come back? Learned online from what the store sees. Pure: time is given.
+
+A *run* is what one request used of one conversation: a stretch of chunks up to some chunk, its
+*end*. It *returns* when a later request goes through that end. Most runs never do, and nobody
+says which; so two things are learned together (a mixture cure model):
+
+    p(kind)        how likely a run of this kind returns at all;
+    q(class, age)  of those that do, how likely in this stretch of ages, if not before.
+
+A run that is still open counts as one that will return with the probability that it has left, so
+what has not ended yet is neither ignored nor taken for lost. Both are fitted by expectation and
+maximisation: p as a logistic regression over the factors of a kind (turn, gap, length, ...), so
+that a kind that was seldom seen borrows from those that it shares factors with; q as a discrete
+hazard that each class of gaps borrows from all together.
+
+What a slot is worth then is the Gittins index: the best ratio, over all times to keep the run for,
+of the probability that it returns to the time that it stays. Before anything was seen p is the
+same for all and the worth falls with age, so the order is that of LRU.
+
+Runs are followed whether or not their chunks are still stored: nobody learns from survivors only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+RUNS_MAX = 65536
+"""Open runs that are followed. The oldest is given up for a new one."""
+REFIT_RUNS = 256
+FIRST_REFITS = (32, 64, 128)
+DECAY_RUNS = 1 << 17
+"""After so many runs what was seen before counts half."""
+
+NUM_AGES = 40
+FIRST_S = 1.0
+EDGES_S = np.concatenate([[0.0], FIRST_S * 2.0 ** (np.arange(NUM_AGES) / 2)])
+"""Age b is from EDGES_S[b] to EDGES_S[b + 1] seconds; the last ends after 8.6 days."""
+WIDTHS_S = np.diff(EDGES_S)
+
+TURNS_MAX = 4
+GAPS_S = (15.0, 60.0, 240.0)
+LENGTHS_TOKENS = (2048, 8192, 32768)
+SHAPE = (TURNS_MAX, len(GAPS_S) + 2, len(LENGTHS_TOKENS) + 1, 2, 2)
+"""Of kinds: turn, gap to the turn before, tokens of the prompt, mostly new?, shared?"""
+NUM_KINDS = math.prod(SHAPE)
+
+PRIOR_HAZARD = np.array([0.65] + [0.25] * (NUM_AGES - 1))
+"""Of each age, before anything was seen: as ages double, a rate that falls as 1/t. The first age is
+a wider one, and its rate the highest."""
+PRIOR_RUNS = 4.0
+"""Runs' worth of evidence that the prior has among all classes together ..."""
+CLASS_RUNS = 16.0
+"""... that all classes together have in each class ..."""
+KIND_RUNS = 16.0
+"""... and that the regression has in each kind."""
+RIDGE = 5.0
+STEP_MAX = 1.0
+"""Of Newton's method, for each coefficient: with few runs a full step may go far astray."""
+ROUNDS = 3
+
+
+def kind_of(
+    turn: int, gap_s: float | None, num_tokens: int, *, is_fresh: bool, is_shared: bool
+) -> int:
+    """The kind of a run.
+
+    Args:
+        turn: 1 for the first request of a conversation.
+        gap_s: since the request before went through its beginning; None if none did.
+        num_tokens: of the prompt.
+        is_fresh: most of the prompt was not known before.
+        is_shared: other conversations go through it too.
+    """
+    gap = 0 if gap_s is None else 1 + sum(gap_s >= limit for limit in GAPS_S)
+    length = sum(num_tokens >= limit for limit in LENGTHS_TOKENS)
+    kind = (min(turn, TURNS_MAX) - 1) * SHAPE[1] + gap
+    return ((kind * SHAPE[2] + length) * 2 + is_fresh) * 2 + is_shared
+
+
+def age_of(seconds: float) -> int:
+    """The age, an index of WIDTHS_S."""
+    if seconds < FIRST_S:
+        return 0
+    return min(int(2 * math.log2(seconds / FIRST_S)) + 1, NUM_AGES - 1)
+
+
+_FACTORS = np.indices(SHAPE).reshape(len(SHAPE), NUM_KINDS)
+_DESIGN = np.concatenate(
+    [np.ones((1, NUM_KINDS))]
+    + [_FACTORS[f] == np.arange(size)[:, None] for f, size in enumerate(SHAPE)]
+).T.astype(np.float64)
+"""[kind, 1 + values of all factors]: which it has."""
+_CLASSES = _FACTORS[1] * 2 + _FACTORS[4]
+_NUM_CLASSES = SHAPE[1] * 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """What one request used of one conversation. Compared by identity."""
+
+    number: int
+    kind: int
+    since: float
+    is_shared: bool
+
+
+def unknown_run(now: float) -> Run:
+    """Of chunks of which nothing is known but that somebody used or wrote them now."""
+    return Run(0, kind_of(1, None, 0, is_fresh=True, is_shared=False), now, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The open run that a request continues."""
+
+    number: int
+    depth: int
+    """Chunks of the request up to the run's end."""
+    turn: int
+    """0 if it was a shared one."""
+    since: float
+
+
+class ReturnEstimator:
+    """See the module. State: RUNS_MAX open runs, some 10 MB, and a table of kinds and ages.
+
+    Deterministic: the same calls give the same worth.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}  # end -> place of the open run
+        self._end = [0] * RUNS_MAX
+        self._number = np.zeros(RUNS_MAX, np.int64)
+        self._kind = np.zeros(RUNS_MAX, np.int32)
+        self._turn = np.zeros(RUNS_MAX, np.int16)
+        self._since = np.zeros(RUNS_MAX)
+        self._weight = np.zeros(RUNS_MAX)
+        self._is_open = np.zeros(RUNS_MAX, np.bool_)
+        self.is_due = False
+        """Whether refit() is to be called soon."""
+        self._opened = 0
+        self._decay_at = DECAY_RUNS
+        self._weight_sum = 0.0
+        # [kind, age], in weights: runs that returned at that age; that were followed up to it.
+        self._returned = np.zeros((NUM_KINDS, NUM_AGES))
+        self._departed = np.zeros((NUM_KINDS, NUM_AGES))
+        p, q = np.full(NUM_KINDS, 0.5), np.tile(PRIOR_HAZARD, (_NUM_CLASSES, 1))
+        self._fit = Fit(p, q, np.zeros(_DESIGN.shape[1]), _gittins(p, q).tolist())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def arrive(self, marks: Sequence[int], now: float) -> Before | None:
+        """A request came whose whole chunks have these marks. Ends the runs that it goes through.
+
+        Args:
+            marks: 64 bits of each chunk's key, or anything that names it.
+        Returns: the deepest of them. Cost: a look-up a chunk.
+        """
+        deepest: Before | None = None
+        for depth in range(len(marks), 0, -1):
+            place = self._places.pop(marks[depth - 1], None)
+            if place is None:
+                continue
+            if deepest is None:
+                deepest = Before(
+                    int(self._number[place]), depth, int(self._turn[place]),
+                    float(self._since[place]),
+                )  # fmt: skip
+            self._close(place, self._returned, now)
+        return deepest
+
+    def open(self, end: int, kind: int, turn: int, weight: float, now: float) -> int:
+        """Follow a run from now on.
+
+        Args:
+            end: the mark of its last chunk.
+            weight: its chunks; slots are what is worth something, not requests.
+        Returns: its number. Cost: O(1).
+        """
+        if end in self._places:
+            self._close(self._places.pop(end), self._returned, now)
+        place = self._opened % RUNS_MAX
+        if self._is_open[place]:
+            del self._places[self._end[place]]
+            self._close(place, self._departed, now)
+        self._opened += 1
+        self._weight_sum += weight
+        self._places[end] = place
+        self._end[place] = end
+        self._number[place] = self._opened
+        self._kind[place], self._turn[place] = kind, turn
+        self._since[place], self._weight[place] = now, weight
+        self._is_open[place] = True
+        self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
+        return self._opened
+
+    def worth(self, kind: int, seconds: float) -> float:
+        """Expected returns per second of a slot whose run has not returned for that long."""
+        return self._fit.worth[kind][age_of(seconds)]
+
+    def returns(self, kind: int) -> float:
+        """The probability that a run of this kind returns at all."""
+        return float(self._fit.p[kind])
+
+    def _close(self, place: int, table: Array, now: float) -> None:
+        self._is_open[place] = False
+        age = age_of(now - self._since[place])
+        table[self._kind[place], age] += self._weight[place]
+
+    def refit(self, now: float) -> None:
+        """Learn from what was seen since the last time. Cost: some milliseconds."""
+        self.learn(self.seen(now).fit())
+
+    def seen(self, now: float) -> Seen:
+        """What fit() learns from; it may be called beside further events."""
+        self.is_due = False
+        live = np.flatnonzero(self._is_open)
+        ages = np.searchsorted(EDGES_S, now - self._since[live], side="right") - 1
+        cells = self._kind[live] * NUM_AGES + np.clip(ages, 0, NUM_AGES - 1)
+        counts = np.bincount(cells, self._weight[live], NUM_KINDS * NUM_AGES)
+        waiting = self._departed + counts.reshape(NUM_KINDS, NUM_AGES)
+        if self._opened >= self._decay_at:
+            self._decay_at += DECAY_RUNS
+            self._returned *= 0.5
+            self._departed *= 0.5
+        run = self._weight_sum / max(1, self._opened)
+        return Seen(self._returned / run, waiting / run, self._fit)
+
+    def learn(self, fit: Fit) -> None:
+        self._fit = fit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """What was learned."""
+
+    p: Array
+    """[kind] the probability to return at all."""
+    q: Array
+    """[class, age] of those that do, to return at this age, if not before."""
+    coefficients: Array
+    """Of the regression."""
+    worth: list[list[float]]
+    """[kind][age] returns a second."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """Runs by kind and age, in units of a run of mean weight, and what was learned before."""
+
+    returned: Array
+    """[kind, age] that returned at that age."""
+    waiting: Array
+    """[kind, age] that have not up to it."""
+    before: Fit
+
+    def fit(self) -> Fit:
+        """Pure. Cost: some milliseconds."""
+        b = self.before
+        p, q, coefficients = _fit(self.returned, self.waiting, b.p, b.q, b.coefficients)
+        return Fit(p, q, coefficients, _gittins(p, q).tolist())
+
+
+def _fit(
+    returned: Array, waiting: Array, p: Array, q: Array, coefficients: Array
+) -> tuple[Array, Array, Array]:
+    """Expectation and maximisation, from the last fit on.
+
+    Args:
+        returned, waiting: [kind, age] runs that returned at that age; that have not up to it.
+    """
+    for _ in range(ROUNDS):
+        after = np.cumprod(1 - q, axis=1)
+        before = np.concatenate([np.ones((_NUM_CLASSES, 1)), after[:, :-1]], axis=1)
+        left = p[:, None] * ((after + before) / 2)[_CLASSES]
+        will_return = waiting * left / (1 - p[:, None] + left)
+        positive = returned.sum(axis=1) + will_return.sum(axis=1)
+        total = returned.sum(axis=1) + waiting.sum(axis=1)
+        coefficients = _regress(positive, total, coefficients)
+        predicted = _logistic(_DESIGN @ coefficients)
+        p = (positive + KIND_RUNS * predicted) / (total + KIND_RUNS)
+        by_class = np.zeros((2, _NUM_CLASSES, NUM_AGES))
+        np.add.at(by_class[0], _CLASSES, returned)
+        np.add.at(by_class[1], _CLASSES, will_return)
+        returned_in_all, waiting_in_all = by_class.sum(axis=1)
+        pooled = _hazard(returned_in_all, waiting_in_all, PRIOR_HAZARD, PRIOR_RUNS)
+        q = np.clip(_hazard(by_class[0], by_class[1], pooled, CLASS_RUNS), 1e-6, 0.999)
+    return p, q, coefficients
+
+
+def _regress(positive: Array, total: Array, coefficients: Array) -> Array:
+    """Two steps of Newton's method towards the ridge estimate; the next rounds do the rest."""
+    ridge = RIDGE * np.eye(len(coefficients))
+    for _ in range(2):
+        mean = _logistic(_DESIGN @ coefficients)
+        slope = _DESIGN.T @ (positive - total * mean) - RIDGE * coefficients
+        curvature = (_DESIGN * (total * mean * (1 - mean))[:, None]).T @ _DESIGN + ridge
+        step = np.linalg.solve(curvature, slope)
+        coefficients = coefficients + np.clip(step, -STEP_MAX, STEP_MAX)
+    return coefficients
+
+
+def _logistic(x: Array) -> Array:
+    return 1 / (1 + np.exp(-np.clip(x, -30, 30)))
+
+
+def _hazard(returned: Array, waiting: Array, prior: Array, prior_runs: float) -> Array:
+    """[..., age] the probability to return at an age, of those that had not before."""
+    reached = np.cumsum((returned + waiting)[..., ::-1], axis=-1)[..., ::-1] - waiting / 2
+    return (returned + prior_runs * prior) / (reached + prior_runs)
+
+
+def _gittins(p: Array, q: Array) -> Array:
+    """[kind, age] the best ratio of returns to seconds, over all times to keep a slot for."""
+    survival = np.cumprod(1 - q, axis=1)
+    survival = np.concatenate([np.ones((_NUM_CLASSES, 1)), survival], axis=1)[_CLASSES]
+    alive = 1 - p[:, None] * (1 - survival)
+    seconds = np.cumsum(WIDTHS_S * (alive[:, 1:] + alive[:, :-1]) / 2, axis=1)
+    seconds = np.concatenate([np.zeros((NUM_KINDS, 1)), seconds], axis=1)
+    best = np.zeros((NUM_KINDS, NUM_AGES))
+    for age in range(NUM_AGES):
+        returns = alive[:, age, None] - alive[:, age + 1 :]
+        best[:, age] = (returns / (seconds[:, age + 1 :] - seconds[:, age, None])).max(axis=1)
+    return best

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay of request traces over the store's policies, in simulated time."""

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pool, requests at their times, and how many of their prompt tokens are found in it.
+
+Time passes between requests only: what they need is there at once or not at all. So the figures
+are about what is kept, and not about how fast it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attnstore_vllm.sim.pools import POLICIES
+from attnstore_vllm.sim.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of one trace under one policy. Shares are of all prompt tokens."""
+
+    policy: str
+    capacity: float
+    """As a share of the trace's distinct chunks."""
+    num_slots: int
+    hit_tokens: int
+    prompt_tokens: int
+
+    @property
+    def hit_tokens_share(self) -> float:
+        return self.hit_tokens / self.prompt_tokens
+
+
+def replay(
+    trace: Trace, policy: str, capacity: float, step: Callable[[], object] = lambda: None
+) -> Run:
+    """Replay the trace.
+
+    Args:
+        capacity: a share of the trace's distinct chunks; at least one slot is there.
+        step: called after each request, for a progress bar.
+    """
+    num_slots = max(1, int(trace.num_chunks * capacity))
+    pool = POLICIES[policy](num_slots, trace)
+    stored = [0] * trace.num_chunks  # tokens of each chunk, when it was last stored
+    size = trace.chunk_tokens
+    hit = 0
+    for request in trace.requests:
+        chunks = request.chunks.tolist()
+        found = tokens = 0
+        for chunk in chunks:
+            if chunk not in pool:
+                break
+            found += 1
+            tokens += stored[chunk]
+            if stored[chunk] < size:
+                break
+        hit += min(tokens, request.num_tokens)
+        pool.store(request, chunks, found)
+        stored_chunks(stored, chunks, request.known_tokens, size)
+        step()
+    return Run(policy, capacity, num_slots, hit, trace.num_tokens)
+
+
+def stored_chunks(stored: list[int], chunks: list[int], num_tokens: int, size: int) -> None:
+    """Note how many tokens each chunk has now: all are whole but the last."""
+    for chunk in chunks:
+        stored[chunk] = size
+    if chunks and num_tokens % size:
+        stored[chunks[-1]] = num_tokens - (len(chunks) - 1) * size

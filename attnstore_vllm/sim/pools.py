@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pool of slots under each policy: what is in it after each request.
+
+The policies that a server can use are the real ones (policy/); `belady` knows the future and is
+the bound, `infinite` forgets nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from attnstore_vllm.policy.by_return import ByReturn, visit_of
+from attnstore_vllm.policy.eviction import Fifo, Lru
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.sim.trace import Request, Trace
+
+
+class Pool(Protocol):
+    """Holds at most as many chunks as it was made for, once store() has returned."""
+
+    def __contains__(self, chunk: int) -> bool: ...
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        """A request was served: all its chunks are stored, as far as there is room.
+
+        Args:
+            chunks: of the request.
+            num_found: of them, the leading ones that were in the pool.
+        """
+        ...
+
+
+def _always(_: object) -> bool:
+    return True
+
+
+class InOrder:
+    """lru and fifo. Of one request the last chunk is the one that goes first."""
+
+    def __init__(self, num_slots: int, policy: Lru) -> None:
+        self._num_slots = num_slots
+        self._policy = policy
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._policy
+
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        policy = self._policy
+        for chunk in reversed(chunks):
+            if chunk in policy:
+                policy.use(chunk)
+                continue
+            if len(policy) >= self._num_slots:
+                policy.remove(policy.victim(_always, _always))
+            policy.add(chunk)
+
+
+class ByReturnPool:
+    """attnstore."""
+
+    def __init__(self, num_slots: int, trace: Trace) -> None:
+        self._num_slots = num_slots
+        self._chunk_tokens = trace.chunk_tokens
+        self._estimator = ReturnEstimator()
+        self._order = ByReturn(trace.num_chunks, self._estimator)
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._order
+
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        order, now = self._order, request.arrival_s
+        last_runs = [order.run_of(chunk) for chunk in chunks[:num_found]]
+        whole = chunks[: request.num_tokens // self._chunk_tokens]
+        visit = visit_of(self._estimator, last_runs, whole, request.num_tokens, now)
+        if self._estimator.is_due:
+            self._estimator.refit(now)
+        for part, run in (
+            (chunks[: visit.num_shared], visit.shared), (chunks[visit.num_shared :], visit.own)
+        ):  # fmt: skip
+            order.use([chunk for chunk in part if chunk in order], run)
+            for chunk in part:
+                if chunk not in order:
+                    order.add(chunk, run)
+        while len(order) > self._num_slots:
+            victim = order.victim(now, _always)
+            assert victim is not None
+            order.remove(victim)
+
+
+class Belady:
+    """Evicts what is used again last, and of one request the last chunk first."""
+
+    def __init__(self, num_slots: int, trace: Trace) -> None:
+        self._num_slots = num_slots
+        self._uses: list[list[int]] = [[] for _ in range(trace.num_chunks)]
+        for number in range(len(trace.requests) - 1, -1, -1):
+            for chunk in trace.requests[number].chunks.tolist():
+                self._uses[chunk].append(number)  # the next one last
+        self._never = len(trace.requests)
+        self._next: dict[int, tuple[int, int]] = {}
+        self._heap: list[tuple[int, int, int]] = []
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._next
+
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        for place, chunk in enumerate(chunks):
+            uses = self._uses[chunk]
+            uses.pop()
+            when = -(uses[-1] if uses else self._never), -place
+            self._next[chunk] = when
+            heapq.heappush(self._heap, (*when, chunk))
+        while len(self._next) > self._num_slots:
+            use, depth, chunk = heapq.heappop(self._heap)
+            if self._next.get(chunk) == (use, depth):
+                del self._next[chunk]
+
+
+class Infinite:
+    def __init__(self) -> None:
+        self._chunks: set[int] = set()
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._chunks
+
+    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+        self._chunks.update(chunks)
+
+
+POLICIES: dict[str, Callable[[int, Trace], Pool]] = {
+    "attnstore": ByReturnPool,
+    "lru": lambda num_slots, _: InOrder(num_slots, Lru()),
+    "fifo": lambda num_slots, _: InOrder(num_slots, Fifo()),
+    "belady": Belady,
+    "infinite": lambda _, __: Infinite(),
+}
