@@ -21,7 +21,14 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm.policy.returns import Before, ReturnEstimator, Run, kind_of, unknown_run
+from attnstore_vllm.policy.returns import (
+    TURNS_MAX,
+    Before,
+    ReturnEstimator,
+    Run,
+    kind_of,
+    unknown_run,
+)
 
 GROUPS_MAX = 4
 """Groups at one end of a kind that a decision looks at, if none of their chunks can go ..."""
@@ -29,6 +36,8 @@ CHUNKS_MAX = 8
 """... and of a group so many chunks. What is held or wanted is so by whole groups, mostly."""
 
 
+STALE_MAX = 16
+"""A group forgets those that have left it when they are more than these and those left."""
 VICTIMS_MAX = 16
 """So many slots of a group are given up before all are looked at again."""
 
@@ -78,6 +87,8 @@ class ByReturn:
         self._enter(self._group(run), slot)
 
     def use(self, slots: Sequence[int], run: Run) -> None:
+        if not slots:
+            return
         group = self._group(run)
         for slot in slots:
             before = self._group_of[slot]
@@ -85,7 +96,6 @@ class ByReturn:
             if before != group.number:
                 self.remove(slot)
                 self._enter(group, slot)
-        self._drop_if_empty(group)
 
     def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
         """Add many of which nothing is known; of them the first goes first."""
@@ -102,7 +112,7 @@ class ByReturn:
         self._group_of[slot] = -1
         self._length -= 1
         group.num_left -= 1
-        self._drop_if_empty(group)
+        self._tidy(group)
 
     def victim(
         self,
@@ -165,12 +175,16 @@ class ByReturn:
         group.num_left += 1
         self._length += 1
 
-    def _drop_if_empty(self, group: _Group) -> None:
+    def _tidy(self, group: _Group) -> None:
+        """Some slot has left. Cost: O(1), amortized."""
         if not group.num_left:
             del self._kinds[group.run.kind][group.run]
             del self._groups[group.number]
             if group is self._poorest:
                 self._poorest = None
+        elif len(group.slots) > 2 * group.num_left + STALE_MAX:
+            left = dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)
+            group.slots = array("i", left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +220,7 @@ def visit_of(
     before = estimator.arrive(marks, now)
     num_shared = _num_shared(last_runs, before)
     known = max(before.depth if before is not None else 0, len(last_runs))
-    turn = before.turn + 1 if before is not None else 1
+    turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
     gap_s = now - before.since if before is not None else None
     is_fresh = 2 * (len(marks) - known) > len(marks)
 

@@ -183,7 +183,8 @@ class ReturnEstimator:
 
         Args:
             end: the mark of its last chunk.
-            weight: its chunks; slots are what is worth something, not requests.
+            turn: of its conversation; TURNS_MAX at most. 0 for a shared run.
+        weight: its chunks; slots are what is worth something, not requests.
         Returns: its number. Cost: O(1).
         """
         if end in self._places:
@@ -194,12 +195,12 @@ class ReturnEstimator:
             self._close(place, self._departed, now)
         self._opened += 1
         self._weight_sum += weight
-        self._places[end] = place
         self._end[place] = end
         self._number[place] = self._opened
         self._kind[place], self._turn[place] = kind, turn
         self._since[place], self._weight[place] = now, weight
         self._is_open[place] = True
+        self._places[end] = place
         self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
         return self._opened
 

@@ -244,6 +244,27 @@ def test_a_conversation_alone_shares_nothing() -> None:
     assert visit.own.kind == kind_of(5, 30.0, 2560, is_fresh=False, is_shared=False)
 
 
+def test_a_conversation_without_end() -> None:
+    """Also the same prompt again and again, as a health probe sends it."""
+    estimator = ReturnEstimator()
+    order = ByReturn(10, estimator)
+    for second in range(33_000):
+        visit = ask(order, estimator, [0, 1], float(second))
+    assert visit.own.kind == kind_of(4, 1.0, 512, is_fresh=False, is_shared=False)
+    assert len(estimator) == 1
+
+
+def test_what_has_left_a_group_takes_no_room_in_it() -> None:
+    order, run = untrained(), run_at(0.0)
+    order.add(0, run)
+    for _ in range(1000):
+        order.add(1, run)
+        order.remove(1)
+    (group,) = order._groups.values()
+    assert len(group.slots) < 50
+    assert empty(order, 1.0) == [0]
+
+
 def test_turns_are_counted_also_if_nothing_is_stored_any_more() -> None:
     estimator = ReturnEstimator()
     ask(ByReturn(100, estimator), estimator, [0, 1], 0.0)
