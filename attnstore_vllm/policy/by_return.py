@@ -18,22 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
-
-from attnstore_vllm.policy.returns import (
-    TURNS_MAX,
-    Before,
-    ReturnEstimator,
-    Run,
-    kind_of,
-    unknown_run,
-)
+from attnstore_vllm.policy.returns import TURNS_MAX, Before, ReturnEstimator, Run, kind_of
 
 GROUPS_MAX = 4
 """Groups at one end of a kind that a decision looks at, if none of their chunks can go ..."""
 CHUNKS_MAX = 8
-"""... and of a group so many chunks. What is held or wanted is so by whole groups, mostly."""
+"""... and of a group so many chunks. What is held is so by whole groups, mostly."""
 
 
 STALE_MAX = 16
@@ -97,16 +87,6 @@ class ByReturn:
                 self.remove(slot)
                 self._enter(group, slot)
 
-    def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
-        """Add many of which nothing is known; of them the first goes first."""
-        if len(slots):
-            assert np.all(np.frombuffer(self._group_of, np.int64)[slots] < 0)
-            group = self._group(unknown_run(now))
-            group.slots = array("i", slots[::-1].astype(np.int32).tobytes())
-            group.num_left = len(slots)
-            np.frombuffer(self._group_of, np.int64)[slots] = group.number
-            self._length += len(slots)
-
     def remove(self, slot: int) -> None:
         group = self._groups[self._group_of[slot]]
         self._group_of[slot] = -1
@@ -114,23 +94,11 @@ class ByReturn:
         group.num_left -= 1
         self._tidy(group)
 
-    def victim(
-        self,
-        now: float,
-        can_go: Callable[[int], bool],
-        costs_nothing: Callable[[int], bool] | None = None,
-    ) -> int | None:
+    def victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
         """The slot to free, or None if none is found that can go. Nothing is changed.
 
         Cost: two groups a kind for the first slot of a group, O(1) for those after it.
         """
-        if costs_nothing is not None:
-            slot = self._least(now, lambda slot: can_go(slot) and costs_nothing(slot))
-            if slot is not None:
-                return slot
-        return self._least(now, can_go)
-
-    def _least(self, now: float, can_go: Callable[[int], bool]) -> int | None:
         if self._poorest is not None and self._victims_left:
             self._victims_left -= 1
             slot = self._last(self._poorest, can_go)

@@ -112,11 +112,6 @@ class Run:
     is_shared: bool
 
 
-def unknown_run(now: float) -> Run:
-    """Of chunks of which nothing is known but that somebody used or wrote them now."""
-    return Run(0, kind_of(1, None, 0, is_fresh=True, is_shared=False), now, False)
-
-
 @dataclass(frozen=True, slots=True)
 class Before:
     """The open run that a request continues."""

@@ -210,16 +210,15 @@ def _conversations(path: Path, text: str, arrivals: Arrivals, chunk_tokens: int)
     rng = Random(arrivals.seed)
     found = []
     for number, (now_s, turns) in enumerate(_begin([c for c in conversations if c], arrivals)):
-        time_s, num_tokens, think_s = now_s, 0, 0.0
+        time_s, num_tokens = now_s, 0
         for question, answer in turns:
             num_tokens += question
             count = -(-(num_tokens + answer) // chunk_tokens)
             chunks = np.arange(count, dtype=np.int64) + number * SESSION_STRIDE
             known = num_tokens + answer
-            found.append(Request(time_s, chunks, num_tokens, answer, known, number, think_s))
+            found.append(Request(time_s, chunks, num_tokens, answer, known))
             num_tokens = known
-            think_s = arrivals.think_s * rng.lognormvariate(0, 1)
-            time_s += answer / ANSWER_TOKENS_S + think_s
+            time_s += answer / ANSWER_TOKENS_S + arrivals.think_s * rng.lognormvariate(0, 1)
     return make_trace(path.name, chunk_tokens, found)
 
 

@@ -33,8 +33,6 @@ class Request:
         num_tokens: of the prompt.
         answer_tokens: that it is answered with.
         known_tokens: of prompt and answer, those that `chunks` stands for.
-        session: whose next request comes `think_s` after the answer of the one before, when the
-            server is simulated too; -1: it comes at its time, whatever the server does.
     """
 
     arrival_s: float
@@ -42,8 +40,6 @@ class Request:
     num_tokens: int
     answer_tokens: int
     known_tokens: int
-    session: int = -1
-    think_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

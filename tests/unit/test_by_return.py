@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,14 +87,6 @@ def test_what_is_held_stays_and_the_next_best_goes() -> None:
     assert order.victim(9.0, lambda slot: False) is None
 
 
-@pytest.mark.parametrize(("cheap", "goes"), [({20}, 20), ({0, 20}, 0), (set[int](), 1)])
-def test_one_that_costs_nothing_is_preferred(cheap: set[int], goes: int) -> None:
-    order = untrained()
-    for number in range(3):
-        fill(order, range(10 * number, 10 * number + 2), run_at(float(number)))
-    assert order.victim(9.0, anything, lambda slot: slot in cheap) == goes
-
-
 def test_the_poorest_is_looked_for_again_before_a_large_group_is_gone() -> None:
     order = untrained()
     fill(order, range(50), run_at(20.0))
@@ -126,17 +117,6 @@ def test_held_runs_at_one_end_do_not_hide_the_others() -> None:
     assert order.victim(99.0, lambda slot: slot != 0) == 1
     newest = GROUPS_MAX + 1
     assert order.victim(99.0, lambda slot: slot == newest) == newest
-
-
-def test_what_recovery_found_goes_in_its_order_and_can_be_used() -> None:
-    order = untrained()
-    order.add_oldest(np.array([5, 3, 9], np.int32), 10.0)
-    fill(order, range(20, 22), run_at(20.0))
-    order.use([3], run_at(30.0))
-    order.remove(9)
-    assert empty(order, 40.0) == [5, 21, 20, 3]
-    order.add_oldest(np.empty(0, np.int32), 10.0)
-    assert len(order) == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from("aurc"), st.integers(0, 9), st.integers(0, 3))))
