@@ -17,7 +17,10 @@ namespace attnstore {
 namespace {
 
 constexpr std::uint64_t kAlignment = 4096;
-constexpr int kRetriesMax = 64;         // of one piece, when the kernel says EAGAIN or EINTR
+// More at once would leave the disk idle meanwhile: 26 made 4 KiB reads 1.16 times slower.
+constexpr unsigned kSubmitMax = 4;
+constexpr unsigned kReapMax = 8;  // what takes their places is begun before the next are looked at
+constexpr int kRetriesMax = 64;   // of one piece, when the kernel says EAGAIN or EINTR
 constexpr int kWaitRetriesMax = 10000;  // of one wait, a tenth of a millisecond apart
 // Below this a hand-over to another thread and back costs more than the checksum itself.
 constexpr std::size_t kHashHereBytes = 64 * 1024;
@@ -263,6 +266,7 @@ bool UringLoop::send(std::uint32_t place) {
   sqe->flags |= IOSQE_FIXED_FILE;
   sqe->user_data = name_of(place, piece.generation);
   ++num_flying_;
+  if (io_uring_sq_ready(&ring_) >= kSubmitMax) io_uring_submit(&ring_);
   return true;
 }
 
@@ -282,8 +286,15 @@ std::uint64_t UringLoop::file_offset(const Piece& piece) {
 // The parts of the buffers that bytes [at, end) of the request lie in.
 void UringLoop::set_spans(Piece* piece) {
   piece->spans.clear();
+  const Request& request = piece->job->request;
+  if (request.stride > 0) {  // a piece lies in one buffer, and all are of one size
+    const std::size_t size = request.buffers[0].num_bytes;
+    piece->spans.push_back({request.buffers[piece->at / size].data + piece->at % size,
+                            static_cast<std::size_t>(piece->end - piece->at)});
+    return;
+  }
   std::uint64_t before = 0;
-  for (const Span& buffer : piece->job->request.buffers) {
+  for (const Span& buffer : request.buffers) {
     const std::uint64_t from = std::max(piece->at, before);
     const std::uint64_t to = std::min<std::uint64_t>(piece->end, before + buffer.num_bytes);
     if (from < to) piece->spans.push_back({buffer.data + (from - before), to - from});
@@ -371,10 +382,12 @@ bool UringLoop::wait() {
   return false;
 }
 
+// At most as many as were in flight: news and what has ended must not wait for a busy disk.
 void UringLoop::reap() {
-  constexpr unsigned kBatch = 64;
-  io_uring_cqe* found[kBatch];
-  while (const unsigned count = io_uring_peek_batch_cqe(&ring_, found, kBatch)) {
+  io_uring_cqe* found[kReapMax];
+  for (unsigned left = options_.depth + 1; left > 0;) {
+    const unsigned count = io_uring_peek_batch_cqe(&ring_, found, std::min(left, kReapMax));
+    if (count == 0) break;
     for (unsigned i = 0; i < count; ++i) {
       const std::uint64_t name = found[i]->user_data;
       const std::int32_t res = found[i]->res;
@@ -385,6 +398,8 @@ void UringLoop::reap() {
       }
     }
     io_uring_cq_advance(&ring_, count);
+    left -= count;
+    dispatch();
   }
 }
 

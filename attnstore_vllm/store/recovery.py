@@ -28,6 +28,16 @@ BATCHES = 4
 """In flight, so that the disk always has a deep queue."""
 
 
+class _Buffer:
+    """What a batch is read into. `pages`: its parts, a header each; made once, not per batch."""
+
+    def __init__(self, num_pages: int, page_bytes: int) -> None:
+        self.whole = memoryview(mmap.mmap(-1, num_pages * page_bytes))
+        self.pages = tuple(
+            self.whole[i * page_bytes : (i + 1) * page_bytes] for i in range(num_pages)
+        )
+
+
 class Recovery:
     """One scan of all our segments. Runs on the keeper's thread."""
 
@@ -40,7 +50,7 @@ class Recovery:
                 self._todo.append(range(first, min(first + BATCH_HEADERS, records.stop)))
         self.num_records = sum(map(len, self._todo))
         size = context.slab.header_bytes
-        self._buffers = [memoryview(mmap.mmap(-1, BATCH_HEADERS * size)) for _ in range(BATCHES)]
+        self._buffers = [_Buffer(BATCH_HEADERS, size) for _ in range(BATCHES)]
         self._open = 0
         self._started = context.clock()
         self.seconds = 0.0
@@ -58,14 +68,13 @@ class Recovery:
             buffer = self._buffers.pop()
             with context.progress:
                 segment = context.slab.segment(records.start)
-            size = context.slab.header_bytes
             transfers.append(
                 Transfer(
                     Op.READ,
                     partial(self._finish, records, buffer, segment),
                     partial(context.note_hang, Op.READ),
                     offset=context.slab.offset(records.start),
-                    buffers=tuple(buffer[i * size : (i + 1) * size] for i in range(len(records))),
+                    buffers=buffer.pages[: len(records)],
                     stride=context.slab.record_bytes,
                 )
             )
@@ -73,11 +82,11 @@ class Recovery:
         context.flights.submit(transfers)
 
     def _finish(
-        self, records: range, buffer: memoryview, segment: SegmentHeader, completion: Completion
+        self, records: range, buffer: _Buffer, segment: SegmentHeader, completion: Completion
     ) -> None:
         context = self._context
         if completion.error is None:
-            self._adopt(records, buffer, segment)
+            self._adopt(records, buffer.whole, segment)
         elif len(records) > 1:  # find the ones that can be read
             middle = len(records) // 2
             self._todo.extendleft((records[middle:], records[:middle]))
