@@ -151,6 +151,8 @@ class StoreConfig:
     eviction: Literal["attnstore", "lru", "fifo"] = "attnstore"
     """Who leaves a full tier, of what nobody waits for: what is least likely to return soon; the
     others are there to compare with."""
+    look_ahead: bool = True
+    """Bring up from NVMe what waiting requests want; off only to compare with."""
     io_depth: int = 8
     """Requests in flight on the device; half of them may be writes."""
     data_parallel_size: int = 1
@@ -176,9 +178,14 @@ class StoreConfig:
         eviction = given.get("eviction", "attnstore")
         if eviction not in EVICTIONS:
             raise ConfigError(f"eviction is {eviction!r}; it must be one of {', '.join(EVICTIONS)}")
+        look_ahead = given.get("look_ahead", True)
+        if not isinstance(look_ahead, bool):
+            raise ConfigError(f"look_ahead is {look_ahead!r}; it must be true or false")
         dram = parse_size("dram", given["dram"])
         nvme = NvmeConfig.parse(given["nvme"])
-        return cls(dram_bytes=dram, nvme=nvme, eviction=eviction, **optional)
+        return cls(
+            dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead, **optional
+        )
 
     def share(self, dp_rank: int | None) -> StoreConfig:
         """The part of one data-parallel engine: `path/dp<rank>` and an equal share of both sizes.

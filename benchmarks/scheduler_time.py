@@ -77,6 +77,17 @@ def make_request(name: int, tokens: list[int]) -> Any:
     )
 
 
+def step_of(tokens: dict[str, int]) -> Any:
+    """A SchedulerOutput of requests that have just begun."""
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        preempted_req_ids=None,
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, num_computed_tokens=0) for r in tokens],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+    )
+
+
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     started = time.perf_counter()
     result = call()
@@ -100,16 +111,14 @@ def one_request(scheduler: Scheduler, request: Any, block_tokens: int) -> tuple[
         scheduler.update_state_after_alloc(request, blocks, offered)
         request.num_computed_tokens = offered
         rest = request.num_tokens - offered
-        return scheduler.build_step(
-            SimpleNamespace(num_scheduled_tokens={request.request_id: rest})
-        )
+        return scheduler.build_step(step_of({request.request_id: rest}))
 
     ran_ms, plan = timed(run)
     request.num_computed_tokens = request.num_tokens
     ended_ms, _ = timed(lambda: scheduler.request_finished(request, blocks))
-    tail = scheduler.build_step(SimpleNamespace(num_scheduled_tokens={}))
+    tail = scheduler.build_step(step_of({}))
     ids = [p.plan_id for step in (plan, tail) for p in (*step.loads, *step.saves)]
-    reported_ms, _ = timed(lambda: scheduler.on_report(StepReport(ids)))
+    reported_ms, _ = timed(lambda: scheduler.on_report(StepReport(tail.number, ids)))
     return came_ms + ran_ms + ended_ms + reported_ms, again_ms, offered
 
 

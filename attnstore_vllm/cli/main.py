@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnstore_vllm.cli import gc, inspect, simulate, verify
+from attnstore_vllm.cli import gc, inspect, plan, simulate, simulate_server, verify
 from attnstore_vllm.config import format_size, parse_size
 from attnstore_vllm.errors import AttnStoreError
 
@@ -37,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
         "simulate", help="what a trace's requests would find, by policy and capacity"
     )
     simulate.add_arguments(replay)
+    sizes = commands.add_parser("plan", help="how much DRAM and NVMe a load wants, for a budget")
+    plan.add_arguments(sizes)
+    simulate.add_trace_arguments(sizes)
     return parser
 
 
@@ -66,15 +69,38 @@ def _run(args: argparse.Namespace) -> int:
             inspect.show(namespaces)
         return EXIT_OK
     if args.command == "simulate":
-        trace, runs = simulate.simulate(args)
+        return _simulate(args)
+    if args.command == "plan":
+        trace = simulate.read(args)
+        options = plan.plan(args, trace)
         if args.json:
-            print(json.dumps(simulate.as_json(trace, runs)))
+            print(json.dumps([option.as_json() for option in options]))
         else:
-            simulate.show(trace, runs)
-        if args.plot:
-            simulate.plot(trace, runs, args.plot)
+            plan.show(trace, options)
         return EXIT_OK
     return _gc(args)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    trace = simulate.read(args)
+    if args.machine is not None:
+        outcomes = simulate_server.simulate(args, trace)
+        if args.json:
+            print(json.dumps(simulate_server.as_json(trace, args.machine, outcomes)))
+        else:
+            simulate_server.show(trace, args.machine, outcomes)
+        if args.plot:
+            title = f"{trace.name} on {args.machine.stem}"
+            simulate_server.plot(outcomes, title, args.plot)
+        return EXIT_OK
+    runs = simulate.simulate(args, trace)
+    if args.json:
+        print(json.dumps(simulate.as_json(trace, runs)))
+    else:
+        simulate.show(trace, runs)
+    if args.plot:
+        simulate.plot(trace, runs, args.plot)
+    return EXIT_OK
 
 
 def _gc(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.one_pool import Run, replay
 from attnstore_vllm.sim.pools import POLICIES
-from attnstore_vllm.sim.trace import Trace
+from attnstore_vllm.sim.trace import Trace, at_speed
 
 DEFAULT_POLICIES = "attnstore,lru,fifo,belady,infinite"
 DEFAULT_CAPACITIES = "0.005,0.01,0.02,0.05,0.1,0.2"
@@ -27,14 +27,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "trace", type=Path, metavar="TRACE", help="docs/simulate.md has the formats"
     )
     parser.add_argument(
-        "--policy", default=DEFAULT_POLICIES, metavar="P,...", help=f"of {DEFAULT_POLICIES}"
+        "--policy", metavar="P,...", help=f"of {DEFAULT_POLICIES}; with --machine also recompute"
     )
     parser.add_argument(
         "--capacity", default=DEFAULT_CAPACITIES, metavar="SHARE,...",
         help="of the trace's distinct KV, for one pool",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--machine", type=Path, metavar="YAML", help="simulate the server too, with its tiers"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="with --machine: requests not counted"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (matplotlib)")
+    add_trace_arguments(parser)
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="let requests come X times as fast"
+    )
     parser.add_argument("--block-tokens", type=int, metavar="N", help="a hash stands for (512)")
     parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="(256)")
     given = parser.add_argument_group("for files without times of arrival")
@@ -44,11 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--seed", type=int, default=1)
 
 
-def simulate(args: argparse.Namespace) -> tuple[Trace, list[Run]]:
-    """Raises: ConfigError, TraceError."""
-    policies = list(_policies(args.policy))
-    capacities = list(_capacities(args.capacity))
-    for name in ("chunk_tokens", "block_tokens", "rate", "sessions", "think"):
+def read(args: argparse.Namespace) -> Trace:
+    """The trace. Raises: ConfigError, TraceError."""
+    for name in ("chunk_tokens", "block_tokens", "rate", "sessions", "think", "speed"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected more than 0")
@@ -56,6 +67,13 @@ def simulate(args: argparse.Namespace) -> tuple[Trace, list[Run]]:
         sessions_s=args.rate, num_sessions=args.sessions, think_s=args.think, seed=args.seed
     )
     trace = read_trace(args.trace, arrivals, args.block_tokens, args.chunk_tokens)
+    return at_speed(trace, args.speed)
+
+
+def simulate(args: argparse.Namespace, trace: Trace) -> list[Run]:
+    """One pool. Raises: ConfigError."""
+    policies = list(_policies(args.policy or DEFAULT_POLICIES))
+    capacities = list(_capacities(args.capacity))
     total = len(policies) * len(capacities) * len(trace.requests)
     with tqdm(total=total, unit="request", unit_scale=True, disable=None) as bar:
         runs = [
@@ -63,7 +81,7 @@ def simulate(args: argparse.Namespace) -> tuple[Trace, list[Run]]:
             for capacity in capacities
             for policy in policies
         ]
-    return trace, runs
+    return runs
 
 
 def _policies(text: str) -> Iterator[str]:

@@ -143,6 +143,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     return Scheduler(
         store, geometry, namespace, config.load_deadline_ms / 1000, lock,
         by_priority=vllm_config.scheduler_config.policy == "priority",
+        looks_ahead=config.look_ahead,
     )  # fmt: skip
 
 

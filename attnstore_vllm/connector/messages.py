@@ -19,6 +19,7 @@ from attnstore_vllm.transfer.plan import TransferPlan
 class StepPlan(KVConnectorMetadata):
     """Scheduler side to workers: the copies of this step."""
 
+    number: int = 0
     loads: list[TransferPlan] = field(default_factory=list)
     saves: list[TransferPlan] = field(default_factory=list)
     finished_saving: list[str] = field(default_factory=list)
@@ -26,12 +27,20 @@ class StepPlan(KVConnectorMetadata):
 
 
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers to scheduler side: plans that this many ranks have completed."""
+    """Workers to scheduler side: plans that this many ranks have completed.
 
-    def __init__(self, completed: Iterable[int]) -> None:
+    Args:
+        number: of the step.
+        load_s: from the start of its loads until they were complete; 0 if there were none.
+    """
+
+    def __init__(self, number: int, completed: Iterable[int], load_s: float = 0.0) -> None:
+        self.number = number
         self.ranks = Counter(completed)
+        self.load_s = load_s
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
         self.ranks.update(other.ranks)
+        self.load_s = max(self.load_s, other.load_s)
         return self

@@ -19,6 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from attnstore_vllm.types import Flow
 
 COUNTERS = {
+    "wanted_tokens": (
+        "tier",
+        "Tokens whose KV was stored, and not in HBM, when vLLM first had a place for the request, by "
+        "the tier it was in then: look-ahead is to bring all of it to DRAM before.",
+    ),
     "offered_tokens": ("tier", "Tokens whose KV the store offered, by the tier it was in."),
     "loaded_tokens": ("tier", "Tokens whose KV was loaded into HBM, by the tier it was in."),
     "chunks": ("event", "What happened to chunks."),
@@ -31,15 +36,18 @@ COUNTERS = {
     "recomputations": (
         "cause",
         "Requests that computed KV which the store had when they came: it did not come up from "
-        "NVMe in time (deadline), or was evicted, unreadable or corrupt by then (lost).",
+        "NVMe in time (deadline), computing was expected to be sooner (slower), or it was evicted, "
+        "unreadable or corrupt by then (lost).",
     ),
 }
+RECOMPUTATIONS = ("deadline", "slower", "lost")
 CHUNK_EVENTS = (
-    "saved", "dropped", "evicted_dram", "evicted_nvme", "given_up", "lost", "superseded", "written",
+    "saved", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up", "lost", "superseded", "written",
     "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
     "device_late", "device_out",
 )  # fmt: skip
-"""`dropped`: not saved for want of room. `given_up`: left DRAM though a request far back in the
+"""`dropped`: not saved for want of room. `refused`: not written, since a full NVMe has nothing that is worth
+less. `given_up`: left DRAM though a request far back in the
 queue wants it. `lost`: evicted from its last tier. `read_late`: not
 waited for any longer. `device_late`, `device_out`: the disk did not answer in time, or failed
 again and again, and was left alone for a while."""
@@ -48,22 +56,31 @@ GAUGES = {
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),
     "recovery": ("figure", "Of the last start: seconds, records read, chunks found."),
 }
-LOAD_SECONDS = "load_seconds"
-_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_ERRORS = (-1.0, -0.3, -0.1, -0.03, -0.01, -0.003, 0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+_PARTS = (-0.8, -0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "load_seconds": ("Time from the start of a step's loads until they were complete.", _SECONDS),
+    "wait_seconds": ("Time that a request waited for its KV to come up from NVMe.", _SECONDS),
+    "wait_error_seconds": ("That time less its forecast.", _ERRORS),
+    "step_error_ratio": (
+        "Length of a step that computed prompts over its forecast, less one.", _PARTS
+    ),
+}
 
 
 class AttnStoreStats(KVConnectorStats):
-    """`data`: {"counters": {"name:label": n}, "gauges": {"name:label": n}, "load_seconds": [..]}.
+    """`data`: {"counters": {"name:label": n}, "gauges": {"name:label": n}, "observed": {"name": [n]}}.
 
     A plain dict of strings and numbers, because it crosses processes.
     """
 
     @classmethod
     def empty(cls) -> AttnStoreStats:
-        return cls(data={"counters": {}, "gauges": {}, LOAD_SECONDS: []})
+        return cls(data={"counters": {}, "gauges": {}, "observed": {}})
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counters": {}, "gauges": {}, LOAD_SECONDS: []}
+        self.data: dict[str, Any] = {"counters": {}, "gauges": {}, "observed": {}}
 
     def add(self, name: str, label: str, amount: float) -> None:
         if amount:
@@ -73,23 +90,24 @@ class AttnStoreStats(KVConnectorStats):
     def set(self, name: str, label: str, value: float) -> None:
         self.data["gauges"][f"{name}:{label}"] = value
 
-    def observe_load(self, seconds: float) -> None:
-        self.data[LOAD_SECONDS].append(seconds)
+    def observe(self, name: str, value: float) -> None:
+        self.data["observed"].setdefault(name, []).append(value)
 
     def aggregate(self, other: KVConnectorStats) -> AttnStoreStats:
         for key, amount in other.data["counters"].items():
             name, label = key.split(":")
             self.add(name, label, amount)
         self.data["gauges"].update(other.data["gauges"])
-        self.data[LOAD_SECONDS] += other.data[LOAD_SECONDS]
+        for name, values in other.data["observed"].items():
+            self.data["observed"].setdefault(name, []).extend(values)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """One line of vLLM's periodic log."""
         line: dict[str, int | float] = dict(sorted(self.data["counters"].items()))
         line.update(self.data["gauges"])
-        if seconds := sorted(self.data[LOAD_SECONDS]):
-            line["load_ms_median"] = round(1000 * seconds[len(seconds) // 2], 2)
+        for name, values in self.data["observed"].items():
+            line[f"{name}_median"] = round(sorted(values)[len(values) // 2], 5)
         return line
 
     def is_empty(self) -> bool:
@@ -119,25 +137,28 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
                 labelnames=[*labelnames, label],
                 multiprocess_mode="mostrecent",
             )
-        self._metrics[LOAD_SECONDS] = metric_types[Histogram](
-            name=f"vllm:attnstore_{LOAD_SECONDS}",
-            documentation="Time from the start of a step's loads until they were complete.",
-            labelnames=labelnames,
-            buckets=_BUCKETS,
-        )
+        for name, (text, buckets) in HISTOGRAMS.items():
+            self._metrics[name] = metric_types[Histogram](
+                name=f"vllm:attnstore_{name}",
+                documentation=text,
+                labelnames=labelnames,
+                buckets=buckets,
+            )
         for engine in per_engine_labelvalues:  # so that every series is there from the start
             for event in CHUNK_EVENTS:
                 self._child("chunks", engine, event)
             for tier in ("dram", "nvme"):
-                for name in ("offered_tokens", "loaded_tokens", "held_bytes"):
+                for name in ("wanted_tokens", "offered_tokens", "loaded_tokens", "held_bytes"):
                     self._child(name, engine, tier)
             for direction in ("reads", "writes"):
                 self._child("nvme_in_use", engine, direction)
             for figure in ("seconds", "records", "chunks"):
                 self._child("recovery", engine, figure)
             self._child("first_written_bytes", engine, "nvme")
-            for cause in ("deadline", "lost"):
+            for cause in RECOMPUTATIONS:
                 self._child("recomputations", engine, cause)
+            for name in HISTOGRAMS:
+                self._child(name, engine)
             for flow in Flow:
                 self._child("bytes", engine, flow.value)
 
@@ -151,5 +172,6 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
         for key, value in transfer_stats_data["gauges"].items():
             name, label = key.split(":")
             self._child(name, engine_idx, label).set(value)
-        for seconds in transfer_stats_data[LOAD_SECONDS]:
-            self._child(LOAD_SECONDS, engine_idx).observe(seconds)
+        for name, values in transfer_stats_data["observed"].items():
+            for value in values:
+                self._child(name, engine_idx).observe(value)

@@ -46,6 +46,9 @@ class RequestState:
     """Whole chunks that were offered to the store for saving, from the first on."""
     deadline: float | None = None
     """Monotonic seconds; set when the scheduler first asks and something is on its way."""
+    waiting_since: float | None = None
+    wait_forecast: float | None = None
+    """Seconds that it was expected to wait, when it began to; None if nothing was known."""
     offer: list[Piece] = field(default_factory=list)
     """Held chunks, from get_num_new_matched_tokens to the end of the same schedule()."""
     offer_start: int = 0
@@ -53,6 +56,7 @@ class RequestState:
     """Tokens of the last load, by the tier they were in."""
     expected_stop: int = 0
     """Up to which token the store had KV at some time since the request came."""
+    was_asked: bool = False
     counted: bool = False
     outdated: bool = False
     """Part of its KV is from before a reset: nothing of it is saved."""

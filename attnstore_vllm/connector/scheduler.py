@@ -28,9 +28,11 @@ from attnstore_vllm.connector.requests import (
     bypasses,
     make_state,
 )
-from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.connector.step_times import StepTimes
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.policy.cost import CopyCost, StepCost, pieces_to_wait_for
 from attnstore_vllm.policy.returns import Run
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
@@ -59,6 +61,7 @@ class Scheduler:
         load_deadline_s: how long a request waits for its chunks to come up from NVMe.
         lock: the descriptor that owns the store's directory; closed with this object.
         by_priority: how vLLM orders waiting requests; else first come, first served.
+        looks_ahead: bring up from NVMe what waiting requests want, before they are asked for.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Scheduler:
         lock: int,
         *,
         by_priority: bool = False,
+        looks_ahead: bool = True,
     ) -> None:
         self.store = store
         self._lock = lock
@@ -86,7 +90,11 @@ class Scheduler:
         self._stats = AttnStoreStats.empty()
         self._reported: dict[tuple[str, str], float] = {}
         self._kv_cache_manager: KVCacheManager | None = None
-        self._queue = QueueView(store, by_priority=by_priority)
+        self._queue = QueueView(store, by_priority=by_priority) if looks_ahead else None
+        self._step_cost = StepCost()
+        self._step_times = StepTimes(self._step_cost)
+        self._copy_cost = CopyCost()
+        self._load_tokens = 0
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
@@ -94,7 +102,8 @@ class Scheduler:
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        self._queue.on_new_request(request)
+        if self._queue is not None:
+            self._queue.on_new_request(request)
         if bypasses(request):
             return
         lora = self._loras.identify(request.lora_request)
@@ -102,6 +111,11 @@ class Scheduler:
             return
         state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
         self._requests[request.request_id] = state
+        if self._queue is not None:
+            self._look_up(state)
+
+    def _look_up(self, state: RequestState) -> None:
+        request = state.request
         pieces, state.visit = self.store.arrive(
             request.request_id, state.sequence, request.num_tokens, MIN_LOAD_TOKENS
         )
@@ -114,6 +128,8 @@ class Scheduler:
         if state is None or self._loras.is_unclear(request.lora_request):
             return 0, False
         self._withdraw(state)
+        if state.visit is None:
+            self._look_up(state)
         # One token is left to compute: vLLM needs its logits.
         stop = request.num_tokens - 1
         pieces = self.store.find(
@@ -121,22 +137,41 @@ class Scheduler:
             request_id=request.request_id, visit=state.visit,
         )  # fmt: skip
         state.expect(pieces)
+        self._count_wanted(state, pieces)
         held = self.store.hold_ready(pieces, state.sequence, stop)
-        if len(held) < len(pieces) and self._may_wait(state):
-            self.store.release(piece.chunk for piece in held)
-            self._waiting.append(pieces)
-            return None, False
-        num_tokens = held[-1].stop - num_computed_tokens if held else 0
+        ready_stop = held[-1].stop if held else num_computed_tokens
+        cause = "lost"
+        if len(held) < len(pieces):
+            late = self._why_not_wait(state, ready_stop, pieces[len(held) :])
+            if late is None:
+                self.store.release(piece.chunk for piece in held)
+                self._waiting.append(pieces)
+                return None, False
+            cause = late
+        self._end_wait(state)
+        num_tokens = ready_stop - num_computed_tokens
         # A rest that is too short to be loaded is computed in any case.
-        if state.expected_stop - num_computed_tokens - num_tokens >= MIN_LOAD_TOKENS:
-            self._count_recomputation(state, "deadline" if len(held) < len(pieces) else "lost")
-        self._count_offer(state, held)
+        if state.expected_stop - ready_stop >= MIN_LOAD_TOKENS:
+            self._count_recomputation(state, cause)
+        if held and not self._copy_cost.pays(num_computed_tokens, ready_stop, self._step_cost):
+            self._count_recomputation(state, "slower")
+            num_tokens = 0
+        self._count_offer(state, held if num_tokens else ())
         if num_tokens < MIN_LOAD_TOKENS:
             self.store.release(piece.chunk for piece in held)
             return 0, False
         state.offer, state.offer_start = held, num_computed_tokens
         self._offered.append(state)
         return num_tokens, False
+
+    def _count_wanted(self, state: RequestState, pieces: Sequence[Piece]) -> None:
+        """Count when the request is first offered a place: where is then what it wants?"""
+        if state.was_asked:
+            return
+        state.was_asked = True
+        for piece in pieces:
+            tier = Tier.DRAM if piece.chunk.dram is Dram.READY else Tier.NVME
+            self._stats.add("wanted_tokens", tier.value, piece.stop - piece.start)
 
     def _count_recomputation(self, state: RequestState, cause: str) -> None:
         if not state.counted:
@@ -150,11 +185,34 @@ class Scheduler:
         for tier, tokens in self.store.tiers(held).items():
             self._stats.add("offered_tokens", tier.value, tokens)
 
-    def _may_wait(self, state: RequestState) -> bool:
+    def _why_not_wait(
+        self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
+    ) -> str | None:
+        """None if the request should wait for (some of) these, which are on their way."""
         now = time.monotonic()
         if state.deadline is None:
             state.deadline = now + self._load_deadline_s
-        return now < state.deadline
+        if now >= state.deadline:
+            return "deadline"
+        arrivals = self.store.arrivals(state.request.request_id, coming)
+        number = 0
+        if arrivals is not None and self._step_cost.is_known:
+            stops = [piece.stop for piece in coming]
+            number = pieces_to_wait_for(ready_stop, stops, arrivals, self._step_cost)
+            if number == 0:
+                return "slower"
+        if state.waiting_since is None:
+            state.waiting_since = now
+            state.wait_forecast = arrivals[number - 1] if arrivals is not None else None
+        return None
+
+    def _end_wait(self, state: RequestState) -> None:
+        if state.waiting_since is not None:
+            seconds = time.monotonic() - state.waiting_since
+            self._stats.observe("wait_seconds", seconds)
+            if state.wait_forecast is not None:
+                self._stats.observe("wait_error_seconds", seconds - state.wait_forecast)
+            state.waiting_since = None
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
@@ -178,6 +236,7 @@ class Scheduler:
         state.sources = self.store.tiers(used)
         for tier, tokens in state.sources.items():
             self._stats.add("loaded_tokens", tier.value, tokens)
+        self._load_tokens += num_external_tokens
         plan = TransferPlan(next(self._plan_ids), copies)
         self._plan.loads.append(plan)
         self._in_flight[plan.plan_id] = (Flow.LOAD, [piece.chunk for piece in used], 0)
@@ -195,7 +254,8 @@ class Scheduler:
         for unclaimed in self._offered:
             self._withdraw(unclaimed)
         self._offered.clear()
-        self._queue.on_step(output, self._requests)
+        if self._queue is not None:
+            self._queue.on_step(output, self._requests)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or state.outdated:
@@ -207,6 +267,8 @@ class Scheduler:
             if computed // self._geometry.chunk_tokens > state.num_chunks_seen:
                 self._save_chunks(state, computed, self._block_ids(request_id))
         plan, self._plan = self._plan, StepPlan()
+        plan.number = self._step_times.planned(output, loads=self._load_tokens)
+        self._load_tokens = 0
         if self._waiting and not output.num_scheduled_tokens:
             self.store.wait_for_any(self._waiting, EMPTY_STEP_WAIT_S)
         self._waiting.clear()
@@ -242,6 +304,11 @@ class Scheduler:
 
     def on_report(self, report: StepReport) -> None:
         """Ranks have completed plans; a plan is complete when all of them have."""
+        wrong, loaded = self._step_times.ended(report.number)
+        if wrong is not None:
+            self._stats.observe("step_error_ratio", wrong)
+        if loaded and report.load_s:
+            self._copy_cost.observe(loaded, report.load_s)
         saved: list[Chunk] = []
         for plan_id, num_ranks in report.ranks.items():
             flow, chunks, before = self._in_flight[plan_id]
@@ -276,7 +343,8 @@ class Scheduler:
 
         Returns True if vLLM is to keep the blocks until the next step has read them.
         """
-        self._queue.on_finished(request.request_id)
+        if self._queue is not None:
+            self._queue.on_finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False

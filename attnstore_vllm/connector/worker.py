@@ -44,6 +44,8 @@ class Worker:
         self._copier: Copier | None = None
         self._stats = AttnStoreStats.empty()
         self._sending: list[str] = []
+        self._step = 0
+        self._load_s = 0.0
         self._load_started = 0.0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], kernel: str) -> None:
@@ -108,11 +110,13 @@ class Worker:
         if index is not None:
             self.copier.wait_layer(index)
             if self._load_started and index == len(self._layers) - 1:
-                self._stats.observe_load(time.perf_counter() - self._load_started)
+                self._load_s = time.perf_counter() - self._load_started
+                self._stats.observe("load_seconds", self._load_s)
                 self._load_started = 0.0
 
     def save(self, plan: StepPlan) -> None:
         """After the forward pass. Completes the step's loads in any case."""
+        self._step = plan.number
         self.copier.save(plan.saves)
         self._count(Flow.SAVE, plan.saves)
         self._sending += plan.finished_saving
@@ -121,9 +125,9 @@ class Worker:
         sending, self._sending = self._sending, []
         return set(sending)
 
-    def take_report(self) -> StepReport | None:
-        finished = self.copier.finished()
-        return StepReport(finished) if finished else None
+    def take_report(self) -> StepReport:
+        load_s, self._load_s = self._load_s, 0.0
+        return StepReport(self._step, self.copier.finished(), load_s)
 
     def take_stats(self) -> AttnStoreStats | None:
         if self._stats.is_empty():

@@ -75,6 +75,8 @@ class Chunk(_Referable):
     """Device requests that touch its NVMe slot now: the slot cannot be given away."""
     dropped: bool = False
     """Not found any more; its slots are freed when the last transfer lets go."""
+    refused: bool = False
+    """NVMe is full of what is worth more: it is not written back unless it is used again."""
     repeats: int = 0
     """Of its tokens, those that a tail which it supersedes had written to NVMe before."""
     run: Run = NO_RUN

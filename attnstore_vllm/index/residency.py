@@ -28,6 +28,8 @@ from attnstore_vllm.policy.eviction import EvictionPolicy
 from attnstore_vllm.policy.lookahead import LookAhead, Order
 from attnstore_vllm.policy.returns import Run, unknown_run
 
+REFUSALS_MAX = 32
+"""Chunks that one call of begin_write_back refuses at most."""
 _EXPECTED_MAX = 1 << 22
 """Chunks for which the index makes room at once; beyond, its tables grow."""
 
@@ -89,6 +91,15 @@ class Residency:
         run = run or unknown_run(self.now)
         self._dram.use(chunks, run)
         self._nvme.use([c.nvme_slot for c in chunks if c.nvme is not Nvme.ABSENT], run)
+        for chunk in chunks:
+            if chunk.refused:
+                self._admit_again(chunk)
+
+    def _admit_again(self, chunk: Chunk) -> None:
+        chunk.refused = False
+        self.room.place(chunk)
+        if not self._nvme_lost:
+            self._dirty.add(chunk)
 
     def run_of(self, chunk: Chunk) -> Run:
         """The run that used the chunk last, as far as that is known."""
@@ -160,8 +171,18 @@ class Residency:
 
         Oldest first; at shutdown, which may not have the time for all, `newest_first`.
         """
-        chunk = self._dirty.next(newest_first=newest_first)
-        if chunk is None or not self._make_room_on_nvme():
+        for _ in range(REFUSALS_MAX):
+            chunk = self._dirty.next(newest_first=newest_first)
+            if chunk is None:
+                return None
+            room = self._make_room_on_nvme(chunk)
+            if room is None:
+                self._refuse(chunk)
+            elif not room:
+                return None
+            else:
+                break
+        else:
             return None
         self._dirty.remove(chunk)
         chunk.nvme_slot = self._nvme.give(chunk.entry, chunk.run)
@@ -169,6 +190,12 @@ class Residency:
         chunk.holds += 1
         chunk.reads += 1
         return chunk
+
+    def _refuse(self, chunk: Chunk) -> None:
+        self._dirty.remove(chunk)
+        self.counts["refused"] += 1
+        chunk.refused = True
+        self.room.place(chunk)
 
     def finish_write_back(self, chunk: Chunk, checksum: bytes | None) -> None:
         """The write has ended; `checksum` is the payload's, or None if the write failed."""
@@ -255,7 +282,7 @@ class Residency:
 
     def _forget(self, chunk: Chunk) -> None:
         chunk.dropped = True
-        self.room.place(chunk)
+        self.room.lose(chunk)
         self.index.remove(chunk)
         if chunk.nvme is not Nvme.ABSENT:
             self._nvme.abandon(chunk.nvme_slot)
@@ -331,22 +358,28 @@ class Residency:
         self._leave_dram(victim)
         return bool(self._dram.free)
 
-    def _make_room_on_nvme(self) -> bool:
-        """A chunk that DRAM has as well is not clean any more when it leaves NVMe. It is not
-        written again, which would move the same bytes for ever in a small store: when it leaves
-        DRAM it is lost, and counted.
+    def _make_room_on_nvme(self, chunk: Chunk) -> bool | None:
+        """None: there is room, but what would have to go is worth more than this chunk.
+
+        A chunk that DRAM has as well is then as one that was refused: it is not written again before it
+        is used again, which would move the same bytes for ever in a small store.
         """
         if self._nvme.num_free:
             return True
-        slot = nvme_victim(self._nvme, self.index, self.look_ahead, self.now)
+        slot, is_wanted = nvme_victim(self._nvme, self.index, self.look_ahead, self.now)
         if slot is None:
             return False
+        if not self.look_ahead.is_wanted(chunk) and (
+            is_wanted or not self._nvme.policy.admits(chunk.run, slot, self.now)
+        ):
+            return None
         self.counts["evicted_nvme"] += 1
-        chunk = self.index.live(self._nvme.owner[slot])
-        if chunk is None:
+        victim = self.index.live(self._nvme.owner[slot])
+        if victim is None:
             self._drop_entry(slot)
         else:
-            self._leave_nvme(chunk)
+            victim.refused = True
+            self._leave_nvme(victim)
         return self._nvme.num_free > 0
 
     def _leave_dram(self, chunk: Chunk) -> None:

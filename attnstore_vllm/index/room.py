@@ -32,18 +32,26 @@ class DramRoom:
             assert isinstance(chunk, Chunk)
             self.place(chunk)
 
+    def lose(self, chunk: Chunk) -> None:
+        """The chunk is not found any more."""
+        self.place(chunk)
+        for unwanted in self._look_ahead.lost(chunk):
+            assert isinstance(unwanted, Chunk)
+            self.place(unwanted)
+
     def place(self, chunk: Chunk) -> None:
         """Said whenever the chunk's state has changed."""
         if chunk.dram is Dram.ABSENT:
             return
-        order = self._dram.clean if chunk.nvme is Nvme.READY else self._dram.dirty
+        may_go = chunk.nvme is Nvme.READY or chunk.refused
+        order = self._dram.clean if may_go else self._dram.dirty
         stays = chunk.dram is not Dram.READY or chunk.dropped or self._look_ahead.is_wanted(chunk)
         self._dram.place(chunk, None if stays else order)
 
     def victim(self, now: float, whose: Order | None) -> tuple[Chunk | None, bool]:
         """The chunk to evict, or None if none can go; and whether somebody waits for it.
 
-        First what NVMe has too and nobody waits for, then what only requests beyond `whose` wait
+        First what NVMe has too, or has refused, and nobody waits for, then what only requests beyond `whose` wait
         for and NVMe has too. What NVMe has not would be lost: it goes for a save alone (`whose` is
         None), which brings what nobody has yet; and never for a read, which can be done later.
         """
@@ -70,19 +78,27 @@ def _can_be_fetched_again(chunk: Hashable) -> bool:
 
 def nvme_victim(
     nvme: NvmeSlots, index: PrefixIndex, look_ahead: LookAhead, now: float
-) -> int | None:
-    """The slot to free, whether or not DRAM has its chunk; None if none can go.
-
-    What somebody waits for goes only if nothing else is found.
+) -> tuple[int | None, bool]:
+    """The slot to free, whether or not DRAM has its chunk, None if none can go; and whether
+    somebody waits for it: that one goes only if nothing else is found, the farthest first.
     """
 
     def can_go(slot: int) -> bool:
         chunk = index.live(nvme.owner[slot])
-        return chunk is None or (chunk.reads == 0 and chunk.nvme is Nvme.READY)
+        return chunk is None or (
+            chunk.reads == 0 and chunk.nvme is Nvme.READY and not look_ahead.is_wanted(chunk)
+        )
 
-    def is_not_wanted(slot: int) -> bool:
-        chunk = index.live(nvme.owner[slot])
-        return chunk is None or (can_go(slot) and not look_ahead.is_wanted(chunk))
+    slot = nvme.policy.victim(now, can_go)
+    if slot is not None:
+        return slot, False
+    wanted = look_ahead.farthest_of_all(_can_leave_nvme)
+    if wanted is None:
+        return None, False
+    assert isinstance(wanted, Chunk)
+    return wanted.nvme_slot, True
 
-    slot = nvme.policy.victim(now, is_not_wanted)
-    return slot if slot is not None else nvme.policy.victim(now, can_go)
+
+def _can_leave_nvme(chunk: Hashable) -> bool:
+    assert isinstance(chunk, Chunk)
+    return chunk.reads == 0 and chunk.nvme is Nvme.READY and not chunk.dropped

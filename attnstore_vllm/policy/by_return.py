@@ -131,18 +131,28 @@ class ByReturn:
                 return slot
         self._victims_left = VICTIMS_MAX
         found, least = None, (0.0, False)
-        for kind, groups in self._kinds.items():
+        for groups in self._kinds.values():
             for ends in (groups.values(), reversed(groups.values())):
                 for _, group in zip(range(GROUPS_MAX), ends, strict=False):
                     slot = self._last(group, can_go)
                     if slot is None:
                         continue
                     # Of one request, what others share is before what is its own, and stays.
-                    worth = self._estimator.worth(kind, now - group.run.since), group.run.is_shared
+                    worth = self._worth(group.run, now), group.run.is_shared
                     if found is None or worth < least:
                         found, least, self._poorest = slot, worth, group
                     break
         return found
+
+    def admits(self, run: Run, slot: int, now: float) -> bool:
+        """Not if it is less likely to return soon than what would have to go: so prompts that come once do
+        not push out conversations.
+        """
+        held = self.run_of(slot)
+        return held is None or self._worth(run, now) >= self._worth(held, now)
+
+    def _worth(self, run: Run, now: float) -> float:
+        return self._estimator.worth(run.kind, now - run.since)
 
     def _last(self, group: _Group, can_go: Callable[[int], bool]) -> int | None:
         slots, group_of, number = group.slots, self._group_of, group.number

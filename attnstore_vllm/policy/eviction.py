@@ -47,6 +47,9 @@ class EvictionPolicy(Protocol):
             can_go: False for a slot that a transfer holds. Few are.
         """
 
+    def admits(self, run: Run, slot: int, now: float) -> bool:
+        """Whether a chunk of this run is worth the slot that victim() said."""
+
 
 class Lru:
     """Least recently used first; of one run the deepest first. Eight bytes a slot, used or not.
@@ -112,6 +115,9 @@ class Lru:
                 return slot
             slot = self._next[slot]
         return None
+
+    def admits(self, run: Run, slot: int, now: float) -> bool:
+        return True
 
     def _link(self, slot: int) -> None:
         newest = self._previous[self._end]

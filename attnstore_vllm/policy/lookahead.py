@@ -18,6 +18,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 
 SHARED_MIN = 16
 """What so many waiting requests want is taken for wanted by a near one."""
@@ -128,6 +129,18 @@ class LookAhead:
         (_add if num_absent < len(waiting.wants) else _discard)(self._fed, waiting.order)
         return new, unwanted
 
+    def lost(self, chunk: Hashable) -> list[Hashable]:
+        """The chunk is in no tier any more: who wants it wants nothing from it on. Returns what nobody
+        wants any more.
+        """
+        unwanted = []
+        for request_id in list(self._wanted_by.get(chunk, ())):
+            wants = self._waiting[request_id].wants
+            left = wants[: wants.index(chunk)]
+            absent = [c for c in left if c in self._absent]
+            unwanted += self.want(request_id, left, absent)[1]
+        return unwanted
+
     def is_wanted(self, chunk: Hashable) -> bool:
         return chunk in self._wanted_by
 
@@ -164,6 +177,22 @@ class LookAhead:
             del self._hungry[0]
         return None
 
+    def num_absent_before(self, request_id: str) -> int:
+        """Absent chunks that nearer requests want, LOOK_MAX at most; those of a request that does not
+        wait come after all.
+        """
+        waiting = self._waiting.get(request_id)
+        beyond = waiting.order if waiting is not None else LAST
+        found: set[Hashable] = set()
+        looks = 0
+        for order in self._hungry:
+            if order >= beyond or looks >= LOOK_MAX:
+                break
+            wants = self._waiting[order[2]].wants
+            looks += len(wants)
+            found.update(chunk for chunk in wants if chunk in self._absent)
+        return len(found)
+
     def farthest(self, beyond: Order | None, can_go: Callable[[Hashable], bool]) -> Hashable | None:
         """The chunk to give up for a request: one that only requests beyond it want, of the
         farthest; or None.
@@ -187,6 +216,21 @@ class LookAhead:
                     return chunk
             if not is_fed:
                 del self._fed[place]
+        return None
+
+    def farthest_of_all(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+        """The chunk to give up for good, wherever it is: the last one of the farthest request.
+
+        Cost: LOOK_MAX chunks.
+        """
+        looks = 0
+        for order in merge(reversed(self._fed), reversed(self._hungry), reverse=True):
+            for chunk in reversed(self._waiting[order[2]].wants):
+                looks += 1
+                if can_go(chunk) and self._is_last(chunk, order):
+                    return chunk
+            if looks >= LOOK_MAX:
+                break
         return None
 
     def _is_last(self, chunk: Hashable, order: Order) -> bool:

@@ -65,6 +65,12 @@ class Trace:
         return self.requests[-1].arrival_s - self.requests[0].arrival_s
 
 
+def at_speed(trace: Trace, speed: float) -> Trace:
+    """The same requests, so many times as close to each other. What people think takes as long."""
+    faster = [replace(r, arrival_s=r.arrival_s / speed) for r in trace.requests]
+    return replace(trace, requests=faster)
+
+
 def make_trace(name: str, chunk_tokens: int, requests: Sequence[Request]) -> Trace:
     """Sorts by arrival and renumbers the chunks, in the order in which they are first asked for."""
     ordered = sorted(requests, key=lambda request: request.arrival_s)

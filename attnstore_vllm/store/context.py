@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
 from attnstore_vllm.index.residency import Residency
@@ -14,13 +15,22 @@ from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.breaker import Breaker
 from attnstore_vllm.store.flights import Flights
 from attnstore_vllm.store.slab import Slab
-from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Flow
 
 logger = logging.getLogger(__name__)
 
 LOG_PAUSE_S = 10.0
 """Between two log lines about failures of one kind; the counters have all of them."""
+
+
+class Pool(Protocol):
+    """The DRAM tier's slots: transfer/pool.py, or a simulation's."""
+
+    num_slots: int
+    slot_bytes: int
+
+    def slot(self, slot: int) -> memoryview: ...
+    def close(self) -> None: ...
 
 
 class Context:
@@ -30,7 +40,7 @@ class Context:
         self,
         residency: Residency,
         progress: threading.Condition,
-        pool: SharedPool,
+        pool: Pool,
         slab: Slab,
         flights: Flights,
         clock: Callable[[], float],

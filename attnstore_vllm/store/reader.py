@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from attnstore_vllm.errors import CorruptRecordError, DeviceError
 from attnstore_vllm.index.chunk import Chunk, Dram, Nvme
 from attnstore_vllm.io.device import Completion, Op
+from attnstore_vllm.policy.cost import ReadCost
 from attnstore_vllm.policy.lookahead import LAST, Order
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.flights import Transfer
@@ -58,6 +59,9 @@ class Reader:
             memoryview(mmap.mmap(-1, context.slab.header_bytes)) for _ in range(depth)
         )
         self._depth = depth
+        self.cost = ReadCost()
+        """Locked. Of reads that follow each other."""
+        self._ended_at = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -74,6 +78,26 @@ class Reader:
         for chunk in chunks:
             if len(self._wanted) < WANTED_MAX:
                 self._wanted.setdefault(chunk)
+
+    def arrivals(self, request_id: str, chunks: Sequence[Chunk]) -> list[float] | None:
+        """Locked. Seconds until each of a waiting request's chunks is in DRAM, rising; None as long
+        as the disk is not known.
+
+        What is in flight and what nearer requests want comes before them.
+        """
+        if self.cost.mean_s is None:
+            return None
+        flying = self.num_reading
+        ahead = flying + self._context.residency.look_ahead.num_absent_before(request_id)
+        arrivals, latest = [], 0.0
+        for chunk in chunks:
+            if chunk.dram is Dram.READING:
+                latest = max(latest, self.cost.seconds(flying))
+            elif chunk.dram is not Dram.READY:
+                ahead += 1
+                latest = self.cost.seconds(ahead)
+            arrivals.append(latest)
+        return arrivals
 
     def forget_wanted(self) -> None:
         """Locked."""
@@ -111,10 +135,11 @@ class Reader:
                 self._wanted.pop(chunk, None)
                 page = self._pages.popleft()
                 segment = context.slab.segment(chunk.nvme_slot)
+                begun_at = context.residency.now
                 transfers.append(
                     Transfer(
                         Op.READ,
-                        partial(self._finish, chunk, page, segment),
+                        partial(self._finish, chunk, page, segment, begun_at),
                         partial(self._give_up, chunk),
                         offset=context.slab.offset(chunk.nvme_slot),
                         buffers=(page, context.pool.slot(chunk.dram_slot)),
@@ -124,9 +149,11 @@ class Reader:
         context.flights.submit(transfers)
 
     def _finish(
-        self, chunk: Chunk, page: memoryview, segment: SegmentHeader, completion: Completion
-    ) -> None:
+        self, chunk: Chunk, page: memoryview, segment: SegmentHeader, begun_at: float,
+        completion: Completion,
+    ) -> None:  # fmt: skip
         context = self._context
+        now = context.clock()
         failure: DeviceError | CorruptRecordError | None = completion.error
         tokens = b""
         if completion.error is None:
@@ -141,6 +168,8 @@ class Reader:
             if completion.error is None:
                 num_bytes = len(page) + context.pool.slot_bytes
                 context.moved_bytes[Flow.PREFETCH] += num_bytes
+                self.cost.observe(now - max(begun_at, self._ended_at))
+                self._ended_at = now
             verified = failure is None and context.residency.learn(chunk, tokens)
             if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
                 event = "read_failed" if completion.error is not None else "corrupt"

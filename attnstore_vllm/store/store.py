@@ -30,11 +30,10 @@ from attnstore_vllm.policy.by_return import ByReturn, Visit, visit_of
 from attnstore_vllm.policy.eviction import EvictionPolicy, Fifo, Lru
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.returns import ReturnEstimator, Run
-from attnstore_vllm.store.context import Context
+from attnstore_vllm.store.context import Context, Pool
 from attnstore_vllm.store.flights import Flights
 from attnstore_vllm.store.keeper import Keeper
 from attnstore_vllm.store.slab import Slab
-from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Flow, Tier
 
 RESET_DEADLINE_S = 5.0
@@ -56,7 +55,7 @@ class Store:
 
     def __init__(
         self,
-        pool: SharedPool,
+        pool: Pool,
         slab: Slab,
         device: Device,
         io_depth: int,
@@ -225,6 +224,11 @@ class Store:
                 self.residency.hold(piece.chunk)
                 held.append(confirmed)
         return held
+
+    def arrivals(self, request_id: str, pieces: Sequence[Piece]) -> list[float] | None:
+        """See Reader.arrivals."""
+        with self._lock:
+            return self._keeper.reader.arrivals(request_id, [piece.chunk for piece in pieces])
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:

@@ -132,6 +132,14 @@ def test_what_recovery_found_goes_in_its_order_and_can_be_used() -> None:
     assert len(order) == 0
 
 
+def test_a_slot_is_given_to_what_returns_sooner() -> None:
+    order = untrained()
+    order.add(1, run_at(50.0))
+    assert order.admits(run_at(90.0), 1, 100.0)  # nothing is known, so the younger one
+    assert not order.admits(run_at(10.0), 1, 100.0)
+    assert order.admits(run_at(10.0), 2, 100.0)  # free
+
+
 @given(st.lists(st.tuples(st.sampled_from("aurc"), st.integers(0, 9), st.integers(0, 3))))
 def test_against_a_plain_model(steps: list[tuple[str, int, int]]) -> None:
     order, owner = untrained(10), dict[int, Run]()

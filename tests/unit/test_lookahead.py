@@ -129,6 +129,32 @@ def test_what_many_want_is_not_given_up() -> None:
     assert queue.farthest(found[1], anything) is None
 
 
+def test_what_is_lost_ends_what_is_wanted_behind_it() -> None:
+    queue = queue_of({"1": "abc", "2": "abd"})
+    assert queue.lost("z") == []
+    assert queue.lost("c") == ["c"]
+    assert fetch_all(queue) == "abd"
+    assert set(queue.lost("b")) == {"b", "d"}
+    assert [queue.is_wanted(chunk) for chunk in "abcd"] == [True, False, False, False]
+    assert queue.farthest(None, anything) == "a"
+
+
+def test_of_all_the_farthest_gives_up_its_deepest_chunk_wherever_it_is() -> None:
+    queue = queue_of({"1": "ab", "2": "cd", "3": "aef"})
+    queue.has_come("e")
+    gone = []
+    while (chunk := queue.farthest_of_all(anything)) is not None:
+        gone.append(chunk)
+        queue.lost(chunk)
+    assert gone == ["f", "e", "d", "c", "b", "a"]
+
+
+def test_how_much_is_fetched_before() -> None:
+    queue = queue_of({"1": "abc", "2": "ad", "3": "e"})
+    queue.has_come("b")
+    assert [queue.num_absent_before(name) for name in ("1", "2", "3", "?")] == [0, 2, 3, 4]
+
+
 def test_fetching_can_be_stopped() -> None:
     queue = queue_of({"1": "ab", "2": "c"})
     queue.stop_fetching()
@@ -177,7 +203,7 @@ class Queue(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.order))
         before = self.wanted(self.order)
         new, unwanted = self.queue.want(name, chunks, [c for c in chunks if c in self.absent])
-        self.wants[name] = chunks
+        self.wants[name] = list(chunks)
         after = self.wanted(self.order)
         assert (set(new), set(unwanted)) == (after - before, before - after)
 
@@ -185,6 +211,16 @@ class Queue(RuleBasedStateMachine):
     def move(self, chunk: int, gone: bool) -> None:
         (self.queue.has_gone if gone else self.queue.has_come)(chunk)
         (self.absent.add if gone else self.absent.discard)(chunk)
+
+    @rule(chunk=st.integers(0, 9))
+    def lose(self, chunk: int) -> None:
+        before = self.wanted(self.order)
+        unwanted = self.queue.lost(chunk)
+        for wants in self.wants.values():
+            if chunk in wants:
+                del wants[wants.index(chunk) :]
+        self.absent.discard(chunk)
+        assert set(unwanted) == before - self.wanted(self.order)
 
     @invariant()
     def agrees(self) -> None:
@@ -195,13 +231,17 @@ class Queue(RuleBasedStateMachine):
         hungry = ((n, c) for n in self.order for c in self.wants[n] if c in self.absent)
         first = next(hungry, None)
         assert (None if found is None else (found[1][2], found[0])) == first
-        assert self.queue.farthest(None, anything) == self._farthest()
+        assert self.queue.farthest(None, anything) == self._farthest(self.absent)
+        assert self.queue.farthest_of_all(anything) == self._farthest(set())
+        for place, name in enumerate(self.order):
+            before = self.wanted(self.order[:place]) & self.absent
+            assert self.queue.num_absent_before(name) == len(before)
 
-    def _farthest(self) -> int | None:
+    def _farthest(self, absent: set[int]) -> int | None:
         for place in range(len(self.order) - 1, -1, -1):
             nearer = self.wanted(self.order[:place])
             for chunk in reversed(self.wants[self.order[place]]):
-                if chunk not in self.absent and chunk not in nearer:
+                if chunk not in absent and chunk not in nearer:
                     return chunk
         return None
 

@@ -12,7 +12,7 @@ from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.policy.by_return import ByReturn
 from attnstore_vllm.policy.eviction import EvictionPolicy, Lru
 from attnstore_vllm.policy.lookahead import LAST
-from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.returns import ReturnEstimator, Run
 from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
@@ -184,3 +184,66 @@ def test_what_is_dropped_while_it_is_wanted_is_wanted_no_more(tiers: Tiers) -> N
     assert tiers.look_ahead.next_to_fetch() is None
     assert tiers.dram_used == tiers.nvme_used == 0
     tiers.room.leave_queue("a")
+
+
+class Stingy(Lru):
+    """Nothing is worth a slot that somebody has."""
+
+    def admits(self, run: Run, slot: int, now: float) -> bool:
+        return False
+
+
+@pytest.fixture
+def full() -> Iterator[Tiers]:
+    """NVMe has no free slot, and gives none for what comes."""
+    tiers = Tiers(SLOTS, 3 * SLOTS, Stingy, chunk_tokens=CHUNK_TOKENS)
+    tiers.open_nvme_slots(0, 3 * SLOTS)
+    for number in range(3 * SLOTS):
+        tiers.cold(number)
+    yield tiers
+    tiers.check_integrity()
+
+
+def test_what_is_worth_less_than_all_that_nvme_has_is_not_written(full: Tiers) -> None:
+    refused = [full.save(20), full.save(21)]
+    assert full.begin_write_back() is None
+    assert (full.num_dirty, full.counts["refused"], full.counts["evicted_nvme"]) == (0, 2, 0)
+    assert all(chunk.dram is Dram.READY for chunk in refused)
+    full.use([refused[1]], None)
+    assert full.num_dirty == 1  # it is asked for: worth another look
+    assert full.begin_write_back() is None
+    assert full.counts["refused"] == 3
+
+
+def test_what_was_refused_makes_room_for_reads(full: Tiers) -> None:
+    for number in range(20, 20 + SLOTS):
+        full.save(number)
+    assert full.begin_write_back() is None
+    cold = full.index.get(name(3).key)
+    assert cold is not None
+    full.wait("a", cold)
+    assert full.fetch() is cold
+    assert full.counts["lost"] == 1
+
+
+def test_what_is_waited_for_is_written_whatever_it_is_worth(full: Tiers) -> None:
+    wanted = full.save(20)
+    full.wait("a", wanted)
+    assert full.begin_write_back() is wanted
+    assert full.counts["evicted_nvme"] == 1
+    full.finish_write_back(wanted, CHECKSUM)
+
+
+def test_when_all_of_nvme_is_waited_for_the_farthest_goes(tiers: Tiers) -> None:
+    cold = [tiers.cold(n) for n in range(3 * SLOTS)]
+    tiers.wait("near", *cold[4:])
+    tiers.wait("far", *cold[:4])
+    tiers.save(20)
+    assert tiers.begin_write_back() is None  # nobody waits for that one
+    assert tiers.counts["refused"] == 1
+    wanted = tiers.save(21)
+    tiers.wait("first", wanted)
+    assert tiers.begin_write_back() is wanted
+    assert [chunk.dropped for chunk in cold] == [False] * 3 + [True] + [False] * 8
+    tiers.finish_write_back(wanted, CHECKSUM)
+    assert not tiers.look_ahead.is_wanted(cold[3])

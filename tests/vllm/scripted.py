@@ -94,7 +94,7 @@ class ScriptedWorker:
             for page, block_id in self._pages(save):
                 page[:] = self.hbm[block_id]
         ids = list(sampled)
-        report = StepReport(p.plan_id for p in (*plan.loads, *plan.saves))
+        report = StepReport(plan.number, (p.plan_id for p in (*plan.loads, *plan.saves)))
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
@@ -181,14 +181,26 @@ class ScriptedWorker:
         self.hbm[block_id, position % BLOCK] = np.frombuffer(kv, dtype=np.uint8)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Of an engine."""
+
+    chunk_tokens: int = CHUNK
+    model_len: int = 512
+    batched_tokens: int = 96
+    sequences: int = 6
+    dram_slots: int = 64
+    nvme: str = "4MiB"
+
+
 class ScriptedEngine:
     """The engine core's loop, with `depth` steps in flight."""
 
     def __init__(
         self, model: Path, store: Path, *, num_blocks: int, depth: int, seed: int,
-        drafts: int = 0, policy: str = "fcfs", dram_slots: int = 64,
+        drafts: int = 0, policy: str = "fcfs", limits: Limits = Limits(),
     ) -> None:  # fmt: skip
-        config = _vllm_config(model, store, depth, drafts, policy, dram_slots)
+        config = _vllm_config(model, store, depth, drafts, policy, limits)
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=1, head_size=TOKEN_KV // 2, dtype=torch.uint8
         )
@@ -196,12 +208,12 @@ class ScriptedEngine:
         assert page_bytes == BLOCK * TOKEN_KV
         tensor = KVCacheTensor(num_blocks * page_bytes, ["layer"], 0, page_bytes)
         cache = KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)])
-        geometry = Geometry(1, 1, BLOCK, page_bytes, CHUNK)
+        geometry = Geometry(1, 1, BLOCK, page_bytes, limits.chunk_tokens)
         config.cache_config.num_gpu_blocks = num_blocks
         transfer = config.kv_transfer_config
         assert transfer is not None
         self.pool = SharedPool(
-            pool_name(str(transfer.engine_id), store), dram_slots, geometry.slot_bytes,
+            pool_name(str(transfer.engine_id), store), limits.dram_slots, geometry.slot_bytes,
             num_ranks=1, member=0,
         )  # fmt: skip
         self.pool.publish(0, {"kernel": "scripted"})
@@ -280,7 +292,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _vllm_config(
-    model: Path, store: Path, depth: int, drafts: int, policy: str, dram_slots: int
+    model: Path, store: Path, depth: int, drafts: int, policy: str, limits: Limits
 ) -> VllmConfig:
     slot_bytes = 4096
     transfer = KVTransferConfig(
@@ -288,16 +300,17 @@ def _vllm_config(
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
-            "dram": (1 << 20) + dram_slots * slot_bytes,
-            "nvme": {"path": str(store), "capacity": "4MiB"},
-            "chunk_tokens": CHUNK,
+            "dram": (1 << 20) + limits.dram_slots * slot_bytes,
+            "nvme": {"path": str(store), "capacity": limits.nvme},
+            "chunk_tokens": limits.chunk_tokens,
         },
     )
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     config = EngineArgs(
-        model=str(model), load_format="dummy", max_model_len=512, max_num_batched_tokens=96,
-        max_num_seqs=6, block_size=BLOCK, kv_transfer_config=transfer, scheduling_policy=policy,
+        model=str(model), load_format="dummy", max_model_len=limits.model_len,
+        max_num_batched_tokens=limits.batched_tokens, max_num_seqs=limits.sequences,
+        block_size=BLOCK, kv_transfer_config=transfer, scheduling_policy=policy,
         speculative_config=speculative if drafts else None, enable_chunked_prefill=True,
     ).create_engine_config()  # fmt: skip
     config.scheduler_config.async_scheduling = depth > 1

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from attnstore_vllm.cli.slab_file import State, opened
-from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, LOAD_SECONDS
+from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from attnstore_vllm.machine import SHM_DIR, SLAB_NAME
 from attnstore_vllm.store.format import SegmentHeader, header_bytes
 from benchmarks.server import VllmServer, quiet_cpu_environment, total, vllm_program
@@ -39,7 +39,7 @@ CHUNK = 256
 SERIES = (
     *(f"vllm:attnstore_{name}_total" for name in COUNTERS),
     *(f"vllm:attnstore_{name}" for name in GAUGES),
-    f"vllm:attnstore_{LOAD_SECONDS}_count",
+    *(f"vllm:attnstore_{name}_count" for name in HISTOGRAMS),
 )
 
 

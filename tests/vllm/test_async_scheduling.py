@@ -23,7 +23,7 @@ from attnstore_vllm.index.chunk import Dram
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, encode_tokens, root_key
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.types import Key
-from tests.vllm.scripted import BLOCK, CHUNK, TOKEN_KV, VOCAB, ScriptedEngine, extend_kv
+from tests.vllm.scripted import BLOCK, CHUNK, TOKEN_KV, VOCAB, Limits, ScriptedEngine, extend_kv
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def model(models: Path) -> Path:
 def engine(case: Case, seed: int, model: Path, tmp_path: Path) -> Iterator[ScriptedEngine]:
     engine = ScriptedEngine(
         model, tmp_path / "store", num_blocks=case.num_blocks, depth=case.depth, seed=seed,
-        drafts=case.drafts, policy=case.policy, dram_slots=case.dram_slots,
+        drafts=case.drafts, policy=case.policy,
+        limits=Limits(dram_slots=case.dram_slots),
     )  # fmt: skip
     yield engine
     engine.close()

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is sooner: to wait for stored KV, or to compute it? Learned online, pure: time is given.
+
+    compute(a, b) = c1 * (b - a) + c2 * (b - a) * (a + b) / 2       seconds for tokens [a, b)
+    arrival(k)    = reads that are before it * seconds a read       until piece k is in DRAM
+
+The c are fitted to the lengths of the engine's own steps (least squares, recent ones count more),
+the seconds of a read to the disk's own completions. Both come with their spread, and the doubt
+speaks for computing: what is waited for must come sooner even if the disk is a spread slower, and
+computing a spread faster, than they are on the mean. As long as one of the two was not
+seen often enough, nothing is said, and a request waits until its deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+READS_MIN = 8
+STEPS_MIN = 8
+"""Before so many were seen nothing is said."""
+READS_KEPT = 256
+STEPS_KEPT = 256
+"""About so many count; what was before is forgotten."""
+OUTLIER = 4.0
+"""A step counts as at most so many times its forecast: compilation, a stopped process."""
+REFIT_STEPS = 8
+PROBE_EVERY = 32
+
+_SCALE = np.array([1.0, 1e-3, 1e-6, 1e-2])
+
+
+class ReadCost:
+    """Seconds a read of one chunk takes when reads follow each other."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean = 0.0
+        self._variance = 0.0
+
+    @property
+    def mean_s(self) -> float | None:
+        return self._mean if self._count >= READS_MIN else None
+
+    def observe(self, seconds: float) -> None:
+        """A read has ended, so long after the one before it, or after it was begun."""
+        self._count += 1
+        part = max(1 / self._count, 1 / READS_KEPT)
+        error = seconds - self._mean
+        self._mean += part * error
+        self._variance = (1 - part) * (self._variance + part * error * error)
+
+    def seconds(self, num_reads: int) -> float:
+        """For so many in a row, with a spread on top."""
+        return num_reads * self._mean + math.sqrt(num_reads * self._variance)
+
+
+class CopyCost:
+    """Seconds that copying a token's KV from DRAM into HBM takes."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self._count += 1
+        self._tokens += num_tokens - self._tokens / READS_KEPT
+        self._seconds += seconds - self._seconds / READS_KEPT
+
+    def pays(self, start: int, stop: int, steps: StepCost) -> bool:
+        """Whether copying tokens [start, stop) takes no longer than computing them, as far as known.
+
+        Now and then it is said to pay without a look: only who copies sees how long it takes.
+        """
+        if self._count < READS_MIN or not steps.is_known:
+            return True
+        self._count += 1
+        copying = (stop - start) * self._seconds / self._tokens
+        return self._count % PROBE_EVERY == 0 or copying <= steps.seconds(start, stop, 1.0)
+
+
+class StepCost:
+    """Seconds that computing tokens adds to a step.
+
+    A step takes c0 + c1 * tokens + c2 * tokens * context + c3 * sequences that generate.
+    """
+
+    def __init__(self) -> None:
+        # Steps with a prompt in them and those without are forgotten apart: a long answer must not
+        # take what prompts cost away.
+        self._sums = [np.zeros((4, 5)), np.zeros((4, 5))]
+        self._found = np.zeros(4)
+        self._spread = 0.0
+        self._num_steps = 0
+        self._since_fit = 0
+
+    @property
+    def is_known(self) -> bool:
+        return self._num_steps >= STEPS_MIN
+
+    def observe(
+        self, seconds: float, prompts: Sequence[tuple[int, int]], num_generating: int
+    ) -> float | None:
+        """A step has ended.
+
+        Args:
+            prompts: [start, stop) of the prompt tokens that it computed.
+        Returns: by which part of its length the forecast was wrong, if prompts were computed and
+            there was a forecast.
+        """
+        tokens = sum(stop - start for start, stop in prompts)
+        products = sum((stop - start) * (start + stop) / 2 for start, stop in prompts)
+        row = np.array([1.0, tokens, products, num_generating]) * _SCALE
+        wrong = None
+        if prompts and self.is_known:
+            forecast = float(row @ self._found)
+            if forecast > 0:
+                seconds = min(seconds, OUTLIER * forecast)
+                wrong = (seconds - forecast) / forecast
+                self._spread += (wrong * wrong - self._spread) * 2 / STEPS_KEPT
+        weight = 1 / max(seconds, 1e-6) ** 2  # errors count by their part of the step
+        sums = self._sums[bool(prompts)]
+        sums *= 1 - 1 / STEPS_KEPT
+        sums += weight * np.outer(row, np.append(row, seconds))
+        self._num_steps += bool(prompts)
+        self._since_fit += 1
+        if prompts and (self._since_fit >= REFIT_STEPS or self._num_steps == STEPS_MIN):
+            self._fit()
+        return wrong
+
+    def seconds(self, start: int, stop: int, spreads: float = 0.0) -> float:
+        """For computing tokens [start, stop), with so many spreads on top."""
+        tokens = stop - start
+        found = self._found * _SCALE
+        mean = float(found[1] * tokens + found[2] * tokens * (start + stop) / 2)
+        return mean * max(0.0, 1 + spreads * math.sqrt(self._spread))
+
+    def _fit(self) -> None:
+        """Least squares over what no step can have less than none of."""
+        self._since_fit = 0
+        sums = self._sums[0] + self._sums[1]
+        square, right = sums[:, :4], sums[:, 4]
+        ridge = 1e-9 * np.trace(square) / 4
+        used = [0, 1, 2, 3]
+        while used:
+            part = square[np.ix_(used, used)] + ridge * np.eye(len(used))
+            found = np.linalg.solve(part, right[used])
+            if found.min() >= 0:
+                self._found = np.zeros(4)
+                self._found[used] = found
+                return
+            used.pop(int(found.argmin()))
+
+
+def pieces_to_wait_for(
+    ready_stop: int, stops: Sequence[int], arrivals_s: Sequence[float], steps: StepCost
+) -> int:
+    """How many of the pieces that are on their way a request should wait for.
+
+    Those with which the first token comes soonest: each takes its arrival, and saves the
+    computation of all up to it.
+
+    Args:
+        ready_stop: token up to which KV is in DRAM now.
+        stops: where the following pieces end, in their order.
+        arrivals_s: seconds until each is in DRAM, rising.
+    """
+    best, gain = 0, 0.0
+    for number, (stop, arrival_s) in enumerate(zip(stops, arrivals_s, strict=True), start=1):
+        saved = steps.seconds(ready_stop, stop, -1.0) - arrival_s
+        if saved > gain:
+            best, gain = number, saved
+    return best

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine and the model that a simulation assumes: speeds, sizes, bandwidths. From a YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attnstore_vllm.config import check_keys, parse_size
+from attnstore_vllm.errors import ConfigError
+
+_SIZES = {
+    "kv_bytes_per_token", "hbm", "dram", "nvme", "hbm_bandwidth", "nvme_read", "nvme_write",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """All of one data-parallel engine. Sizes are bytes, bandwidths bytes a second."""
+
+    kv_bytes_per_token: int
+    hbm: int
+    """For KV, of running requests and, with `prefix_cache`, of what stays behind them."""
+    dram: int
+    nvme: int
+    prefill_tokens_per_s: float
+    """At the beginning of a prompt ..."""
+    prefill_context: float = float("inf")
+    """... and half as fast after so many tokens."""
+    decode_step_s: float
+    """A step that generates one token for each running request ..."""
+    decode_sequence_s: float = 0.0
+    """... and what each of them adds."""
+    max_num_seqs: int = 24
+    max_num_batched_tokens: int = 2048
+    prefix_cache: bool = True
+    """vLLM's own, in HBM."""
+    hbm_bandwidth: int = 26_000_000_000
+    """DRAM to HBM."""
+    overlap: bool = True
+    """Loads hide behind the step's computation, layer by layer."""
+    nvme_read: int = 5_000_000_000
+    nvme_write: int = 2_500_000_000
+    nvme_latency_s: float = 0.0002
+    chunk_tokens: int = 256
+    io_depth: int = 8
+    load_deadline_s: float = 1.0
+
+    @classmethod
+    def parse(cls, given: object, where: str) -> Machine:
+        """Raises ConfigError that names the key, what was found and what would be right."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{where}: {given!r} was found; expected settings, as dram: 128GB")
+        known = {f.name: f for f in fields(cls)}
+        required = {"kv_bytes_per_token", "hbm", "dram", "nvme", "prefill_tokens_per_s",
+                    "decode_step_s"}  # fmt: skip
+        check_keys(f"{where}: ", given, set(known), set())
+        for key in sorted(required - set(given)):
+            raise ConfigError(f"{where}: {key} is missing; docs/simulate.md has an example")
+        return cls(**{key: _value(where, key, value) for key, value in given.items()})
+
+    @classmethod
+    def read(cls, path: Path) -> Machine:
+        try:
+            given = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: not YAML: {error}") from error
+        return cls.parse(given, str(path))
+
+    def with_sizes(self, **sizes: int) -> Machine:
+        return replace(self, **sizes)  # type: ignore[arg-type]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.kv_bytes_per_token * self.chunk_tokens
+
+    def prefill_s(self, start: int, stop: int) -> float:
+        """Tokens [start, stop) of a prompt."""
+        return (stop - start) / self.prefill_tokens_per_s * (
+            1 + (start + stop) / 2 / self.prefill_context
+        )
+
+    def decode_s(self, num_sequences: int) -> float:
+        """One step without prompts in it."""
+        if not num_sequences:
+            return 0.0
+        return self.decode_step_s + num_sequences * self.decode_sequence_s
+
+
+def _value(where: str, key: str, value: object) -> Any:
+    if key in _SIZES:
+        return parse_size(f"{where}: {key}", value)
+    if key in ("prefix_cache", "overlap"):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: {key} is {value!r}; it must be true or false")
+        return value
+    whole = key in ("max_num_seqs", "max_num_batched_tokens", "chunk_tokens", "io_depth")
+    good = isinstance(value, int) if whole else isinstance(value, int | float)
+    if isinstance(value, bool) or not good or not value > 0:  # type: ignore[operator]
+        kind = "an integer" if whole else "a number"
+        raise ConfigError(f"{where}: {key} is {value!r}; it must be {kind} above 0")
+    return value

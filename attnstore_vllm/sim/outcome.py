@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came of a simulated run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+QUANTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of the requests after the warm-up. Tokens, seconds, bytes."""
+
+    policy: str
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    history_tokens: int = 0
+    """Of prompts, what was prompt or answer of the conversation before."""
+    found_history: int = 0
+    hbm_tokens: int = 0
+    dram_tokens: int = 0
+    """Loaded, and in DRAM when the request was first offered a place ..."""
+    nvme_tokens: int = 0
+    """... or on NVMe then."""
+    wanted_tokens: int = 0
+    """Stored when the request was first offered a place, and not in HBM."""
+    ready_tokens: int = 0
+    """Of these, in DRAM then."""
+    waited_s: float = 0.0
+    """That requests waited for KV while there was a place for them."""
+    busy_s: float = 0.0
+    """Of the accelerator."""
+    prefill_s: float = 0.0
+    """Of that, with prompts: what stored KV can save."""
+    duration_s: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    later_ttft_s: list[float] = field(default_factory=list)
+    """Of requests that continue a conversation."""
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.hbm_tokens + self.dram_tokens + self.nvme_tokens
+
+    @property
+    def hit_tokens_share(self) -> float:
+        return _share(self.hit_tokens, self.prompt_tokens)
+
+    @property
+    def history_hit_share(self) -> float:
+        return _share(self.found_history, self.history_tokens)
+
+    @property
+    def dram_share(self) -> float:
+        """Of what was loaded, the part that was in DRAM when it was first asked for."""
+        return _share(self.dram_tokens, self.dram_tokens + self.nvme_tokens)
+
+    @property
+    def ready_share(self) -> float:
+        """Of all that was stored and wanted, the part that was in DRAM then."""
+        return _share(self.ready_tokens, self.wanted_tokens)
+
+    def ttft(self, percent: float) -> float:
+        return float(np.percentile(self.ttft_s, percent)) if self.ttft_s else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "requests": self.num_requests,
+            "hit_tokens_share": self.hit_tokens_share,
+            "history_hit_share": self.history_hit_share,
+            "hit_tokens": {
+                "hbm": self.hbm_tokens, "dram": self.dram_tokens, "nvme": self.nvme_tokens
+            },
+            "dram_share": self.dram_share,
+            "ready_share": self.ready_share,
+            "waited_s": round(self.waited_s, 3),
+            "ttft_s": _quantiles(self.ttft_s),
+            "ttft_s_of_later_turns": _quantiles(self.later_ttft_s),
+            "accelerator_s": round(self.busy_s, 3),
+            "prefill_s": round(self.prefill_s, 3),
+            "duration_s": round(self.duration_s, 3),
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+        }  # fmt: skip
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    return {f"p{q}": round(float(np.percentile(seconds, q)), 6) for q in QUANTILES}

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What deciding costs a step: a thousand requests wait, hundreds of thousands of chunks are stored.
+
+    python -m benchmarks.policy_time [--waiting 1000] [--tokens 8192] [--chunks 300000]
+
+vLLM's real scheduler, our real scheduler side and a real store on a disk, over the tests' scripted
+worker (no model runs). All of our code that a step runs is timed, with what it waits for the
+lock and the interpreter that our own thread, which reads and writes meanwhile, holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tqdm import tqdm
+
+from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.testing.tiny_model import SMALL, make_model
+from benchmarks.hit_latency import ROOT
+from tests.vllm.scripted import VOCAB, Limits, ScriptedEngine
+
+CHUNK_TOKENS = 256
+DRAM_SLOTS = 2048
+HOOKS = (
+    "get_num_new_matched_tokens", "update_state_after_alloc", "build_step", "on_report",
+    "request_finished",
+)  # fmt: skip
+TENANT = bytes(32)
+
+
+class Clock:
+    """Sums up what our hooks take."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.seconds = 0.0
+        for name in HOOKS:
+            setattr(scheduler, name, self._timed(getattr(scheduler, name)))
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return hook(*args)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return call
+
+    def take(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def fill(engine: ScriptedEngine, prompts: list[list[int]], num_chunks: int, random: Random) -> None:
+    """Store the prompts' chunks and others, until there are so many, and let them rest on NVMe."""
+    store, root = engine.ours.store, root_key(engine.ours._namespace, None, b"")
+    entered, saved = 0, []
+    with tqdm(total=num_chunks, desc="chunks", unit="chunk", unit_scale=True) as bar:
+        while entered < num_chunks:
+            tokens = prompts.pop() if prompts else [random.randrange(VOCAB) for _ in range(8192)]
+            keys = SequenceKeys(root, tokens, CHUNK_TOKENS)
+            for number in range(len(tokens) // CHUNK_TOKENS):
+                chunk = store.begin_save(keys.name(number, TENANT))
+                if chunk is not None:
+                    saved.append(chunk)
+            store.finish_saves(saved)
+            entered += len(saved)
+            bar.update(len(saved))
+            saved.clear()
+            while store.residency.num_dirty > DRAM_SLOTS // 2:
+                time.sleep(0.001)
+    while not store.is_idle():
+        time.sleep(0.01)
+
+
+def measure(waiting: int, num_tokens: int, num_chunks: int, steps: int) -> dict[str, Any]:
+    random = Random(6)
+    prompts = [[random.randrange(VOCAB) for _ in range(num_tokens)] for _ in range(waiting)]
+    with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as directory:
+        work = Path(directory)
+        limits = Limits(
+            chunk_tokens=CHUNK_TOKENS, model_len=num_tokens + 512, batched_tokens=2048,
+            sequences=8, dram_slots=DRAM_SLOTS, nvme=f"{num_chunks * 9}KiB",
+        )  # fmt: skip
+        engine = ScriptedEngine(
+            make_model(work / "model", SMALL), work / "store", depth=1, seed=1, limits=limits,
+            num_blocks=8 * (num_tokens + 512) // 16 + 64,
+        )  # fmt: skip
+        fill(engine, list(prompts), num_chunks, random)
+        resident = len(engine.ours.store.residency.index)
+        clock = Clock(engine.ours)
+        arrivals = []
+        for number, prompt in enumerate(tqdm(prompts, desc="arrivals", unit="request")):
+            started = time.perf_counter()
+            engine.add(str(number), [*prompt, 1], 16)
+            arrivals.append(time.perf_counter() - started)
+        clock.take()
+        seconds = []
+        for _ in tqdm(range(steps), desc="steps", unit="step"):
+            engine.step()
+            taken = clock.take()
+            if engine.scheduler.running:
+                seconds.append(taken)
+        left = len(engine.scheduler.waiting)
+        stats = engine.ours.store.counts()
+        for number in range(waiting):
+            engine.abort(str(number))
+        engine.drain()
+        engine.close()
+    seconds.sort()
+    return {
+        "waiting": waiting,
+        "waiting_at_the_end": left,
+        "prompt_tokens": num_tokens,
+        "resident_chunks": resident,
+        "steps": len(seconds),
+        "policy_ms": {
+            "median": round(1000 * statistics.median(seconds), 3),
+            "p99": round(1000 * seconds[int(0.99 * len(seconds))], 3),
+            "max": round(1000 * seconds[-1], 3),
+        },
+        "arrival_ms": round(1000 * statistics.median(arrivals), 3),
+        "evicted_dram": stats.get("evicted_dram", 0),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time that deciding takes of a step.")
+    parser.add_argument("--waiting", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--chunks", type=int, default=300_000)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "policy_time.json")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of lines")
+    args = parser.parse_args()
+    result = measure(args.waiting, args.tokens, args.chunks, args.steps)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.json:
+        print(json.dumps(result))
+        return
+    ms = result["policy_ms"]
+    print(
+        f"\n{result['waiting']} waiting requests of {result['prompt_tokens']} tokens, "
+        f"{result['resident_chunks']:,} chunks stored: a step spends {ms['median']} ms with us "
+        f"(p99 {ms['p99']}, max {ms['max']}) in {result['steps']} steps; a request's arrival, with "
+        f"vLLM's own part, {result['arrival_ms']} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is sooner, waiting or computing: learned from steps and reads, with the doubt that is left."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from attnstore_vllm.policy.cost import (
+    OUTLIER,
+    PROBE_EVERY,
+    READS_MIN,
+    STEPS_MIN,
+    CopyCost,
+    ReadCost,
+    StepCost,
+    pieces_to_wait_for,
+)
+
+C0, C1, C2, C3 = 0.004, 2e-4, 5e-9, 3e-4
+
+
+def length(prompts: list[tuple[int, int]], num_generating: int) -> float:
+    seconds = C0 + C3 * num_generating
+    for start, stop in prompts:
+        seconds += C1 * (stop - start) + C2 * (stop - start) * (start + stop) / 2
+    return seconds
+
+
+def trained(noise: float = 0.0, steps: int = 400, speed: float = 1.0) -> StepCost:
+    cost, rng = StepCost(), Random(3)
+    for _ in range(steps):
+        start = rng.randrange(0, 30_000)
+        prompts = [(start, start + rng.randrange(2, 2048))] if rng.random() < 0.4 else []
+        generating = rng.randrange(0, 24)
+        seconds = length(prompts, generating) * (1 + rng.gauss(0, noise)) / speed
+        cost.observe(max(seconds, 1e-4), prompts, generating)
+    return cost
+
+
+def test_steps_tell_what_tokens_cost_at_any_context() -> None:
+    cost = trained()
+    for start, stop in ((0, 256), (0, 8192), (20_000, 20_256)):
+        want = length([(start, stop)], 0) - C0
+        assert cost.seconds(start, stop) == pytest.approx(want, rel=0.01)
+        assert cost.seconds(start, stop, -1.0) == pytest.approx(want, rel=0.02)
+
+
+def test_noise_becomes_doubt() -> None:
+    cost = trained(noise=0.2, steps=2000)
+    want = length([(0, 4096)], 0) - C0
+    assert cost.seconds(0, 4096) == pytest.approx(want, rel=0.15)
+    assert 0.65 * want < cost.seconds(0, 4096, -1.0) < 0.95 * want
+    assert cost.seconds(0, 4096, 1.0) > 1.05 * want
+
+
+def test_nothing_is_said_before_enough_was_seen() -> None:
+    cost = StepCost()
+    for number in range(STEPS_MIN):
+        assert not cost.is_known
+        assert cost.observe(0.1, [(0, 100 + number)], 0) is None
+    assert cost.is_known
+    assert cost.observe(0.1, [(0, 100)], 0) is not None
+    assert cost.observe(0.1, [], 3) is None  # no prompt, nothing to be wrong about
+
+
+def test_what_is_negative_is_left_out_and_an_outlier_counts_little() -> None:
+    cost = StepCost()
+    for number in range(50):  # longer contexts are quicker, more tokens are not
+        cost.observe(1.0 - 0.01 * number, [(1000 * number, 1000 * number + 100)], 0)
+    assert cost.seconds(0, 1000) >= 0
+    cost = trained()
+    before = cost.seconds(0, 1000)
+    wrong = cost.observe(1000.0, [(0, 1000)], 0)
+    assert wrong == pytest.approx(OUTLIER - 1, rel=0.01)
+    for _ in range(8):
+        cost.observe(length([(0, 500)], 0), [(0, 500)], 0)
+    assert cost.seconds(0, 1000) < 1.5 * before
+
+
+def test_a_change_of_speed_is_learned() -> None:
+    cost = trained()
+    rng = Random(5)
+    for _ in range(1500):
+        stop = rng.randrange(100, 4000)
+        cost.observe(3 * length([(0, stop)], 0), [(0, stop)], 0)
+    assert cost.seconds(0, 2000) == pytest.approx(3 * (length([(0, 2000)], 0) - C0), rel=0.1)
+
+
+def test_answers_do_not_take_away_what_prompts_taught() -> None:
+    cost = trained()
+    before = cost.seconds(0, 4096)
+    for _ in range(5000):
+        cost.observe(length([], 8), [], 8)
+    cost.observe(length([(0, 300)], 8), [(0, 300)], 8)
+    assert cost.seconds(0, 4096) == pytest.approx(before, rel=0.05)
+
+
+def test_reads_in_a_row_with_a_spread_on_top() -> None:
+    reads = ReadCost()
+    for number in range(READS_MIN):
+        assert reads.mean_s is None
+        reads.observe(0.010 if number % 2 else 0.030)
+    assert reads.mean_s == pytest.approx(0.020)
+    assert reads.seconds(4) == pytest.approx(4 * 0.020 + 2 * 0.010)
+    assert reads.seconds(0) == 0
+
+
+def test_waits_for_what_comes_sooner_than_it_is_computed() -> None:
+    cost = trained()
+    piece = cost.seconds(0, 256, -1.0)
+    stops = [256, 512, 768]
+    fast = [0.5 * piece * (n + 1) for n in range(3)]
+    slow = [2.0 * piece * (n + 1) for n in range(3)]
+    assert pieces_to_wait_for(0, stops, fast, cost) == 3
+    assert pieces_to_wait_for(0, stops, slow, cost) == 0
+    # The first two are nearly here, and the third would take longer than it saves.
+    assert pieces_to_wait_for(0, stops, [0.0, 0.0, 1.5 * piece], cost) == 2
+    assert pieces_to_wait_for(0, [], [], cost) == 0
+    # A read that takes a little longer than the first piece, and brings three, is waited for.
+    assert pieces_to_wait_for(0, stops, [1.2 * piece, 1.2 * piece, 1.2 * piece], cost) == 3
+    # What is computed at the end of a long context costs more than at its beginning.
+    arrivals = [1.1 * piece * (n + 1) for n in range(3)]
+    assert pieces_to_wait_for(0, stops, arrivals, cost) == 0
+    far = [40_000 + stop for stop in stops]
+    assert pieces_to_wait_for(40_000, far, arrivals, cost) == 3
+
+
+def test_a_copy_slower_than_computing_is_not_made_but_now_and_then() -> None:
+    cost, copies = trained(), CopyCost()
+    assert copies.pays(0, 1000, cost)
+    for _ in range(READS_MIN):
+        copies.observe(1000, 10 * cost.seconds(0, 1000))
+    said = [copies.pays(0, 1000, cost) for _ in range(4 * PROBE_EVERY)]
+    assert sum(said) == 4
+    for _ in range(2000):
+        copies.observe(1000, 0.1 * cost.seconds(0, 1000))
+    assert all(copies.pays(0, 1000, cost) for _ in range(PROBE_EVERY))

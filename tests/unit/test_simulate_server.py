@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnstore simulate --machine` and `attnstore plan`: the store in a server in virtual time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from attnstore_vllm.cli.main import main
+from attnstore_vllm.cli.plan import kv_bytes_per_token
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.sim.keys import _ROOT, TraceKeys
+from attnstore_vllm.sim.machine import Machine
+from attnstore_vllm.sim.outcome import Outcome
+from attnstore_vllm.sim.server import Server
+from attnstore_vllm.sim.trace import Request, Trace, at_speed, make_trace
+
+SIZE = 64
+KV = 1000
+MACHINE = Machine(
+    kv_bytes_per_token=KV, hbm=KV * 8000, dram=KV * SIZE * 60, nvme=KV * SIZE * 4000,
+    prefill_tokens_per_s=2000, prefill_context=4000, decode_step_s=0.02, max_num_seqs=4,
+    max_num_batched_tokens=1024, prefix_cache=False, hbm_bandwidth=KV * 100_000,
+    nvme_read=KV * 20_000, nvme_write=KV * 20_000, chunk_tokens=SIZE, load_deadline_s=5.0,
+)  # fmt: skip
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "machines"
+
+
+def chats(num_sessions: int, rate: float, seed: int = 1, think_s: float = 20.0) -> Trace:
+    """Conversations of one to six turns that grow."""
+    rng, requests, now = Random(seed), [], 0.0
+    for session in range(num_sessions):
+        tokens, think, at = 0, 0.0, now
+        for _ in range(rng.randint(1, 6)):
+            tokens += rng.randint(50, 400)
+            answer = rng.randint(10, 60)
+            known = tokens + answer
+            chunks = np.arange(-(-known // SIZE), dtype=np.int64) + session * 1000
+            requests.append(Request(at, chunks, tokens, answer, known, session, think))
+            tokens, think = known, rng.expovariate(1 / think_s)
+            at += think + 1
+        now += rng.expovariate(rate)
+    return make_trace("chats", SIZE, requests)
+
+
+def run(trace: Trace, policy: str, machine: Machine = MACHINE, warmup: int = 0) -> Outcome:
+    server = Server(trace, machine, policy, warmup=warmup)
+    outcome = server.run()
+    if server._store is not None:
+        server._store.residency.check_integrity()
+        assert server._store.is_idle()
+        assert not server._store.residency.look_ahead
+    return outcome
+
+
+def test_keys_of_a_trace_are_those_of_its_tokens() -> None:
+    numbers = [7, 3, 9]
+    keys = TraceKeys(numbers, 2 * SIZE + 20, SIZE, {})
+    tokens = [number for number in numbers for _ in range(SIZE)][: 2 * SIZE + 20]
+    plain = SequenceKeys(_ROOT, tokens, SIZE)
+    assert keys.keys(0, 2) == plain.keys(0, 2)
+    assert keys.tokens(30, 2 * SIZE + 20) == plain.tokens(30, 2 * SIZE + 20)
+    assert keys.name(1, b"") == plain.name(1, b"")
+
+
+def test_a_request_by_hand() -> None:
+    """Two turns: 1,000 tokens computed and answered with 3, then 1,003 found but the last."""
+    chunks = np.arange(16, dtype=np.int64)
+    trace = make_trace("t", SIZE, [
+        Request(0.0, chunks, 1000, 3, 1003, 1, 0.0), Request(0.0, chunks, 1023, 1, 1024, 1, 9.0),
+    ])  # fmt: skip
+    machine = replace(MACHINE, prefill_context=float("inf"))
+    out = run(trace, "attnstore", machine)
+    # 0.5 s for the first prompt, two more tokens; then 9 s of thought, and 21 tokens computed.
+    assert out.ttft_s == pytest.approx([0.5, (1023 - 1002) / 2000])
+    assert out.later_ttft_s == out.ttft_s[1:]
+    assert out.duration_s == pytest.approx(0.5 + 2 * 0.02 + 9.0 + 21 / 2000)
+    assert (out.hit_tokens, out.history_tokens, out.found_history) == (1002, 1003, 1002)
+    assert (out.dram_tokens, out.nvme_tokens, out.ready_share) == (1002, 0, 1.0)
+    assert out.prefill_s == pytest.approx(0.5 + 21 / 2000)
+    assert out.busy_s == pytest.approx(out.prefill_s + 0.04)
+    # 15 whole chunks and a tail of 42 tokens; then the whole chunk that supersedes it.
+    assert out.bytes_written == 17 * SIZE * KV
+    assert run(trace, "recompute", machine).hit_tokens == 0
+    assert run(trace, "recompute", replace(machine, prefix_cache=True)).hbm_tokens == 15 * SIZE
+
+
+def test_the_same_trace_gives_the_same() -> None:
+    trace = chats(60, rate=1.0)
+    assert run(trace, "attnstore").as_json() == run(trace, "attnstore").as_json()
+
+
+def test_bounds_hold() -> None:
+    trace = chats(120, rate=0.5)
+    machine = replace(MACHINE, nvme=KV * SIZE * 150)
+    found = {p: run(trace, p, machine) for p in ("attnstore", "lru", "fifo", "infinite")}
+    assert len({out.num_requests for out in found.values()}) == 1
+    for policy in ("attnstore", "lru", "fifo"):
+        assert found[policy].hit_tokens <= found["infinite"].hit_tokens
+        assert 0 < found[policy].history_hit_share < 1
+    # All but the last token of each history: its KV is made when it is an input.
+    turns = sum(request.think_s > 0 for request in trace.requests)
+    infinite = found["infinite"]
+    assert infinite.history_tokens - infinite.found_history == turns
+
+
+def test_with_a_backlog_what_is_wanted_is_in_dram_when_it_is_its_turn() -> None:
+    trace = chats(250, rate=4.0)
+    ours, lru = run(trace, "attnstore", warmup=100), run(trace, "lru", warmup=100)
+    assert ours.ready_share > 0.99
+    assert lru.ready_share < 0.5
+    assert ours.waited_s < 0.1 * lru.waited_s
+    assert ours.ttft(50) <= lru.ttft(50)
+
+
+def test_a_disk_slower_than_computing_is_not_waited_for() -> None:
+    trace = chats(150, rate=0.05)
+    slow = replace(MACHINE, nvme_read=KV * 600, nvme_write=KV * 600, dram=KV * SIZE * 12)
+    ours, without = run(trace, "attnstore", slow, 50), run(trace, "recompute", slow, 50)
+    for percent in (50, 90):
+        assert ours.ttft(percent) <= 1.02 * without.ttft(percent)
+    fast = run(trace, "attnstore", replace(slow, nvme_read=KV * 60_000), 50)
+    assert fast.nvme_tokens > 0.3 * fast.prompt_tokens
+    assert fast.ttft(50) < 0.7 * without.ttft(50)
+
+
+def test_speed_brings_requests_nearer() -> None:
+    trace = chats(3, rate=1.0)
+    faster = at_speed(trace, 4.0)
+    assert [r.arrival_s for r in faster.requests] == [r.arrival_s / 4 for r in trace.requests]
+    assert [r.think_s for r in faster.requests] == [r.think_s for r in trace.requests]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_machines_can_be_read(path: Path) -> None:
+    machine = Machine.read(path)
+    assert machine.dram < machine.nvme
+    assert machine.prefill_s(0, 4000) > 2 * machine.prefill_s(0, 2000)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dram": "big"}, "dram is 'big', which is no size"),
+        ({"drm": "1GB"}, "did you mean dram?"),
+        ({"hbm": None}, "hbm is missing"),
+        ({"decode_step_s": 0}, "decode_step_s is 0; it must be a number above 0"),
+        ({"max_num_seqs": 1.5}, "it must be an integer"),
+        ({"overlap": "yes"}, "it must be true or false"),
+    ],
+)
+def test_a_machine_that_cannot_be(change: dict[str, object], said: str) -> None:
+    good = {"kv_bytes_per_token": 1000, "hbm": "1GB", "dram": "1GB", "nvme": "1GB",
+            "prefill_tokens_per_s": 100, "decode_step_s": 0.01}  # fmt: skip
+    Machine.parse(good, "here")
+    given = {key: value for key, value in (good | change).items() if value is not None}
+    with pytest.raises(ConfigError, match="here") as error:
+        Machine.parse(given, "here")
+    assert said in str(error.value)
+
+
+# ---- the commands -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A trace in Mooncake's format, and a machine."""
+    rng, lines = Random(2), []
+    for second in range(80):
+        family = rng.randrange(8)
+        count = rng.randint(1, 5)
+        hashes = [100 * family + n for n in range(count)]
+        lines.append(json.dumps({"timestamp": 1000 * second, "input_length": 512 * count,
+                                 "output_length": 20, "hash_ids": hashes}))  # fmt: skip
+    trace, machine = tmp_path / "trace.jsonl", tmp_path / "small.yaml"
+    trace.write_text("\n".join(lines))
+    machine.write_text(
+        "kv_bytes_per_token: 1000\nhbm: 8MB\ndram: 4MB\nnvme: 40MB\nprefill_tokens_per_s: 3000\n"
+        "decode_step_s: 0.02\nprefix_cache: false\n"
+    )
+    return trace, machine
+
+
+def test_the_command_says_what_came_of_each_policy(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace, machine = map(str, files)
+    assert main(["simulate", trace, "--machine", machine, "--json", "--warmup", "5"]) == 0
+    runs = {run["policy"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
+    assert set(runs) == {"attnstore", "lru", "fifo", "belady", "infinite", "recompute"}
+    assert runs["recompute"]["hit_tokens_share"] == 0
+    assert 0 < runs["attnstore"]["hit_tokens_share"] <= runs["infinite"]["hit_tokens_share"]
+    assert runs["lru"]["requests"] == 75
+    plot = tmp_path / "p.png"
+    args = ["simulate", trace, "--machine", machine, "--policy", "lru", "--plot", str(plot)]
+    assert main(args) == 0
+    assert "lru" in capsys.readouterr().out
+    assert plot.stat().st_size > 1000
+
+
+def test_the_command_says_what_is_wrong(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, machine = map(str, files)
+    for args, said in (
+        (["--policy", "best"], "with --machine there are attnstore, lru"),
+        (["--warmup", "80"], "the trace has 80 requests"),
+        (["--speed", "0"], "--speed is 0.0; expected more than 0"),
+    ):
+        assert main(["simulate", trace, "--machine", machine, *args]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_plan_spends_the_budget(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace, machine = map(str, files)
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 8,
+                                 "num_key_value_heads": 2, "hidden_size": 512}))  # fmt: skip
+    args = ["plan", str(model), trace, "--machine", machine, "--budget", "0.0001"]
+    assert main([*args, "--json"]) == 0
+    options = json.loads(capsys.readouterr().out)
+    assert len(options) == 5
+    for option in options:
+        price = (option["dram"] * 0.0088 + option["nvme"] * 0.000082) / 1e9
+        assert price == pytest.approx(0.0001, rel=1e-3)
+    assert options[0]["prefill_s"] == min(option["prefill_s"] for option in options)
+    assert main(args) == 0
+    assert "nvme: {path: /mnt/nvme/attnstore, capacity: " in capsys.readouterr().out
+
+
+def test_kv_bytes_of_known_models() -> None:
+    llama_65b = {"num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": 8192,
+                 "torch_dtype": "float16"}  # fmt: skip
+    falcon_7b = {"num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544,
+                 "multi_query": True, "torch_dtype": "bfloat16"}  # fmt: skip
+    assert kv_bytes_per_token(llama_65b, "c", None) == 2_621_440
+    assert kv_bytes_per_token(llama_65b | {"num_key_value_heads": 8}, "c", None) == 327_680
+    assert kv_bytes_per_token({"text_config": llama_65b}, "c", 1) == 1_310_720
+    assert kv_bytes_per_token(falcon_7b, "c", None) == 2 * 32 * 64 * 2
+    for bad, said in (({"kv_lora_rank": 512}, "latent attention"), ({}, "num_hidden_layers"),
+                      (llama_65b | {"torch_dtype": "int3"}, "--kv-dtype-bytes")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            kv_bytes_per_token(bad, "c", None)
