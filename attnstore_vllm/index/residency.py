@@ -348,9 +348,12 @@ class Residency:
     # ---- room --------------------------------------------------------------------------
 
     def _make_room_in_dram(self, whose: Order | None = None) -> bool:
-        if self._dram.free:
+        if whose is not None and self.room.is_full_of_wanted(whose):
+            victim, is_wanted = self.room.farther(whose), True
+        elif self._dram.free:
             return True
-        victim, is_wanted = self.room.victim(self.now, whose)
+        else:
+            victim, is_wanted = self.room.victim(self.now, whose)
         if victim is None:
             return False
         self.counts["given_up"] += is_wanted

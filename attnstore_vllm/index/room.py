@@ -11,6 +11,11 @@ from attnstore_vllm.index.slots import DramSlots, NvmeSlots
 from attnstore_vllm.policy.lookahead import LookAhead, Order
 
 
+SAVES_PART = 8
+"""One slot in so many is kept for what is saved and not yet written, or saves would push out what was
+read for the requests at the window's end, to be read again."""
+
+
 class DramRoom:
     """Keeps the chunks of DRAM in the orders of departure that their state and the queue say."""
 
@@ -48,6 +53,19 @@ class DramRoom:
         stays = chunk.dram is not Dram.READY or chunk.dropped or self._look_ahead.is_wanted(chunk)
         self._dram.place(chunk, None if stays else order)
 
+    def is_full_of_wanted(self, whose: Order) -> bool:
+        """Whether a read for this request may only take the place of what farther ones want."""
+        dram = self._dram
+        num_staying = len(dram.owned) - len(dram.clean) - len(dram.dirty)
+        limit = dram.num_slots - dram.num_slots // SAVES_PART
+        return num_staying >= limit and whose != self._look_ahead.first
+
+    def farther(self, whose: Order | None) -> Chunk | None:
+        """What only requests beyond this one want, and can be read again."""
+        wanted = self._look_ahead.farthest(whose, _can_be_fetched_again)
+        assert wanted is None or isinstance(wanted, Chunk)
+        return wanted
+
     def victim(self, now: float, whose: Order | None) -> tuple[Chunk | None, bool]:
         """The chunk to evict, or None if none can go; and whether somebody waits for it.
 
@@ -62,9 +80,8 @@ class DramRoom:
 
         slot = dram.clean.victim(now, can_go)
         if slot is None:
-            wanted = self._look_ahead.farthest(whose, _can_be_fetched_again)
+            wanted = self.farther(whose)
             if wanted is not None:
-                assert isinstance(wanted, Chunk)
                 return wanted, True
             if whose is None:
                 slot = dram.dirty.victim(now, can_go)

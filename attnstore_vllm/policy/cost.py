@@ -94,6 +94,7 @@ class StepCost:
         self._sums = [np.zeros((4, 5)), np.zeros((4, 5))]
         self._found = np.zeros(4)
         self._spread = 0.0
+        self._num_wrong = 0
         self._num_steps = 0
         self._since_fit = 0
 
@@ -120,7 +121,9 @@ class StepCost:
             if forecast > 0:
                 seconds = min(seconds, OUTLIER * forecast)
                 wrong = (seconds - forecast) / forecast
-                self._spread += (wrong * wrong - self._spread) * 2 / STEPS_KEPT
+                self._num_wrong += 1
+                part = max(1 / self._num_wrong, 2 / STEPS_KEPT)
+                self._spread += (wrong * wrong - self._spread) * part
         weight = 1 / max(seconds, 1e-6) ** 2  # errors count by their part of the step
         sums = self._sums[bool(prompts)]
         sums *= 1 - 1 / STEPS_KEPT

@@ -14,19 +14,22 @@ that is not; then what is wanted by the farthest request goes first (section 3.3
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import merge
+from heapq import heapify, heappop, heappush
 
 SHARED_MIN = 16
 """What so many waiting requests want is taken for wanted by a near one."""
-LOOK_MAX = 256
-"""Chunks that are looked at for one to give up."""
+LOOK_MAX = 64
+"""Chunks that cannot go that are looked at for one that can."""
 
 Order = tuple[float, float, str]
 """Requests run in ascending order of this. The last is the request's id."""
+_Entry = tuple[float, float, int, int, Hashable]
+"""The order of the nearest request that wants a chunk, backwards; its depth there; a number; it."""
 LAST: Order = (math.inf, 0.0, "")
 """Of what no request waits for."""
 
@@ -37,19 +40,64 @@ class _Waiting:
     wants: tuple[Hashable, ...] = ()
 
 
+class _FarthestFirst:
+    """Chunks by the nearest request that wants each. Cost of each call: O(log chunks), amortized."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._entries: dict[Hashable, _Entry] = {}
+        self._count = itertools.count()
+
+    def put(self, chunk: Hashable, order: Order, depth: int) -> None:
+        entry = (-order[0], -order[1], -depth, next(self._count), chunk)
+        self._entries[chunk] = entry
+        heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + LOOK_MAX:  # most of it is outdated
+            self._heap = list(self._entries.values())
+            heapify(self._heap)
+
+    def __contains__(self, chunk: Hashable) -> bool:
+        return chunk in self._entries
+
+    def discard(self, chunk: Hashable) -> None:
+        self._entries.pop(chunk, None)
+
+    def first(self, beyond: Order | None, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+        """The farthest that can go, and is farther than `beyond`."""
+        heap, found, aside = self._heap, None, []
+        while heap and len(aside) < LOOK_MAX:
+            entry = heap[0]
+            chunk = entry[-1]
+            if self._entries.get(chunk) is not entry:
+                heappop(heap)
+                continue
+            if beyond is not None and (-entry[0], -entry[1]) <= beyond[:2]:
+                break
+            if can_go(chunk):
+                found = chunk
+                break
+            aside.append(heappop(heap))
+        for entry in aside:
+            heappush(heap, entry)
+        return found
+
+
 class LookAhead:
-    """See the module. Cost of each call: O(log requests + chunks of one request)."""
+    """See the module. Cost of each call: O(chunks of one request * log(all that is wanted))."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Waiting] = {}
         self._queue: list[Order] = []
-        self._wanted_by: dict[Hashable, dict[str, None]] = {}
+        self._wanted_by: dict[Hashable, dict[str, int]] = {}
+        """By which requests, and how deep in their prompts."""
+        self._nearest: dict[Hashable, tuple[Order, int]] = {}
+        """Of those that wait for a chunk, and its depth there; not of chunks that SHARED_MIN wait for."""
         self._absent: set[Hashable] = set()
         """Wanted, to be fetched, and not on its way."""
         self._hungry: list[Order] = []
-        """Those that may want something absent; in order, as those of `_fed`, and tidied late."""
-        self._fed: list[Order] = []
-        """Those that may want something that is present."""
+        """Requests that may want something absent; in order, and tidied late."""
+        self._all = _FarthestFirst()
+        self._present = _FarthestFirst()
         self._last = self._first = 0.0
 
     def __len__(self) -> int:
@@ -61,6 +109,11 @@ class LookAhead:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
+
+    @property
+    def first(self) -> Order | None:
+        """Of the request that runs next."""
+        return self._queue[0] if self._queue else None
 
     # ---- the queue ---------------------------------------------------------------------
 
@@ -108,26 +161,52 @@ class LookAhead:
         waiting = self._waiting[request_id]
         before, waiting.wants = waiting.wants, tuple(dict.fromkeys(chunks))
         new = []
-        for chunk in waiting.wants:
+        for depth, chunk in enumerate(waiting.wants):
             wanted_by = self._wanted_by.get(chunk)
             if wanted_by is None:
                 wanted_by = self._wanted_by[chunk] = {}
                 new.append(chunk)
-            wanted_by[request_id] = None
+            wanted_by[request_id] = depth
         kept, unwanted = set(waiting.wants), []
         for chunk in before:
             if chunk not in kept:
-                del self._wanted_by[chunk][request_id]
-                if not self._wanted_by[chunk]:
+                wanted_by = self._wanted_by[chunk]
+                del wanted_by[request_id]
+                if not wanted_by:
                     del self._wanted_by[chunk]
                     self._absent.discard(chunk)
                     unwanted.append(chunk)
+                self._rank(chunk)
         self._absent.difference_update(waiting.wants)
         self._absent.update(absent)
-        num_absent = sum(chunk in self._absent for chunk in waiting.wants)
-        (_add if num_absent else _discard)(self._hungry, waiting.order)
-        (_add if num_absent < len(waiting.wants) else _discard)(self._fed, waiting.order)
+        for chunk in waiting.wants:
+            self._rank(chunk)
+            self._note_presence(chunk)
+        is_hungry = any(chunk in self._absent for chunk in waiting.wants)
+        (_add if is_hungry else _discard)(self._hungry, waiting.order)
         return new, unwanted
+
+    def _rank(self, chunk: Hashable) -> None:
+        """Who wants the chunk has changed."""
+        wanted_by = self._wanted_by.get(chunk, {})
+        if not 0 < len(wanted_by) < SHARED_MIN:
+            self._nearest.pop(chunk, None)
+            self._all.discard(chunk)
+            self._present.discard(chunk)
+            return
+        nearest = min((self._waiting[r].order, depth) for r, depth in wanted_by.items())
+        if self._nearest.get(chunk) != nearest:
+            self._nearest[chunk] = nearest
+            self._all.put(chunk, *nearest)
+            self._present.discard(chunk)
+            self._note_presence(chunk)
+
+    def _note_presence(self, chunk: Hashable) -> None:
+        nearest = self._nearest.get(chunk)
+        if chunk in self._absent or nearest is None:
+            self._present.discard(chunk)
+        elif chunk not in self._present:
+            self._present.put(chunk, *nearest)
 
     def lost(self, chunk: Hashable) -> list[Hashable]:
         """The chunk is in no tier any more: who wants it wants nothing from it on. Returns what nobody
@@ -148,20 +227,20 @@ class LookAhead:
         """The chunk is in DRAM or on its way, or there is nothing left to fetch."""
         if chunk in self._absent:
             self._absent.remove(chunk)
-            for request_id in list(self._wanted_by[chunk])[:SHARED_MIN]:
-                _add(self._fed, self._waiting[request_id].order)
+            self._note_presence(chunk)
 
     def has_gone(self, chunk: Hashable) -> None:
         """The chunk has left DRAM, and can be fetched again."""
         wanted_by = self._wanted_by.get(chunk)
         if wanted_by:
             self._absent.add(chunk)
+            self._present.discard(chunk)
             for request_id in wanted_by:
                 _add(self._hungry, self._waiting[request_id].order)
 
     def stop_fetching(self) -> None:
         """Nothing is fetched until requests want something again."""
-        self._absent.clear()
+        self._absent.clear()  # what is not here now counts as present: nobody fetches it
         self._hungry.clear()
 
     def next_to_fetch(self) -> tuple[Hashable, Order] | None:
@@ -178,7 +257,7 @@ class LookAhead:
         return None
 
     def num_absent_before(self, request_id: str) -> int:
-        """Absent chunks that nearer requests want, LOOK_MAX at most; those of a request that does not
+        """Absent chunks that nearer requests want, of the nearest few; those of a request that does not
         wait come after all.
         """
         waiting = self._waiting.get(request_id)
@@ -186,7 +265,7 @@ class LookAhead:
         found: set[Hashable] = set()
         looks = 0
         for order in self._hungry:
-            if order >= beyond or looks >= LOOK_MAX:
+            if order >= beyond or looks >= 4 * LOOK_MAX:
                 break
             wants = self._waiting[order[2]].wants
             looks += len(wants)
@@ -194,51 +273,17 @@ class LookAhead:
         return len(found)
 
     def farthest(self, beyond: Order | None, can_go: Callable[[Hashable], bool]) -> Hashable | None:
-        """The chunk to give up for a request: one that only requests beyond it want, of the
-        farthest; or None.
+        """The chunk in DRAM to give up for a request: one that only requests beyond it want, of the
+        farthest, the deepest; or None.
 
         Args:
             beyond: of the request that needs the room; None: any may be given up.
-        Cost: at most LOOK_MAX chunks, and one request's.
         """
-        looks = 0
-        for place in range(len(self._fed) - 1, -1, -1):
-            order = self._fed[place]
-            if looks >= LOOK_MAX or (beyond is not None and order <= beyond):
-                return None
-            is_fed = False
-            for chunk in reversed(self._waiting[order[2]].wants):
-                looks += 1
-                if chunk in self._absent:
-                    continue
-                is_fed = True
-                if can_go(chunk) and self._is_last(chunk, order):
-                    return chunk
-            if not is_fed:
-                del self._fed[place]
-        return None
+        return self._present.first(beyond, can_go)
 
     def farthest_of_all(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
-        """The chunk to give up for good, wherever it is: the last one of the farthest request.
-
-        Cost: LOOK_MAX chunks.
-        """
-        looks = 0
-        for order in merge(reversed(self._fed), reversed(self._hungry), reverse=True):
-            for chunk in reversed(self._waiting[order[2]].wants):
-                looks += 1
-                if can_go(chunk) and self._is_last(chunk, order):
-                    return chunk
-            if looks >= LOOK_MAX:
-                break
-        return None
-
-    def _is_last(self, chunk: Hashable, order: Order) -> bool:
-        """Whether no request before this one wants the chunk."""
-        wanted_by = self._wanted_by[chunk]
-        return len(wanted_by) < SHARED_MIN and all(
-            self._waiting[request_id].order >= order for request_id in wanted_by
-        )
+        """The chunk to give up for good, wherever it is."""
+        return self._all.first(None, can_go)
 
 
 def _add(orders: list[Order], order: Order) -> None:

@@ -29,6 +29,7 @@ class SimulatedDisk:
         self._free_at = {Op.READ: 0.0, Op.WRITE: 0.0}
         self._pages: dict[int, bytes] = {}
         self._open: list[tuple[float, int, IoRequest]] = []
+        self._num_ended = 0
         self.num_moved = {Op.READ: 0, Op.WRITE: 0}
         self.size_bytes = 1 << 62
 
@@ -36,6 +37,11 @@ class SimulatedDisk:
     def next_end(self) -> float:
         """When the next request ends; infinite if none is in flight."""
         return self._open[0][0] if self._open else float("inf")
+
+    def take_ended(self) -> int:
+        """How many requests have ended since this was asked before."""
+        count, self._num_ended = self._num_ended, 0
+        return count
 
     def submit(self, requests: Sequence[IoRequest]) -> None:
         now = self._clock()
@@ -63,6 +69,7 @@ class SimulatedDisk:
         while self._open and self._open[0][0] <= now:
             _, _, request = heapq.heappop(self._open)
             ended.append(self._carry_out(request))
+        self._num_ended += len(ended)
         return ended
 
     def _carry_out(self, request: IoRequest) -> Completion:

@@ -31,6 +31,12 @@ class Outcome:
     """Stored when the request was first offered a place, and not in HBM."""
     ready_tokens: int = 0
     """Of these, in DRAM then."""
+    queued_wanted_tokens: int = 0
+    """As `wanted_tokens`, of requests that had waited for a second or more ..."""
+    queued_ready_tokens: int = 0
+    """... and as `ready_tokens`: what the queue gave the time to bring up."""
+    stored_history: int = 0
+    """Of the history, what was stored anywhere when the request was first offered a place."""
     waited_s: float = 0.0
     """That requests waited for KV while there was a place for them."""
     busy_s: float = 0.0
@@ -66,6 +72,14 @@ class Outcome:
         """Of all that was stored and wanted, the part that was in DRAM then."""
         return _share(self.ready_tokens, self.wanted_tokens)
 
+    @property
+    def queued_ready_share(self) -> float:
+        return _share(self.queued_ready_tokens, self.queued_wanted_tokens)
+
+    @property
+    def stored_history_share(self) -> float:
+        return _share(self.stored_history, self.history_tokens)
+
     def ttft(self, percent: float) -> float:
         return float(np.percentile(self.ttft_s, percent)) if self.ttft_s else 0.0
 
@@ -80,6 +94,8 @@ class Outcome:
             },
             "dram_share": self.dram_share,
             "ready_share": self.ready_share,
+            "queued_ready_share": self.queued_ready_share,
+            "stored_history_share": self.stored_history_share,
             "waited_s": round(self.waited_s, 3),
             "ttft_s": _quantiles(self.ttft_s),
             "ttft_s_of_later_turns": _quantiles(self.later_ttft_s),

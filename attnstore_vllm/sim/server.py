@@ -38,6 +38,8 @@ POLICIES = ("attnstore", "lru", "fifo", "infinite", "recompute")
 DRAM for all; recompute stores nothing."""
 
 MIN_TOKENS = 16
+QUEUED_S = 1.0
+"""Who has waited so long had a queue before it."""
 _TENANT = bytes(32)
 _SHAPE = SegmentHeader(0, 256, PAGE_BYTES, bytes(32), b"simulated segment"[:16], 0, "simulated")
 
@@ -98,7 +100,9 @@ class Server:
     """One run.
 
     Args:
-        warmup: so many requests are served before anything is counted.
+        warmup: so many requests come before anything is counted.
+        until_s: requests that come later are not counted: the last conversations' ends, when others
+            have stopped coming.
         step: called after each request, for a progress bar.
     """
 
@@ -109,6 +113,7 @@ class Server:
         policy: str,
         *,
         warmup: int = 0,
+        until_s: float = float("inf"),
         step: Callable[[], object] = lambda: None,
     ) -> None:
         self.now = 0.0
@@ -130,6 +135,7 @@ class Server:
         self._later: dict[int, deque[tuple[int, Request]]] = defaultdict(deque)
         self._arrivals: list[tuple[float, int, Request, int]] = []
         self._warmup = warmup
+        self._until_s = until_s
         begun: set[int] = set()
         for number, request in enumerate(trace.requests):
             if request.session >= 0 and request.session in begun:
@@ -169,6 +175,9 @@ class Server:
             self._end(step)
         out, chunk = self._out, self._machine.chunk_bytes
         out.duration_s = self.now
+        self._turn()
+        while self._disk.next_end < float("inf"):  # what is still to be written
+            self._pass_until(self._disk.next_end)
         out.bytes_read = self._disk.num_moved[Op.READ] * chunk
         out.bytes_written = self._disk.num_moved[Op.WRITE] * chunk
         return out
@@ -196,9 +205,8 @@ class Server:
     def _turn(self) -> None:
         if self._store is not None:
             self._store.turn()  # submits, and tells of what has ended
-            while self._disk.next_end <= self.now:
+            while self._disk.take_ended():  # which has made room for more
                 self._store.turn()
-            self._store.turn()  # submits into the room that has become free
 
     # ---- a request comes ---------------------------------------------------------------
 
@@ -206,7 +214,8 @@ class Server:
         keys = TraceKeys(
             request.chunks.tolist(), request.known_tokens, self._size, self._known
         )
-        job = _Job(str(number), request, number >= self._warmup, history, at, keys)
+        is_counted = number >= self._warmup and at <= self._until_s
+        job = _Job(str(number), request, is_counted, history, at, keys)
         self._waiting[job.name] = job
         if self._store is not None and self._looks_ahead:
             with self._store.queue() as queue:
@@ -346,7 +355,7 @@ class Server:
                 request_id=job.name if self._looks_ahead else None,
             )  # fmt: skip
             if not job.was_asked:
-                self._first_offer(job, found)
+                self._first_offer(job, local, found)
             held = self._store.hold_ready(found, job.keys, job.stop)
             ready = held[-1].stop if held else local
             if len(held) < len(found) and self._waits(job, ready, found[len(held) :]):
@@ -367,14 +376,21 @@ class Server:
             self._in_hbm.move_to_end(number)
         return min(len(found) * self._size, job.stop // self._size * self._size)
 
-    def _first_offer(self, job: _Job, found: Sequence[Piece]) -> None:
+    def _first_offer(self, job: _Job, local: int, found: Sequence[Piece]) -> None:
         job.was_asked = True
         job.deadline_s = self.now + self._machine.load_deadline_s
         ready = [piece for piece in found if piece.chunk.dram is Dram.READY]
         job.ready = frozenset(piece.chunk.name.key for piece in ready)
         if job.is_counted:
-            self._out.wanted_tokens += sum(p.stop - p.start for p in found)
-            self._out.ready_tokens += sum(p.stop - p.start for p in ready)
+            out = self._out
+            wanted_tokens = sum(p.stop - p.start for p in found)
+            ready_tokens = sum(p.stop - p.start for p in ready)
+            out.wanted_tokens += wanted_tokens
+            out.ready_tokens += ready_tokens
+            if self.now - job.arrived_s >= QUEUED_S:
+                out.queued_wanted_tokens += wanted_tokens
+                out.queued_ready_tokens += ready_tokens
+            out.stored_history += min(found[-1].stop if found else local, job.history)
 
     def _waits(self, job: _Job, ready: int, coming: Sequence[Piece]) -> bool:
         assert self._store is not None

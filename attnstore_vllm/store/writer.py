@@ -32,6 +32,11 @@ _SEALS = (Seal(of=1, at=PAYLOAD_CHECKSUM_AT), Seal(of=0, at=CHECKSUM_AT))
 """The payload's checksum goes into the header, then the header's own."""
 
 
+DIRTY_PART = 8
+"""Up to one slot in so many may be dirty while reads go before writes; with more, both go on."""
+DIRTY_MIN = 4
+
+
 class Writer:
     """See the module. Methods marked *locked* are called with the store's lock held."""
 
@@ -61,7 +66,8 @@ class Writer:
         context = self._context
         while True:
             with context.progress:
-                pressed = 2 * context.residency.num_dirty > context.pool.num_slots
+                limit = max(DIRTY_MIN, context.pool.num_slots // DIRTY_PART)
+                pressed = context.residency.num_dirty > limit
                 if not self._pages or not context.writes.in_use or (reading and not pressed):
                     return
                 if not context.residency.num_dirty:

@@ -85,7 +85,7 @@ def test_a_request_by_hand() -> None:
     assert (out.dram_tokens, out.nvme_tokens, out.ready_share) == (1002, 0, 1.0)
     assert out.prefill_s == pytest.approx(0.5 + 21 / 2000)
     assert out.busy_s == pytest.approx(out.prefill_s + 0.04)
-    # 15 whole chunks and a tail of 42 tokens; then the whole chunk that supersedes it.
+    # 15 whole chunks and a tail of 42 tokens; then one of 63, which supersedes it.
     assert out.bytes_written == 17 * SIZE * KV
     assert run(trace, "recompute", machine).hit_tokens == 0
     assert run(trace, "recompute", replace(machine, prefix_cache=True)).hbm_tokens == 15 * SIZE
@@ -104,15 +104,16 @@ def test_bounds_hold() -> None:
     for policy in ("attnstore", "lru", "fifo"):
         assert found[policy].hit_tokens <= found["infinite"].hit_tokens
         assert 0 < found[policy].history_hit_share < 1
-    # All but the last token of each history: its KV is made when it is an input.
+    # All but each history's last token, whose KV is made when it is an input, and short tails.
     turns = sum(request.think_s > 0 for request in trace.requests)
-    infinite = found["infinite"]
-    assert infinite.history_tokens - infinite.found_history == turns
+    missing = found["infinite"].history_tokens - found["infinite"].found_history
+    assert turns <= missing <= 16 * turns
 
 
 def test_with_a_backlog_what_is_wanted_is_in_dram_when_it_is_its_turn() -> None:
-    trace = chats(250, rate=4.0)
-    ours, lru = run(trace, "attnstore", warmup=100), run(trace, "lru", warmup=100)
+    trace = chats(250, rate=4.0, think_s=2.0)
+    machine = replace(MACHINE, dram=KV * SIZE * 150)
+    ours, lru = (run(trace, policy, machine, warmup=100) for policy in ("attnstore", "lru"))
     assert ours.ready_share > 0.99
     assert lru.ready_share < 0.5
     assert ours.waited_s < 0.1 * lru.waited_s
