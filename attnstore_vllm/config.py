@@ -183,9 +183,7 @@ class StoreConfig:
             raise ConfigError(f"look_ahead is {look_ahead!r}; it must be true or false")
         dram = parse_size("dram", given["dram"])
         nvme = NvmeConfig.parse(given["nvme"])
-        return cls(
-            dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead, **optional
-        )
+        return cls(dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead, **optional)
 
     def share(self, dp_rank: int | None) -> StoreConfig:
         """The part of one data-parallel engine: `path/dp<rank>` and an equal share of both sizes.

@@ -51,9 +51,7 @@ def trace_of(dataset: Path, sessions: int, rate: float, seed: int = 1) -> Trace:
     return read_trace(dataset, arrivals)
 
 
-def simulate(
-    trace: Trace, machine: Machine, policy: str, until_s: float = float("inf")
-) -> Outcome:
+def simulate(trace: Trace, machine: Machine, policy: str, until_s: float = float("inf")) -> Outcome:
     warmup = int(PAPER_WARMUP * len(trace.requests))
     with tqdm(total=len(trace.requests), desc=policy, unit="request", leave=False) as bar:
         server = Server(trace, machine, policy, warmup=warmup, until_s=until_s, step=bar.update)
@@ -142,7 +140,8 @@ PARTS: dict[str, Callable[[Path, int], Iterator[dict[str, Any]]]] = {
 }  # fmt: skip
 COLUMNS = {
     "paper": ("model", "policy", "stored_history_share", "history_hit_share", "paper_hit_rate",
-              "dram_share", "ready_share", "queued_ready_share", "waited_s", "prefill_s", "accelerator_s", "seconds"),
+              "dram_share", "ready_share", "queued_ready_share", "waited_s", "prefill_s",
+              "accelerator_s", "seconds"),
     "sweep": ("load", "ready_share", "lru_ready_share", "hit_share", "lru_hit_share",
               "ttft_p50_over_lru", "ttft_p99_over_lru", "prefill_over_lru", "busy_over_lru"),
     "slow": ("model", "load", "hit_share", "ttft_p50_over_recompute", "ttft_p90_over_recompute",

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dram-price", type=float, default=0.0088, help="a GB and hour (0.0088)")
     parser.add_argument("--nvme-price", type=float, default=0.000082, help="(0.000082)")
-    parser.add_argument("--kv-dtype-bytes", type=int, help="of an element of KV, if not the model's")
+    parser.add_argument(
+        "--kv-dtype-bytes", type=int, help="of an element of KV, if not the model's"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,8 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
     )
     print(
         f"{'':<12}{'found':>8}{'history':>9}{'HBM':>8}{'DRAM':>8}{'NVMe':>8}{'in DRAM':>9}"
-        f"{'waits':>10}{'TTFT p50':>10}{'p99':>10}{'prefill':>10}{'busy':>10}{'read':>9}{'written':>9}"
+        f"{'waits':>10}{'TTFT p50':>10}{'p99':>10}{'prefill':>10}{'busy':>10}{'read':>9}"
+        f"{'written':>9}"
     )
     for out in outcomes:
         tokens = max(1, out.prompt_tokens)
@@ -98,10 +99,12 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
             continue
         line += f"{out.history_hit_share:>9.1%}" + "".join(f"{share:>8.1%}" for share in tiers)
         line += f"{out.ready_share:>9.1%}{out.waited_s:>9.1f}s"
-        line += f"{out.ttft(50):>9.3f}s{out.ttft(99):>9.2f}s{out.prefill_s:>9.0f}s{out.busy_s:>9.0f}s"
+        line += (
+            f"{out.ttft(50):>9.3f}s{out.ttft(99):>9.2f}s{out.prefill_s:>9.0f}s{out.busy_s:>9.0f}s"
+        )
         print(line + f"{out.bytes_read / 1e12:>7.2f}TB{out.bytes_written / 1e12:>7.2f}TB")
-    print("found: of all prompt tokens. history: of what a conversation had before. in DRAM: of what "
-          "was stored and wanted,\nwhen a request was first offered a place. prefill: the "
+    print("found: of all prompt tokens. history: of what a conversation had before. in DRAM: of "
+          "what was stored\nand wanted, when a request was first offered a place. prefill: the "
           "accelerator's time for prompts.")  # fmt: skip
 
 

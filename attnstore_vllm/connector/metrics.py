@@ -21,8 +21,8 @@ from attnstore_vllm.types import Flow
 COUNTERS = {
     "wanted_tokens": (
         "tier",
-        "Tokens whose KV was stored, and not in HBM, when vLLM first had a place for the request, by "
-        "the tier it was in then: look-ahead is to bring all of it to DRAM before.",
+        "Tokens whose KV was stored, and not in HBM, when vLLM first had a place for the request, "
+        "by the tier it was in then: look-ahead is to bring all of it to DRAM before.",
     ),
     "offered_tokens": ("tier", "Tokens whose KV the store offered, by the tier it was in."),
     "loaded_tokens": ("tier", "Tokens whose KV was loaded into HBM, by the tier it was in."),
@@ -42,12 +42,13 @@ COUNTERS = {
 }
 RECOMPUTATIONS = ("deadline", "slower", "lost")
 CHUNK_EVENTS = (
-    "saved", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up", "lost", "superseded", "written",
+    "saved", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up", "lost",
+    "superseded", "written",
     "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
     "device_late", "device_out",
 )  # fmt: skip
-"""`dropped`: not saved for want of room. `refused`: not written, since a full NVMe has nothing that is worth
-less. `given_up`: left DRAM though a request far back in the
+"""`dropped`: not saved for want of room. `refused`: not written, since a full NVMe has nothing that
+is worth less. `given_up`: left DRAM though a request far back in the
 queue wants it. `lost`: evicted from its last tier. `read_late`: not
 waited for any longer. `device_late`, `device_out`: the disk did not answer in time, or failed
 again and again, and was left alone for a while."""
@@ -64,13 +65,14 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "wait_seconds": ("Time that a request waited for its KV to come up from NVMe.", _SECONDS),
     "wait_error_seconds": ("That time less its forecast.", _ERRORS),
     "step_error_ratio": (
-        "Length of a step that computed prompts over its forecast, less one.", _PARTS
+        "Length of a step that computed prompts over its forecast, less one.",
+        _PARTS,
     ),
 }
 
 
 class AttnStoreStats(KVConnectorStats):
-    """`data`: {"counters": {"name:label": n}, "gauges": {"name:label": n}, "observed": {"name": [n]}}.
+    """`data`: {"counters" and "gauges": {"name:label": n}, "observed": {"name": [n, ...]}}.
 
     A plain dict of strings and numbers, because it crosses processes.
     """

@@ -63,7 +63,7 @@ class StepTimes:
         return number
 
     def ended(self, number: int) -> tuple[float | None, int]:
-        """The step's output has come. Returns what StepCost.observe does, and the tokens it loaded."""
+        """The step's output has come. Returns what StepCost.observe does, and tokens loaded."""
         now = time.monotonic()
         before, self._ended_at = self._ended_at, now
         step = self._open.pop(number, None)

@@ -364,8 +364,8 @@ class Residency:
     def _make_room_on_nvme(self, chunk: Chunk) -> bool | None:
         """None: there is room, but what would have to go is worth more than this chunk.
 
-        A chunk that DRAM has as well is then as one that was refused: it is not written again before it
-        is used again, which would move the same bytes for ever in a small store.
+        A chunk that DRAM has as well is then as one that was refused: it is not written again
+        before it is used again, which would move the same bytes for ever in a small store.
         """
         if self._nvme.num_free:
             return True

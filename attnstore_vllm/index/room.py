@@ -10,10 +10,9 @@ from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.slots import DramSlots, NvmeSlots
 from attnstore_vllm.policy.lookahead import LookAhead, Order
 
-
 SAVES_PART = 8
-"""One slot in so many is kept for what is saved and not yet written, or saves would push out what was
-read for the requests at the window's end, to be read again."""
+"""One slot in so many is kept for what is saved and not yet written, or saves would push out what
+was read for the requests at the window's end, to be read again."""
 
 
 class DramRoom:
@@ -69,9 +68,9 @@ class DramRoom:
     def victim(self, now: float, whose: Order | None) -> tuple[Chunk | None, bool]:
         """The chunk to evict, or None if none can go; and whether somebody waits for it.
 
-        First what NVMe has too, or has refused, and nobody waits for, then what only requests beyond `whose` wait
-        for and NVMe has too. What NVMe has not would be lost: it goes for a save alone (`whose` is
-        None), which brings what nobody has yet; and never for a read, which can be done later.
+        First what nobody waits for and NVMe has too, or has refused; then what only requests beyond
+        `whose` wait for and NVMe has too. What is to be written yet would be lost: it goes for a
+        save alone (`whose` is None), which brings what nobody has; never for a read.
         """
         dram = self._dram
 

@@ -145,8 +145,9 @@ class ByReturn:
         return found
 
     def admits(self, run: Run, slot: int, now: float) -> bool:
-        """Not if it is less likely to return soon than what would have to go: so prompts that come once do
-        not push out conversations.
+        """Not if it is less likely to return soon than what would have to go.
+
+        So prompts that come once do not push out conversations.
         """
         held = self.run_of(slot)
         return held is None or self._worth(run, now) >= self._worth(held, now)

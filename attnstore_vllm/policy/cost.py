@@ -71,7 +71,7 @@ class CopyCost:
         self._seconds += seconds - self._seconds / READS_KEPT
 
     def pays(self, start: int, stop: int, steps: StepCost) -> bool:
-        """Whether copying tokens [start, stop) takes no longer than computing them, as far as known.
+        """Whether copying tokens [start, stop) takes no longer than computing them, if known.
 
         Now and then it is said to pay without a look: only who copies sees how long it takes.
         """

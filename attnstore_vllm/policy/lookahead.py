@@ -41,7 +41,7 @@ class _Waiting:
 
 
 class _FarthestFirst:
-    """Chunks by the nearest request that wants each. Cost of each call: O(log chunks), amortized."""
+    """Chunks by the nearest request that wants each. A call costs O(log chunks), amortized."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
@@ -64,7 +64,8 @@ class _FarthestFirst:
 
     def first(self, beyond: Order | None, can_go: Callable[[Hashable], bool]) -> Hashable | None:
         """The farthest that can go, and is farther than `beyond`."""
-        heap, found, aside = self._heap, None, []
+        heap, found = self._heap, None
+        aside: list[_Entry] = []
         while heap and len(aside) < LOOK_MAX:
             entry = heap[0]
             chunk = entry[-1]
@@ -91,7 +92,7 @@ class LookAhead:
         self._wanted_by: dict[Hashable, dict[str, int]] = {}
         """By which requests, and how deep in their prompts."""
         self._nearest: dict[Hashable, tuple[Order, int]] = {}
-        """Of those that wait for a chunk, and its depth there; not of chunks that SHARED_MIN wait for."""
+        """Of those that want a chunk, and its depth there; not of what SHARED_MIN want."""
         self._absent: set[Hashable] = set()
         """Wanted, to be fetched, and not on its way."""
         self._hungry: list[Order] = []
@@ -209,8 +210,9 @@ class LookAhead:
             self._present.put(chunk, *nearest)
 
     def lost(self, chunk: Hashable) -> list[Hashable]:
-        """The chunk is in no tier any more: who wants it wants nothing from it on. Returns what nobody
-        wants any more.
+        """The chunk is in no tier any more: who wants it wants nothing from it on.
+
+        Returns what nobody wants any more.
         """
         unwanted = []
         for request_id in list(self._wanted_by.get(chunk, ())):
@@ -257,8 +259,9 @@ class LookAhead:
         return None
 
     def num_absent_before(self, request_id: str) -> int:
-        """Absent chunks that nearer requests want, of the nearest few; those of a request that does not
-        wait come after all.
+        """Absent chunks that nearer requests want, of the nearest few.
+
+        A request that does not wait comes after all.
         """
         waiting = self._waiting.get(request_id)
         beyond = waiting.order if waiting is not None else LAST

@@ -76,9 +76,9 @@ class SimulatedDisk:
         if len(request.buffers) == 2:
             self.num_moved[request.op] += 1
         if request.op is Op.READ:
-            page = self._pages[request.offset]
-            request.buffers[0][: len(page)] = page
-            request.buffers[0][len(page) :] = bytes(len(request.buffers[0]) - len(page))
+            header = self._pages[request.offset]
+            request.buffers[0][: len(header)] = header
+            request.buffers[0][len(header) :] = bytes(len(request.buffers[0]) - len(header))
             return Completion(request.tag, None, _PAYLOAD_CHECKSUM if request.checksum else b"")
         page = bytearray(request.buffers[0])
         for seal in request.seals:

@@ -80,8 +80,10 @@ class Machine:
 
     def prefill_s(self, start: int, stop: int) -> float:
         """Tokens [start, stop) of a prompt."""
-        return (stop - start) / self.prefill_tokens_per_s * (
-            1 + (start + stop) / 2 / self.prefill_context
+        return (
+            (stop - start)
+            / self.prefill_tokens_per_s
+            * (1 + (start + stop) / 2 / self.prefill_context)
         )
 
     def decode_s(self, num_sequences: int) -> float:

@@ -211,9 +211,7 @@ class Server:
     # ---- a request comes ---------------------------------------------------------------
 
     def _arrive(self, at: float, number: int, request: Request, history: int) -> None:
-        keys = TraceKeys(
-            request.chunks.tolist(), request.known_tokens, self._size, self._known
-        )
+        keys = TraceKeys(request.chunks.tolist(), request.known_tokens, self._size, self._known)
         is_counted = number >= self._warmup and at <= self._until_s
         job = _Job(str(number), request, is_counted, history, at, keys)
         self._waiting[job.name] = job
@@ -336,9 +334,7 @@ class Server:
         if later:
             number, request = later.popleft()
             history = min(job.request.known_tokens, request.num_tokens)
-            heapq.heappush(
-                self._arrivals, (self.now + request.think_s, number, request, history)
-            )
+            heapq.heappush(self._arrivals, (self.now + request.think_s, number, request, history))
         self._step()
 
     # ---- the store ---------------------------------------------------------------------

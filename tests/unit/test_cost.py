@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sooner, waiting or computing: learned from steps and reads, with the doubt that is left."""
+"""What is sooner, waiting or computing: learned from steps and reads, with what is in doubt."""
 
 from __future__ import annotations
 
