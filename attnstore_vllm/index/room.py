@@ -38,6 +38,7 @@ class DramRoom:
             return
         order = self._dram.clean if chunk.nvme is Nvme.READY else self._dram.dirty
         stays = chunk.dram is not Dram.READY or chunk.dropped or self._look_ahead.is_wanted(chunk)
+        stays |= chunk.dram_slot in self._dram.pins
         self._dram.place(chunk, None if stays else order)
 
     def victim(self, now: float, whose: Order | None) -> tuple[Chunk | None, bool]:
@@ -54,7 +55,7 @@ class DramRoom:
 
         slot = dram.clean.victim(now, can_go)
         if slot is None:
-            wanted = self._look_ahead.farthest(whose, _can_be_fetched_again)
+            wanted = self._look_ahead.farthest(whose, self._can_be_fetched_again)
             if wanted is not None:
                 assert isinstance(wanted, Chunk)
                 return wanted, True
@@ -62,10 +63,10 @@ class DramRoom:
                 slot = dram.dirty.victim(now, can_go)
         return (dram.owned[slot] if slot is not None else None), False
 
-
-def _can_be_fetched_again(chunk: Hashable) -> bool:
-    assert isinstance(chunk, Chunk)
-    return chunk.holds == 0 and chunk.dram is Dram.READY and chunk.nvme is Nvme.READY
+    def _can_be_fetched_again(self, chunk: Hashable) -> bool:
+        assert isinstance(chunk, Chunk)
+        is_ready = chunk.dram is Dram.READY and chunk.nvme is Nvme.READY
+        return is_ready and chunk.holds == 0 and chunk.dram_slot not in self._dram.pins
 
 
 def nvme_victim(
