@@ -33,16 +33,24 @@ COUNTERS = {
         "Requests that computed KV which the store had when they came: it did not come up from "
         "NVMe in time (deadline), or was evicted, unreadable or corrupt by then (lost).",
     ),
+    "hints": (
+        "outcome",
+        "Hints of requests (kv_transfer_params.attnstore), each key one: applied, or ignored "
+        "because it makes no sense here.",
+    ),
+    "prefetches": ("outcome", "Prefetches asked for over HTTP: hit or miss, on each engine."),
+    "prefetch_tokens": ("tier", "Tokens that those found, by the tier their KV was in."),
 }
 CHUNK_EVENTS = (
     "saved", "dropped", "evicted_dram", "evicted_nvme", "given_up", "lost", "superseded", "written",
     "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
-    "device_late", "device_out",
+    "device_late", "device_out", "expired", "pinned", "pin_refused",
 )  # fmt: skip
 """`dropped`: not saved for want of room. `given_up`: left DRAM though a request far back in the
 queue wants it. `lost`: evicted from its last tier. `read_late`: not
 waited for any longer. `device_late`, `device_out`: the disk did not answer in time, or failed
-again and again, and was left alone for a while."""
+again and again, and was left alone for a while. `expired`: looked for after its ttl, and dropped.
+`pinned`, `pin_refused`: a slot was pinned, or not, since its tenant or all have their share."""
 GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),
@@ -129,7 +137,7 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
             for event in CHUNK_EVENTS:
                 self._child("chunks", engine, event)
             for tier in ("dram", "nvme"):
-                for name in ("offered_tokens", "loaded_tokens", "held_bytes"):
+                for name in ("offered_tokens", "loaded_tokens", "held_bytes", "prefetch_tokens"):
                     self._child(name, engine, tier)
             for direction in ("reads", "writes"):
                 self._child("nvme_in_use", engine, direction)
@@ -138,6 +146,10 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
             self._child("first_written_bytes", engine, "nvme")
             for cause in ("deadline", "lost"):
                 self._child("recomputations", engine, cause)
+            for outcome in ("applied", "ignored"):
+                self._child("hints", engine, outcome)
+            for outcome in ("hit", "miss"):
+                self._child("prefetches", engine, outcome)
             for flow in Flow:
                 self._child("bytes", engine, flow.value)
 

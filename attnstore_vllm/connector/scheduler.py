@@ -28,10 +28,10 @@ from attnstore_vllm.connector.requests import (
     bypasses,
     make_state,
 )
+from attnstore_vllm.hints import HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk, ChunkName
-from attnstore_vllm.index.keys import chunk_key
+from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.returns import Run
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import TransferPlan, plan_load, plan_save
@@ -59,6 +59,7 @@ class Scheduler:
         load_deadline_s: how long a request waits for its chunks to come up from NVMe.
         lock: the descriptor that owns the store's directory; closed with this object.
         by_priority: how vLLM orders waiting requests; else first come, first served.
+        hints: reads what requests say of their KV.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Scheduler:
         lock: int,
         *,
         by_priority: bool = False,
+        hints: HintReader | None = None,
     ) -> None:
         self.store = store
         self._lock = lock
@@ -87,6 +89,7 @@ class Scheduler:
         self._reported: dict[tuple[str, str], float] = {}
         self._kv_cache_manager: KVCacheManager | None = None
         self._queue = QueueView(store, by_priority=by_priority)
+        self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
@@ -94,6 +97,10 @@ class Scheduler:
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
+        order = prefetch_order(request.kv_transfer_params)
+        if order is not None:
+            self._prefetch(order)  # no request: vLLM ends it before the next step
+            return
         self._queue.on_new_request(request)
         if bypasses(request):
             return
@@ -102,10 +109,22 @@ class Scheduler:
             return
         state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
         self._requests[request.request_id] = state
+        hints = self._hints.read(request.kv_transfer_params)
+        state.stores, state.terms = hints.store, hints.terms
+        self._stats.add("hints", "applied", hints.applied)
+        self._stats.add("hints", "ignored", hints.ignored)
         pieces, state.visit = self.store.arrive(
-            request.request_id, state.sequence, request.num_tokens, MIN_LOAD_TOKENS
+            request.request_id, state.sequence, request.num_tokens, MIN_LOAD_TOKENS, state.terms
         )
         state.expect(pieces)
+
+    def _prefetch(self, order: PrefetchOrder) -> None:
+        root = root_key(self._namespace, order.cache_salt, b"")
+        sequence = SequenceKeys(root, order.token_ids, self._geometry.chunk_tokens)
+        pieces = self.store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
+        self._stats.add("prefetches", "hit" if pieces else "miss", 1)
+        for tier, tokens in self.store.tiers(pieces).items():
+            self._stats.add("prefetch_tokens", tier.value, tokens)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -198,7 +217,7 @@ class Scheduler:
         self._queue.on_step(output, self._requests)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or state.outdated:
+            if state is None or not state.may_save:
                 continue
             request = state.request
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
@@ -224,11 +243,13 @@ class Scheduler:
         size = self._geometry.chunk_tokens
         sequence = state.sequence
         for number in range(state.num_chunks_seen, computed // size):
-            self._save(sequence.name(number, state.tenant), state.run(number), block_ids)
+            self._save(state, sequence.name(number, state.tenant), number, block_ids)
         state.num_chunks_seen = max(state.num_chunks_seen, computed // size)
 
-    def _save(self, name: ChunkName, run: Run | None, block_ids: Sequence[int]) -> bool:
-        chunk = self.store.begin_save(name, run)
+    def _save(
+        self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
+    ) -> bool:
+        chunk = self.store.begin_save(name, state.run(number), state.pin_s(name.position))
         if chunk is None:
             return False
         copies = plan_save(
@@ -281,7 +302,7 @@ class Scheduler:
         if state is None:
             return False
         self._withdraw(state)
-        if state.outdated or self._loras.is_unclear(request.lora_request):
+        if not state.may_save or self._loras.is_unclear(request.lora_request):
             return False
         # What is in flight counts as computed for vLLM, and is not.
         computed = request.num_computed_tokens - request.num_in_flight_tokens
@@ -306,7 +327,7 @@ class Scheduler:
         tokens = sequence.tokens(start, computed)
         key = chunk_key(parent, extra, tokens)
         name = ChunkName(key, parent, extra, state.tenant, start, computed - start, tokens)
-        self._save(name, state.run(number), block_ids)
+        self._save(state, name, number, block_ids)
 
     def _withdraw(self, state: RequestState) -> None:
         if state.offer:
