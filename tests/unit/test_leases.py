@@ -58,6 +58,25 @@ def test_a_use_makes_it_last_longer() -> None:
     assert order.victim(22.0, anything) == 5
 
 
+def test_a_use_before_anybody_looked_makes_it_last_longer_too() -> None:
+    order = untrained()
+    short = run_of(0.0, ttl_s=10.0)
+    order.add(5, short)
+    order.add(1, run_of(-99.0))
+    short.use(5.0)
+    assert [order.victim(now, anything) for now in (12.0, 14.9, 15.0)] == [1, 1, 5]
+
+
+def test_expired_ones_that_have_left_are_forgotten() -> None:
+    order = untrained()
+    for slot in range(20):
+        order.add(slot, run_of(float(slot), ttl_s=1.0))
+    assert order.victim(99.0, lambda slot: False) is None
+    assert len(order._expired) == 20
+    assert len(empty(order, 99.0)) == 20
+    assert not order._expired
+
+
 def test_expired_ones_that_are_held_hide_nobody() -> None:
     order = untrained(4000)
     count = 3 * GROUPS_MAX

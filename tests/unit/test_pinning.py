@@ -96,6 +96,17 @@ def test_nobody_pins_more_than_its_share() -> None:
     tiers.check_integrity()
 
 
+def test_pins_that_have_ended_are_nobodys_share(tiers: Tiers) -> None:
+    chunks = [tiers.save(n) for n in range(4)]
+    for chunk in chunks[:2]:
+        pin(tiers, chunk, 5.0)
+    tiers.tick()
+    for chunk in chunks[2:]:
+        pin(tiers, chunk)
+    assert set(tiers._dram.pins) == {chunk.dram_slot for chunk in chunks[2:]}
+    assert tiers.counts["pin_refused"] == 0
+
+
 def test_many_pins_hide_nobody_else() -> None:
     """More of them than a decision looks at, older and poorer than all that can go."""
     slots = 8 * GROUPS_MAX * CHUNKS_MAX

@@ -186,9 +186,9 @@ class ScriptedEngine:
 
     def __init__(
         self, model: Path, store: Path, *, num_blocks: int, depth: int, seed: int,
-        drafts: int = 0, policy: str = "fcfs", dram_slots: int = 64,
+        drafts: int = 0, policy: str = "fcfs", dram_slots: int = 64, **settings: Any,
     ) -> None:  # fmt: skip
-        config = _vllm_config(model, store, depth, drafts, policy, dram_slots)
+        config = _vllm_config(model, store, depth, drafts, policy, dram_slots, settings)
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=1, head_size=TOKEN_KV // 2, dtype=torch.uint8
         )
@@ -226,8 +226,15 @@ class ScriptedEngine:
         """The connector's scheduler side."""
         return self.scheduler.connector._scheduler
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, priority: int = 0) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0)
+    def add(
+        self, request_id: str, prompt: list[int], max_tokens: int, priority: int = 0,
+        params: Any = None,
+    ) -> None:  # fmt: skip
+        """Args: params: kv_transfer_params."""
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, temperature=0,
+            extra_args={"kv_transfer_params": params} if params is not None else None,
+        )  # fmt: skip
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -280,8 +287,9 @@ def _digest(value: Any) -> bytes:
 
 
 def _vllm_config(
-    model: Path, store: Path, depth: int, drafts: int, policy: str, dram_slots: int
-) -> VllmConfig:
+    model: Path, store: Path, depth: int, drafts: int, policy: str, dram_slots: int,
+    settings: dict[str, Any],
+) -> VllmConfig:  # fmt: skip
     slot_bytes = 4096
     transfer = KVTransferConfig(
         kv_connector="AttnStoreConnector",
@@ -291,6 +299,7 @@ def _vllm_config(
             "dram": (1 << 20) + dram_slots * slot_bytes,
             "nvme": {"path": str(store), "capacity": "4MiB"},
             "chunk_tokens": CHUNK,
+            **settings,
         },
     )
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
