@@ -40,6 +40,30 @@ def parse_size(key: str, value: object) -> int:
     )
 
 
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s?([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+DURATION_MIN_S, DURATION_MAX_S = 1, 366 * 86_400
+
+
+def seconds_of(value: object) -> float | None:
+    """Seconds of 90, "90s", "10m", "1h" or "2d"; None if that is no duration from 1 s to a year."""
+    if isinstance(value, str) and len(value) < 32 and (match := _DURATION.fullmatch(value)):
+        value = float(match[1]) * _SECONDS[match[2]]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if DURATION_MIN_S <= value <= DURATION_MAX_S else None
+
+
+def _duration(key: str, value: object) -> float:
+    seconds = seconds_of(value)
+    if seconds is None:
+        raise ConfigError(
+            f"{key} is {value!r}, which is no time from 1 s to a year; write one as in 90s, 30m, "
+            "12h or 7d"
+        )
+    return seconds
+
+
 def format_size(num_bytes: int) -> str:
     """The size as a person would write it, e.g. 1.5GiB."""
     size = float(num_bytes)
@@ -138,6 +162,36 @@ class NvmeConfig:
         )
 
 
+def _share(key: str, value: object, most: float) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
+        return float(value)
+    raise ConfigError(f"{key} is {value!r}; it must be a share above 0, {most:g} at most")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinningConfig:
+    """What requests may pin (`pin: true`): shares of each tier's slots, and for how long."""
+
+    share: float = 0.1
+    tenant_share: float = 0.02
+    longest_s: float = 3600.0
+
+    @classmethod
+    def parse(cls, given: object) -> PinningConfig | None:
+        if given is False or given == "off":
+            return None
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"pinning is {given!r}; it must be off or "
+                "{share: 0.1, tenant_share: 0.02, longest: 1h}"
+            )
+        check_keys("pinning.", given, {"share", "tenant_share", "longest"}, set())
+        share = _share("pinning.share", given.get("share", 0.1), 0.5)
+        one = _share("pinning.tenant_share", given.get("tenant_share", share / 5), share)
+        longest = _duration("pinning.longest", given.get("longest", 3600))
+        return cls(share=share, tenant_share=one, longest_s=longest)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
     """All settings. Sizes are in bytes and are those of the whole server, all ranks together."""
@@ -153,6 +207,10 @@ class StoreConfig:
     others are there to compare with."""
     look_ahead: bool = True
     """Bring up from NVMe what waiting requests want; off only to compare with."""
+    ttl_s: float | None = None
+    """After so long without use KV is not found any more; None: it stays while there is room."""
+    pinning: PinningConfig | None = None
+    """What requests may pin; None: nothing."""
     io_depth: int = 8
     """Requests in flight on the device; half of them may be writes."""
     data_parallel_size: int = 1
@@ -163,7 +221,7 @@ class StoreConfig:
         """Build from the YAML or vLLM's kv_connector_extra_config. Raises ConfigError."""
         if not isinstance(given, Mapping):
             raise ConfigError(f"the settings of AttnStore are {given!r}; they must be a mapping")
-        known = ({f.name for f in fields(cls)} - {"dram_bytes"}) | {"dram"}
+        known = ({f.name for f in fields(cls)} - {"dram_bytes", "ttl_s"}) | {"dram", "ttl"}
         check_keys("", given, known, {"dram", "nvme"})
         optional = {
             key: _integer(key, given[key], low, high)
@@ -181,9 +239,20 @@ class StoreConfig:
         look_ahead = given.get("look_ahead", True)
         if not isinstance(look_ahead, bool):
             raise ConfigError(f"look_ahead is {look_ahead!r}; it must be true or false")
+        ttl = given.get("ttl", False)
+        ttl_s = None if ttl is False or ttl == "off" else _duration("ttl", ttl)
+        if ttl_s is not None and eviction != "attnstore":
+            raise ConfigError(
+                f"ttl is {ttl!r} and eviction {eviction!r}; only eviction: attnstore knows when "
+                "each chunk was used last"
+            )
         dram = parse_size("dram", given["dram"])
         nvme = NvmeConfig.parse(given["nvme"])
-        return cls(dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead, **optional)
+        pinning = PinningConfig.parse(given.get("pinning", False))
+        return cls(
+            dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead, ttl_s=ttl_s,
+            pinning=pinning, **optional,
+        )  # fmt: skip
 
     def share(self, dp_rank: int | None) -> StoreConfig:
         """The part of one data-parallel engine: `path/dp<rank>` and an equal share of both sizes.

@@ -70,7 +70,7 @@ def expand(argv: list[str]) -> list[str]:
         transfer = _read(value)
         if transfer is None:
             continue
-        ours = list(_ours(transfer))
+        ours = list(ours_in(transfer))
         for connector in ours:
             _complete(connector, _engines(argv))
         if ours:
@@ -116,7 +116,7 @@ def _read(value: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _ours(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def ours_in(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Each configuration of our connector in it, the children of MultiConnector included."""
     if transfer.get("kv_connector") == CONNECTOR:
         yield transfer
@@ -124,7 +124,7 @@ def _ours(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
         extra = transfer.get("kv_connector_extra_config")
         for child in extra.get("connectors", []) if isinstance(extra, dict) else []:
             if isinstance(child, dict):
-                yield from _ours(child)
+                yield from ours_in(child)
 
 
 def _complete(connector: dict[str, Any], engines: int) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
@@ -132,13 +133,15 @@ class Rig:
     slab: Slab
     dram_slots: int = 8
     depth: int = 4
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the store."""
     pool: SharedPool = field(init=False)
     store: Store = field(init=False)
     is_open: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         self.pool = open_pool(self.dram_slots)
-        self.store = Store(self.pool, self.slab, self.device, self.depth)
+        self.store = Store(self.pool, self.slab, self.device, self.depth, **self.options)
 
     def put(self, name: ChunkName, payload: bytes | None = None) -> Chunk | None:
         """Save as the workers do. None where the store wants no bytes."""
@@ -193,12 +196,14 @@ def _on_its_way(chunk: Chunk) -> bool:
     return chunk.dram is Dram.READING or chunk.nvme is Nvme.READY
 
 
-def memory_rig(num_records: int = 16, dram_slots: int = 8, *, hold: bool = False) -> Rig:
+def memory_rig(
+    num_records: int = 16, dram_slots: int = 8, *, hold: bool = False, **options: Any
+) -> Rig:
     """A rig over memory. With `hold` the device does nothing before step() or release()."""
     device = MemoryDevice(slab_bytes(num_records), hold=hold)
     slab = new_slab(num_records)
     format_device(device, slab)
-    return Rig(device, slab, dram_slots)
+    return Rig(device, slab, dram_slots, options=options)
 
 
 Rigs = Callable[..., tuple[Rig, MemoryDevice]]

@@ -16,6 +16,7 @@ from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.scheduler import Scheduler
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
+from attnstore_vllm.hints import HintReader
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
 from attnstore_vllm.store.format import SegmentHeader
@@ -130,6 +131,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         geometry.chunk_tokens,
         kind,
     )
+    pinning = config.pinning
     store = Store(
         pool,
         slab,
@@ -139,11 +141,14 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         daily_writes=config.nvme.daily_writes_bytes,
         scrub_rate=config.nvme.scrub_bytes_per_s,
         eviction=config.eviction,
+        ttl_s=config.ttl_s,
+        pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
     )
     return Scheduler(
         store, geometry, namespace, config.load_deadline_ms / 1000, lock,
         by_priority=vllm_config.scheduler_config.policy == "priority",
         looks_ahead=config.look_ahead,
+        hints=HintReader(config.ttl_s, pinning.longest_s if pinning is not None else None),
     )  # fmt: skip
 
 

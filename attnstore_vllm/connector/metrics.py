@@ -39,24 +39,48 @@ COUNTERS = {
         "NVMe in time (deadline), computing was expected to be sooner (slower), or it was evicted, "
         "unreadable or corrupt by then (lost).",
     ),
+    "hints": (
+        "outcome",
+        "Hints of requests (kv_transfer_params.attnstore), each key one: applied, or ignored "
+        "because it makes no sense here.",
+    ),
+    "prefetches": ("outcome", "Prefetches asked for over HTTP: hit or miss, on each engine."),
+    "prefetch_tokens": ("tier", "Tokens that those found, by the tier their KV was in."),
 }
-RECOMPUTATIONS = ("deadline", "slower", "lost")
 CHUNK_EVENTS = (
     "saved", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up", "lost",
     "superseded", "written",
     "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
-    "device_late", "device_out",
+    "device_late", "device_out", "expired", "pinned", "pin_refused",
 )  # fmt: skip
 """`dropped`: not saved for want of room. `refused`: not written, since a full NVMe has nothing that
 is worth less. `given_up`: left DRAM though a request far back in the
 queue wants it. `lost`: evicted from its last tier. `read_late`: not
 waited for any longer. `device_late`, `device_out`: the disk did not answer in time, or failed
-again and again, and was left alone for a while."""
+again and again, and was left alone for a while. `expired`: looked for after its ttl, and dropped.
+`pinned`, `pin_refused`: a slot was pinned, or not, since its tenant or all have their share."""
 GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),
     "recovery": ("figure", "Of the last start: seconds, records read, chunks found."),
 }
+_TIERS = ("dram", "nvme")
+LABELS: dict[str, tuple[str, ...]] = {
+    "chunks": CHUNK_EVENTS,
+    "wanted_tokens": _TIERS,
+    "offered_tokens": _TIERS,
+    "loaded_tokens": _TIERS,
+    "prefetch_tokens": _TIERS,
+    "held_bytes": _TIERS,
+    "first_written_bytes": ("nvme",),
+    "bytes": tuple(flow.value for flow in Flow),
+    "recomputations": ("deadline", "slower", "lost"),
+    "hints": ("applied", "ignored"),
+    "prefetches": ("hit", "miss"),
+    "nvme_in_use": ("reads", "writes"),
+    "recovery": ("seconds", "records", "chunks"),
+}
+"""All that there are."""
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _ERRORS = (-1.0, -0.3, -0.1, -0.03, -0.01, -0.003, 0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 _PARTS = (-0.8, -0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
@@ -147,22 +171,11 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
                 buckets=buckets,
             )
         for engine in per_engine_labelvalues:  # so that every series is there from the start
-            for event in CHUNK_EVENTS:
-                self._child("chunks", engine, event)
-            for tier in ("dram", "nvme"):
-                for name in ("wanted_tokens", "offered_tokens", "loaded_tokens", "held_bytes"):
-                    self._child(name, engine, tier)
-            for direction in ("reads", "writes"):
-                self._child("nvme_in_use", engine, direction)
-            for figure in ("seconds", "records", "chunks"):
-                self._child("recovery", engine, figure)
-            self._child("first_written_bytes", engine, "nvme")
-            for cause in RECOMPUTATIONS:
-                self._child("recomputations", engine, cause)
+            for name, labels in LABELS.items():
+                for label in labels:
+                    self._child(name, engine, label)
             for name in HISTOGRAMS:
                 self._child(name, engine)
-            for flow in Flow:
-                self._child("bytes", engine, flow.value)
 
     def _child(self, name: str, engine: int, *label: str) -> Any:
         return self._metrics[name].labels(*self.per_engine_labelvalues[engine], *label)

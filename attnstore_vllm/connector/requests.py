@@ -16,7 +16,7 @@ from blake3 import blake3
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key, tenant_hash
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.by_return import Visit
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.returns import NO_TERMS, Run, Terms
 from attnstore_vllm.types import Key, Tier
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ class RequestState:
     chunk_tokens: int
     visit: Visit | None = None
     """What of the store it uses; set when it has come."""
+    stores: bool = True
+    """Whether what it computes is saved."""
+    terms: Terms = NO_TERMS
+    """What it asks for its KV."""
     num_chunks_seen: int = 0
     """Whole chunks that were offered to the store for saving, from the first on."""
     deadline: float | None = None
@@ -66,6 +70,14 @@ class RequestState:
         """Note what a lookup found: an offer that falls short of it is a recomputation."""
         if pieces:
             self.expected_stop = max(self.expected_stop, pieces[-1].stop)
+
+    @property
+    def may_save(self) -> bool:
+        return self.stores and not self.outdated
+
+    def pin_s(self, position: int) -> float | None:
+        """How long a chunk that begins there is to be pinned: if it has tokens of the prompt."""
+        return self.terms.pin_s if position < self.request.num_prompt_tokens else None
 
     def run(self, number: int) -> Run | None:
         """Under which chunk `number` of the request is saved."""

@@ -29,11 +29,11 @@ from attnstore_vllm.connector.requests import (
     make_state,
 )
 from attnstore_vllm.connector.step_times import StepTimes
+from attnstore_vllm.hints import HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
-from attnstore_vllm.index.keys import chunk_key
+from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.cost import CopyCost, StepCost, pieces_to_wait_for
-from attnstore_vllm.policy.returns import Run
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import TransferPlan, plan_load, plan_save
@@ -62,6 +62,7 @@ class Scheduler:
         lock: the descriptor that owns the store's directory; closed with this object.
         by_priority: how vLLM orders waiting requests; else first come, first served.
         looks_ahead: bring up from NVMe what waiting requests want, before they are asked for.
+        hints: reads what requests say of their KV.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Scheduler:
         *,
         by_priority: bool = False,
         looks_ahead: bool = True,
+        hints: HintReader | None = None,
     ) -> None:
         self.store = store
         self._lock = lock
@@ -95,6 +97,7 @@ class Scheduler:
         self._step_times = StepTimes(self._step_cost)
         self._copy_cost = CopyCost()
         self._load_tokens = 0
+        self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
@@ -102,6 +105,10 @@ class Scheduler:
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
+        order = prefetch_order(request.kv_transfer_params)
+        if order is not None:
+            self._prefetch(order)  # no request: vLLM ends it before the next step
+            return
         if self._queue is not None:
             self._queue.on_new_request(request)
         if bypasses(request):
@@ -111,15 +118,27 @@ class Scheduler:
             return
         state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
         self._requests[request.request_id] = state
+        hints = self._hints.read(request.kv_transfer_params)
+        state.stores, state.terms = hints.store, hints.terms
+        self._stats.add("hints", "applied", hints.applied)
+        self._stats.add("hints", "ignored", hints.ignored)
         if self._queue is not None:
             self._look_up(state)
 
     def _look_up(self, state: RequestState) -> None:
         request = state.request
         pieces, state.visit = self.store.arrive(
-            request.request_id, state.sequence, request.num_tokens, MIN_LOAD_TOKENS
+            request.request_id, state.sequence, request.num_tokens, MIN_LOAD_TOKENS, state.terms
         )
         state.expect(pieces)
+
+    def _prefetch(self, order: PrefetchOrder) -> None:
+        root = root_key(self._namespace, order.cache_salt, b"")
+        sequence = SequenceKeys(root, order.token_ids, self._geometry.chunk_tokens)
+        pieces = self.store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
+        self._stats.add("prefetches", "hit" if pieces else "miss", 1)
+        for tier, tokens in self.store.tiers(pieces).items():
+            self._stats.add("prefetch_tokens", tier.value, tokens)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -258,7 +277,7 @@ class Scheduler:
             self._queue.on_step(output, self._requests)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or state.outdated:
+            if state is None or not state.may_save:
                 continue
             request = state.request
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
@@ -286,11 +305,13 @@ class Scheduler:
         size = self._geometry.chunk_tokens
         sequence = state.sequence
         for number in range(state.num_chunks_seen, computed // size):
-            self._save(sequence.name(number, state.tenant), state.run(number), block_ids)
+            self._save(state, sequence.name(number, state.tenant), number, block_ids)
         state.num_chunks_seen = max(state.num_chunks_seen, computed // size)
 
-    def _save(self, name: ChunkName, run: Run | None, block_ids: Sequence[int]) -> bool:
-        chunk = self.store.begin_save(name, run)
+    def _save(
+        self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
+    ) -> bool:
+        chunk = self.store.begin_save(name, state.run(number), state.pin_s(name.position))
         if chunk is None:
             return False
         copies = plan_save(
@@ -349,7 +370,7 @@ class Scheduler:
         if state is None:
             return False
         self._withdraw(state)
-        if state.outdated or self._loras.is_unclear(request.lora_request):
+        if not state.may_save or self._loras.is_unclear(request.lora_request):
             return False
         # What is in flight counts as computed for vLLM, and is not.
         computed = request.num_computed_tokens - request.num_in_flight_tokens
@@ -374,7 +395,7 @@ class Scheduler:
         tokens = sequence.tokens(start, computed)
         key = chunk_key(parent, extra, tokens)
         name = ChunkName(key, parent, extra, state.tenant, start, computed - start, tokens)
-        self._save(name, state.run(number), block_ids)
+        self._save(state, name, number, block_ids)
 
     def _withdraw(self, state: RequestState) -> None:
         if state.offer:

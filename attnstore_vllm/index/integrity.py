@@ -17,6 +17,8 @@ def check_integrity(
         assert chunk.dram_slot == slot
         assert chunk.dram is not Dram.ABSENT
         assert chunk.dropped <= (chunk.holds > 0 or chunk.reads > 0)
+        assert not (slot in dram.pins and (slot in dram.clean or slot in dram.dirty))
+    assert all(slot in dram.owned for slot in dram.pins)
     nvme.check_integrity()
     owners = 0
     for slot in range(nvme.num_slots):

@@ -21,11 +21,13 @@ from attnstore_vllm.index.adoption import Adopted, adopt, oldest_first
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.dirty import DirtyQueue
 from attnstore_vllm.index.integrity import check_integrity
+from attnstore_vllm.index.pinning import Pinning
 from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.room import DramRoom, nvme_victim
 from attnstore_vllm.index.slots import ADOPTED, OWNED, DramSlots, NvmeSlots
 from attnstore_vllm.policy.eviction import EvictionPolicy
 from attnstore_vllm.policy.lookahead import LookAhead, Order
+from attnstore_vllm.policy.pins import Pins
 from attnstore_vllm.policy.returns import Run, unknown_run
 
 REFUSALS_MAX = 32
@@ -43,11 +45,12 @@ class Residency:
         nvme_slots: the most there can be; open_nvme_slots() says which there are.
         policy: makes an order of departure for so many slots.
         seed: see PrefixIndex.
+        pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
     """
 
     def __init__(
         self, dram_slots: int, nvme_slots: int, policy: Callable[[int], EvictionPolicy], *,
-        chunk_tokens: int, seed: int = 0,
+        chunk_tokens: int, seed: int = 0, pin_shares: tuple[float, float] = (0.0, 0.0),
     ) -> None:  # fmt: skip
         expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
         self.index = PrefixIndex(chunk_tokens, seed, expected)
@@ -57,9 +60,11 @@ class Residency:
         """Seconds; the caller sets it before it calls what may need room."""
         self.first_written_tokens = 0
         """Tokens written to NVMe that no record there had before."""
-        self._dram = DramSlots(dram_slots, policy(dram_slots), policy(dram_slots))
-        self._nvme = NvmeSlots(nvme_slots, policy(nvme_slots))
+        orders = [policy(num_slots) for num_slots in (dram_slots, dram_slots, nvme_slots)]
+        self._dram = DramSlots(dram_slots, orders[0], orders[1], Pins(*pin_shares))
+        self._nvme = NvmeSlots(nvme_slots, orders[2], Pins(*pin_shares))
         self.room = DramRoom(self._dram, self.look_ahead)
+        self.pinning = Pinning(self._dram, self._nvme, self.room, self.counts)
         self._dirty = DirtyQueue(dram_slots)
         self._nvme_lost = False
 
@@ -89,6 +94,7 @@ class Residency:
     def use(self, chunks: Sequence[Chunk], run: Run | None = None) -> None:
         """Note that a request wants these, in the order of depth."""
         run = run or unknown_run(self.now)
+        run.use(self.now)
         self._dram.use(chunks, run)
         self._nvme.use([c.nvme_slot for c in chunks if c.nvme is not Nvme.ABSENT], run)
         for chunk in chunks:
@@ -104,7 +110,7 @@ class Residency:
     def run_of(self, chunk: Chunk) -> Run:
         """The run that used the chunk last, as far as that is known."""
         if chunk.dram is Dram.ABSENT and chunk.nvme is not Nvme.ABSENT:
-            chunk.run = self._nvme.policy.run_of(chunk.nvme_slot) or chunk.run
+            chunk.run = self._nvme.run_of(chunk.nvme_slot) or chunk.run
         return chunk.run
 
     # ---- HBM -> DRAM -------------------------------------------------------------------
@@ -128,6 +134,7 @@ class Residency:
             return None
         chunk = Chunk(name)
         chunk.run = run or unknown_run(self.now)
+        chunk.run.use(self.now)
         chunk.dram_slot = self._dram.give(chunk)
         chunk.dram = Dram.SAVING
         chunk.holds = 1
@@ -147,6 +154,7 @@ class Residency:
                 if tail.nvme is not Nvme.ABSENT:
                     chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
                 if tail.dram is not Dram.SAVING:
+                    self.pinning.inherit(chunk, tail, self.now)
                     self.counts["superseded"] += 1
                     self.drop(tail)
         self.release(chunk)
@@ -187,6 +195,7 @@ class Residency:
         self._dirty.remove(chunk)
         chunk.nvme_slot = self._nvme.give(chunk.entry, chunk.run)
         chunk.nvme = Nvme.WRITING
+        self.pinning.spread(chunk, self.now)
         chunk.holds += 1
         chunk.reads += 1
         return chunk
@@ -232,6 +241,7 @@ class Residency:
         self.run_of(chunk)
         chunk.dram_slot = self._dram.give(chunk)
         chunk.dram = Dram.READING
+        self.pinning.spread(chunk, self.now)
         chunk.holds += 1
         self.look_ahead.has_come(chunk)
         return True
@@ -353,6 +363,7 @@ class Residency:
         elif self._dram.free:
             return True
         else:
+            self.pinning.end(self.now)
             victim, is_wanted = self.room.victim(self.now, whose)
         if victim is None:
             return False
@@ -369,10 +380,12 @@ class Residency:
         """
         if self._nvme.num_free:
             return True
+        self.pinning.end(self.now)
         slot, is_wanted = nvme_victim(self._nvme, self.index, self.look_ahead, self.now)
         if slot is None:
             return False
-        if not self.look_ahead.is_wanted(chunk) and (
+        needs_slot = self.look_ahead.is_wanted(chunk) or chunk.dram_slot in self._dram.pins
+        if not needs_slot and (
             is_wanted or not self._nvme.policy.admits(chunk.run, slot, self.now)
         ):
             return None

@@ -50,6 +50,7 @@ class DramRoom:
         may_go = chunk.nvme is Nvme.READY or chunk.refused
         order = self._dram.clean if may_go else self._dram.dirty
         stays = chunk.dram is not Dram.READY or chunk.dropped or self._look_ahead.is_wanted(chunk)
+        stays |= chunk.dram_slot in self._dram.pins
         self._dram.place(chunk, None if stays else order)
 
     def is_full_of_wanted(self, whose: Order) -> bool:
@@ -61,7 +62,7 @@ class DramRoom:
 
     def farther(self, whose: Order | None) -> Chunk | None:
         """What only requests beyond this one want, and can be read again."""
-        wanted = self._look_ahead.farthest(whose, _can_be_fetched_again)
+        wanted = self._look_ahead.farthest(whose, self._can_be_fetched_again)
         assert wanted is None or isinstance(wanted, Chunk)
         return wanted
 
@@ -86,10 +87,10 @@ class DramRoom:
                 slot = dram.dirty.victim(now, can_go)
         return (dram.owned[slot] if slot is not None else None), False
 
-
-def _can_be_fetched_again(chunk: Hashable) -> bool:
-    assert isinstance(chunk, Chunk)
-    return chunk.holds == 0 and chunk.dram is Dram.READY and chunk.nvme is Nvme.READY
+    def _can_be_fetched_again(self, chunk: Hashable) -> bool:
+        assert isinstance(chunk, Chunk)
+        is_ready = chunk.dram is Dram.READY and chunk.nvme is Nvme.READY
+        return is_ready and chunk.holds == 0 and chunk.dram_slot not in self._dram.pins
 
 
 def nvme_victim(
@@ -108,13 +109,14 @@ def nvme_victim(
     slot = nvme.policy.victim(now, can_go)
     if slot is not None:
         return slot, False
-    wanted = look_ahead.farthest_of_all(_can_leave_nvme)
+
+    def can_leave(chunk: Hashable) -> bool:
+        assert isinstance(chunk, Chunk)
+        may_go = chunk.reads == 0 and chunk.nvme is Nvme.READY and not chunk.dropped
+        return may_go and chunk.nvme_slot not in nvme.pins
+
+    wanted = look_ahead.farthest_of_all(can_leave)
     if wanted is None:
         return None, False
     assert isinstance(wanted, Chunk)
     return wanted.nvme_slot, True
-
-
-def _can_leave_nvme(chunk: Hashable) -> bool:
-    assert isinstance(chunk, Chunk)
-    return chunk.reads == 0 and chunk.nvme is Nvme.READY and not chunk.dropped

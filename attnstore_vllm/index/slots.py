@@ -5,7 +5,7 @@ A slot of NVMe, by its state:
 
     CLOSED  not of the store now: its part of the disk is not claimed
     FREE
-    OWNED   of an entry of the index, and in the policy's order of departure
+    OWNED   of an entry of the index, and in the policy's order of departure unless it is pinned
     ADOPTED as OWNED, but in no order yet: recovery goes on, and nobody has used it
     GONE    its chunk was dropped, and a device request still touches it
 """
@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.eviction import EvictionPolicy
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.pins import Pin, Pins
+from attnstore_vllm.policy.returns import NO_RUN, Run
 
 CLOSED: Final = 0
 FREE: Final = 1
@@ -34,13 +35,16 @@ class DramSlots:
     """Few slots, of chunks that are objects: this is what keeps them alive.
 
     Two orders of departure: `clean` of what NVMe has too, `dirty` of what it has not. What is not
-    READY, or is wanted, stands in neither.
+    READY, or is wanted or pinned, stands in neither.
     """
 
-    def __init__(self, num_slots: int, clean: EvictionPolicy, dirty: EvictionPolicy) -> None:
+    def __init__(
+        self, num_slots: int, clean: EvictionPolicy, dirty: EvictionPolicy, pins: Pins
+    ) -> None:
         self.num_slots = num_slots
         self.clean = clean
         self.dirty = dirty
+        self.pins = pins
         self.free = list(range(num_slots - 1, -1, -1))
         self.owned: dict[int, Chunk] = {}
 
@@ -52,6 +56,7 @@ class DramSlots:
 
     def take_back(self, slot: int) -> None:
         self.place(self.owned.pop(slot), None)
+        self.pins.remove(slot)
         self.free.append(slot)
 
     def place(self, chunk: Chunk, order: EvictionPolicy | None) -> None:
@@ -75,9 +80,11 @@ class DramSlots:
 class NvmeSlots:
     """Up to `num_slots` slots in 13 bytes each. All are closed at first."""
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+    def __init__(self, num_slots: int, policy: EvictionPolicy, pins: Pins) -> None:
         self.num_slots = num_slots
         self.policy = policy
+        self.pins = pins
+        self._pinned_runs: dict[int, Run] = {}
         self.num_free = 0
         self.num_open = 0
         self.owner = array("I", [0]) * num_slots
@@ -121,7 +128,29 @@ class NvmeSlots:
             if self.state[slot] == ADOPTED:
                 self.state[slot] = OWNED
                 self.policy.add(slot, run)
-        self.policy.use([slot for slot in slots if self.state[slot] == OWNED], run)
+            if slot in self._pinned_runs:
+                self._pinned_runs[slot] = run
+        owned = [slot for slot in slots if self.state[slot] == OWNED]
+        self.policy.use([slot for slot in owned if slot not in self._pinned_runs], run)
+
+    def run_of(self, slot: int) -> Run | None:
+        """The run that used the slot last, if that is remembered."""
+        return self._pinned_runs.get(slot) or self.policy.run_of(slot)
+
+    def pin(self, slot: int, pin: Pin) -> bool:
+        """Take the slot out of the order of departure, if the share allows; see Pins.add()."""
+        if self.state[slot] != OWNED or not self.pins.add(slot, pin, self.num_open):
+            return False
+        if slot not in self._pinned_runs:
+            self._pinned_runs[slot] = self.policy.run_of(slot) or NO_RUN
+            self.policy.remove(slot)
+        return True
+
+    def unpin(self, slot: int, run: Run) -> None:
+        """Put the slot, whose pin has ended, back into the order of departure."""
+        assert slot not in self.pins
+        del self._pinned_runs[slot]
+        self.policy.add(slot, run)
 
     def abandon(self, slot: int) -> None:
         """Its chunk was dropped: it has no owner, and is not free."""
@@ -157,13 +186,16 @@ class NvmeSlots:
 
     def _leave_policy(self, slot: int) -> None:
         assert self.state[slot] in (OWNED, ADOPTED, GONE)
-        if self.state[slot] == OWNED:
+        if self._pinned_runs.pop(slot, None) is not None:
+            self.pins.remove(slot)
+        elif self.state[slot] == OWNED:
             self.policy.remove(slot)
 
     def check_integrity(self) -> None:
         counts = np.bincount(self.states(), minlength=GONE + 1)
         assert counts[FREE] == self.num_free
         assert counts[CLOSED] == self.num_slots - self.num_open
-        assert counts[OWNED] == len(self.policy)
+        assert counts[OWNED] == len(self.policy) + len(self.pins)
+        assert all(slot in self.pins for slot in self._pinned_runs)
         assert self.num_free + self.num_used == self.num_open
         assert self.state.find(FREE, 0, self._lowest) < 0

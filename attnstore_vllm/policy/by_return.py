@@ -8,6 +8,9 @@ is worth least the deepest chunk goes first, for without it the others are still
 Runs of one kind stand in the order of their age, and what they are worth rises with age up to
 some point and falls from there: the one that is worth least stands at one end or the other. So a
 decision looks at two groups of each kind, however many there are.
+
+Of each kind the runs of one priority stand apart: what they are worth is multiplied by a factor. A
+run whose lease has expired is worth nothing; those are found by a heap of the times to look.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
 import numpy as np
@@ -23,11 +27,15 @@ import numpy.typing as npt
 
 from attnstore_vllm.policy.returns import (
     EDGES_S,
+    NO_TERMS,
     TURNS_MAX,
     Before,
+    Lease,
     ReturnEstimator,
     Run,
+    Terms,
     kind_of,
+    lease_for,
     unknown_run,
 )
 
@@ -43,6 +51,11 @@ STALE_MAX = 16
 """A group forgets those that have left it when they are more than these and those left."""
 VICTIMS_MAX = 16
 """So many slots of a group are given up before all are looked at again."""
+PRIORITY_FACTORS = {-1: 1 / 16, 0: 1.0, 1: 16.0}
+"""Of what a run of each priority is worth. A factor and not an order: worth falls with age, so what
+nobody comes back to leaves in the end, whatever somebody said of it."""
+LEASES_MAX = 32
+"""Leases that one decision looks at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,11 +69,18 @@ class _Group:
 
 
 class ByReturn:
-    """Order of departure in one tier: see policy/eviction.py. Some 20 bytes a slot."""
+    """Order of departure in one tier: see policy/eviction.py. Some 20 bytes a slot.
 
-    def __init__(self, num_slots: int, estimator: ReturnEstimator) -> None:
+    Args:
+        ttl_s: of slots of which nothing is known (add_oldest); None: they do not expire.
+    """
+
+    def __init__(
+        self, num_slots: int, estimator: ReturnEstimator, ttl_s: float | None = None
+    ) -> None:
         self._estimator = estimator
         self._num_slots = num_slots
+        self._ttl_s = ttl_s
         self.clear()
 
     def __len__(self) -> int:
@@ -74,7 +94,10 @@ class ByReturn:
         self._opened = 0
         self._group_of = array("q", [-1]) * self._num_slots
         self._groups: dict[int, _Group] = {}
-        self._kinds: dict[int, OrderedDict[Run, _Group]] = {}  # oldest first
+        # By kind and priority; each oldest first.
+        self._kinds: dict[tuple[int, int], OrderedDict[Run, _Group]] = {}
+        self._leases: list[tuple[float, int]] = []  # a heap: when to look at which group
+        self._expired: OrderedDict[int, _Group] = OrderedDict()
         self._poorest: _Group | None = None
         self._victims_left = 0
 
@@ -104,9 +127,11 @@ class ByReturn:
         """
         group_of = np.frombuffer(self._group_of, np.int64)
         assert np.all(group_of[slots] < 0)
+        oldest = unknown_run(now - EDGES_S[-1])
+        lease = lease_for(self._ttl_s, now)
         for start in range(0, len(slots), OLDEST_SLOTS):
             part = slots[start : start + OLDEST_SLOTS]
-            group = self._group(unknown_run(now - EDGES_S[-1]))
+            group = self._group(replace(oldest, lease=lease))
             group.slots = array("i", part[::-1].astype(np.int32).tobytes())
             group.num_left = len(part)
             group_of[part] = group.number
@@ -124,6 +149,9 @@ class ByReturn:
 
         Cost: two groups a kind for the first slot of a group, O(1) for those after it.
         """
+        slot = self._expired_victim(now, can_go) if self._leases or self._expired else None
+        if slot is not None:
+            return slot
         if self._poorest is not None and self._victims_left:
             self._victims_left -= 1
             slot = self._last(self._poorest, can_go)
@@ -153,7 +181,40 @@ class ByReturn:
         return held is None or self._worth(run, now) >= self._worth(held, now)
 
     def _worth(self, run: Run, now: float) -> float:
-        return self._estimator.worth(run.kind, now - run.since)
+        factor = PRIORITY_FACTORS[run.priority]
+        return factor * self._estimator.worth(run.kind, now - run.since)
+
+    def _expired_victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
+        """A slot that nobody will find any more. Those that cannot go now do not hide others."""
+        for _ in range(LEASES_MAX):
+            if not self._leases or self._leases[0][0] > now:
+                break
+            group = self._groups.get(heappop(self._leases)[1])
+            if group is not None and group.run.has_expired(now):
+                self._expired[group.number] = group
+            elif group is not None:
+                self._watch(group, group.run.lease)
+        for group in list(islice(self._expired.values(), GROUPS_MAX)):
+            if not group.run.has_expired(now):  # used again meanwhile
+                del self._expired[group.number]
+                self._watch(group, group.run.lease)
+                continue
+            slot = self._last(group, can_go)
+            if slot is not None:
+                return slot
+            self._expired.move_to_end(group.number)
+        return None
+
+    def _watch(self, group: _Group, lease: Lease | None) -> None:
+        """Look at the group when its lease may have expired. Cost: O(log groups), amortized."""
+        if lease is None:
+            return
+        heappush(self._leases, (lease.expires, group.number))
+        if len(self._leases) > 2 * len(self._groups) + STALE_MAX:
+            live = {number for _, number in self._leases} & self._groups.keys()
+            leases = ((number, self._groups[number].run.lease) for number in live)
+            self._leases = [(lease.expires, number) for number, lease in leases if lease]
+            heapify(self._leases)
 
     def _last(self, group: _Group, can_go: Callable[[int], bool]) -> int | None:
         slots, group_of, number = group.slots, self._group_of, group.number
@@ -165,12 +226,13 @@ class ByReturn:
         return next((slot for slot in islice(ours, CHUNKS_MAX) if can_go(slot)), None)
 
     def _group(self, run: Run) -> _Group:
-        kinds = self._kinds.setdefault(run.kind, OrderedDict())
+        kinds = self._kinds.setdefault((run.kind, run.priority), OrderedDict())
         group = kinds.get(run)
         if group is None:
             self._opened += 1
             group = kinds[run] = self._groups[self._opened] = _Group(self._opened, run)
             self._poorest = None
+            self._watch(group, run.lease)
         return group
 
     def _enter(self, group: _Group, slot: int) -> None:
@@ -183,10 +245,12 @@ class ByReturn:
         """Some slot has left. Cost: O(1), amortized."""
         if not group.num_left:
             del self._groups[group.number]
-            of_kind = self._kinds[group.run.kind]
+            self._expired.pop(group.number, None)
+            kind = group.run.kind, group.run.priority
+            of_kind = self._kinds[kind]
             del of_kind[group.run]
             if not of_kind:
-                del self._kinds[group.run.kind]
+                del self._kinds[kind]
             if group is self._poorest:
                 self._poorest = None
         elif len(group.slots) > 2 * group.num_left + STALE_MAX:
@@ -213,6 +277,8 @@ def visit_of(
     marks: Sequence[int],
     num_tokens: int,
     now: float,
+    terms: Terms = NO_TERMS,
+    ttl_s: float | None = None,
 ) -> Visit:
     """What a request that comes now uses, and by which runs it is remembered.
 
@@ -223,6 +289,9 @@ def visit_of(
         last_runs: of the request's leading chunks that are stored, the run that used each last.
         marks: of its whole chunks.
         num_tokens: of its prompt.
+        terms: what it asks for its own chunks. For those that others share it can ask for more
+            than they have, and not for less.
+        ttl_s: of all chunks; None: they do not expire. The terms may have a shorter one.
     """
     before = estimator.arrive(marks, now)
     num_shared = _num_shared(last_runs, before)
@@ -237,7 +306,11 @@ def visit_of(
         if stop > start:
             follows = 0 if is_shared else turn
             number = estimator.open(marks[stop - 1], kind, follows, stop - start, now)
-        return Run(number, kind, now, is_shared)
+        if is_shared:
+            return Run(number, kind, now, True, max(0, terms.priority), lease_for(ttl_s, now))
+        ttls = [ttl for ttl in (ttl_s, terms.ttl_s) if ttl is not None]
+        lease = lease_for(min(ttls), now) if ttls else None
+        return Run(number, kind, now, False, terms.priority, lease)
 
     shared = run(0, min(num_shared, len(marks)), is_shared=True)
     return Visit(num_shared, shared, run(num_shared, len(marks), is_shared=False))

@@ -23,13 +23,14 @@ from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
 from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.index.leases import renew, unexpired
 from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.by_return import ByReturn, Visit, visit_of
 from attnstore_vllm.policy.eviction import EvictionPolicy, Fifo, Lru
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.returns import ReturnEstimator, Run
+from attnstore_vllm.policy.returns import NO_TERMS, ReturnEstimator, Run, Terms
 from attnstore_vllm.store.context import Context, Pool
 from attnstore_vllm.store.flights import Flights
 from attnstore_vllm.store.keeper import Keeper
@@ -50,6 +51,8 @@ class Store:
         daily_writes: bytes that may be written a day, or None.
         scrub_rate: bytes a second for reading cold records again, or None.
         eviction: attnstore, lru or fifo.
+        ttl_s: after so long without use a chunk is not found; None: as long as there is room.
+        pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
         clock, threaded: for simulations: their own time, and turn() in place of our thread.
     """
 
@@ -64,13 +67,18 @@ class Store:
         daily_writes: int | None = None,
         scrub_rate: int | None = None,
         eviction: str = "attnstore",
+        ttl_s: float | None = None,
+        pin_shares: tuple[float, float] = (0.0, 0.0),
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
         self._estimator = ReturnEstimator()
+        self._ttl_s = ttl_s
+        self._has_leases = ttl_s is not None
+        """Whether anything may expire: what costs nothing where nobody asks for it."""
         self.residency = Residency(
             pool.num_slots, slab.records_max, partial(self._policy, eviction),
-            chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64),
+            chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64), pin_shares=pin_shares,
         )  # fmt: skip
         self._pieces_max = pool.num_slots
         self._clock = clock
@@ -92,7 +100,7 @@ class Store:
 
     def _policy(self, eviction: str, num_slots: int) -> EvictionPolicy:
         if eviction == "attnstore":
-            return ByReturn(num_slots, self._estimator)
+            return ByReturn(num_slots, self._estimator, self._ttl_s)
         return {"lru": Lru, "fifo": Fifo}[eviction](num_slots)
 
     def turn(self) -> None:
@@ -112,10 +120,17 @@ class Store:
     # ---- looking up --------------------------------------------------------------------
 
     def arrive(
-        self, request_id: str, sequence: SequenceKeys, num_tokens: int, min_tokens: int = 1
+        self,
+        request_id: str,
+        sequence: SequenceKeys,
+        num_tokens: int,
+        min_tokens: int = 1,
+        terms: Terms = NO_TERMS,
     ) -> tuple[list[Piece], Visit]:
         """A request has come, and waits in the queue (see queue()). Looks up all of its prompt.
 
+        Args:
+            terms: what it asks for its KV.
         Returns: what find() does, and the visit that its chunks are used and saved under.
         """
         stop = num_tokens - 1
@@ -126,8 +141,12 @@ class Store:
             now = self.residency.now = self._clock()
             pieces = self._match(sequence, 0, stop, min_tokens)
             last_runs = [self.residency.run_of(piece.chunk) for piece in pieces]
-            visit = visit_of(self._estimator, last_runs, marks, num_tokens, now)
+            visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
+            self._has_leases |= terms.ttl_s is not None
             self._want(request_id, pieces, visit, sequence.chunk_tokens)
+            if terms.pin_s is not None:
+                for piece in pieces:
+                    self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
         self._read(pieces)
         if self._estimator.is_due:
             self._keeper.wake()
@@ -150,8 +169,8 @@ class Store:
         first tokens with every other, and that must neither read a chunk nor keep it.
 
         Args:
-            request_id: of the waiting request that asks; None: what it finds is read after all
-                that is waited for.
+            request_id: of the waiting request that asks; None: one is likely to come, and what
+                it will want is read after all that is waited for.
         """
         sequence.hash_up_to(stop)
         with self._lock:
@@ -168,6 +187,8 @@ class Store:
     def _match(self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int) -> list[Piece]:
         """Locked."""
         pieces = self.residency.index.match(sequence, start, stop)
+        if self._has_leases:
+            pieces = unexpired(self.residency, pieces)
         if pieces and pieces[-1].stop - start < min_tokens:
             return []
         if not self._context.reads.in_use:
@@ -184,7 +205,7 @@ class Store:
         """Locked."""
         residency = self.residency
         if visit is None:
-            residency.use([piece.chunk for piece in pieces])
+            renew(residency, [piece.chunk for piece in pieces])
         else:
             border = visit.num_shared * chunk_tokens
             residency.use([p.chunk for p in pieces if p.start < border], visit.shared)
@@ -239,7 +260,8 @@ class Store:
         """Tokens by the tier their KV was in when the request came."""
         tokens = {Tier.DRAM: 0, Tier.NVME: 0}
         for piece in pieces:
-            tier = Tier.NVME if piece.chunk.from_nvme else Tier.DRAM
+            is_here = piece.chunk.dram is Dram.READY and not piece.chunk.from_nvme
+            tier = Tier.DRAM if is_here else Tier.NVME
             tokens[tier] += piece.stop - piece.start
         return tokens
 
@@ -252,11 +274,22 @@ class Store:
 
     # ---- saving ------------------------------------------------------------------------
 
-    def begin_save(self, name: ChunkName, run: Run | None = None) -> Chunk | None:
-        """See Residency.begin_save."""
+    def begin_save(
+        self, name: ChunkName, run: Run | None = None, pin_s: float | None = None
+    ) -> Chunk | None:
+        """See Residency.begin_save.
+
+        Args:
+            pin_s: how long it is to be pinned, if it is stored and its tenant's share allows.
+        """
         with self._lock:
-            self.residency.now = self._clock()
-            return self.residency.begin_save(name, run)
+            now = self.residency.now = self._clock()
+            chunk = self.residency.begin_save(name, run)
+            if pin_s is not None:
+                kept = chunk or self.residency.index.get(name.key)
+                if kept is not None:
+                    self.residency.pinning.pin(kept, now + pin_s, now)
+            return chunk
 
     def finish_saves(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,14 +18,14 @@ def open_rig() -> Iterator[Rigs]:
     rigs: list[Rig] = []
 
     def open_rig(
-        num_records: int = 16, dram_slots: int = 8, image: bytes | None = None
+        num_records: int = 16, dram_slots: int = 8, image: bytes | None = None, **options: Any
     ) -> tuple[Rig, MemoryDevice]:
         if image is None:
-            rig = memory_rig(num_records, dram_slots)
+            rig = memory_rig(num_records, dram_slots, **options)
         else:
             device = MemoryDevice(len(image))
             device.image[:] = image
-            rig = Rig(device, found_slab(image), dram_slots)
+            rig = Rig(device, found_slab(image), dram_slots, options=options)
         rigs.append(rig)
         assert isinstance(rig.device, MemoryDevice)
         rig.device.settle()

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.config import NvmeConfig, StoreConfig, format_size, parse_size
+from attnstore_vllm.config import (
+    NvmeConfig,
+    PinningConfig,
+    StoreConfig,
+    format_size,
+    parse_size,
+)
 from attnstore_vllm.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"dram": "64GiB", "nvme": {"path": "/mnt/kv", "capacity": "2TiB"}}
@@ -160,3 +166,38 @@ def test_a_rank_beyond_the_number_of_engines_is_refused(rank: int) -> None:
     config = StoreConfig.parse(MINIMAL | {"data_parallel_size": 2})
     with pytest.raises(ConfigError, match=f"data_parallel_size is 2.*rank {rank}"):
         config.share(rank)
+
+
+def test_hints_are_off_until_they_are_set() -> None:
+    config = StoreConfig.parse(MINIMAL)
+    assert (config.ttl_s, config.pinning) == (None, None)
+    config = StoreConfig.parse({**MINIMAL, "ttl": False, "pinning": "off"})
+    assert (config.ttl_s, config.pinning) == (None, None)
+    config = StoreConfig.parse({**MINIMAL, "ttl": "12h", "pinning": {}})
+    assert config.ttl_s == 43_200
+    assert config.pinning == PinningConfig(share=0.1, tenant_share=0.02, longest_s=3600.0)
+    config = StoreConfig.parse({**MINIMAL, "pinning": {"share": 0.5, "longest": "2d"}})
+    assert config.pinning == PinningConfig(share=0.5, tenant_share=0.1, longest_s=172_800)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"ttl": "soon"}, ("ttl", "'soon'", "30m")),
+        ({"ttl": 0}, ("ttl", "0", "30m")),
+        ({"ttl": True}, ("ttl", "True")),
+        ({"ttl": "1h", "eviction": "lru"}, ("ttl", "'lru'", "attnstore")),
+        ({"pinning": True}, ("pinning", "True", "share: 0.1")),
+        ({"pinning": {"shares": 0.1}}, ("pinning.shares", "did you mean share")),
+        ({"pinning": {"share": 0}}, ("pinning.share", "0.5")),
+        ({"pinning": {"share": 0.6}}, ("pinning.share", "0.6", "0.5")),
+        ({"pinning": {"share": float("nan")}}, ("pinning.share", "nan")),
+        ({"pinning": {"share": "10%"}}, ("pinning.share", "'10%'")),
+        ({"pinning": {"share": 0.1, "tenant_share": 0.2}}, ("pinning.tenant_share", "0.2", "0.1")),
+        ({"pinning": {"longest": "ever"}}, ("pinning.longest", "'ever'")),
+    ],
+)
+def test_wrong_hints_settings(settings: dict[str, Any], parts: tuple[str, ...]) -> None:
+    message = message_of({**MINIMAL, **settings})
+    for part in parts:
+        assert part in message

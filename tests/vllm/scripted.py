@@ -198,9 +198,9 @@ class ScriptedEngine:
 
     def __init__(
         self, model: Path, store: Path, *, num_blocks: int, depth: int, seed: int,
-        drafts: int = 0, policy: str = "fcfs", limits: Limits = Limits(),
+        drafts: int = 0, policy: str = "fcfs", limits: Limits = Limits(), **settings: Any,
     ) -> None:  # fmt: skip
-        config = _vllm_config(model, store, depth, drafts, policy, limits)
+        config = _vllm_config(model, store, depth, drafts, policy, limits, settings)
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=1, head_size=TOKEN_KV // 2, dtype=torch.uint8
         )
@@ -238,8 +238,15 @@ class ScriptedEngine:
         """The connector's scheduler side."""
         return self.scheduler.connector._scheduler
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, priority: int = 0) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0)
+    def add(
+        self, request_id: str, prompt: list[int], max_tokens: int, priority: int = 0,
+        params: Any = None,
+    ) -> None:  # fmt: skip
+        """Args: params: kv_transfer_params."""
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, temperature=0,
+            extra_args={"kv_transfer_params": params} if params is not None else None,
+        )  # fmt: skip
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -292,8 +299,9 @@ def _digest(value: Any) -> bytes:
 
 
 def _vllm_config(
-    model: Path, store: Path, depth: int, drafts: int, policy: str, limits: Limits
-) -> VllmConfig:
+    model: Path, store: Path, depth: int, drafts: int, policy: str, limits: Limits,
+    settings: dict[str, Any],
+) -> VllmConfig:  # fmt: skip
     slot_bytes = 4096
     transfer = KVTransferConfig(
         kv_connector="AttnStoreConnector",
@@ -303,6 +311,7 @@ def _vllm_config(
             "dram": (1 << 20) + limits.dram_slots * slot_bytes,
             "nvme": {"path": str(store), "capacity": limits.nvme},
             "chunk_tokens": limits.chunk_tokens,
+            **settings,
         },
     )
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}

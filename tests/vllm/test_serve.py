@@ -100,6 +100,10 @@ def test_all_series_of_the_readme_are_there(servers: Servers) -> None:
         assert f"`{series.removesuffix('_count')}" in readme, f"{series} is not in the README"
 
 
+def test_a_route_that_nobody_asked_for_is_not_there(servers: Servers) -> None:
+    assert serving.post(servers.get("yaml"), "/attnstore/prefetch", {"tokens": [1]})[0] == 404
+
+
 def test_a_running_server_has_no_name_in_shared_memory(servers: Servers) -> None:
     servers.get("yaml")
     serving.assert_no_region()

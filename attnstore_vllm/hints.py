@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request says of its KV: {"kv_transfer_params": {"attnstore": {...}}} in its body.
+
+    store: false            nothing that it computes is saved; what is stored may be loaded
+    priority: low|normal|high
+    ttl: 600, "10m", "1h"   after so long without use its KV is not found any more
+    pin: true               its prompt's KV is not evicted until that time is over, within a share
+
+Hints come from anybody: each that makes no sense is ignored and counted, and none fails a request.
+What else is in kv_transfer_params is for other connectors, and is neither read nor changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from attnstore_vllm.config import seconds_of
+from attnstore_vllm.index.keys import encode_tokens
+from attnstore_vllm.policy.returns import NO_TERMS, Terms
+from attnstore_vllm.types import TOKEN_BYTES
+
+SECTION: Final = "attnstore"
+PRIORITIES = {"low": -1, "normal": 0, "high": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What one request asks for."""
+
+    store: bool = True
+    terms: Terms = NO_TERMS
+    applied: int = 0
+    ignored: int = 0
+
+
+class HintReader:
+    """Reads hints by the server's settings.
+
+    Args:
+        ttl_s: of the whole server, which a hint may shorten; None: none.
+        longest_pin_s: None where nothing may be pinned.
+    """
+
+    def __init__(self, ttl_s: float | None = None, longest_pin_s: float | None = None) -> None:
+        self._ttl_s = ttl_s
+        self._longest_pin_s = longest_pin_s
+
+    def read(self, params: object) -> Hints:
+        """Of Request.kv_transfer_params, whatever it is. Cost: constant."""
+        if not isinstance(params, dict) or SECTION not in params:
+            return Hints()
+        given = params[SECTION]
+        if not isinstance(given, dict):
+            return Hints(ignored=1)
+        store, priority, pin = given.get("store"), given.get("priority"), given.get("pin")
+        ttl_s = seconds_of(given.get("ttl"))
+        level = PRIORITIES.get(priority) if isinstance(priority, str) else None
+        may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
+        applied = sum((isinstance(store, bool), level is not None, ttl_s is not None, may_pin))
+        times = [t for t in (self._longest_pin_s, self._ttl_s, ttl_s) if t is not None]
+        return Hints(
+            store is not False,
+            Terms(level or 0, ttl_s, min(times) if may_pin and pin else None),
+            applied,
+            len(given) - applied,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchOrder:
+    """What POST /attnstore/prefetch sends to the scheduler side, in a request's place.
+
+    The token ids travel as bytes, which no JSON body can hold: so nobody can give such an order
+    but the route, where the operator has turned it on.
+    """
+
+    token_ids: list[int]
+    cache_salt: str | None
+
+    def as_params(self) -> dict[str, object]:
+        """As kv_transfer_params."""
+        order = {"prefetch": encode_tokens(self.token_ids), "cache_salt": self.cache_salt}
+        return {SECTION: order}
+
+
+def prefetch_order(params: object) -> PrefetchOrder | None:
+    """The order that a request stands for, or None: it is an ordinary request."""
+    given = params.get(SECTION) if isinstance(params, dict) else None
+    encoded = given.get("prefetch") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(encoded, bytes):
+        return None
+    assert len(encoded) % TOKEN_BYTES == 0
+    salt = given.get("cache_salt")
+    token_ids = np.frombuffer(encoded, ">u4").tolist()
+    return PrefetchOrder(token_ids, salt if isinstance(salt, str) else None)

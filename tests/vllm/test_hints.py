@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints and prefetch orders on the scheduler side, under vLLM's real scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.hints import PrefetchOrder
+from attnstore_vllm.testing.tiny_model import TINY, make_model
+from tests.helpers import wait_until
+from tests.vllm.scripted import CHUNK, ScriptedEngine
+
+PROMPT = [n % 47 for n in range(3 * CHUNK + 20)]
+
+
+@pytest.fixture(scope="module")
+def model(models: Path) -> Path:
+    return make_model(models / "scripted", TINY, weights=False)
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path) -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine(
+        model, tmp_path / "store", num_blocks=64, depth=2, seed=1,
+        pinning={"share": 0.5, "tenant_share": 0.5},
+    )  # fmt: skip
+    try:
+        yield engine
+        wait_until(engine.ours.store.is_idle, engine.ours.store)
+        engine.ours.check_quiet()
+    finally:
+        engine.close()
+
+
+def run(engine: ScriptedEngine, name: str, prompt: list[int], **hints: Any) -> None:
+    engine.add(name, prompt, 4, params={"attnstore": hints} if hints else None)
+    engine.drain()
+
+
+def counts(engine: ScriptedEngine, name: str) -> dict[str, float]:
+    """Of the metrics since the last time, by label."""
+    stats = engine.ours.take_stats()
+    found = stats.data["counters"] if stats is not None else {}
+    return {key.partition(":")[2]: n for key, n in found.items() if key.startswith(f"{name}:")}
+
+
+def test_what_is_not_to_be_stored_is_not(engine: ScriptedEngine) -> None:
+    run(engine, "a", PROMPT, store=False)
+    assert engine.ours.store.counts().get("saved", 0) == 0
+    run(engine, "b", PROMPT)
+    assert engine.ours.store.counts()["saved"] == 4
+    counts(engine, "hints")
+    engine.add("c", PROMPT[:50], 4, params={"attnstore": {"store": "no", "priority": "high"}})
+    assert counts(engine, "hints") == {"applied": 1, "ignored": 1}
+    engine.drain()
+
+
+def test_the_prompt_is_pinned_and_the_answer_is_not(engine: ScriptedEngine) -> None:
+    engine.add("a", PROMPT, 3 * CHUNK, params={"attnstore": {"pin": True, "ttl": "1h"}})
+    engine.drain()
+    dram = engine.ours.store.residency._dram
+    pinned = {dram.owned[slot].name.position for slot in dram.pins}
+    assert pinned == {0, CHUNK, 2 * CHUNK, 3 * CHUNK}
+    assert len(dram.owned) > len(pinned)
+
+
+def test_terms_are_of_the_runs_that_are_saved(engine: ScriptedEngine) -> None:
+    run(engine, "a", PROMPT, priority="low", ttl=90)
+    runs = {chunk.run for chunk in engine.ours.store.residency._dram.owned.values()}
+    assert {(run.priority, run.lease.ttl_s) for run in runs if run.lease} == {(-1, 90.0)}
+    assert all(run.lease for run in runs)
+
+
+def test_an_order_is_no_request(engine: ScriptedEngine) -> None:
+    """It enters no queue, holds nothing, computes nothing, and says what it found."""
+    run(engine, "a", PROMPT)
+    counts(engine, "prefetches")
+    for number, (prompt, salt) in enumerate([(PROMPT, None), (PROMPT, "salt"), ([5] * 99, None)]):
+        order = PrefetchOrder(prompt, salt).as_params()
+        engine.add(f"order {number}", [0], 1, params=order)
+        assert engine.ours._requests == {}
+        assert list(engine.ours.store.residency.look_ahead) == []
+        engine.abort(f"order {number}")  # vLLM does, before the next step
+    output = engine.scheduler.schedule()
+    assert output.total_num_scheduled_tokens == 0
+    stats = engine.ours.take_stats()
+    assert stats is not None
+    found = stats.data["counters"]
+    assert (found["prefetches:hit"], found["prefetches:miss"]) == (1, 2)
+    assert found["prefetch_tokens:dram"] == len(PROMPT)
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": True}, {"attnstore": [[]]}], ids=repr)
+def test_others_params_are_left_as_they_are(engine: ScriptedEngine, params: dict[str, Any]) -> None:
+    before = repr(params)
+    engine.add("a", PROMPT, 4, params=params)
+    engine.drain()
+    assert repr(params) == before
+    assert engine.ours.store.counts()["saved"] == 4
