@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attnstore_vllm.connector.costs import Costs
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.queue_view import QueueView
@@ -28,12 +28,10 @@ from attnstore_vllm.connector.requests import (
     bypasses,
     make_state,
 )
-from attnstore_vllm.connector.step_times import StepTimes
 from attnstore_vllm.hints import HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.cost import CopyCost, StepCost, pieces_to_wait_for
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import TransferPlan, plan_load, plan_save
@@ -81,7 +79,6 @@ class Scheduler:
         self._lock = lock
         self._geometry = geometry
         self._namespace = namespace
-        self._load_deadline_s = load_deadline_s
         self._loras = LoraIdentities()
         self._requests: dict[str, RequestState] = {}
         self._offered: list[RequestState] = []
@@ -93,10 +90,7 @@ class Scheduler:
         self._reported: dict[tuple[str, str], float] = {}
         self._kv_cache_manager: KVCacheManager | None = None
         self._queue = QueueView(store, by_priority=by_priority) if looks_ahead else None
-        self._step_cost = StepCost()
-        self._step_times = StepTimes(self._step_cost)
-        self._copy_cost = CopyCost()
-        self._load_tokens = 0
+        self._costs = Costs(store, load_deadline_s)
         self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -161,18 +155,18 @@ class Scheduler:
         ready_stop = held[-1].stop if held else num_computed_tokens
         cause = "lost"
         if len(held) < len(pieces):
-            late = self._why_not_wait(state, ready_stop, pieces[len(held) :])
+            late = self._costs.why_not_wait(state, ready_stop, pieces[len(held) :])
             if late is None:
                 self.store.release(piece.chunk for piece in held)
                 self._waiting.append(pieces)
                 return None, False
             cause = late
-        self._end_wait(state)
+        self._costs.end_wait(state, self._stats)
         num_tokens = ready_stop - num_computed_tokens
         # A rest that is too short to be loaded is computed in any case.
         if state.expected_stop - ready_stop >= MIN_LOAD_TOKENS:
             self._count_recomputation(state, cause)
-        if held and not self._copy_cost.pays(num_computed_tokens, ready_stop, self._step_cost):
+        if held and not self._costs.copy_pays(num_computed_tokens, ready_stop):
             self._count_recomputation(state, "slower")
             num_tokens = 0
         self._count_offer(state, held if num_tokens else ())
@@ -204,35 +198,6 @@ class Scheduler:
         for tier, tokens in self.store.tiers(held).items():
             self._stats.add("offered_tokens", tier.value, tokens)
 
-    def _why_not_wait(
-        self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
-    ) -> str | None:
-        """None if the request should wait for (some of) these, which are on their way."""
-        now = time.monotonic()
-        if state.deadline is None:
-            state.deadline = now + self._load_deadline_s
-        if now >= state.deadline:
-            return "deadline"
-        arrivals = self.store.arrivals(state.request.request_id, coming)
-        number = 0
-        if arrivals is not None and self._step_cost.is_known:
-            stops = [piece.stop for piece in coming]
-            number = pieces_to_wait_for(ready_stop, stops, arrivals, self._step_cost)
-            if number == 0:
-                return "slower"
-        if state.waiting_since is None:
-            state.waiting_since = now
-            state.wait_forecast = arrivals[number - 1] if arrivals is not None else None
-        return None
-
-    def _end_wait(self, state: RequestState) -> None:
-        if state.waiting_since is not None:
-            seconds = time.monotonic() - state.waiting_since
-            self._stats.observe("wait_seconds", seconds)
-            if state.wait_forecast is not None:
-                self._stats.observe("wait_error_seconds", seconds - state.wait_forecast)
-            state.waiting_since = None
-
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
@@ -255,7 +220,7 @@ class Scheduler:
         state.sources = self.store.tiers(used)
         for tier, tokens in state.sources.items():
             self._stats.add("loaded_tokens", tier.value, tokens)
-        self._load_tokens += num_external_tokens
+        self._costs.load_tokens += num_external_tokens
         plan = TransferPlan(next(self._plan_ids), copies)
         self._plan.loads.append(plan)
         self._in_flight[plan.plan_id] = (Flow.LOAD, [piece.chunk for piece in used], 0)
@@ -286,8 +251,7 @@ class Scheduler:
             if computed // self._geometry.chunk_tokens > state.num_chunks_seen:
                 self._save_chunks(state, computed, self._block_ids(request_id))
         plan, self._plan = self._plan, StepPlan()
-        plan.number = self._step_times.planned(output, loads=self._load_tokens)
-        self._load_tokens = 0
+        plan.number = self._costs.step_planned(output)
         if self._waiting and not output.num_scheduled_tokens:
             self.store.wait_for_any(self._waiting, EMPTY_STEP_WAIT_S)
         self._waiting.clear()
@@ -325,11 +289,7 @@ class Scheduler:
 
     def on_report(self, report: StepReport) -> None:
         """Ranks have completed plans; a plan is complete when all of them have."""
-        wrong, loaded = self._step_times.ended(report.number)
-        if wrong is not None:
-            self._stats.observe("step_error_ratio", wrong)
-        if loaded and report.load_s:
-            self._copy_cost.observe(loaded, report.load_s)
+        self._costs.step_ended(report, self._stats)
         saved: list[Chunk] = []
         for plan_id, num_ranks in report.ranks.items():
             flow, chunks, before = self._in_flight[plan_id]

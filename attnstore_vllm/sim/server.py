@@ -13,17 +13,16 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
+from attnstore_vllm.index.chunk import ChunkName, Dram
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.io.device import Op
-from attnstore_vllm.policy.by_return import Visit
 from attnstore_vllm.policy.cost import StepCost, pieces_to_wait_for
 from attnstore_vllm.sim.disk import SimulatedDisk
+from attnstore_vllm.sim.jobs import Job, NoPool, Step, num_answer, num_reserved
 from attnstore_vllm.sim.keys import TraceKeys
 from attnstore_vllm.sim.machine import Machine
 from attnstore_vllm.sim.outcome import Outcome
@@ -42,58 +41,6 @@ QUEUED_S = 1.0
 """Who has waited so long had a queue before it."""
 _TENANT = bytes(32)
 _SHAPE = SegmentHeader(0, 256, PAGE_BYTES, bytes(32), b"simulated segment"[:16], 0, "simulated")
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A request of the trace in the server."""
-
-    name: str
-    request: Request
-    is_counted: bool
-    history: int
-    """Tokens of the conversation before it."""
-    arrived_s: float
-    keys: TraceKeys
-    visit: Visit | None = None
-    was_asked: bool = False
-    ready: frozenset[Key] = frozenset()
-    """What of it was in DRAM when it was first asked for."""
-    deadline_s: float = 0.0
-    stuck_s: float | None = None
-    """Since when it waits for KV alone."""
-    computed: int = 0
-    generated: int = 0
-    num_saved: int = 0
-
-    @property
-    def stop(self) -> int:
-        """Up to which token stored KV is of use: one is left to compute."""
-        return min(self.request.num_tokens - 1, self.request.known_tokens)
-
-
-@dataclass(slots=True)
-class _Step:
-    generating: list[_Job]
-    prompts: list[tuple[_Job, int]] = field(default_factory=list)
-    loaded: list[Chunk] = field(default_factory=list)
-    loaded_tokens: int = 0
-    num_repeats: int = 1
-
-
-class _Pool:
-    """store.context.Pool without bytes."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.slot_bytes = PAGE_BYTES
-        self._page = memoryview(bytearray(PAGE_BYTES))
-
-    def slot(self, slot: int) -> memoryview:
-        return self._page
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class Server:
@@ -127,8 +74,8 @@ class Server:
         self._store = None if policy == "recompute" else self._open_store(trace, policy)
         self._cost = StepCost()
         self._known: dict[int, Key] = {}
-        self._waiting: dict[str, _Job] = {}
-        self._running: list[_Job] = []
+        self._waiting: dict[str, Job] = {}
+        self._running: list[Job] = []
         self._reserved = 0
         self._hbm_tokens = machine.hbm // machine.kv_bytes_per_token
         self._in_hbm: OrderedDict[int, None] = OrderedDict()
@@ -157,7 +104,7 @@ class Server:
         segment_bytes = PAGE_BYTES + nvme * shape.record_bytes
         slab = Slab(Path("simulated"), segment_bytes, shape, own={0: shape}, fresh=[0])
         return Store(
-            _Pool(dram), slab, self._disk, machine.io_depth, io_deadline_s=float("inf"),
+            NoPool(dram), slab, self._disk, machine.io_depth, io_deadline_s=float("inf"),
             eviction="attnstore" if policy == "infinite" else policy,
             clock=lambda: self.now, threaded=False,
         )  # fmt: skip
@@ -213,23 +160,23 @@ class Server:
     def _arrive(self, at: float, number: int, request: Request, history: int) -> None:
         keys = TraceKeys(request.chunks.tolist(), request.known_tokens, self._size, self._known)
         is_counted = number >= self._warmup and at <= self._until_s
-        job = _Job(str(number), request, is_counted, history, at, keys)
+        job = Job(str(number), request, is_counted, history, at, keys)
         self._waiting[job.name] = job
         if self._store is not None and self._looks_ahead:
             with self._store.queue() as queue:
                 queue.append(job.name)
             self._look_up(job)
 
-    def _look_up(self, job: _Job) -> None:
+    def _look_up(self, job: Job) -> None:
         assert self._store is not None
         _, job.visit = self._store.arrive(job.name, job.keys, job.stop + 1, MIN_TOKENS)
 
     # ---- a step ------------------------------------------------------------------------
 
-    def _plan(self) -> _Step | None:
+    def _plan(self) -> Step | None:
         """What runs next; None if nothing can. Requests that are started leave the queue."""
         machine = self._machine
-        step = _Step([j for j in self._running if j.computed >= j.request.num_tokens])
+        step = Step([j for j in self._running if j.computed >= j.request.num_tokens])
         budget = machine.max_num_batched_tokens - len(step.generating)
         for job in self._running:
             left = min(job.request.num_tokens - job.computed, budget)
@@ -259,27 +206,27 @@ class Server:
             step.num_repeats = self._repeats(step.generating, is_full=is_full)
         return step
 
-    def _is_full(self, job: _Job) -> bool:
+    def _is_full(self, job: Job) -> bool:
         if len(self._running) >= self._machine.max_num_seqs:
             return True
-        return bool(self._running) and self._reserved + _room(job) > self._hbm_tokens
+        return bool(self._running) and self._reserved + num_reserved(job) > self._hbm_tokens
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: Job) -> None:
         self._running.append(job)
-        self._reserved += _room(job)
+        self._reserved += num_reserved(job)
         room = max(0, self._hbm_tokens - self._reserved) // self._size
         while len(self._in_hbm) > room:
             self._in_hbm.popitem(last=False)
 
-    def _repeats(self, generating: Sequence[_Job], *, is_full: bool) -> int:
+    def _repeats(self, generating: Sequence[Job], *, is_full: bool) -> int:
         """Steps that only generate, until one of these ends or somebody comes who can start."""
-        count = min(_answer(job) - job.generated for job in generating)
+        count = min(num_answer(job) - job.generated for job in generating)
         if not is_full and self._arrivals:
             seconds = self._machine.decode_s(len(generating))
             count = min(count, int((self._next_arrival - self.now) / seconds) + 1)
         return max(1, count)
 
-    def _seconds(self, step: _Step) -> float:
+    def _seconds(self, step: Step) -> float:
         """The step's length, which is noted."""
         machine = self._machine
         prompts = [(job.computed, job.computed + count) for job, count in step.prompts]
@@ -299,7 +246,7 @@ class Server:
     def _is_counting(self) -> bool:
         return any(job.is_counted for job in self._running)
 
-    def _end(self, step: _Step) -> None:
+    def _end(self, step: Step) -> None:
         if self._store is not None:
             self._store.loaded(step.loaded)
         for job, count in step.prompts:
@@ -311,20 +258,20 @@ class Server:
         for job in step.generating:
             job.generated += step.num_repeats
             self._save(job)
-        for job in [j for j in self._running if j.generated >= _answer(j)]:
+        for job in [j for j in self._running if j.generated >= num_answer(j)]:
             self._finish(job)
 
-    def _first_token(self, job: _Job) -> None:
+    def _first_token(self, job: Job) -> None:
         if job.is_counted:
             seconds = self.now - job.arrived_s
             self._out.ttft_s.append(seconds)
             if job.history:
                 self._out.later_ttft_s.append(seconds)
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: Job) -> None:
         self._save(job, is_over=True)
         self._running.remove(job)
-        self._reserved -= _room(job)
+        self._reserved -= num_reserved(job)
         if self._machine.prefix_cache:
             whole = job.request.known_tokens // self._size
             for number in reversed(job.request.chunks[:whole].tolist()):
@@ -339,7 +286,7 @@ class Server:
 
     # ---- the store ---------------------------------------------------------------------
 
-    def _ask(self, job: _Job, step: _Step) -> bool:
+    def _ask(self, job: Job, step: Step) -> bool:
         """Whether the job starts now, with what it finds; else it waits for KV."""
         local = self._local(job)
         held: list[Piece] = []
@@ -365,14 +312,14 @@ class Server:
         self._count(job, local, held)
         return True
 
-    def _local(self, job: _Job) -> int:
+    def _local(self, job: Job) -> int:
         """Tokens of it that vLLM's own prefix cache has."""
         found = list(takewhile(self._in_hbm.__contains__, job.request.chunks.tolist()))
         for number in reversed(found):
             self._in_hbm.move_to_end(number)
         return min(len(found) * self._size, job.stop // self._size * self._size)
 
-    def _first_offer(self, job: _Job, local: int, found: Sequence[Piece]) -> None:
+    def _first_offer(self, job: Job, local: int, found: Sequence[Piece]) -> None:
         job.was_asked = True
         job.deadline_s = self.now + self._machine.load_deadline_s
         ready = [piece for piece in found if piece.chunk.dram is Dram.READY]
@@ -388,7 +335,7 @@ class Server:
                 out.queued_ready_tokens += ready_tokens
             out.stored_history += min(found[-1].stop if found else local, job.history)
 
-    def _waits(self, job: _Job, ready: int, coming: Sequence[Piece]) -> bool:
+    def _waits(self, job: Job, ready: int, coming: Sequence[Piece]) -> bool:
         assert self._store is not None
         if self.now >= job.deadline_s:
             return False
@@ -397,7 +344,7 @@ class Server:
             return True
         return pieces_to_wait_for(ready, [p.stop for p in coming], arrivals, self._cost) > 0
 
-    def _count(self, job: _Job, local: int, held: Sequence[Piece]) -> None:
+    def _count(self, job: Job, local: int, held: Sequence[Piece]) -> None:
         if not job.is_counted:
             return
         out = self._out
@@ -415,7 +362,7 @@ class Server:
         if job.stuck_s is not None:
             out.waited_s += self.now - job.stuck_s
 
-    def _save(self, job: _Job, *, is_over: bool = False) -> None:
+    def _save(self, job: Job, *, is_over: bool = False) -> None:
         """Save the whole chunks that it has computed, and when it is over what is left."""
         if self._store is None:
             return
@@ -439,11 +386,3 @@ class Server:
         tokens = keys.tokens(start, stop)
         key = chunk_key(parent, b"", tokens)
         return ChunkName(key, parent, b"", _TENANT, start, stop - start, tokens)
-
-
-def _answer(job: _Job) -> int:
-    return max(1, job.request.answer_tokens)
-
-
-def _room(job: _Job) -> int:
-    return job.request.num_tokens + _answer(job)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request waits for its KV, loads it or computes it: policy/cost.py, fed by the steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attnstore_vllm.connector.messages import StepReport
+from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.connector.requests import RequestState
+from attnstore_vllm.connector.step_times import StepTimes
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.policy.cost import CopyCost, StepCost, pieces_to_wait_for
+from attnstore_vllm.store.store import Store
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class Costs:
+    """All methods run on the scheduler's thread.
+
+    Args:
+        load_deadline_s: how long a request waits for its chunks to come up from NVMe, at most.
+    """
+
+    def __init__(self, store: Store, load_deadline_s: float) -> None:
+        self.load_tokens = 0
+        """That the step which is being planned loads."""
+        self._store = store
+        self._load_deadline_s = load_deadline_s
+        self._steps = StepCost()
+        self._times = StepTimes(self._steps)
+        self._copies = CopyCost()
+
+    # ---- steps -------------------------------------------------------------------------
+
+    def step_planned(self, output: SchedulerOutput) -> int:
+        """Returns the step's number, which its report is to have."""
+        loads, self.load_tokens = self.load_tokens, 0
+        return self._times.planned(output, loads=loads)
+
+    def step_ended(self, report: StepReport, stats: AttnStoreStats) -> None:
+        wrong, loaded = self._times.ended(report.number)
+        if wrong is not None:
+            stats.observe("step_error_ratio", wrong)
+        if loaded and report.load_s:
+            self._copies.observe(loaded, report.load_s)
+
+    # ---- decisions ---------------------------------------------------------------------
+
+    def copy_pays(self, start: int, stop: int) -> bool:
+        """Whether KV of tokens [start, stop) that is in DRAM should be loaded."""
+        return self._copies.pays(start, stop, self._steps)
+
+    def why_not_wait(
+        self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
+    ) -> str | None:
+        """None if the request should wait for (some of) these, which are on their way."""
+        now = time.monotonic()
+        if state.deadline is None:
+            state.deadline = now + self._load_deadline_s
+        if now >= state.deadline:
+            return "deadline"
+        arrivals = self._store.arrivals(state.request.request_id, coming)
+        number = 0
+        if arrivals is not None and self._steps.is_known:
+            stops = [piece.stop for piece in coming]
+            number = pieces_to_wait_for(ready_stop, stops, arrivals, self._steps)
+            if number == 0:
+                return "slower"
+        if state.waiting_since is None:
+            state.waiting_since = now
+            state.wait_forecast = arrivals[number - 1] if arrivals is not None else None
+        return None
+
+    def end_wait(self, state: RequestState, stats: AttnStoreStats) -> None:
+        """The request has its answer."""
+        if state.waiting_since is None:
+            return
+        seconds = time.monotonic() - state.waiting_since
+        stats.observe("wait_seconds", seconds)
+        if state.wait_forecast is not None:
+            stats.observe("wait_error_seconds", seconds - state.wait_forecast)
+        state.waiting_since = None
