@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attnstore_vllm.connector.costs import Costs
+from attnstore_vllm.connector.counting import count_offer, count_recomputation, count_wanted
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.queue_view import QueueView
@@ -29,7 +30,7 @@ from attnstore_vllm.connector.requests import (
     make_state,
 )
 from attnstore_vllm.hints import HintReader, PrefetchOrder, prefetch_order
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
+from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.store.store import Store
@@ -150,7 +151,7 @@ class Scheduler:
             request_id=request.request_id, visit=state.visit,
         )  # fmt: skip
         state.expect(pieces)
-        self._count_wanted(state, pieces)
+        count_wanted(self._stats, state, pieces)
         held = self.store.hold_ready(pieces, state.sequence, stop)
         ready_stop = held[-1].stop if held else num_computed_tokens
         cause = "lost"
@@ -165,38 +166,17 @@ class Scheduler:
         num_tokens = ready_stop - num_computed_tokens
         # A rest that is too short to be loaded is computed in any case.
         if state.expected_stop - ready_stop >= MIN_LOAD_TOKENS:
-            self._count_recomputation(state, cause)
+            count_recomputation(self._stats, state, cause)
         if held and not self._costs.copy_pays(num_computed_tokens, ready_stop):
-            self._count_recomputation(state, "slower")
+            count_recomputation(self._stats, state, "slower")
             num_tokens = 0
-        self._count_offer(state, held if num_tokens else ())
+        count_offer(self._stats, state, self.store.tiers(held if num_tokens else ()))
         if num_tokens < MIN_LOAD_TOKENS:
             self.store.release(piece.chunk for piece in held)
             return 0, False
         state.offer, state.offer_start = held, num_computed_tokens
         self._offered.append(state)
         return num_tokens, False
-
-    def _count_wanted(self, state: RequestState, pieces: Sequence[Piece]) -> None:
-        """Count when the request is first offered a place: where is then what it wants?"""
-        if state.was_asked:
-            return
-        state.was_asked = True
-        for piece in pieces:
-            tier = Tier.DRAM if piece.chunk.dram is Dram.READY else Tier.NVME
-            self._stats.add("wanted_tokens", tier.value, piece.stop - piece.start)
-
-    def _count_recomputation(self, state: RequestState, cause: str) -> None:
-        if not state.counted:
-            self._stats.add("recomputations", cause, 1)
-
-    def _count_offer(self, state: RequestState, held: Sequence[Piece]) -> None:
-        """Count a request's first answer only: vLLM asks again while it has no room."""
-        if state.counted:
-            return
-        state.counted = True
-        for tier, tokens in self.store.tiers(held).items():
-            self._stats.add("offered_tokens", tier.value, tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int

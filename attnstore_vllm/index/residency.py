@@ -14,16 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from attnstore_vllm.index.adoption import Adopted, adopt, oldest_first
+from attnstore_vllm.index.adoption import Adoption
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.dirty import DirtyQueue
 from attnstore_vllm.index.integrity import check_integrity
 from attnstore_vllm.index.pinning import Pinning
 from attnstore_vllm.index.prefix import PrefixIndex
-from attnstore_vllm.index.room import DramRoom, nvme_victim
+from attnstore_vllm.index.room import DramRoom, NvmeRoom
 from attnstore_vllm.index.slots import ADOPTED, OWNED, DramSlots, NvmeSlots
 from attnstore_vllm.policy.eviction import EvictionPolicy
 from attnstore_vllm.policy.lookahead import LookAhead, Order
@@ -65,6 +62,8 @@ class Residency:
         self._nvme = NvmeSlots(nvme_slots, orders[2], Pins(*pin_shares))
         self.room = DramRoom(self._dram, self.look_ahead)
         self.pinning = Pinning(self._dram, self._nvme, self.room, self.counts)
+        self._nvme_room = NvmeRoom(self._nvme, self._dram.pins, self.index, self.look_ahead)
+        self.adoption = Adoption(self.index, self._nvme)
         self._dirty = DirtyQueue(dram_slots)
         self._nvme_lost = False
 
@@ -181,30 +180,23 @@ class Residency:
         """
         for _ in range(REFUSALS_MAX):
             chunk = self._dirty.next(newest_first=newest_first)
-            if chunk is None:
+            room = self._make_room_on_nvme(chunk) if chunk is not None else False
+            if chunk is None or room is False:
                 return None
-            room = self._make_room_on_nvme(chunk)
-            if room is None:
-                self._refuse(chunk)
-            elif not room:
-                return None
-            else:
+            self._dirty.remove(chunk)
+            if room:
                 break
+            self.counts["refused"] += 1
+            chunk.refused = True
+            self.room.place(chunk)
         else:
             return None
-        self._dirty.remove(chunk)
         chunk.nvme_slot = self._nvme.give(chunk.entry, chunk.run)
         chunk.nvme = Nvme.WRITING
         self.pinning.spread(chunk, self.now)
         chunk.holds += 1
         chunk.reads += 1
         return chunk
-
-    def _refuse(self, chunk: Chunk) -> None:
-        self._dirty.remove(chunk)
-        self.counts["refused"] += 1
-        chunk.refused = True
-        self.room.place(chunk)
 
     def finish_write_back(self, chunk: Chunk, checksum: bytes | None) -> None:
         """The write has ended; `checksum` is the payload's, or None if the write failed."""
@@ -246,14 +238,10 @@ class Residency:
         self.look_ahead.has_come(chunk)
         return True
 
-    def learn(self, chunk: Chunk, tokens: bytes) -> bool:
-        """The token ids that were read with the chunk; False if they are not the chunk's."""
-        return self.index.learn(chunk, tokens)
-
     def finish_prefetch(self, chunk: Chunk, verified: bool) -> None:
         """The read has ended; `verified` says that the bytes are those that were written.
 
-        Its tokens are known by then: they came up with the bytes, see learn().
+        Its tokens are known by then: they came up with the bytes, see PrefixIndex.learn().
         """
         assert chunk.dram is Dram.READING
         chunk.reads -= 1
@@ -334,27 +322,6 @@ class Residency:
                 self._nvme.abandon(chunk.nvme_slot)
         self._forget_entries(keep)
 
-    # ---- recovery ----------------------------------------------------------------------
-
-    def adopt_headers(
-        self, headers: memoryview, slots: npt.NDArray[np.uint32], header_bytes: int
-    ) -> Adopted:
-        """See index/adoption.py; finish_adoption() follows the last batch."""
-        return adopt(self.index, self._nvme, headers, slots, header_bytes)
-
-    def adoption_order(self) -> npt.NDArray[np.int32]:
-        """The adopted slots, oldest record first. Needs no lock, on the only thread that adopts
-        and evicts. Cost: about 0.2 s a million."""
-        return oldest_first(self.index, self._nvme)
-
-    def finish_adoption(self, order: npt.NDArray[np.int32] | None = None) -> None:
-        """All is read: what was adopted and not used since is evicted first, oldest first.
-
-        Args:
-            order: of adoption_order().
-        """
-        self._nvme.order(self.adoption_order() if order is None else order, self.now)
-
     # ---- room --------------------------------------------------------------------------
 
     def _make_room_in_dram(self, whose: Order | None = None) -> bool:
@@ -381,14 +348,9 @@ class Residency:
         if self._nvme.num_free:
             return True
         self.pinning.end(self.now)
-        slot, is_wanted = nvme_victim(self._nvme, self.index, self.look_ahead, self.now)
+        slot, is_refused = self._nvme_room.victim(chunk, self.now)
         if slot is None:
-            return False
-        needs_slot = self.look_ahead.is_wanted(chunk) or chunk.dram_slot in self._dram.pins
-        if not needs_slot and (
-            is_wanted or not self._nvme.policy.admits(chunk.run, slot, self.now)
-        ):
-            return None
+            return None if is_refused else False
         self.counts["evicted_nvme"] += 1
         victim = self.index.live(self._nvme.owner[slot])
         if victim is None:

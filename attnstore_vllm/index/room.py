@@ -9,6 +9,7 @@ from attnstore_vllm.index.chunk import Chunk, Dram, Nvme
 from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.slots import DramSlots, NvmeSlots
 from attnstore_vllm.policy.lookahead import LookAhead, Order
+from attnstore_vllm.policy.pins import Pins
 
 SAVES_PART = 8
 """One slot in so many is kept for what is saved and not yet written, or saves would push out what
@@ -93,30 +94,43 @@ class DramRoom:
         return is_ready and chunk.holds == 0 and chunk.dram_slot not in self._dram.pins
 
 
-def nvme_victim(
-    nvme: NvmeSlots, index: PrefixIndex, look_ahead: LookAhead, now: float
-) -> tuple[int | None, bool]:
-    """The slot to free, whether or not DRAM has its chunk, None if none can go; and whether
-    somebody waits for it: that one goes only if nothing else is found, the farthest first.
-    """
+class NvmeRoom:
+    """Who leaves NVMe for a chunk that is to be written, or that it is not worth anybody's slot."""
 
-    def can_go(slot: int) -> bool:
-        chunk = index.live(nvme.owner[slot])
+    def __init__(
+        self, nvme: NvmeSlots, dram_pins: Pins, index: PrefixIndex, look_ahead: LookAhead
+    ) -> None:
+        self._nvme = nvme
+        self._dram_pins = dram_pins
+        self._index = index
+        self._look_ahead = look_ahead
+
+    def victim(self, chunk: Chunk, now: float) -> tuple[int | None, bool]:
+        """The slot to free, None if none can go; and then, whether the chunk is refused.
+
+        What somebody waits for goes only if nothing else is found, the farthest first, and only
+        for what somebody waits for too, or has pinned.
+        """
+        slot = self._nvme.policy.victim(now, self._can_go)
+        if self._look_ahead.is_wanted(chunk) or chunk.dram_slot in self._dram_pins:
+            return (slot if slot is not None else self._farthest()), False
+        if slot is None:
+            return None, self._farthest() is not None
+        is_refused = not self._nvme.policy.admits(chunk.run, slot, now)
+        return (None if is_refused else slot), is_refused
+
+    def _can_go(self, slot: int) -> bool:
+        chunk = self._index.live(self._nvme.owner[slot])
         return chunk is None or (
-            chunk.reads == 0 and chunk.nvme is Nvme.READY and not look_ahead.is_wanted(chunk)
+            chunk.reads == 0 and chunk.nvme is Nvme.READY and not self._look_ahead.is_wanted(chunk)
         )
 
-    slot = nvme.policy.victim(now, can_go)
-    if slot is not None:
-        return slot, False
+    def _farthest(self) -> int | None:
+        chunk = self._look_ahead.farthest_of_all(self._can_leave)
+        assert chunk is None or isinstance(chunk, Chunk)
+        return chunk.nvme_slot if chunk is not None else None
 
-    def can_leave(chunk: Hashable) -> bool:
+    def _can_leave(self, chunk: Hashable) -> bool:
         assert isinstance(chunk, Chunk)
         may_go = chunk.reads == 0 and chunk.nvme is Nvme.READY and not chunk.dropped
-        return may_go and chunk.nvme_slot not in nvme.pins
-
-    wanted = look_ahead.farthest_of_all(can_leave)
-    if wanted is None:
-        return None, False
-    assert isinstance(wanted, Chunk)
-    return wanted.nvme_slot, True
+        return may_go and chunk.nvme_slot not in self._nvme.pins

@@ -170,7 +170,7 @@ class Reader:
                 context.moved_bytes[Flow.PREFETCH] += num_bytes
                 self.cost.observe(now - max(begun_at, self._ended_at))
                 self._ended_at = now
-            verified = failure is None and context.residency.learn(chunk, tokens)
+            verified = failure is None and context.residency.index.learn(chunk, tokens)
             if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
                 event = "read_failed" if completion.error is not None else "corrupt"
                 context.residency.counts[event] += 1

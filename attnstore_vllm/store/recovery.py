@@ -121,16 +121,16 @@ class Recovery:
             context.residency.open_nvme_slots(records.start, len(records))
             if len(good):
                 slots = numbers[good].astype(np.uint32)
-                adopted = context.residency.adopt_headers(raw, slots, size)
+                adopted = context.residency.adoption.enter(raw, slots, size)
                 self.found += adopted.entered - adopted.superseded
             context.progress.notify_all()
 
     def _end(self) -> None:
         context = self._context
         self.seconds = context.clock() - self._started
-        order = context.residency.adoption_order()
+        order = context.residency.adoption.order()
         with context.progress:
-            context.residency.finish_adoption(order)
+            context.residency.adoption.finish(order, context.clock())
             context.residency.counts["recovered"] += self.found
             self.is_over = True
             context.progress.notify_all()

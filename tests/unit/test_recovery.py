@@ -237,8 +237,8 @@ def adopt(tiers: Residency, records: list[tuple[int, ChunkName, bytes]]) -> int:
         )
         for i, (slot, chunk, digest) in enumerate(records)
     )
-    done = tiers.adopt_headers(memoryview(pages), numbers, len(pages) // len(records))
-    tiers.finish_adoption()
+    done = tiers.adoption.enter(memoryview(pages), numbers, len(pages) // len(records))
+    tiers.adoption.finish(tiers.adoption.order(), tiers.now)
     return done.entered - done.superseded
 
 

@@ -61,7 +61,7 @@ class Tiers(Residency):
         assert isinstance(chunk, Chunk)
         if not self.begin_prefetch(chunk, whose):
             return None
-        assert self.learn(chunk, tokens_of_chunk[chunk.name.key])
+        assert self.index.learn(chunk, tokens_of_chunk[chunk.name.key])
         self.finish_prefetch(chunk, True)
         return chunk
 
