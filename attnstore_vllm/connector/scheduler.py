@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 MIN_TAIL_TOKENS = 16
 """A shorter tail costs a slot and saves next to nothing."""
+WAITS_MAX = 4
+"""When so many requests wait for KV in a step, those behind them are looked at only if theirs is
+there: vLLM goes through all of its queue, step after step, as long as it has a place."""
 EMPTY_STEP_WAIT_S = 0.002
 """How long a step that computes nothing waits for a read to end: bounded, and short enough
 that a request that arrives meanwhile does not notice."""
@@ -142,6 +145,8 @@ class Scheduler:
         if state is None or self._loras.is_unclear(request.lora_request):
             return 0, False
         self._withdraw(state)
+        if len(self._waiting) >= WAITS_MAX and self.store.is_hungry(request.request_id):
+            return None, False
         if state.visit is None:
             self._look_up(state)
         # One token is left to compute: vLLM needs its logits.

@@ -258,6 +258,11 @@ class LookAhead:
             del self._hungry[0]
         return None
 
+    def is_hungry(self, request_id: str) -> bool:
+        """Whether it waits for something that is not even on its way."""
+        waiting = self._waiting.get(request_id)
+        return waiting is not None and any(chunk in self._absent for chunk in waiting.wants)
+
     def num_absent_before(self, request_id: str) -> int:
         """Absent chunks that nearer requests want, of the nearest few.
 

@@ -246,6 +246,11 @@ class Store:
                 held.append(confirmed)
         return held
 
+    def is_hungry(self, request_id: str) -> bool:
+        """Whether a waiting request wants something that is not even on its way. Cost: a few us."""
+        with self._lock:
+            return self.residency.look_ahead.is_hungry(request_id)
+
     def arrivals(self, request_id: str, pieces: Sequence[Piece]) -> list[float] | None:
         """See Reader.arrivals."""
         with self._lock:

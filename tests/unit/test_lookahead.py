@@ -155,6 +155,12 @@ def test_how_much_is_fetched_before() -> None:
     assert [queue.num_absent_before(name) for name in ("1", "2", "3", "?")] == [0, 2, 3, 4]
 
 
+def test_who_waits_for_what_is_not_even_on_its_way() -> None:
+    queue = queue_of({"1": "ab", "2": "b"})
+    queue.has_come("b")
+    assert [queue.is_hungry(name) for name in ("1", "2", "?")] == [True, False, False]
+
+
 def test_fetching_can_be_stopped() -> None:
     queue = queue_of({"1": "ab", "2": "c"})
     queue.stop_fetching()
