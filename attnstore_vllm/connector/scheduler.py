@@ -211,6 +211,8 @@ class Scheduler:
         self._in_flight[plan.plan_id] = (Flow.LOAD, [piece.chunk for piece in used], 0)
         state.offer = []
         state.deadline = None
+        if start == 0:  # whole chunks of it are stored, since that is where they come from
+            state.num_chunks_seen = max(state.num_chunks_seen, stop // self._geometry.chunk_tokens)
 
     def sources(self, request: Request) -> dict[Tier, int]:
         """Tokens of the request's last load, by the tier they were in."""
