@@ -7,7 +7,8 @@ right answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -53,10 +54,15 @@ class Gate:
         self._submit(waiting)
 
 
-def close_gate(engine: Engine) -> Gate:
+@contextmanager
+def closed_gate(engine: Engine) -> Iterator[Gate]:
+    """Open at the end, however that comes: the tests after this one have the same disk."""
     gate = Gate(engine.store._keeper._device)
     gate.patch.start()
-    return gate
+    try:
+        yield gate
+    finally:
+        gate.open()
 
 
 def reference(engine: Engine, prompt: list[int], length: int = ANSWER) -> Answer:
@@ -81,13 +87,12 @@ def queued(engine: Engine) -> tuple[Answer, Answer, int]:
     expected = reference(engine, prompt)
     engine.ask(prompt)
     engine.evict_dram()
-    gate = close_gate(engine)
-    number = engine.submit(prompt)
-    assert gate.num_waiting > 0
-    engine.abort(number)
-    engine.drain()
-    assert engine.side.store.residency.num_held() == gate.num_waiting
-    gate.open()
+    with closed_gate(engine) as gate:
+        number = engine.submit(prompt)
+        engine.wait_for(lambda: gate.num_waiting > 0)  # the keeper's thread may bring them
+        engine.abort(number)
+        engine.drain()
+        assert engine.side.store.residency.num_held() == gate.num_waiting
     engine.check_quiet()
     return expected, *from_store(engine, prompt)
 
@@ -98,14 +103,13 @@ def waiting_for_nvme(engine: Engine) -> tuple[Answer, Answer, int, bool]:
     expected = reference(engine, prompt)
     engine.ask(prompt)
     engine.evict_dram()
-    gate = close_gate(engine)
-    number = engine.submit(prompt)
-    other = engine.submit(random_tokens("other", 100), max_tokens=20)
-    engine.finish(other)
-    was_waiting = engine.request(number).num_computed_tokens == 0
-    engine.abort(number)
-    engine.drain()
-    gate.open()
+    with closed_gate(engine):
+        number = engine.submit(prompt)
+        other = engine.submit(random_tokens("other", 100), max_tokens=20)
+        engine.finish(other)
+        was_waiting = engine.request(number).num_computed_tokens == 0
+        engine.abort(number)
+        engine.drain()
     engine.check_quiet()
     return expected, *from_store(engine, prompt), was_waiting
 
@@ -117,12 +121,10 @@ def past_its_deadline(engine: Engine) -> tuple[Answer, Answer, int, dict[str, in
     engine.ask(prompt)
     engine.evict_dram()
     engine.forget_hbm()
-    gate = close_gate(engine)
     engine.loaded()
-    with mock.patch.object(engine.side, "_load_deadline_s", 0.05):
+    with closed_gate(engine), mock.patch.object(engine.side, "_load_deadline_s", 0.05):
         computed = engine.ask(prompt, max_tokens=ANSWER)
     loaded = engine.loaded()
-    gate.open()
     engine.check_quiet()
     assert computed.content == expected.content
     return expected, *from_store(engine, prompt), loaded
