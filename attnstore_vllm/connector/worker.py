@@ -142,6 +142,6 @@ class Worker:
         self._pool.close()
 
     def _count(self, flow: Flow, plans: list[Any]) -> None:
-        pages = sum(len(plan.copies) for plan in plans)
-        num_bytes = pages * self._geometry.page_bytes * self._geometry.num_layers
+        num_blocks = sum(plan.num_blocks for plan in plans)
+        num_bytes = num_blocks * self._geometry.page_bytes * self._geometry.num_layers
         self._stats.add("bytes", flow.value, num_bytes)

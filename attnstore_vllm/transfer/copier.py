@@ -7,16 +7,15 @@ CpuCopier is for vLLM's CPU build, where HBM is ordinary memory; CudaCopier
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from attnstore_vllm._native import PageCopier
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
-from attnstore_vllm.transfer.plan import PageCopy, TransferPlan
+from attnstore_vllm.transfer.plan import TransferPlan, pages
 
 
 class Copier(Protocol):
@@ -39,11 +38,6 @@ class Copier(Protocol):
 
     def close(self) -> None:
         """Complete what is in flight."""
-
-
-def as_array(copies: Iterable[PageCopy]) -> npt.NDArray[np.int64]:
-    """[n, 3]: slot, block in the chunk, block id."""
-    return np.array(list(copies), dtype=np.int64).reshape(-1, 3)
 
 
 class CpuCopier:
@@ -91,9 +85,9 @@ class CpuCopier:
         assert not self._loading, "the loads of the last step were not completed"
         if not plans:
             return
-        last = as_array(plan.copies[-1] for plan in plans)
-        rest = as_array(copy for plan in plans for copy in plan.copies[:-1])
-        self._pages.load(last, rest)
+        copies = pages(copy for plan in plans for copy in plan.copies)
+        last = np.cumsum([plan.num_blocks for plan in plans]) - 1
+        self._pages.load(copies[last], np.delete(copies, last, axis=0))
         self._loading = [plan.plan_id for plan in plans]
 
     def wait_layer(self, layer: int) -> None:
@@ -108,7 +102,7 @@ class CpuCopier:
             self._finished += self._loading
             self._loading = []
         if plans:
-            self._pages.save(as_array(copy for plan in plans for copy in plan.copies))
+            self._pages.save(pages(copy for plan in plans for copy in plan.copies))
             self._finished += [plan.plan_id for plan in plans]
 
     def finished(self) -> list[int]:

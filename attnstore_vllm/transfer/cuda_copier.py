@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.transfer.copier import as_array
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.plan import TransferPlan
+from attnstore_vllm.transfer.plan import TransferPlan, pages
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class CudaCopier:
 
     def start_loads(self, plans: Sequence[TransferPlan]) -> None:
         for plan in plans:
-            copies = as_array(plan.copies)
+            copies = pages(plan.copies)
             ids = torch.from_numpy(copies[:, 2].copy()).to(self._layers[0].device)
             for layer, kv in enumerate(self._layers):
                 source = [self._pages[slot, layer, block] for slot, block, _ in copies]
@@ -82,7 +81,7 @@ class CudaCopier:
     def save(self, plans: Sequence[TransferPlan]) -> None:
         if not plans:
             return
-        copies = as_array([copy for plan in plans for copy in plan.copies])
+        copies = pages(copy for plan in plans for copy in plan.copies)
         ids = torch.from_numpy(copies[:, 2].copy()).to(self._layers[0].device)
         staging = [
             kv[ids].reshape(len(copies), -1).view(torch.uint8) for kv in self._layers

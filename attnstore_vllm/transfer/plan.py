@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 
-class PageCopy(NamedTuple):
-    """One block of a chunk and one block of HBM; every layer of it is copied."""
+
+class ChunkCopy(NamedTuple):
+    """Consecutive blocks of a chunk and as many blocks of HBM; every layer of them is copied."""
 
     slot: int
     """The chunk's DRAM slot."""
-    block_in_chunk: int
-    block_id: int
-    """vLLM's block."""
+    first: int
+    """The first of the chunk's blocks that is copied."""
+    block_ids: tuple[int, ...]
+    """vLLM's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +28,27 @@ class TransferPlan:
     """Copies in one direction that complete together, on every rank."""
 
     plan_id: int
-    copies: tuple[PageCopy, ...]
+    copies: tuple[ChunkCopy, ...]
 
     def __post_init__(self) -> None:
         assert self.copies, "an empty plan is a caller's bug: do not send it"
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(copy.block_ids) for copy in self.copies)
+
+
+def pages(copies: Iterable[ChunkCopy]) -> npt.NDArray[np.int64]:
+    """[blocks, 3], int64: DRAM slot, block of the chunk, block id."""
+    copies = list(copies)
+    counts = np.array([len(copy.block_ids) for copy in copies], np.int64)
+    ends = np.cumsum(counts)
+    table = np.empty((counts.sum(), 3), np.int64)
+    table[:, 0] = np.repeat([copy.slot for copy in copies], counts)
+    firsts = np.array([copy.first for copy in copies], np.int64)
+    table[:, 1] = np.arange(len(table)) + np.repeat(firsts - ends + counts, counts)
+    table[:, 2] = np.fromiter(chain.from_iterable(copy.block_ids for copy in copies), np.int64)
+    return table
 
 
 def plan_load(
@@ -37,7 +59,7 @@ def plan_load(
     *,
     block_tokens: int,
     chunk_tokens: int,
-) -> tuple[PageCopy, ...]:
+) -> tuple[ChunkCopy, ...]:
     """The copies that fill a request's blocks with the KV of its tokens [start, stop).
 
     Whole blocks are copied; what a last, partly filled block has beyond `stop` is overwritten
@@ -50,14 +72,14 @@ def plan_load(
     """
     assert start % block_tokens == 0
     assert start < stop
-    copies: list[PageCopy] = []
+    copies: list[ChunkCopy] = []
     token = start
     for slot, first, last in slots:
         assert first <= token < last, "the chunks do not follow each other"
-        while token < min(last, stop):
-            within = token % chunk_tokens // block_tokens
-            copies.append(PageCopy(slot, within, block_ids[token // block_tokens]))
-            token += block_tokens
+        block, end = token // block_tokens, -(-min(last, stop) // block_tokens)
+        within = token % chunk_tokens // block_tokens
+        copies.append(ChunkCopy(slot, within, tuple(block_ids[block:end])))
+        token = end * block_tokens
     assert token >= stop, "the chunks end before the tokens do"
     return tuple(copies)
 
@@ -69,7 +91,7 @@ def plan_save(
     num_tokens: int,
     *,
     block_tokens: int,
-) -> tuple[PageCopy, ...]:
+) -> tuple[ChunkCopy, ...]:
     """The copies that fill a chunk's slot from a request's blocks.
 
     Args:
@@ -78,4 +100,4 @@ def plan_save(
     """
     first = position // block_tokens
     num_blocks = -(-num_tokens // block_tokens)
-    return tuple(PageCopy(slot, i, block_ids[first + i]) for i in range(num_blocks))
+    return (ChunkCopy(slot, 0, tuple(block_ids[first : first + num_blocks])),)

@@ -12,7 +12,7 @@ import torch
 from attnstore_vllm.transfer.copier import CpuCopier
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe
-from attnstore_vllm.transfer.plan import PageCopy, TransferPlan, plan_load, plan_save
+from attnstore_vllm.transfer.plan import ChunkCopy, TransferPlan, plan_load, plan_save
 
 LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, CONTENT = 3, 24, 2, 4, 6
 CHUNK_TOKENS = 12
@@ -47,10 +47,10 @@ class Hbm:
     def blocks(self) -> list[torch.Tensor]:
         return [kv.clone() for kv in self.layers]
 
-    def save(self, *copies: PageCopy, plan_id: int = 1) -> None:
+    def save(self, *copies: ChunkCopy, plan_id: int = 1) -> None:
         self.copier.save([TransferPlan(plan_id, copies)])
 
-    def load(self, *copies: PageCopy, plan_id: int = 1) -> None:
+    def load(self, *copies: ChunkCopy, plan_id: int = 1) -> None:
         self.copier.start_loads([TransferPlan(plan_id, copies)])
         for layer in range(LAYERS):
             self.copier.wait_layer(layer)
@@ -66,7 +66,7 @@ def hbm(request: pytest.FixtureRequest) -> Iterator[Hbm]:
 
 def test_a_slot_holds_layers_then_blocks(hbm: Hbm) -> None:
     """[layer][block of the chunk][page]: what another rank's or run's copier finds there."""
-    hbm.save(PageCopy(2, 0, 20), PageCopy(2, 1, 3))
+    hbm.save(ChunkCopy(2, 0, (20, 3)))
     g = hbm.geometry
     pages = hbm.slots[2, : g.rank_bytes].reshape(LAYERS, g.blocks_per_chunk, g.page_bytes)
     for layer in range(LAYERS):
@@ -122,7 +122,7 @@ def test_ranks_have_their_own_part_of_a_slot() -> None:
     first, second = Hbm(ORDERS[0], num_ranks=2, rank=0), Hbm(ORDERS[0], num_ranks=2, rank=1)
     g = first.geometry
     for hbm in (first, second):
-        hbm.save(PageCopy(1, 2, 8))
+        hbm.save(ChunkCopy(1, 2, (8,)))
     assert first.slots[1, : g.rank_bytes].any()
     assert not first.slots[1, g.rank_bytes :].any()
     assert not second.slots[1, : g.rank_bytes].any()
@@ -139,15 +139,15 @@ def test_random_plans_against_torch(hbm: Hbm) -> None:
         places = [divmod(int(p), 3) for p in rng.permutation(SLOTS * 3)[: len(blocks)]]
         if step % 2:
             known = [place for place in places if place in stored]
-            copies = [PageCopy(*place, b) for place, b in zip(known, blocks, strict=False)]
+            copies = [ChunkCopy(*place, (b,)) for place, b in zip(known, blocks, strict=False)]
             if copies:
                 hbm.load(*copies)
             for copy in copies:
                 for layer in range(LAYERS):
-                    wanted = stored[copy.slot, copy.block_in_chunk][layer]
-                    assert torch.equal(hbm.block(layer, copy.block_id), wanted)
+                    wanted = stored[copy.slot, copy.first][layer]
+                    assert torch.equal(hbm.block(layer, copy.block_ids[0]), wanted)
         else:
-            hbm.save(*(PageCopy(*place, b) for place, b in zip(places, blocks, strict=True)))
+            hbm.save(*(ChunkCopy(*place, (b,)) for place, b in zip(places, blocks, strict=True)))
             for place, b in zip(places, blocks, strict=True):
                 stored[place] = [hbm.block(layer, b) for layer in range(LAYERS)]
 
@@ -155,21 +155,23 @@ def test_random_plans_against_torch(hbm: Hbm) -> None:
 def test_plans_are_reported_once_and_when_they_are_complete() -> None:
     hbm = Hbm(ORDERS[0])
     copier = hbm.copier
-    copier.save([TransferPlan(1, (PageCopy(0, 0, 0),)), TransferPlan(2, (PageCopy(1, 0, 1),))])
+    copier.save(
+        [TransferPlan(1, (ChunkCopy(0, 0, (0,)),)), TransferPlan(2, (ChunkCopy(1, 0, (1,)),))]
+    )
     assert copier.finished() == [1, 2]
     assert copier.finished() == []
-    copier.start_loads([TransferPlan(3, (PageCopy(0, 0, 2), PageCopy(1, 0, 3)))])
+    copier.start_loads([TransferPlan(3, (ChunkCopy(0, 0, (2,)), ChunkCopy(1, 0, (3,))))])
     assert copier.finished() == []  # layers are still on their way
     copier.wait_layer(0)
-    copier.save([TransferPlan(4, (PageCopy(2, 0, 4),))])
+    copier.save([TransferPlan(4, (ChunkCopy(2, 0, (4,)),))])
     assert copier.finished() == [3, 4]
 
 
 def test_a_step_without_a_forward_pass_completes_its_loads() -> None:
     hbm = Hbm(ORDERS[2])
     before = hbm.blocks()
-    hbm.save(PageCopy(0, 0, 1), PageCopy(0, 1, 2))
-    hbm.copier.start_loads([TransferPlan(2, (PageCopy(0, 0, 7), PageCopy(0, 1, 8)))])
+    hbm.save(ChunkCopy(0, 0, (1,)), ChunkCopy(0, 1, (2,)))
+    hbm.copier.start_loads([TransferPlan(2, (ChunkCopy(0, 0, (7,)), ChunkCopy(0, 1, (8,))))])
     hbm.copier.save([])
     assert hbm.copier.finished() == [1, 2]
     for layer in range(LAYERS):
@@ -182,9 +184,9 @@ def test_a_step_without_a_forward_pass_completes_its_loads() -> None:
 
 def test_loads_must_be_completed_before_the_next() -> None:
     hbm = Hbm(ORDERS[0])
-    hbm.copier.start_loads([TransferPlan(1, (PageCopy(0, 0, 1),))])
+    hbm.copier.start_loads([TransferPlan(1, (ChunkCopy(0, 0, (1,)),))])
     with pytest.raises(AssertionError):
-        hbm.copier.start_loads([TransferPlan(2, (PageCopy(0, 0, 1),))])
+        hbm.copier.start_loads([TransferPlan(2, (ChunkCopy(0, 0, (1,)),))])
     hbm.copier.close()
     assert hbm.copier.finished() == [1]
 
@@ -193,10 +195,10 @@ def test_loads_must_be_completed_before_the_next() -> None:
 def test_what_does_not_exist_is_refused_before_anything_moves(copy: tuple[int, int, int]) -> None:
     hbm = Hbm(ORDERS[0])
     before = hbm.blocks()
-    good = PageCopy(0, 0, 0)
+    good = ChunkCopy(0, 0, (0,))
     for attempt in (hbm.save, hbm.load):
         with pytest.raises(IndexError, match="does not exist"):
-            attempt(good, PageCopy(*copy), good)
+            attempt(good, ChunkCopy(*copy[:2], copy[2:]), good)
     assert not hbm.slots.any()
     assert all(torch.equal(kv, was) for kv, was in zip(hbm.layers, before, strict=True))
 

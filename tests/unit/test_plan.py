@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
-from attnstore_vllm.transfer.plan import PageCopy, TransferPlan, plan_load, plan_save
+from attnstore_vllm.transfer.plan import ChunkCopy, TransferPlan, pages, plan_load, plan_save
 
 BLOCK_TOKENS = 4
 CHUNK_TOKENS = 12
@@ -16,7 +16,7 @@ CHUNK_TOKENS = 12
 
 def load(
     slots: list[tuple[int, int, int]], block_ids: list[int], start: int, stop: int
-) -> tuple[PageCopy, ...]:
+) -> tuple[ChunkCopy, ...]:
     return plan_load(
         slots, block_ids, start, stop, block_tokens=BLOCK_TOKENS, chunk_tokens=CHUNK_TOKENS
     )
@@ -24,14 +24,12 @@ def load(
 
 def test_a_load_from_the_middle_of_a_chunk() -> None:
     copies = load([(7, 8, 12), (3, 12, 18)], [90, 91, 92, 93, 94], 8, 18)
-    assert copies == (PageCopy(7, 2, 92), PageCopy(3, 0, 93), PageCopy(3, 1, 94))
+    assert copies == (ChunkCopy(7, 2, (92,)), ChunkCopy(3, 0, (93, 94)))
+    assert pages(copies).tolist() == [[7, 2, 92], [3, 0, 93], [3, 1, 94]]
 
 
 def test_a_load_that_vllm_cuts_short() -> None:
-    assert load([(7, 0, 12)], [90, 91, 92, 93], 0, 5) == (
-        PageCopy(7, 0, 90),
-        PageCopy(7, 1, 91),
-    )
+    assert load([(7, 0, 12)], [90, 91, 92, 93], 0, 5) == (ChunkCopy(7, 0, (90, 91)),)
 
 
 @given(data=st.data())
@@ -49,12 +47,14 @@ def test_every_token_comes_from_its_place(data: st.DataObject) -> None:
     ]
     num_blocks = -(-stop // BLOCK_TOKENS)
     block_ids = data.draw(st.permutations(range(50, 50 + num_blocks)))
-    filled = {copy.block_id: copy for copy in load(pieces, list(block_ids), start, stop)}
+    copies = load(pieces, list(block_ids), start, stop)
+    filled = {block: (slot, within) for slot, within, block in pages(copies).tolist()}
+    assert TransferPlan(1, copies).num_blocks == len(pages(copies))
     assert len(filled) == num_blocks - start // BLOCK_TOKENS  # each block once, none before start
     for token in range(start, stop):
-        copy = filled[block_ids[token // BLOCK_TOKENS]]
-        assert copy.slot == slot_of[token // CHUNK_TOKENS]
-        in_chunk = copy.block_in_chunk * BLOCK_TOKENS + token % BLOCK_TOKENS
+        slot, within = filled[block_ids[token // BLOCK_TOKENS]]
+        assert slot == slot_of[token // CHUNK_TOKENS]
+        in_chunk = within * BLOCK_TOKENS + token % BLOCK_TOKENS
         assert in_chunk == token % CHUNK_TOKENS
 
 

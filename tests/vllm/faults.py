@@ -12,19 +12,24 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from attnstore_vllm.transfer.plan import ChunkCopy, TransferPlan, pages
+
 Undo = Callable[[], object]
 
 # ---- on the scheduler side: what is decided -------------------------------------------------
 
 
 def _edit_loads(engine: Any, edit: Callable[[list[Any]], list[Any]]) -> Undo:
-    """Change the copies of each load on their way to the workers."""
+    """Change the [slot, block of the chunk, block id] of each load on their way to the workers."""
     connector = engine.scheduler.connector
     build = connector.build_connector_meta
 
     def faulty(output: Any) -> Any:
         plan = build(output)
-        plan.loads = [type(p)(p.plan_id, tuple(edit(list(p.copies)))) for p in plan.loads]
+        for i, load in enumerate(plan.loads):
+            edited = edit(pages(load.copies).tolist())
+            copies = tuple(ChunkCopy(slot, block, (block_id,)) for slot, block, block_id in edited)
+            plan.loads[i] = TransferPlan(load.plan_id, copies)
         return plan
 
     return _replace(connector, "build_connector_meta", faulty)
@@ -35,9 +40,7 @@ def swapped_blocks(engine: Any) -> Undo:
 
     def edit(copies: list[Any]) -> list[Any]:
         if len(copies) > 1:
-            first, second = copies[:2]
-            copies[0] = first._replace(block_id=second.block_id)
-            copies[1] = second._replace(block_id=first.block_id)
+            copies[0][2], copies[1][2] = copies[1][2], copies[0][2]
         return copies
 
     return _edit_loads(engine, edit)
@@ -47,8 +50,9 @@ def wrong_slot(engine: Any) -> Undo:
     """The last block comes from the slot of another chunk."""
 
     def edit(copies: list[Any]) -> list[Any]:
-        last = copies[-1]
-        return [*copies[:-1], last._replace(slot=last.slot - 1 if last.slot else last.slot + 1)]
+        slot = copies[-1][0]
+        copies[-1][0] = slot - 1 if slot else slot + 1
+        return copies
 
     return _edit_loads(engine, edit)
 
@@ -124,7 +128,8 @@ class _Hbm:
 
     def blocks(self, kind: str, last_only: bool = False) -> list[int]:
         plans = getattr(self.connector._get_connector_metadata(), kind)
-        return [c.block_id for p in plans for c in (p.copies[-1:] if last_only else p.copies)]
+        blocks = [pages(plan.copies)[-1 if last_only else 0 :, 2].tolist() for plan in plans]
+        return [block_id for some in blocks for block_id in some]
 
     def load_all(self, start_load_kv: Any, context: Any) -> None:
         start_load_kv(context)
@@ -215,7 +220,7 @@ def rank_0_only(worker: Any) -> Undo:
     def faulty(context: Any) -> None:
         hbm.load_all(start, context)
         for plan in hbm.connector._get_connector_metadata().loads:
-            for slot, block_in_chunk, block_id in plan.copies:
+            for slot, block_in_chunk, block_id in pages(plan.copies).tolist():
                 for layer, kv in enumerate(hbm.layers):
                     at = layer * geometry.layer_bytes + block_in_chunk * geometry.page_bytes
                     page = bytes(ours._pool.slot(slot)[at : at + geometry.page_bytes])

@@ -39,7 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.plan import TransferPlan
+from attnstore_vllm.transfer.plan import TransferPlan, pages
 from attnstore_vllm.transfer.pool import SharedPool, pool_name
 
 BLOCK = 16
@@ -109,18 +109,18 @@ class ScriptedWorker:
 
     def _load(self, plan: StepPlan) -> None:
         for load in plan.loads:
-            self.loaded_tokens += BLOCK * len(load.copies)
+            self.loaded_tokens += BLOCK * load.num_blocks
             for page, block_id in self._pages(load):
                 self.hbm[block_id] = page
 
     def _pages(self, plan: TransferPlan) -> list[tuple[Kv, int]]:
-        pages = []
-        for slot, block, block_id in plan.copies:
+        found = []
+        for slot, block, block_id in pages(plan.copies).tolist():
             at = block * self._geometry.page_bytes
             raw = self._pool.slot(slot)[at : at + self._geometry.page_bytes]
             page = np.frombuffer(raw, dtype=np.uint8).reshape(BLOCK, TOKEN_KV)
-            pages.append((page, block_id))
-        return pages
+            found.append((page, block_id))
+        return found
 
     def _forward(self, output: SchedulerOutput) -> dict[str, list[int]]:
         starts: dict[str, int] = {}
