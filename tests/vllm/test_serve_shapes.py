@@ -14,13 +14,19 @@ from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, MODEL_NAME, ask, story
 
 IDLE = "AttnStore is idle"
+PREFETCHES = "vllm:attnstore_prefetches_total"
 
 
-def test_each_data_parallel_engine_has_its_share(models: Path, tmp_path: Path) -> None:
+def test_each_data_parallel_engine_has_its_share_and_is_told_what_to_prefetch(
+    models: Path, tmp_path: Path
+) -> None:
     model = make_model(models / "serve", TINY)
     transfer = serving.in_yaml(tmp_path / "a.yaml", serving.settings(tmp_path / "store"))
     arguments = (FLAG, transfer, "--data-parallel-size", "2")
-    with serving.server(model, tmp_path / "log", *arguments, cores="0|1") as server:
+    plugins = {"VLLM_PLUGINS": "attnstore,attnstore_prefetch"}
+    with serving.server(
+        model, tmp_path / "log", *arguments, cores="0|1", environment=plugins
+    ) as server:
         answers = [ask(server, story(n % 3)) for n in range(12)]
         for n, answer in enumerate(answers):
             assert answer == answers[n % 3], "of whichever engine"
@@ -28,6 +34,14 @@ def test_each_data_parallel_engine_has_its_share(models: Path, tmp_path: Path) -
         for engine in ("0", "1"):
             saved = total(metrics, "vllm:attnstore_chunks_total", event="saved", engine=engine)
             assert saved > 0, f"engine {engine} had its part of the requests"
+        messages = [{"role": "user", "content": story(0)}]
+        assert serving.post(server, "/attnstore/prefetch", {"messages": messages})[0] == 202
+        for n in range(8):  # metrics come with an engine's next step
+            ask(server, story(n % 3))
+        metrics = server.metrics()
+        told = [total(metrics, PREFETCHES, engine=engine) for engine in ("0", "1")]
+        assert told == [1, 1], "either may have the conversation"
+        assert total(metrics, PREFETCHES, outcome="hit") >= 1
         sizes = [(tmp_path / "store" / dp / SLAB_NAME).stat().st_size for dp in ("dp0", "dp1")]
         capacity = parse_size("capacity", serving.settings(tmp_path)["nvme"]["capacity"])
         assert sizes[0] == sizes[1]
