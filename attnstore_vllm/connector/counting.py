@@ -18,9 +18,10 @@ def count_wanted(stats: AttnStoreStats, state: RequestState, pieces: Sequence[Pi
     if state.was_asked:
         return
     state.was_asked = True
-    for piece in pieces:
-        tier = Tier.DRAM if piece.chunk.dram is Dram.READY else Tier.NVME
-        stats.add("wanted_tokens", tier.value, piece.stop - piece.start)
+    in_dram = sum(p.stop - p.start for p in pieces if p.chunk.dram is Dram.READY)
+    wanted = sum(piece.stop - piece.start for piece in pieces)
+    stats.add("wanted_tokens", Tier.DRAM.value, in_dram)
+    stats.add("wanted_tokens", Tier.NVME.value, wanted - in_dram)
 
 
 def count_recomputation(stats: AttnStoreStats, state: RequestState, cause: str) -> None:

@@ -226,9 +226,11 @@ class ByReturn:
         return next((slot for slot in islice(ours, CHUNKS_MAX) if can_go(slot)), None)
 
     def _group(self, run: Run) -> _Group:
-        kinds = self._kinds.setdefault((run.kind, run.priority), OrderedDict())
-        group = kinds.get(run)
+        key = run.kind, run.priority
+        kinds = self._kinds.get(key)
+        group = kinds.get(run) if kinds is not None else None
         if group is None:
+            kinds = self._kinds.setdefault(key, OrderedDict())
             self._opened += 1
             group = kinds[run] = self._groups[self._opened] = _Group(self._opened, run)
             self._poorest = None

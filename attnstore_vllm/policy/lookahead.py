@@ -160,7 +160,10 @@ class LookAhead:
         Returns: what nobody wanted before, and what nobody wants any more.
         """
         waiting = self._waiting[request_id]
-        before, waiting.wants = waiting.wants, tuple(dict.fromkeys(chunks))
+        wants, absent = tuple(dict.fromkeys(chunks)), set(absent)
+        if wants == waiting.wants and self._absent.intersection(wants) == absent:
+            return [], []  # asked again, as vLLM does step after step
+        before, waiting.wants = waiting.wants, wants
         new = []
         for depth, chunk in enumerate(waiting.wants):
             wanted_by = self._wanted_by.get(chunk)

@@ -263,12 +263,13 @@ class Store:
 
     def tiers(self, pieces: Sequence[Piece]) -> dict[Tier, int]:
         """Tokens by the tier their KV was in when the request came."""
-        tokens = {Tier.DRAM: 0, Tier.NVME: 0}
+        was_here = total = 0
         for piece in pieces:
-            is_here = piece.chunk.dram is Dram.READY and not piece.chunk.from_nvme
-            tier = Tier.DRAM if is_here else Tier.NVME
-            tokens[tier] += piece.stop - piece.start
-        return tokens
+            num_tokens = piece.stop - piece.start
+            total += num_tokens
+            if piece.chunk.dram is Dram.READY and not piece.chunk.from_nvme:
+                was_here += num_tokens
+        return {Tier.DRAM: was_here, Tier.NVME: total - was_here}
 
     def loaded(self, chunks: Iterable[Chunk]) -> None:
         """The workers have copied the held chunks into HBM."""
