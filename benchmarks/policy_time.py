@@ -138,6 +138,7 @@ def measure(waiting: int, num_tokens: int, num_chunks: int, steps: int) -> dict[
         "steps": len(seconds),
         "policy_ms": {
             "median": round(1000 * statistics.median(seconds), 3),
+            "mean": round(1000 * statistics.fmean(seconds), 3),
             "p99": round(1000 * seconds[int(0.99 * len(seconds))], 3),
             "max": round(1000 * seconds[-1], 3),
         },
@@ -165,7 +166,7 @@ def main() -> None:
     print(
         f"\n{result['waiting']} waiting requests of {result['prompt_tokens']} tokens, "
         f"{result['resident_chunks']:,} chunks stored: a step spends {ms['median']} ms with us "
-        f"(p99 {ms['p99']}, max {ms['max']}) in {result['steps']} steps; a request's arrival, with "
+        f"(mean {ms['mean']}, p99 {ms['p99']}, max {ms['max']}) in {result['steps']} steps; a request's arrival, with "
         f"vLLM's own part, {result['arrival_ms']} ms"
     )
 
