@@ -166,8 +166,8 @@ def main() -> None:
     print(
         f"\n{result['waiting']} waiting requests of {result['prompt_tokens']} tokens, "
         f"{result['resident_chunks']:,} chunks stored: a step spends {ms['median']} ms with us "
-        f"(mean {ms['mean']}, p99 {ms['p99']}, max {ms['max']}) in {result['steps']} steps; a request's arrival, with "
-        f"vLLM's own part, {result['arrival_ms']} ms"
+        f"(mean {ms['mean']}, p99 {ms['p99']}, max {ms['max']}) in {result['steps']} steps; a "
+        f"request's arrival, with vLLM's own part, {result['arrival_ms']} ms"
     )
 
 
