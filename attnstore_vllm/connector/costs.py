@@ -46,8 +46,8 @@ class Costs:
         wrong, loaded = self._times.ended(report.number)
         if wrong is not None:
             stats.observe("step_error_ratio", wrong)
-        if loaded and report.load_s:
-            self._copies.observe(loaded, report.load_s)
+        if loaded and report.load_wait_s:
+            self._copies.observe(loaded, report.load_wait_s)
 
     # ---- decisions ---------------------------------------------------------------------
 

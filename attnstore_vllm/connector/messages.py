@@ -31,16 +31,16 @@ class StepReport(KVConnectorWorkerMetadata):
 
     Args:
         number: of the step.
-        load_s: from the start of its loads until they were complete; 0 if there were none.
+        load_wait_s: that its forward pass waited for its loads: what they have cost it.
     """
 
-    def __init__(self, number: int, completed: Iterable[int], load_s: float = 0.0) -> None:
+    def __init__(self, number: int, completed: Iterable[int], load_wait_s: float = 0.0) -> None:
         self.number = number
         self.ranks = Counter(completed)
-        self.load_s = load_s
+        self.load_wait_s = load_wait_s
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
         self.ranks.update(other.ranks)
-        self.load_s = max(self.load_s, other.load_s)
+        self.load_wait_s = max(self.load_wait_s, other.load_wait_s)
         return self

@@ -86,6 +86,7 @@ _ERRORS = (-1.0, -0.3, -0.1, -0.03, -0.01, -0.003, 0.0, 0.003, 0.01, 0.03, 0.1, 
 _PARTS = (-0.8, -0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "load_seconds": ("Time from the start of a step's loads until they were complete.", _SECONDS),
+    "load_wait_seconds": ("Time of these that the forward pass waited, all layers.", _SECONDS),
     "wait_seconds": ("Time that a request waited for its KV to come up from NVMe.", _SECONDS),
     "wait_error_seconds": ("That time less its forecast.", _ERRORS),
     "step_error_ratio": (

@@ -45,7 +45,7 @@ class Worker:
         self._stats = AttnStoreStats.empty()
         self._sending: list[str] = []
         self._step = 0
-        self._load_s = 0.0
+        self._load_wait_s = 0.0
         self._load_started = 0.0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], kernel: str) -> None:
@@ -103,21 +103,27 @@ class Worker:
         if plan.loads:
             self._load_started = time.perf_counter()
             self.copier.start_loads(plan.loads)
+            self._load_wait_s = time.perf_counter() - self._load_started
             self._count(Flow.LOAD, plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
         index = self._layers.get(layer)
-        if index is not None:
-            self.copier.wait_layer(index)
-            if self._load_started and index == len(self._layers) - 1:
-                self._load_s = time.perf_counter() - self._load_started
-                self._stats.observe("load_seconds", self._load_s)
-                self._load_started = 0.0
+        if index is None or not self._load_started:
+            return
+        began = time.perf_counter()
+        self.copier.wait_layer(index)
+        now = time.perf_counter()
+        self._load_wait_s += now - began
+        if index == len(self._layers) - 1:
+            self._stats.observe("load_seconds", now - self._load_started)
+            self._stats.observe("load_wait_seconds", self._load_wait_s)
+            self._load_started = 0.0
 
     def save(self, plan: StepPlan) -> None:
         """After the forward pass. Completes the step's loads in any case."""
         self._step = plan.number
         self.copier.save(plan.saves)
+        self._load_started = 0.0
         self._count(Flow.SAVE, plan.saves)
         self._sending += plan.finished_saving
 
@@ -126,8 +132,8 @@ class Worker:
         return set(sending)
 
     def take_report(self) -> StepReport:
-        load_s, self._load_s = self._load_s, 0.0
-        return StepReport(self._step, self.copier.finished(), load_s)
+        wait_s, self._load_wait_s = self._load_wait_s, 0.0
+        return StepReport(self._step, self.copier.finished(), wait_s)
 
     def take_stats(self) -> AttnStoreStats | None:
         if self._stats.is_empty():

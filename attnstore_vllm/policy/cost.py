@@ -58,7 +58,8 @@ class ReadCost:
 
 
 class CopyCost:
-    """Seconds that copying a token's KV from DRAM into HBM takes."""
+    """Seconds that a step waits for a token's KV to be copied from DRAM into HBM: what is hidden
+    behind the step's own computation costs nothing."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -71,9 +72,9 @@ class CopyCost:
         self._seconds += seconds - self._seconds / READS_KEPT
 
     def pays(self, start: int, stop: int, steps: StepCost) -> bool:
-        """Whether copying tokens [start, stop) takes no longer than computing them, if known.
+        """Whether copying tokens [start, stop) costs no more than computing them, if known.
 
-        Now and then it is said to pay without a look: only who copies sees how long it takes.
+        Now and then it is said to pay without a look: only who copies sees what it costs.
         """
         if self._count < READS_MIN or not steps.is_known:
             return True
