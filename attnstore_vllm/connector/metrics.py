@@ -48,17 +48,18 @@ COUNTERS = {
     "prefetch_tokens": ("tier", "Tokens that those found, by the tier their KV was in."),
 }
 CHUNK_EVENTS = (
-    "saved", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up", "lost",
-    "superseded", "written",
+    "saved", "saved_again", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up",
+    "lost", "superseded", "written",
     "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
     "device_late", "device_out", "expired", "pinned", "pin_refused",
 )  # fmt: skip
-"""`dropped`: not saved for want of room. `refused`: not written, since a full NVMe has nothing that
-is worth less. `given_up`: left DRAM though a request far back in the
-queue wants it. `lost`: evicted from its last tier. `read_late`: not
-waited for any longer. `device_late`, `device_out`: the disk did not answer in time, or failed
-again and again, and was left alone for a while. `expired`: looked for after its ttl, and dropped.
-`pinned`, `pin_refused`: a slot was pinned, or not, since its tenant or all have their share."""
+"""`saved_again`: computed though NVMe has it, and kept in DRAM. `dropped`: not saved for want of
+room. `refused`: not written, since a full NVMe has nothing that is worth less. `given_up`: left
+DRAM though a request far back in the queue wants it. `lost`: evicted from its last tier.
+`read_late`: not waited for any longer. `device_late`, `device_out`: the disk did not answer in
+time, or failed again and again, and was left alone for a while. `expired`: looked for after its
+ttl, and dropped. `pinned`, `pin_refused`: a slot was pinned, or not, since its tenant or all have
+their share."""
 GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),

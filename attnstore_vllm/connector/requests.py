@@ -56,6 +56,8 @@ class RequestState:
     offer: list[Piece] = field(default_factory=list)
     """Held chunks, from get_num_new_matched_tokens to the end of the same schedule()."""
     offer_start: int = 0
+    computed_from: int = 0
+    """The first token that vLLM computes: those before it were in HBM, or are loaded."""
     sources: dict[Tier, int] = field(default_factory=dict)
     """Tokens of the last load, by the tier they were in."""
     expected_stop: int = 0

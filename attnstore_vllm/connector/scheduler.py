@@ -175,6 +175,7 @@ class Scheduler:
         if held and not self._costs.copy_pays(num_computed_tokens, ready_stop):
             count_recomputation(self._stats, state, "slower")
             num_tokens = 0
+        state.computed_from = num_computed_tokens
         count_offer(self._stats, state, self.store.tiers(held if num_tokens else ()))
         if num_tokens < MIN_LOAD_TOKENS:
             self.store.release(piece.chunk for piece in held)
@@ -206,6 +207,7 @@ class Scheduler:
         for tier, tokens in state.sources.items():
             self._stats.add("loaded_tokens", tier.value, tokens)
         self._costs.load_tokens += num_external_tokens
+        state.computed_from = stop
         plan = TransferPlan(next(self._plan_ids), copies)
         self._plan.loads.append(plan)
         self._in_flight[plan.plan_id] = (Flow.LOAD, [piece.chunk for piece in used], 0)
@@ -262,7 +264,10 @@ class Scheduler:
     def _save(
         self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
     ) -> bool:
-        chunk = self.store.begin_save(name, state.run(number), state.pin_s(name.position))
+        chunk = self.store.begin_save(
+            name, state.run(number), state.pin_s(name.position),
+            again=name.position >= state.computed_from,
+        )  # fmt: skip
         if chunk is None:
             return False
         copies = plan_save(

@@ -23,7 +23,7 @@ from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.room import DramRoom, NvmeRoom
 from attnstore_vllm.index.slots import ADOPTED, OWNED, DramSlots, NvmeSlots
 from attnstore_vllm.policy.eviction import EvictionPolicy
-from attnstore_vllm.policy.lookahead import LookAhead, Order
+from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.pins import Pins
 from attnstore_vllm.policy.returns import Run, unknown_run
 
@@ -97,14 +97,11 @@ class Residency:
         self._dram.use(chunks, run)
         self._nvme.use([c.nvme_slot for c in chunks if c.nvme is not Nvme.ABSENT], run)
         for chunk in chunks:
-            if chunk.refused:
-                self._admit_again(chunk)
-
-    def _admit_again(self, chunk: Chunk) -> None:
-        chunk.refused = False
-        self.room.place(chunk)
-        if not self._nvme_lost:
-            self._dirty.add(chunk)
+            if chunk.refused:  # worth another look
+                chunk.refused = False
+                self.room.place(chunk)
+                if chunk.dram is Dram.READY and not self._nvme_lost:
+                    self._dirty.add(chunk)
 
     def run_of(self, chunk: Chunk) -> Run:
         """The run that used the chunk last, as far as that is known."""
@@ -114,30 +111,38 @@ class Residency:
 
     # ---- HBM -> DRAM -------------------------------------------------------------------
 
-    def begin_save(self, name: ChunkName, run: Run | None = None) -> Chunk | None:
+    def begin_save(
+        self, name: ChunkName, run: Run | None = None, *, again: bool = False
+    ) -> Chunk | None:
         """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
 
         Args:
             run: of the request that has computed it.
+            again: the request has computed it though NVMe may have it: DRAM takes it as well.
         Returns None where nothing is to be copied: the chunk, or one that holds all its tokens,
-        is stored already, or there is no room (counted as dropped).
+        is stored already, or there is no room (counted as dropped if it is nowhere else).
         """
         known = self.index.get(name.key)
         if known is not None:
             self.use([known], run)
+            # It takes no room from what waits to be read or written: it can be read again.
+            if not again or known.dram is not Dram.ABSENT or not self._make_room_in_dram(LAST):
+                return None
+            known.name = name  # its tokens, which NVMe alone had
+            self.look_ahead.has_come(known)
+        elif self.index.extends(name):
             return None
-        if self.index.extends(name):
-            return None
-        if not self._make_room_in_dram():
+        elif not self._make_room_in_dram():
             self.counts["dropped"] += 1
             return None
-        chunk = Chunk(name)
-        chunk.run = run or unknown_run(self.now)
+        chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.run.use(self.now)
         chunk.dram_slot = self._dram.give(chunk)
         chunk.dram = Dram.SAVING
-        chunk.holds = 1
-        self.index.add(chunk)
+        chunk.holds += 1
+        if known is None:
+            self.index.add(chunk)
+        self.pinning.spread(chunk, self.now)
         return chunk
 
     def finish_save(self, chunk: Chunk) -> None:
@@ -146,8 +151,8 @@ class Residency:
         chunk.dram = Dram.READY
         self.room.place(chunk)
         if not chunk.dropped:
-            self.counts["saved"] += 1
-            if not self._nvme_lost:
+            self.counts["saved" if chunk.nvme is Nvme.ABSENT else "saved_again"] += 1
+            if chunk.nvme is Nvme.ABSENT and not (chunk.refused or self._nvme_lost):
                 self._dirty.add(chunk)
             for tail in self.index.extended_by(chunk.name):
                 if tail.nvme is not Nvme.ABSENT:
@@ -285,12 +290,6 @@ class Residency:
         if chunk.nvme is not Nvme.ABSENT:
             self._nvme.abandon(chunk.nvme_slot)
 
-    def _drop_entry(self, slot: int) -> None:
-        """Drop the chunk in this NVMe slot, which is no object now."""
-        self.counts["lost"] += 1
-        self.index.remove_entry(self._nvme.owner[slot])
-        self._nvme.take_back(slot)
-
     def drop_all(self) -> None:
         """Forget everything (a weight update). Cost: the objects, and some ms a million."""
         for chunk in self.index.all_live():
@@ -353,8 +352,10 @@ class Residency:
             return None if is_refused else False
         self.counts["evicted_nvme"] += 1
         victim = self.index.live(self._nvme.owner[slot])
-        if victim is None:
-            self._drop_entry(slot)
+        if victim is None:  # it is an entry and no object now
+            self.counts["lost"] += 1
+            self.index.remove_entry(self._nvme.owner[slot])
+            self._nvme.take_back(slot)
         else:
             victim.refused = True
             self._leave_nvme(victim)

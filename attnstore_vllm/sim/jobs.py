@@ -32,6 +32,7 @@ class Job:
     stuck_s: float | None = None
     """Since when it waits for KV alone."""
     computed: int = 0
+    computed_from: int = 0
     generated: int = 0
     num_saved: int = 0
 

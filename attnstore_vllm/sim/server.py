@@ -306,7 +306,7 @@ class Server:
                 if job.stuck_s is None:
                     job.stuck_s = self.now
                 return False
-        job.computed = held[-1].stop if held else local
+        job.computed = job.computed_from = held[-1].stop if held else local
         step.loaded += [piece.chunk for piece in held]
         step.loaded_tokens += job.computed - local
         self._count(job, local, held)
@@ -375,7 +375,9 @@ class Server:
             names.append(self._tail(job.keys, known // size, known))
         saved = []
         for number, name in enumerate(names, start=first):
-            chunk = self._store.begin_save(name, job.visit.run(number) if job.visit else None)
+            run = job.visit.run(number) if job.visit else None
+            again = name.position >= job.computed_from
+            chunk = self._store.begin_save(name, run, again=again)
             if chunk is not None:
                 saved.append(chunk)
         if saved:

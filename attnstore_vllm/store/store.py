@@ -281,7 +281,12 @@ class Store:
     # ---- saving ------------------------------------------------------------------------
 
     def begin_save(
-        self, name: ChunkName, run: Run | None = None, pin_s: float | None = None
+        self,
+        name: ChunkName,
+        run: Run | None = None,
+        pin_s: float | None = None,
+        *,
+        again: bool = False,
     ) -> Chunk | None:
         """See Residency.begin_save.
 
@@ -290,7 +295,7 @@ class Store:
         """
         with self._lock:
             now = self.residency.now = self._clock()
-            chunk = self.residency.begin_save(name, run)
+            chunk = self.residency.begin_save(name, run, again=again)
             if pin_s is not None:
                 kept = chunk or self.residency.index.get(name.key)
                 if kept is not None:
