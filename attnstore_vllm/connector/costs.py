@@ -43,7 +43,7 @@ class Costs:
         return self._times.planned(output, loads=loads)
 
     def step_ended(self, report: StepReport, stats: AttnStoreStats) -> None:
-        wrong, loaded = self._times.ended(report.number)
+        wrong, loaded = self._times.ended(report.number, report.load_wait_s)
         if wrong is not None:
             stats.observe("step_error_ratio", wrong)
         if loaded and report.load_wait_s:
@@ -55,14 +55,18 @@ class Costs:
         """Whether KV of tokens [start, stop) that is in DRAM should be loaded."""
         return self._copies.pays(start, stop, self._steps)
 
+    def deadline(self, state: RequestState, now: float) -> float:
+        """Until when the request waits at most, from when it was first asked for."""
+        if state.deadline is None:
+            state.deadline = now + self._load_deadline_s
+        return state.deadline
+
     def why_not_wait(
         self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
     ) -> str | None:
         """None if the request should wait for (some of) these, which are on their way."""
         now = time.monotonic()
-        if state.deadline is None:
-            state.deadline = now + self._load_deadline_s
-        if now >= state.deadline:
+        if now >= self.deadline(state, now):
             return "deadline"
         arrivals = self._store.arrivals(state.request.request_id, coming)
         number = 0

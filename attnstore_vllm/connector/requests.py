@@ -62,6 +62,10 @@ class RequestState:
     """Tokens of the last load, by the tier they were in."""
     expected_stop: int = 0
     """Up to which token the store had KV at some time since the request came."""
+    asked_at: float = 0.0
+    """Monotonic seconds; when it was last worked out that it should wait."""
+    coming: Sequence[Piece] = ()
+    """What it was found to want then; first what was found when it came."""
     was_asked: bool = False
     counted: bool = False
     outdated: bool = False

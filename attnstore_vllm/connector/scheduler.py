@@ -29,10 +29,10 @@ from attnstore_vllm.connector.requests import (
     bypasses,
     make_state,
 )
+from attnstore_vllm.connector.waits import Waits
 from attnstore_vllm.hints import HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key
-from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import TransferPlan, plan_load, plan_save
@@ -47,12 +47,6 @@ logger = logging.getLogger(__name__)
 
 MIN_TAIL_TOKENS = 16
 """A shorter tail costs a slot and saves next to nothing."""
-WAITS_MAX = 4
-"""When so many requests wait for KV in a step, those behind them are looked at only if theirs is
-there: vLLM goes through all of its queue, step after step, as long as it has a place."""
-EMPTY_STEP_WAIT_S = 0.002
-"""How long a step that computes nothing waits for a read to end: bounded, and short enough
-that a request that arrives meanwhile does not notice."""
 
 
 class Scheduler:
@@ -86,7 +80,6 @@ class Scheduler:
         self._loras = LoraIdentities()
         self._requests: dict[str, RequestState] = {}
         self._offered: list[RequestState] = []
-        self._waiting: list[list[Piece]] = []
         self._plan = StepPlan()
         self._plan_ids = itertools.count(1)
         self._in_flight: dict[int, tuple[Flow, list[Chunk], int]] = {}
@@ -95,6 +88,7 @@ class Scheduler:
         self._kv_cache_manager: KVCacheManager | None = None
         self._queue = QueueView(store, by_priority=by_priority) if looks_ahead else None
         self._costs = Costs(store, load_deadline_s)
+        self._waits = Waits(store, self._costs)
         self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -129,6 +123,7 @@ class Scheduler:
             request.request_id, state.sequence, request.num_tokens, MIN_LOAD_TOKENS, state.terms
         )
         state.expect(pieces)
+        state.coming = pieces
 
     def _prefetch(self, order: PrefetchOrder) -> None:
         root = root_key(self._namespace, order.cache_salt, b"")
@@ -145,10 +140,11 @@ class Scheduler:
         if state is None or self._loras.is_unclear(request.lora_request):
             return 0, False
         self._withdraw(state)
-        if len(self._waiting) >= WAITS_MAX and self.store.is_hungry(request.request_id):
-            return None, False
         if state.visit is None:
             self._look_up(state)
+        if self._waits.goes_on(state):
+            count_wanted(self._stats, state, state.coming)
+            return None, False
         # One token is left to compute: vLLM needs its logits.
         stop = request.num_tokens - 1
         pieces = self.store.find(
@@ -164,7 +160,7 @@ class Scheduler:
             late = self._costs.why_not_wait(state, ready_stop, pieces[len(held) :])
             if late is None:
                 self.store.release(piece.chunk for piece in held)
-                self._waiting.append(pieces)
+                self._waits.add(state, pieces)
                 return None, False
             cause = late
         self._costs.end_wait(state, self._stats)
@@ -241,9 +237,7 @@ class Scheduler:
                 self._save_chunks(state, computed, self._block_ids(request_id))
         plan, self._plan = self._plan, StepPlan()
         plan.number = self._costs.step_planned(output)
-        if self._waiting and not output.num_scheduled_tokens:
-            self.store.wait_for_any(self._waiting, EMPTY_STEP_WAIT_S)
-        self._waiting.clear()
+        self._waits.end_step(is_empty=not output.num_scheduled_tokens)
         return plan
 
     def _block_ids(self, request_id: str) -> Sequence[int]:

@@ -26,6 +26,7 @@ class _Step(NamedTuple):
     prompts: list[tuple[int, int]]
     num_generating: int
     num_loaded: int
+    """Tokens that were loaded for it."""
 
 
 class StepTimes:
@@ -41,7 +42,7 @@ class StepTimes:
         """A step was planned. Returns its number, which its output is to come back with.
 
         Args:
-            loads: tokens that it loads; then its length says nothing of what computing takes.
+            loads: tokens that it loads.
         """
         number = next(self._numbers)
         if not output.total_num_scheduled_tokens:
@@ -53,7 +54,7 @@ class StepTimes:
                output.scheduled_new_reqs)  # fmt: skip
         for request_id, start in itertools.chain(new, starts):
             count = output.num_scheduled_tokens.get(request_id, 0)
-            if count == 1:
+            if count == 1 or request_id in output.scheduled_spec_decode_tokens:
                 num_generating += 1
             elif count:
                 prompts.append((start, start + count))
@@ -62,12 +63,17 @@ class StepTimes:
             self._open.popitem(last=False)
         return number
 
-    def ended(self, number: int) -> tuple[float | None, int]:
-        """The step's output has come. Returns what StepCost.observe does, and tokens loaded."""
+    def ended(self, number: int, load_wait_s: float) -> tuple[float | None, int]:
+        """The step's output has come. Returns what StepCost.observe does, and tokens loaded.
+
+        Args:
+            load_wait_s: of the step's length, what its loads have cost.
+        """
         now = time.monotonic()
         before, self._ended_at = self._ended_at, now
         step = self._open.pop(number, None)
-        if step is None or step.num_loaded:
-            return None, step.num_loaded if step is not None else 0
-        seconds = now - max(step.planned_at, before)
-        return self._cost.observe(seconds, step.prompts, step.num_generating), 0
+        if step is None:
+            return None, 0
+        seconds = max(0.0, now - max(step.planned_at, before) - load_wait_s)
+        wrong = self._cost.observe(seconds, step.prompts, step.num_generating)
+        return wrong, step.num_loaded

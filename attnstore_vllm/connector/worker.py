@@ -100,18 +100,20 @@ class Worker:
         return self._copier
 
     def start_load(self, plan: StepPlan) -> None:
+        self._step = plan.number  # here, since vLLM may ask for the report before the saves
         if plan.loads:
             self._load_started = time.perf_counter()
-            self.copier.start_loads(plan.loads)
-            self._load_wait_s = time.perf_counter() - self._load_started
+            self._load_wait_s = self.copier.start_loads(plan.loads)
             self._count(Flow.LOAD, plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
         index = self._layers.get(layer)
-        if index is None or not self._load_started:
+        if index is None:
             return
         began = time.perf_counter()
         self.copier.wait_layer(index)
+        if not self._load_started:
+            return
         now = time.perf_counter()
         self._load_wait_s += now - began
         if index == len(self._layers) - 1:
@@ -121,7 +123,6 @@ class Worker:
 
     def save(self, plan: StepPlan) -> None:
         """After the forward pass. Completes the step's loads in any case."""
-        self._step = plan.number
         self.copier.save(plan.saves)
         self._load_started = 0.0
         self._count(Flow.SAVE, plan.saves)

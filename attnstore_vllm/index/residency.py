@@ -84,8 +84,6 @@ class Residency:
     def num_dirty(self) -> int:
         return len(self._dirty)
 
-    # ---- the NVMe tier's size ----------------------------------------------------------
-
     def open_nvme_slots(self, first: int, count: int) -> None:
         """Slots [first, first + count) can be used from now on, and are free."""
         self._nvme.open(first, count)
@@ -209,6 +207,7 @@ class Residency:
         chunk.reads -= 1
         if checksum is None:
             self.counts["write_failed"] += 1
+            chunk.refused = True  # tried again when it is used again; until then it may go
             self._leave_nvme(chunk)
         else:
             chunk.nvme = Nvme.READY

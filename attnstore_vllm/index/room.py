@@ -15,6 +15,9 @@ SAVES_PART = 8
 """One slot in so many is kept for what is saved and not yet written, or saves would push out what
 was read for the requests at the window's end, to be read again."""
 
+DIRTY_PART = 2
+"""When more than one slot in so many is dirty, reads may take what is nowhere else."""
+
 
 class DramRoom:
     """Keeps the chunks of DRAM in the orders of departure that their state and the queue say."""
@@ -72,7 +75,8 @@ class DramRoom:
 
         First what nobody waits for and NVMe has too, or has refused; then what only requests beyond
         `whose` wait for and NVMe has too. What is to be written yet would be lost: it goes for a
-        save alone (`whose` is None), which brings what nobody has; never for a read.
+        save alone (`whose` is None), which brings what nobody has; for a read only if so much is
+        dirty that the disk does not keep up, or takes nothing: else reads would wait for nothing.
         """
         dram = self._dram
 
@@ -84,7 +88,7 @@ class DramRoom:
             wanted = self.farther(whose)
             if wanted is not None:
                 return wanted, True
-            if whose is None:
+            if whose is None or len(dram.dirty) > dram.num_slots // DIRTY_PART:
                 slot = dram.dirty.victim(now, can_go)
         return (dram.owned[slot] if slot is not None else None), False
 

@@ -25,7 +25,8 @@ READS_KEPT = 256
 STEPS_KEPT = 256
 """About so many count; what was before is forgotten."""
 OUTLIER = 4.0
-"""A step counts as at most so many times its forecast: compilation, a stopped process."""
+"""A step counts as at most so many times its forecast, and at least as such a part of it:
+compilation, a stopped process, a step that ended while nobody looked."""
 REFIT_STEPS = 8
 PROBE_EVERY = 32
 
@@ -117,14 +118,14 @@ class StepCost:
         products = sum((stop - start) * (start + stop) / 2 for start, stop in prompts)
         row = np.array([1.0, tokens, products, num_generating]) * _SCALE
         wrong = None
-        if prompts and self.is_known:
-            forecast = float(row @ self._found)
-            if forecast > 0:
-                seconds = min(seconds, OUTLIER * forecast)
-                wrong = (seconds - forecast) / forecast
-                self._num_wrong += 1
-                part = max(1 / self._num_wrong, 2 / STEPS_KEPT)
-                self._spread += (wrong * wrong - self._spread) * part
+        forecast = float(row @ self._found) if self.is_known else 0.0
+        if forecast > 0:
+            seconds = min(max(seconds, forecast / OUTLIER), OUTLIER * forecast)
+        if forecast > 0 and prompts:
+            wrong = (seconds - forecast) / forecast
+            self._num_wrong += 1
+            part = max(1 / self._num_wrong, 2 / STEPS_KEPT)
+            self._spread += (wrong * wrong - self._spread) * part
         weight = 1 / max(seconds, 1e-6) ** 2  # errors count by their part of the step
         sums = self._sums[bool(prompts)]
         sums *= 1 - 1 / STEPS_KEPT
@@ -136,11 +137,13 @@ class StepCost:
         return wrong
 
     def seconds(self, start: int, stop: int, spreads: float = 0.0) -> float:
-        """For computing tokens [start, stop), with so many spreads on top."""
+        """For computing tokens [start, stop), with so many spreads on top; negative: below, and
+        never nothing, whatever the doubt."""
         tokens = stop - start
         found = self._found * _SCALE
         mean = float(found[1] * tokens + found[2] * tokens * (start + stop) / 2)
-        return mean * max(0.0, 1 + spreads * math.sqrt(self._spread))
+        doubt = 1 + abs(spreads) * math.sqrt(self._spread)
+        return mean * doubt if spreads >= 0 else mean / doubt
 
     def _fit(self) -> None:
         """Least squares over what no step can have less than none of."""

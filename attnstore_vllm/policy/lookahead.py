@@ -171,16 +171,8 @@ class LookAhead:
                 wanted_by = self._wanted_by[chunk] = {}
                 new.append(chunk)
             wanted_by[request_id] = depth
-        kept, unwanted = set(waiting.wants), []
-        for chunk in before:
-            if chunk not in kept:
-                wanted_by = self._wanted_by[chunk]
-                del wanted_by[request_id]
-                if not wanted_by:
-                    del self._wanted_by[chunk]
-                    self._absent.discard(chunk)
-                    unwanted.append(chunk)
-                self._rank(chunk)
+        kept = set(waiting.wants)
+        unwanted = self._unwant(request_id, (chunk for chunk in before if chunk not in kept))
         self._absent.difference_update(waiting.wants)
         self._absent.update(absent)
         for chunk in waiting.wants:
@@ -217,12 +209,27 @@ class LookAhead:
 
         Returns what nobody wants any more.
         """
-        unwanted = []
+        unwanted: list[Hashable] = []
         for request_id in list(self._wanted_by.get(chunk, ())):
-            wants = self._waiting[request_id].wants
-            left = wants[: wants.index(chunk)]
-            absent = [c for c in left if c in self._absent]
-            unwanted += self.want(request_id, left, absent)[1]
+            waiting = self._waiting[request_id]
+            at = waiting.wants.index(chunk)
+            gone, waiting.wants = waiting.wants[at:], waiting.wants[:at]
+            unwanted += self._unwant(request_id, gone)
+            if not any(c in self._absent for c in waiting.wants):
+                _discard(self._hungry, waiting.order)
+        return unwanted
+
+    def _unwant(self, request_id: str, chunks: Iterable[Hashable]) -> list[Hashable]:
+        """Returns those that nobody wants any more."""
+        unwanted = []
+        for chunk in chunks:
+            wanted_by = self._wanted_by[chunk]
+            del wanted_by[request_id]
+            if not wanted_by:
+                del self._wanted_by[chunk]
+                self._absent.discard(chunk)
+                unwanted.append(chunk)
+            self._rank(chunk)
         return unwanted
 
     def is_wanted(self, chunk: Hashable) -> bool:

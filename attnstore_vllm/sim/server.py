@@ -235,8 +235,7 @@ class Server:
         load_s = step.loaded_tokens * machine.kv_bytes_per_token / machine.hbm_bandwidth
         computing_s = prefill_s + decode_s
         seconds = max(computing_s, load_s) if machine.overlap else computing_s + load_s
-        if not step.loaded:
-            self._cost.observe(seconds, prompts, len(step.generating))
+        self._cost.observe(computing_s, prompts, len(step.generating))
         if self._is_counting:
             self._out.busy_s += seconds * step.num_repeats
             self._out.prefill_s += seconds - decode_s

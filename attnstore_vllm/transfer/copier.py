@@ -7,6 +7,7 @@ CpuCopier is for vLLM's CPU build, where HBM is ordinary memory; CudaCopier
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,8 +22,11 @@ from attnstore_vllm.transfer.plan import TransferPlan, pages
 class Copier(Protocol):
     """One worker's copies. A step calls start_loads, wait_layer for each layer, then save."""
 
-    def start_loads(self, plans: Sequence[TransferPlan]) -> None:
-        """Begin to fill blocks from slots; what wait_layer() has returned for is complete."""
+    def start_loads(self, plans: Sequence[TransferPlan]) -> float:
+        """Begin to fill blocks from slots; what wait_layer() has returned for is complete.
+
+        Returns: seconds that it has taken for copies.
+        """
 
     def wait_layer(self, layer: int) -> None:
         """Return when this layer of every load begun in this step may be read."""
@@ -81,14 +85,16 @@ class CpuCopier:
         self._loading: list[int] = []
         self._finished: list[int] = []
 
-    def start_loads(self, plans: Sequence[TransferPlan]) -> None:
+    def start_loads(self, plans: Sequence[TransferPlan]) -> float:
         assert not self._loading, "the loads of the last step were not completed"
         if not plans:
-            return
+            return 0.0
+        began = time.perf_counter()
         copies = pages(copy for plan in plans for copy in plan.copies)
         last = np.cumsum([plan.num_blocks for plan in plans]) - 1
         self._pages.load(copies[last], np.delete(copies, last, axis=0))
         self._loading = [plan.plan_id for plan in plans]
+        return time.perf_counter() - began
 
     def wait_layer(self, layer: int) -> None:
         if self._loading:

@@ -8,6 +8,7 @@ stream of their own; they finish in a later step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,10 @@ class CudaCopier:
         self._saves: list[_Save] = []
         self._finished: list[int] = []
 
-    def start_loads(self, plans: Sequence[TransferPlan]) -> None:
+    def start_loads(self, plans: Sequence[TransferPlan]) -> float:
+        if plans:  # what the step before still computes is no part of these copies
+            torch.cuda.current_stream().synchronize()
+        began = time.perf_counter()
         for plan in plans:
             copies = pages(plan.copies)
             ids = torch.from_numpy(copies[:, 2].copy()).to(self._layers[0].device)
@@ -74,6 +78,7 @@ class CudaCopier:
             # The slots are released when the plans are reported, so the copies must be over.
             torch.cuda.current_stream().synchronize()
         self._finished += [plan.plan_id for plan in plans]
+        return time.perf_counter() - began
 
     def wait_layer(self, layer: int) -> None:
         """Loads were ordered before the forward pass by the stream."""

@@ -78,6 +78,7 @@ def plan_load(
         assert first <= token < last, "the chunks do not follow each other"
         block, end = token // block_tokens, -(-min(last, stop) // block_tokens)
         within = token % chunk_tokens // block_tokens
+        assert len(block_ids) >= end
         copies.append(ChunkCopy(slot, within, tuple(block_ids[block:end])))
         token = end * block_tokens
     assert token >= stop, "the chunks end before the tokens do"
@@ -100,4 +101,5 @@ def plan_save(
     """
     first = position // block_tokens
     num_blocks = -(-num_tokens // block_tokens)
+    assert len(block_ids) >= first + num_blocks
     return (ChunkCopy(slot, 0, tuple(block_ids[first : first + num_blocks])),)

@@ -79,6 +79,25 @@ def test_what_is_negative_is_left_out_and_an_outlier_counts_little() -> None:
     assert cost.seconds(0, 1000) < 1.5 * before
 
 
+def test_a_step_that_seems_to_take_no_time_counts_little() -> None:
+    """Both steps in flight had ended when somebody looked."""
+    cost = trained()
+    before = cost.seconds(0, 1000)
+    cost.observe(1e-5, [(0, 2000)], 0)
+    cost.observe(1e-5, [], 4)
+    for _ in range(8):
+        cost.observe(length([(0, 500)], 0), [(0, 500)], 0)
+    assert cost.seconds(0, 1000) > 0.7 * before
+
+
+def test_doubt_is_never_total() -> None:
+    cost, rng = trained(), Random(2)
+    for _ in range(2000):
+        slow = OUTLIER if rng.random() < 0.2 else 1.0
+        cost.observe(slow * length([(0, 1000)], 0), [(0, 1000)], 0)
+    assert cost.seconds(0, 100_000, -1.0) > 0.2 * cost.seconds(0, 100_000) > 0
+
+
 def test_a_change_of_speed_is_learned() -> None:
     cost = trained()
     rng = Random(5)

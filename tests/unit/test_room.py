@@ -91,16 +91,89 @@ def test_a_read_takes_what_is_clean_and_unwanted_and_the_oldest_of_it(tiers: Tie
     assert [chunk.dram for chunk in (*clean, *dirty)] == [Dram.ABSENT, *[Dram.READY] * 3]
 
 
-def test_a_read_never_takes_what_is_nowhere_else(tiers: Tiers) -> None:
-    cold = tiers.cold(0)
-    dirty = [tiers.save(n) for n in range(1, 5)]
-    tiers.wait("a", cold)
+def test_a_read_does_not_take_what_is_nowhere_else(tiers: Tiers) -> None:
+    cold = [tiers.cold(n) for n in range(3)]
+    tiers.wait("a", *cold[:2])
+    assert [tiers.fetch() for _ in range(2)] == cold[:2]
+    dirty = [tiers.save(n) for n in range(3, 5)]
+    tiers.wait("b", cold[2])
     assert tiers.fetch() is None
     written = tiers.begin_write_back()
     assert written is dirty[0]
     tiers.finish_write_back(written, CHECKSUM)
-    assert tiers.fetch() is cold
+    assert tiers.fetch() is cold[2]
     assert tiers.counts["lost"] == 0
+
+
+def test_a_read_takes_it_when_nothing_is_written(tiers: Tiers) -> None:
+    """Else requests would wait for a read that never gets room."""
+    cold = tiers.cold(0)
+    dirty = [tiers.save(n) for n in range(1, 5)]
+    tiers.wait("a", cold)
+    assert tiers.fetch() is cold
+    assert [chunk.dropped for chunk in dirty] == [True, False, False, False]
+
+
+def test_what_could_not_be_written_makes_room_and_is_tried_again_when_it_is_used(
+    tiers: Tiers,
+) -> None:
+    chunk = tiers.save(0)
+    for _ in range(2):
+        assert tiers.begin_write_back() is chunk
+        tiers.finish_write_back(chunk, None)
+        assert (tiers.num_dirty, chunk.dram) == (0, Dram.READY)
+        tiers.use([chunk])
+        assert tiers.num_dirty == 1
+    assert tiers.begin_write_back() is chunk
+    tiers.finish_write_back(chunk, None)
+    cold = tiers.cold(1)
+    for number in range(2, 5):
+        tiers.clean(number)
+    tiers.wait("a", cold)
+    assert tiers.fetch() is cold
+    assert chunk.dropped
+
+
+def test_what_was_computed_though_nvme_has_it_is_in_dram_again(tiers: Tiers) -> None:
+    chunk = tiers.cold(0)
+    tiers.wait("a", chunk)
+    assert tiers.begin_save(name(0)) is None, "it was in HBM"
+    assert tiers.begin_save(name(0), again=True) is chunk
+    assert tiers.look_ahead.next_to_fetch() is None, "nobody reads it now"
+    assert tiers.begin_save(name(0), again=True) is None, "it is on its way"
+    tiers.finish_save(chunk)
+    assert (chunk.dram, chunk.nvme, chunk.name.tokens) == (
+        Dram.READY, Nvme.READY, name(0).tokens,
+    )  # fmt: skip
+    assert (tiers.num_dirty, tiers.counts["saved_again"]) == (0, 1)
+    tiers.room.leave_queue("a")
+    for number in range(1, 1 + SLOTS):
+        tiers.clean(number)
+    assert (chunk.dram, chunk.nvme) == (Dram.ABSENT, Nvme.READY)
+
+
+def test_what_can_be_read_again_takes_no_room_from_what_is_dirty_or_wanted(tiers: Tiers) -> None:
+    cold = [tiers.cold(n) for n in range(3)]
+    tiers.wait("a", *cold[:2])
+    assert [tiers.fetch() for _ in range(2)] == cold[:2]
+    tiers.save(3)
+    tiers.save(4)
+    assert tiers.begin_save(name(2), again=True) is None
+    assert tiers.counts["dropped"] == 0
+
+
+def test_it_may_lose_its_place_on_nvme_while_it_is_copied() -> None:
+    tiers = Tiers(SLOTS, 1, Lru, chunk_tokens=CHUNK_TOKENS)
+    tiers.open_nvme_slots(0, 1)
+    chunk = tiers.cold(0)
+    assert tiers.begin_save(name(0), again=True) is chunk
+    other = tiers.clean(1)
+    assert (chunk.nvme, other.nvme) == (Nvme.ABSENT, Nvme.READY)
+    tiers.use([chunk])
+    assert tiers.num_dirty == 0, "its bytes are not there yet"
+    tiers.finish_save(chunk)
+    assert (chunk.dram, tiers.num_dirty) == (Dram.READY, 1)
+    tiers.check_integrity()
 
 
 def test_a_read_takes_from_farther_requests_and_from_none_nearer(tiers: Tiers) -> None:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who of those that wait for KV is looked at again in a step: few, each in turn, none for ever."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from attnstore_vllm.connector.waits import WAIT_HOLDS_S, WAITS_MAX, Waits
+
+DEADLINE_S = 1.0
+
+
+class Rig:
+    """Waits over a store in which nothing ever comes."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock = clock
+        self.hungry: set[str] = set()
+        self.slept: list[int] = []
+        store = SimpleNamespace(
+            is_hungry=self.hungry.__contains__,
+            wait_for_any=lambda pieces, timeout_s: self.slept.append(len(pieces)),
+        )
+        costs = SimpleNamespace(deadline=self.deadline)
+        self.waits = Waits(store, costs)  # type: ignore[arg-type]
+
+    def deadline(self, state: Any, now: float) -> float:
+        state.deadline = state.deadline or now + DEADLINE_S
+        deadline: float = state.deadline
+        return deadline
+
+    def request(self, name: str) -> Any:
+        self.hungry.add(name)
+        return SimpleNamespace(
+            request=SimpleNamespace(request_id=name), asked_at=0.0, coming=[name],
+            waiting_since=None, deadline=None,
+        )  # fmt: skip
+
+    def step(self, states: list[Any]) -> list[Any]:
+        """vLLM goes through its queue. Returns those that were looked at."""
+        looked = []
+        for state in states:
+            if not self.waits.goes_on(state):
+                looked.append(state)
+                self.waits.add(state, state.coming)
+        self.waits.end_step(is_empty=True)
+        return looked
+
+
+@pytest.fixture
+def rig() -> Any:
+    with mock.patch("time.monotonic") as clock:
+        clock.return_value = 50.0
+        yield Rig(clock)
+
+
+def test_all_are_looked_at_in_turn_a_few_in_a_step(rig: Rig) -> None:
+    states = [rig.request(str(n)) for n in range(10)]
+    turns = []
+    for _ in range(4):
+        turns.append([state.request.request_id for state in rig.step(states)])
+        rig.clock.return_value += 0.001
+    assert turns == [["0", "1", "2", "3"], ["4", "5", "6", "7"], ["8", "9"], []]
+    assert rig.slept == [WAITS_MAX] * 4, "a step without work waits for those at the front"
+    rig.clock.return_value += WAIT_HOLDS_S
+    assert [state.request.request_id for state in rig.step(states)] == ["0", "1", "2", "3"]
+
+
+def test_the_deadline_runs_from_the_first_ask_for_all(rig: Rig) -> None:
+    states = [rig.request(str(n)) for n in range(40)]
+    rig.step(states)
+    assert {state.deadline for state in states[WAITS_MAX:]} == {50.0 + DEADLINE_S}
+    assert {state.waiting_since for state in states[WAITS_MAX:]} == {50.0}
+    rig.clock.return_value += DEADLINE_S
+    assert not any(rig.waits.goes_on(state) for state in states[WAITS_MAX:])
+
+
+def test_what_is_on_its_way_is_looked_at_whoever_waits(rig: Rig) -> None:
+    states = [rig.request(str(n)) for n in range(10)]
+    rig.step(states)
+    rig.hungry.discard("9")
+    assert states[9] in rig.step(states)
