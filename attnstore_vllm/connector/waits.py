@@ -41,15 +41,18 @@ class Waits:
             return False
         if state.waiting_since is None:
             state.waiting_since = now
-        if len(self._for) < WAITS_MAX:
-            self._for.append(state.coming)
+        self._note(state.coming)
         return True
 
     def add(self, state: RequestState, pieces: Sequence[Piece]) -> None:
         """It was worked out that the request should wait for these."""
         state.asked_at, state.coming = time.monotonic(), pieces
-        self._for.append(pieces)
+        self._note(pieces)
         self._num_worked_out += 1
+
+    def _note(self, pieces: Sequence[Piece]) -> None:
+        if len(self._for) < WAITS_MAX:
+            self._for.append(pieces)
 
     def end_step(self, *, is_empty: bool) -> None:
         """The step is planned. If it computes nothing, wait a little for something to come."""

@@ -126,7 +126,7 @@ class StepCost:
             self._num_wrong += 1
             part = max(1 / self._num_wrong, 2 / STEPS_KEPT)
             self._spread += (wrong * wrong - self._spread) * part
-        weight = 1 / max(seconds, 1e-6) ** 2  # errors count by their part of the step
+        weight = 1 / max(seconds, forecast, 1e-6) ** 2  # errors count by their part of the step
         sums = self._sums[bool(prompts)]
         sums *= 1 - 1 / STEPS_KEPT
         sums += weight * np.outer(row, np.append(row, seconds))

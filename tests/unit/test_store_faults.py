@@ -182,8 +182,10 @@ def test_a_write_error_leaves_the_chunk_in_dram(open_faulty: Open) -> None:
     faulty = open_faulty(Fault(effect=Effect.FAIL, op=Op.WRITE, nth=0))
     faulty.put(1)
     assert faulty.counts["write_failed"] == 1
+    assert faulty.rig.store.is_idle(), "it is not tried again and again"
     assert faulty.read(1) == right(1)
-    assert faulty.rig.store.is_idle()
+    faulty.rig.until_idle()
+    assert faulty.counts["written"] == 1, "but when it was used"
     check_goes_on(faulty)
 
 
