@@ -70,6 +70,7 @@ def test_what_is_negative_is_left_out_and_an_outlier_counts_little() -> None:
     for number in range(50):  # longer contexts are quicker, more tokens are not
         cost.observe(1.0 - 0.01 * number, [(1000 * number, 1000 * number + 100)], 0)
     assert cost.seconds(0, 1000) >= 0
+    assert cost.seconds(200_000, 201_000) >= 0
     cost = trained()
     before = cost.seconds(0, 1000)
     wrong = cost.observe(1000.0, [(0, 1000)], 0)

@@ -167,6 +167,8 @@ def test_fetching_can_be_stopped() -> None:
     assert queue.next_to_fetch() is None
     queue.want("2", "d", "d")
     assert fetch_all(queue) == "d"
+    queue.want("1", "ab", "ab")
+    assert fetch_all(queue) == "ab", "the same as before, but it is asked for anew"
 
 
 class Queue(RuleBasedStateMachine):

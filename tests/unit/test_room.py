@@ -215,6 +215,22 @@ def test_a_save_takes_what_can_be_read_again_before_what_cannot(tiers: Tiers) ->
     assert tiers.counts["lost"] == 1
 
 
+def test_an_eighth_of_dram_is_kept_for_saves_from_all_but_the_nearest() -> None:
+    tiers = Tiers(16, 48, Lru, chunk_tokens=CHUNK_TOKENS)
+    tiers.open_nvme_slots(0, 48)
+    cold = [tiers.cold(n) for n in range(18)]
+    tiers.wait("near", *cold[:2])
+    tiers.wait("far", *cold[2:])
+    while tiers.fetch():
+        pass
+    assert tiers.dram_used == 14
+    tiers.room.leave_queue("near")  # its chunks may go now
+    while tiers.fetch():
+        pass
+    assert tiers.dram_used == 16, "it is the nearest itself"
+    assert all(chunk.dram is Dram.READY for chunk in cold[2:])
+
+
 def test_a_hint_takes_no_room_from_whoever_waits(tiers: Tiers) -> None:
     cold = [tiers.cold(n) for n in range(5)]
     tiers.wait("a", *cold[:4])

@@ -91,6 +91,24 @@ def test_a_request_by_hand() -> None:
     assert run(trace, "recompute", replace(machine, prefix_cache=True)).hbm_tokens == 15 * SIZE
 
 
+def test_loading_takes_time_and_hides_behind_computing() -> None:
+    chunks = np.arange(16, dtype=np.int64)
+    trace = make_trace("t", SIZE, [
+        Request(0.0, chunks, 1000, 3, 1003, 1, 0.0), Request(0.0, chunks, 1023, 1, 1024, 1, 9.0),
+    ])  # fmt: skip
+    seconds = {}
+    for overlap in (True, False):
+        for bandwidth in (KV * 1_000, KV * 1_000_000_000):  # 1,002 tokens take a second, or none
+            machine = replace(
+                MACHINE, prefill_context=float("inf"), hbm_bandwidth=bandwidth, overlap=overlap
+            )
+            seconds[overlap, bandwidth] = run(trace, "attnstore", machine).later_ttft_s[0]
+    computing = seconds[False, KV * 1_000_000_000]
+    assert seconds[True, KV * 1_000_000_000] == pytest.approx(computing, abs=1e-4)
+    assert seconds[False, KV * 1_000] == pytest.approx(computing + 1.002, abs=1e-3)
+    assert seconds[True, KV * 1_000] == pytest.approx(1.002, abs=1e-3)
+
+
 def test_the_same_trace_gives_the_same() -> None:
     trace = chats(60, rate=1.0)
     assert run(trace, "attnstore").as_json() == run(trace, "attnstore").as_json()

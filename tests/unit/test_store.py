@@ -13,6 +13,7 @@ import pytest
 
 from attnstore_vllm.index.chunk import Dram
 from attnstore_vllm.io.device import Op
+from attnstore_vllm.policy.cost import READS_MIN
 from attnstore_vllm.types import Flow, Tier
 from tests.helpers import (
     PAYLOAD_BYTES,
@@ -29,6 +30,35 @@ from tests.helpers import (
     push_out_of_dram,
     sequence_of,
 )
+
+# ---- when it will be there -------------------------------------------------------------
+
+
+def test_what_nearer_requests_want_comes_first(open_rig: Rigs) -> None:
+    rig, device = open_rig()
+    sequences = [sequence_of(nvme_only(rig, device)), sequence_of(conversation(2))]
+    rig.put_all(sequences[1])
+    push_out_of_dram(rig, device, 8)
+    device.settle()
+    device.hold()
+    reads = rig.store._keeper.reader.cost
+    for _ in range(READS_MIN):
+        reads.observe(0.01)
+    found = {}
+    for request_id, sequence in zip(("near", "far"), sequences, strict=True):
+        with rig.store.queue() as queue:
+            queue.append(request_id)
+        found[request_id] = rig.store.find(sequence, 0, 40, request_id=request_id)
+        assert len(found[request_id]) == 3
+    near = rig.store.arrivals("near", found["near"])
+    far = rig.store.arrivals("far", found["far"])
+    assert near is not None
+    assert far is not None
+    assert near == sorted(near)
+    assert near[-1] < 1.01 * 6 * reads.mean_s
+    assert min(far) > near[-1] - 1e-9
+    assert far[-1] >= 6 * reads.mean_s
+
 
 # ---- the way up and down ---------------------------------------------------------------
 
