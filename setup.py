@@ -14,7 +14,7 @@ from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 from setuptools.errors import CompileError, LinkError
 
-SOURCES = ["module", "page_copier", "copy_queue", "stream_copy"]
+SOURCES = ["module", "page_copier", "copy_runs", "stream_copy", "omp_team"]
 SOURCES += ["prefix_index", "prefix_index_recovery", "prefix_index_sketch"]
 SOURCES += ["prefix_index_bindings"]
 XXHASH_SOURCES = ["bind_checksum", "checksum", "checksum_avx2"]
@@ -73,7 +73,7 @@ native = Pybind11Extension(
     depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread"],
-    extra_link_args=["-pthread"],
+    extra_link_args=["-pthread", "-ldl"],
 )
 
 setup(ext_modules=[native], cmdclass={"build_ext": Build})

@@ -41,33 +41,26 @@ PYBIND11_MODULE(_native, m) {
                        std::uint64_t layer_bytes, std::uint64_t page_bytes,
                        std::vector<std::uint64_t> layer_bases, std::int64_t num_blocks,
                        std::uint64_t block_stride, std::vector<std::uint64_t> run_offsets,
-                       std::uint64_t run_bytes, int num_threads) {
-             return std::make_unique<attnstore::PageCopier>(
-                 attnstore::PageMap{slots_base, num_slots, slot_bytes, layer_bytes, page_bytes,
-                                    std::move(layer_bases), num_blocks, block_stride,
-                                    std::move(run_offsets), run_bytes},
-                 num_threads);
+                       std::uint64_t run_bytes) {
+             return std::make_unique<attnstore::PageCopier>(attnstore::PageMap{
+                 slots_base, num_slots, slot_bytes, layer_bytes, page_bytes, std::move(layer_bases),
+                 num_blocks, block_stride, std::move(run_offsets), run_bytes});
            }),
            py::kw_only(), py::arg("slots_base"), py::arg("num_slots"), py::arg("slot_bytes"),
            py::arg("layer_bytes"), py::arg("page_bytes"), py::arg("layer_bases"),
            py::arg("num_blocks"), py::arg("block_stride"), py::arg("run_offsets"),
-           py::arg("run_bytes"), py::arg("num_threads"))
+           py::arg("run_bytes"))
       .def(
           "load",
-          [](attnstore::PageCopier& self, const Copies& first, const Copies& rest) {
-            const auto urgent = as_copies(first);
-            const auto later = as_copies(rest);
+          [](const attnstore::PageCopier& self, const Copies& copies) {
+            const auto all = as_copies(copies);
             const py::gil_scoped_release release;
-            self.load(urgent, later);
+            self.load(all);
           },
-          py::arg("first"), py::arg("rest"),
-          "Begin to fill blocks from slots; `first` ([n, 3] int64) is complete on return.")
-      .def("wait_layer", &attnstore::PageCopier::wait_layer, py::arg("layer"),
-           py::call_guard<py::gil_scoped_release>(),
-           "Return when this layer of the last load is complete.")
+          py::arg("copies"), "Fill blocks from slots ([n, 3] int64); complete on return.")
       .def(
           "save",
-          [](attnstore::PageCopier& self, const Copies& copies) {
+          [](const attnstore::PageCopier& self, const Copies& copies) {
             const auto all = as_copies(copies);
             const py::gil_scoped_release release;
             self.save(all);

@@ -7,8 +7,7 @@
 
 namespace attnstore {
 
-PageCopier::PageCopier(PageMap map, int num_threads)
-    : map_(std::move(map)), open_(map_.layer_bases.size(), 0), queue_(num_threads) {
+PageCopier::PageCopier(PageMap map) : map_(std::move(map)) {
   if (map_.run_bytes * map_.run_offsets.size() != map_.page_bytes) {
     throw std::invalid_argument("the runs of a page do not add up to its bytes");
   }
@@ -56,38 +55,18 @@ void PageCopier::add_runs(Direction direction, std::size_t layer,
   }
 }
 
-void PageCopier::load(const std::vector<PageCopy>& first, const std::vector<PageCopy>& rest) {
-  check(first);
-  check(rest);
-  std::vector<Run> urgent;
-  for (std::size_t layer = 0; layer < open_.size(); ++layer) {
-    if (open_[layer] != 0) throw std::logic_error("the last load was not waited for");
-    add_runs(Direction::kLoad, layer, first, &urgent);
-  }
-  const std::uint64_t before = queue_.submit(std::move(urgent));
-  if (!rest.empty()) {
-    for (std::size_t layer = 0; layer < open_.size(); ++layer) {
-      std::vector<Run> runs;
-      runs.reserve(rest.size() * map_.run_offsets.size());
-      add_runs(Direction::kLoad, layer, rest, &runs);
-      open_[layer] = queue_.submit(std::move(runs));
-    }
-  }
-  queue_.wait(before);
-}
-
-void PageCopier::wait_layer(std::size_t layer) {
-  const std::uint64_t ticket = std::exchange(open_.at(layer), 0);
-  if (ticket != 0) queue_.wait(ticket);
-}
-
-void PageCopier::save(const std::vector<PageCopy>& copies) {
+void PageCopier::copy(Direction direction, const std::vector<PageCopy>& copies) const {
   check(copies);
   std::vector<Run> runs;
-  for (std::size_t layer = 0; layer < open_.size(); ++layer) {
-    add_runs(Direction::kSave, layer, copies, &runs);
+  runs.reserve(map_.layer_bases.size() * copies.size() * map_.run_offsets.size());
+  for (std::size_t layer = 0; layer < map_.layer_bases.size(); ++layer) {
+    add_runs(direction, layer, copies, &runs);
   }
-  queue_.wait(queue_.submit(std::move(runs)));
+  copy_runs(runs);
 }
+
+void PageCopier::load(const std::vector<PageCopy>& copies) const { copy(Direction::kLoad, copies); }
+
+void PageCopier::save(const std::vector<PageCopy>& copies) const { copy(Direction::kSave, copies); }
 
 }  // namespace attnstore

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "copy_queue.h"
+#include "copy_runs.h"
 
 namespace attnstore {
 
@@ -39,29 +39,21 @@ struct PageCopy {
 class PageCopier {
  public:
   // Throws std::invalid_argument if the map contradicts itself.
-  PageCopier(PageMap map, int num_threads);
+  explicit PageCopier(PageMap map);
 
-  // Begins to fill blocks from slots, layer by layer. `first` is complete, in all layers, on
-  // return; the rest when wait_layer() has returned for each layer, which must happen before the
-  // next load. Throws std::out_of_range, before anything is copied, for a slot or block that does
-  // not exist.
-  void load(const std::vector<PageCopy>& first, const std::vector<PageCopy>& rest);
-
-  // Returns when this layer of the last load is complete; at once if none is open.
-  void wait_layer(std::size_t layer);
-
-  // Copies blocks into slots, all layers, and returns when that is done.
-  void save(const std::vector<PageCopy>& copies);
+  // Fills blocks from slots, or slots from blocks, all layers, and returns when that is done.
+  // Throws std::out_of_range, before anything is copied, for a slot or block that does not exist.
+  void load(const std::vector<PageCopy>& copies) const;
+  void save(const std::vector<PageCopy>& copies) const;
 
  private:
   enum class Direction : std::uint8_t { kLoad, kSave };
   void check(const std::vector<PageCopy>& copies) const;
   void add_runs(Direction direction, std::size_t layer, const std::vector<PageCopy>& copies,
                 std::vector<Run>* runs) const;
+  void copy(Direction direction, const std::vector<PageCopy>& copies) const;
 
   const PageMap map_;
-  std::vector<std::uint64_t> open_;  // tickets by layer; zero where nothing is open
-  CopyQueue queue_;
 };
 
 }  // namespace attnstore

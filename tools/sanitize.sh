@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../csrc"
 out="$(mktemp -d)"
 trap 'rm -rf "$out"' EXIT
 CXX="${CXX:-g++}"
-copies="tests/test_copies.cpp copy_queue.cpp page_copier.cpp stream_copy.cpp"
+copies="tests/test_copies.cpp copy_runs.cpp page_copier.cpp stream_copy.cpp omp_team.cpp"
 uring="tests/test_uring.cpp uring_device.cpp uring_loop.cpp mailbox.cpp hash_pool.cpp"
 uring="$uring checksum.cpp checksum_avx2.cpp"
 if ! printf '#include <liburing.h>\n#include <xxhash.h>\n' | "$CXX" -E -x c++ - >/dev/null 2>&1; then

@@ -11,8 +11,6 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 from attnstore_vllm._native import PageCopier
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
@@ -45,10 +43,10 @@ class Copier(Protocol):
 
 
 class CpuCopier:
-    """Copies by a native thread, layer by layer, beside the model's own computation.
+    """Copies on the model's own OpenMP threads; what is begun is complete on return.
 
-    The last block of a load may receive the request's new tokens, which vLLM writes before it
-    waits for the layer, so such blocks are complete in all layers before start_loads returns.
+    The model has all processors, so a thread of our own beside it takes from the model what it
+    gives to the copy, and the two together are slower (docs/design.md, "Copies").
 
     Args:
         slots_base: address of the pool's slot 0 in this process; mapped until close().
@@ -68,7 +66,6 @@ class CpuCopier:
         assert all(layout.page_bytes == geometry.page_bytes for layout in layouts)
         assert all(layout.block_stride == shape.block_stride for layout in layouts)
         assert all(layout.run_offsets == shape.run_offsets for layout in layouts)
-        self._num_layers = len(layouts)
         self._pages = PageCopier(
             slots_base=slots_base + rank * geometry.rank_bytes,
             num_slots=num_slots,
@@ -80,7 +77,6 @@ class CpuCopier:
             block_stride=shape.block_stride,
             run_offsets=list(shape.run_offsets),
             run_bytes=shape.run_bytes,
-            num_threads=1,
         )
         self._loading: list[int] = []
         self._finished: list[int] = []
@@ -90,23 +86,16 @@ class CpuCopier:
         if not plans:
             return 0.0
         began = time.perf_counter()
-        copies = pages(copy for plan in plans for copy in plan.copies)
-        last = np.cumsum([plan.num_blocks for plan in plans]) - 1
-        self._pages.load(copies[last], np.delete(copies, last, axis=0))
+        self._pages.load(pages(copy for plan in plans for copy in plan.copies))
         self._loading = [plan.plan_id for plan in plans]
         return time.perf_counter() - began
 
     def wait_layer(self, layer: int) -> None:
-        if self._loading:
-            self._pages.wait_layer(layer)
+        """All were complete when start_loads returned."""
 
     def save(self, plans: Sequence[TransferPlan]) -> None:
-        if self._loading:
-            # Layers that the step did not run (nothing was scheduled) are completed here.
-            for layer in range(self._num_layers):
-                self._pages.wait_layer(layer)
-            self._finished += self._loading
-            self._loading = []
+        self._finished += self._loading
+        self._loading = []
         if plans:
             self._pages.save(pages(copy for plan in plans for copy in plan.copies))
             self._finished += [plan.plan_id for plan in plans]

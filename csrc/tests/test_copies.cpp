@@ -1,29 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copy queue and the page copier under the sanitizers: races, bounds, and the right bytes.
+// copy_runs and the page copier under the sanitizers: races, bounds, and the right bytes.
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
-#include "../copy_queue.h"
+#include "../copy_runs.h"
+#include "../omp_team.h"
 #include "../page_copier.h"
 #include "check.h"
 
 namespace {
 
-using attnstore::CopyQueue;
+using attnstore::copy_runs;
 using attnstore::PageCopier;
 using attnstore::PageCopy;
 using attnstore::PageMap;
 using attnstore::Run;
 
-// Several threads submit and wait; the targets of one batch are read as soon as it was waited for.
-void many_threads_copy(int num_threads) {
-  CopyQueue queue(num_threads);
+// A team of three, as an OpenMP runtime has.
+void three(void (*body)(void*), void* data, unsigned /*num_threads*/, unsigned /*flags*/) {
+  std::thread threads[] = {std::thread(body, data), std::thread(body, data)};
+  body(data);
+  for (auto& thread : threads) thread.join();
+}
+
+// Several threads copy; the targets are read as soon as copy_runs has returned.
+void many_threads_copy() {
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 3; ++caller) {
-    callers.emplace_back([&queue, caller] {
+    callers.emplace_back([caller] {
       std::mt19937_64 random(static_cast<std::uint64_t>(caller));
       for (int round = 0; round < 40; ++round) {
         std::vector<std::size_t> sizes(1 + random() % 9);
@@ -38,7 +45,7 @@ void many_threads_copy(int num_threads) {
           runs.push_back({source.data() + at, target.data() + at, size});
           at += size;
         }
-        queue.wait(queue.submit(std::move(runs)));
+        copy_runs(runs);
         CHECK(source == target);
       }
     });
@@ -46,8 +53,8 @@ void many_threads_copy(int num_threads) {
   for (auto& caller : callers) caller.join();
 }
 
-// Blocks go to slots and come back into other blocks, layer by layer.
-void pages_come_back(int num_threads) {
+// Blocks go to slots and come back into other blocks.
+void pages_come_back() {
   constexpr std::size_t kPageBytes = 320;
   constexpr std::size_t kRunBytes = kPageBytes / 2;
   constexpr std::size_t kPages = 3;
@@ -62,28 +69,25 @@ void pages_come_back(int num_threads) {
   const std::size_t slot_bytes = 2 * kPages * kPageBytes;
   std::vector<std::byte> slots(kSlots * slot_bytes);
   const auto address = [](auto& memory) { return reinterpret_cast<std::uint64_t>(memory.data()); };
-  PageCopier copier(PageMap{address(slots),
-                            kSlots,
-                            slot_bytes,
-                            kPages * kPageBytes,
-                            kPageBytes,
-                            {address(layers[0]), address(layers[1])},
-                            kBlocks,
-                            kStride,
-                            {0, kRunBytes + 8},
-                            kRunBytes},
-                    num_threads);
+  const PageCopier copier(PageMap{address(slots),
+                                  kSlots,
+                                  slot_bytes,
+                                  kPages * kPageBytes,
+                                  kPageBytes,
+                                  {address(layers[0]), address(layers[1])},
+                                  kBlocks,
+                                  kStride,
+                                  {0, kRunBytes + 8},
+                                  kRunBytes});
   std::vector<PageCopy> out;
-  std::vector<PageCopy> first;
-  std::vector<PageCopy> rest;
+  std::vector<PageCopy> back;
   for (std::int64_t page = 0; page < 3; ++page) {
     out.push_back({1, page, page});
-    (page == 0 ? first : rest).push_back({1, page, 5 + page});
+    back.push_back({1, page, 5 + page});
   }
   copier.save(out);
-  copier.load(first, rest);
+  copier.load(back);
   for (std::size_t layer = 0; layer < 2; ++layer) {
-    copier.wait_layer(layer);
     for (std::size_t page = 0; page < 3; ++page) {
       for (const std::size_t run : {std::size_t{0}, kRunBytes + 8}) {
         CHECK(std::memcmp(layers[layer].data() + (5 + page) * kStride + run,
@@ -103,9 +107,11 @@ void pages_come_back(int num_threads) {
 }  // namespace
 
 int main() {
-  for (const int num_threads : {1, 3}) {
-    many_threads_copy(num_threads);
-    for (int round = 0; round < 20; ++round) pages_come_back(num_threads);
+  // First without an OpenMP runtime, which this program has none of.
+  for (const bool has_team : {false, true}) {
+    if (has_team) attnstore::use_omp_parallel(three);
+    many_threads_copy();
+    for (int round = 0; round < 20; ++round) pages_come_back();
   }
   std::puts("copies: well");
   return 0;

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native page copier against numpy: any size, any alignment, many threads."""
+"""The native page copier against numpy: any size, any alignment, any team."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +25,7 @@ class Memory:
         shift: bytes by which everything misses its alignment.
     """
 
-    def __init__(
-        self, page_bytes: int, *, shift: int = 0, num_runs: int = 1, threads: int = 1
-    ) -> None:
+    def __init__(self, page_bytes: int, *, shift: int = 0, num_runs: int = 1) -> None:
         self.page_bytes, self.num_runs = page_bytes, num_runs
         self.gap = 5 if num_runs > 1 else 0
         rng = np.random.default_rng(page_bytes * 64 + shift)
@@ -47,7 +48,6 @@ class Memory:
             block_stride=self.stride,
             run_offsets=self.run_offsets,
             run_bytes=self.run_bytes,
-            num_threads=threads,
         )
 
     @property
@@ -68,16 +68,11 @@ class Memory:
                         slots[s] = hbm[h]
                     at += self.run_bytes
 
-    def check(self, copies: npt.NDArray[np.int64], split: int, *, load: bool) -> None:
+    def check(self, copies: npt.NDArray[np.int64], *, load: bool) -> None:
         """Move natively and in numpy; everything must be equal, also what is not to be moved."""
         hbm, slots = self.hbm.copy(), self.slots.copy()
         self.move(copies, hbm, slots, load=load)
-        if load:
-            self.native.load(copies[:split], copies[split:])
-            for layer in range(LAYERS):
-                self.native.wait_layer(layer)
-        else:
-            self.native.save(copies)
+        (self.native.load if load else self.native.save)(copies)
         assert np.array_equal(self.hbm, hbm)
         assert np.array_equal(self.slots, slots)
 
@@ -97,24 +92,41 @@ def test_random_copies(page_bytes: int, shift: int, num_runs: int) -> None:
     memory = Memory(page_bytes, shift=shift, num_runs=num_runs)
     rng = np.random.default_rng(page_bytes + shift)
     for count in (1, 2, 8):
-        memory.check(some_copies(rng, count), 1, load=False)
-        memory.check(some_copies(rng, count), count // 2, load=True)
+        memory.check(some_copies(rng, count), load=False)
+        memory.check(some_copies(rng, count), load=True)
 
 
 def test_nothing_to_copy() -> None:
     memory = Memory(64)
     none = np.empty((0, 3), dtype=np.int64)
-    memory.check(none, 0, load=True)
-    memory.check(none, 0, load=False)
+    memory.check(none, load=True)
+    memory.check(none, load=False)
 
 
-@pytest.mark.parametrize("threads", [0, 1, 4])
-def test_any_number_of_threads(threads: int) -> None:
-    """Without a thread of its own, the caller copies all of it while it waits."""
-    memory = Memory(1000, threads=threads)
-    rng = np.random.default_rng(threads)
-    for _ in range(100):
-        memory.check(some_copies(rng, 6), 2, load=bool(rng.integers(2)))
+PROGRAM = """
+import sys
+import numpy as np
+{first}
+from tests.unit.test_native import Memory, some_copies
+assert ("libgomp" in open("/proc/self/maps").read()) is {first!r}.startswith("import torch")
+memory, rng = Memory(1000), np.random.default_rng(5)
+for _ in range(100):
+    memory.check(some_copies(rng, 6), load=bool(rng.integers(2)))
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["", "import torch; torch.set_num_threads(1)", "import torch; torch.set_num_threads(5)"],
+)
+def test_with_any_team_and_with_none(first: str) -> None:
+    """In a process of its own: without PyTorch there is no OpenMP runtime."""
+    program = PROGRAM.format(first=first)
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_copiers_of_many_threads_at_once() -> None:
@@ -126,7 +138,7 @@ def test_copiers_of_many_threads_at_once() -> None:
             memory = Memory(640 + number, num_runs=1)
             rng = np.random.default_rng(number)
             for _ in range(150):
-                memory.check(some_copies(rng, 5), 1, load=bool(rng.integers(2)))
+                memory.check(some_copies(rng, 5), load=bool(rng.integers(2)))
         except BaseException as error:
             failures.append(error)
 
@@ -138,42 +150,18 @@ def test_copiers_of_many_threads_at_once() -> None:
     assert not failures
 
 
-def test_a_load_must_be_waited_for_before_the_next() -> None:
-    memory = Memory(64)
-    copies = some_copies(np.random.default_rng(1), 4)
-    memory.native.load(copies[:1], copies[1:])
-    with pytest.raises(RuntimeError, match="was not waited for"):
-        memory.native.load(copies[:1], copies[1:])
-    memory.native.wait_layer(0)
-    memory.native.wait_layer(1)
-    memory.native.wait_layer(1)  # nothing is open: returns at once
-    memory.check(copies, 1, load=True)
-
-
-def test_an_end_with_copies_in_flight_completes_them() -> None:
-    memory = Memory(65536)
-    hbm, slots = memory.hbm.copy(), memory.slots.copy()
-    copies = some_copies(np.random.default_rng(2), 8)
-    memory.native.load(copies[:1], copies[1:])
-    del memory.native
-    memory.move(copies, hbm, slots, load=True)
-    assert np.array_equal(memory.hbm, hbm)
-
-
 def test_what_makes_no_sense_is_refused() -> None:
     memory = Memory(64)
     with pytest.raises(ValueError, match=r"must be \[n, 3\]"):
         memory.native.save(np.zeros((2, 2), dtype=np.int64))
     with pytest.raises(ValueError, match=r"must be \[n, 3\]"):
         memory.native.save(np.zeros(3, dtype=np.int64))
-    with pytest.raises(IndexError):
-        memory.native.wait_layer(LAYERS)
     with pytest.raises(IndexError, match="does not exist"):
         memory.native.save(np.array([[0, 0, 0], [0, PAGES, 0]], dtype=np.int64))
     shape = {
         "slots_base": 0, "num_slots": 1, "slot_bytes": 64, "layer_bytes": 64, "page_bytes": 64,
         "layer_bases": [0], "num_blocks": 1, "block_stride": 64, "run_offsets": [0],
-        "run_bytes": 64, "num_threads": 0,
+        "run_bytes": 64,
     }  # fmt: skip
     PageCopier(**shape)  # type: ignore[arg-type]
     for change in ({"run_bytes": 32}, {"layer_bytes": 96}, {"slot_bytes": 63}):
