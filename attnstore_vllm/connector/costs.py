@@ -45,7 +45,7 @@ class Costs:
     def step_ended(self, report: StepReport, stats: AttnStoreStats) -> None:
         wrong, loaded = self._times.ended(report.number, report.load_wait_s)
         if wrong is not None:
-            stats.observe("step_error_ratio", wrong)
+            stats.observe("step_over_forecast", 1 + wrong)
         if loaded and report.load_wait_s:
             self._copies.observe(loaded, report.load_wait_s)
 
@@ -86,6 +86,6 @@ class Costs:
             return
         seconds = time.monotonic() - state.waiting_since
         stats.observe("wait_seconds", seconds)
-        if state.wait_forecast is not None:
-            stats.observe("wait_error_seconds", seconds - state.wait_forecast)
+        if state.wait_forecast:
+            stats.observe("wait_over_forecast", seconds / state.wait_forecast)
         state.waiting_since = None

@@ -83,16 +83,17 @@ LABELS: dict[str, tuple[str, ...]] = {
 }
 """All that there are."""
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_ERRORS = (-1.0, -0.3, -0.1, -0.03, -0.01, -0.003, 0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-_PARTS = (-0.8, -0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+_RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.6, 2.5, 5.0, 10.0)
+# No bucket below zero: prometheus_client leaves the sum of such a histogram out, and then vLLM's
+# LLM.get_metrics() fails.
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "load_seconds": ("Time from the start of a step's loads until they were complete.", _SECONDS),
     "load_wait_seconds": ("Time of these that the forward pass waited, all layers.", _SECONDS),
     "wait_seconds": ("Time that a request waited for its KV to come up from NVMe.", _SECONDS),
-    "wait_error_seconds": ("That time less its forecast.", _ERRORS),
-    "step_error_ratio": (
-        "Length of a step that computed prompts over its forecast, less one.",
-        _PARTS,
+    "wait_over_forecast": ("That time over its forecast.", _RATIOS),
+    "step_over_forecast": (
+        "Length of a step that computed prompts over its forecast.",
+        _RATIOS,
     ),
 }
 
