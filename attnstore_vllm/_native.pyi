@@ -27,6 +27,9 @@ class PageCopier:
     def load(self, copies: Copies) -> None: ...
     def save(self, copies: Copies) -> None: ...
 
+def omp_team_size() -> int:
+    """Threads that a copy runs on."""
+
 has_uring: bool
 """Whether Uring is there: the extension was built with liburing and xxhash.h."""
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "omp_team.h"
 #include "page_copier.h"
 
 namespace py = pybind11;
@@ -66,6 +67,8 @@ PYBIND11_MODULE(_native, m) {
             self.save(all);
           },
           py::arg("copies"), "Copy blocks ([n, 3] int64) into slots; complete on return.");
+  m.def("omp_team_size", &attnstore::omp_team_size, py::call_guard<py::gil_scoped_release>(),
+        "Threads that PageCopier's copies run on, if the calling thread calls it.");
 #if defined(ATTNSTORE_HAS_XXHASH)
   bind_checksum(m);
 #endif

@@ -15,13 +15,16 @@ void alone(void (*body)(void*), void* data, unsigned /*num_threads*/, unsigned /
 }
 
 OmpParallel find_parallel() {
-  for (const char* name : {"libgomp.so.1", "libiomp5.so", "libomp.so"}) {
-    // Only the one that PyTorch has loaded: another one's threads would be in the way of these.
+  // The one that the model's kernels are bound to: another one's threads would be in the way of
+  // its. Several may be loaded, and which one the kernels have the order of loading says: first
+  // what is preloaded, then what PyTorch has loaded for all.
+  void* found = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+  for (const char* name : {"libiomp5.so", "libomp.so", "libgomp.so.1"}) {
+    if (found != nullptr) break;
     void* const runtime = dlopen(name, RTLD_NOLOAD | RTLD_NOW);
-    void* const found = runtime != nullptr ? dlsym(runtime, "GOMP_parallel") : nullptr;
-    if (found != nullptr) return reinterpret_cast<OmpParallel>(found);
+    if (runtime != nullptr) found = dlsym(runtime, "GOMP_parallel");
   }
-  return alone;
+  return found != nullptr ? reinterpret_cast<OmpParallel>(found) : alone;
 }
 
 std::atomic<OmpParallel>& parallel() {
@@ -32,6 +35,12 @@ std::atomic<OmpParallel>& parallel() {
 }  // namespace
 
 void on_omp_team(void (*body)(void*), void* data) { parallel().load()(body, data, 0, 0); }
+
+int omp_team_size() {
+  std::atomic<int> size{0};
+  on_omp_team([](void* data) { ++*static_cast<std::atomic<int>*>(data); }, &size);
+  return size;
+}
 
 void use_omp_parallel(OmpParallel other) { parallel().store(other); }
 

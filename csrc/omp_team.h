@@ -11,6 +11,9 @@ namespace attnstore {
 // kernels: any other thread would take its time from them.
 void on_omp_team(void (*body)(void*), void* data);
 
+// How many threads those are.
+int omp_team_size();
+
 // What compilers call for `#pragma omp parallel`. LLVM's and Intel's runtimes have it too.
 using OmpParallel = void (*)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
 // For tests: another one than the runtime's.

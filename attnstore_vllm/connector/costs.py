@@ -77,15 +77,17 @@ class Costs:
                 return "slower"
         if state.waiting_since is None:
             state.waiting_since = now
-            state.wait_forecast = arrivals[number - 1] if arrivals is not None else None
+        if state.wait_forecast is None and number > 0 and arrivals is not None:
+            state.wait_forecast = now, arrivals[number - 1]
         return None
 
     def end_wait(self, state: RequestState, stats: AttnStoreStats) -> None:
         """The request has its answer."""
         if state.waiting_since is None:
             return
-        seconds = time.monotonic() - state.waiting_since
-        stats.observe("wait_seconds", seconds)
-        if state.wait_forecast:
-            stats.observe("wait_over_forecast", seconds / state.wait_forecast)
-        state.waiting_since = None
+        now = time.monotonic()
+        stats.observe("wait_seconds", now - state.waiting_since)
+        if state.wait_forecast is not None:
+            said_at, seconds = state.wait_forecast
+            stats.observe("wait_over_forecast", (now - said_at) / max(seconds, 1e-6))
+        state.waiting_since = state.wait_forecast = None

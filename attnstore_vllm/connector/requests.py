@@ -51,8 +51,8 @@ class RequestState:
     deadline: float | None = None
     """Monotonic seconds; set when the scheduler first asks and something is on its way."""
     waiting_since: float | None = None
-    wait_forecast: float | None = None
-    """Seconds that it was expected to wait, when it began to; None if nothing was known."""
+    wait_forecast: tuple[float, float] | None = None
+    """When it was first said how many seconds it would wait, and how many."""
     offer: list[Piece] = field(default_factory=list)
     """Held chunks, from get_num_new_matched_tokens to the end of the same schedule()."""
     offer_start: int = 0
@@ -62,8 +62,8 @@ class RequestState:
     """Tokens of the last load, by the tier they were in."""
     expected_stop: int = 0
     """Up to which token the store had KV at some time since the request came."""
-    asked_at: float = 0.0
-    """Monotonic seconds; when it was last worked out that it should wait."""
+    look: int = 0
+    """The last round of looks (connector/waits.py) in which it had one."""
     coming: Sequence[Piece] = ()
     """What it was found to want then; first what was found when it came."""
     was_asked: bool = False

@@ -295,7 +295,7 @@ class Scheduler:
         """Another connector has loaded wrong KV. Called before the report of that step.
 
         What is being saved may have been computed from it. Nobody says what was, so all of it
-        is dropped; what is computed anew is saved again.
+        is dropped, from all tiers; what is computed anew is saved again.
         """
         saving = [c for flow, chunks, _ in self._in_flight.values() if flow is Flow.SAVE
                   for c in chunks]  # fmt: skip

@@ -74,6 +74,8 @@ class StepTimes:
         step = self._open.pop(number, None)
         if step is None:
             return None, 0
-        seconds = max(0.0, now - max(step.planned_at, before) - load_wait_s)
+        seconds = now - max(step.planned_at, before) - load_wait_s
+        if seconds <= 0:  # seen too late: it says nothing
+            return None, step.num_loaded
         wrong = self._cost.observe(seconds, step.prompts, step.num_generating)
         return wrong, step.num_loaded

@@ -12,11 +12,10 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.store.store import Store
 
 WAITS_MAX = 4
-"""For so many requests a step works out anew that they should wait; for others, whose KV is not
-even on its way, what was last said holds: vLLM goes through all of its queue, step after step, as
-long as it has a place."""
-WAIT_HOLDS_S = 0.05
-"""For so long it holds in any case, so that all have their turn."""
+"""Requests whose KV is not even on its way that are looked at in a step; for the others, what was
+last said holds: vLLM goes through all of its queue, step after step, as long as it has a place."""
+ROUND_S = 0.05
+"""In a round each is looked at once. So long, at least, lies between the beginnings of two."""
 EMPTY_STEP_WAIT_S = 0.002
 """How long a step that computes nothing waits for a read to end: bounded, and short enough
 that a request that arrives meanwhile does not notice."""
@@ -29,14 +28,23 @@ class Waits:
         self._store = store
         self._costs = costs
         self._for: list[Sequence[Piece]] = []
-        self._num_worked_out = 0
+        self._round = 1
+        self._round_at: float | None = None
+        self._num_looks = 0
+        self._is_behind = False
+        """Somebody has not had a look in this round."""
 
     def goes_on(self, state: RequestState) -> bool:
         """Whether the request waits on without another look. Cost: some microseconds."""
-        now = time.monotonic()
-        is_due = now - state.asked_at > WAIT_HOLDS_S and self._num_worked_out < WAITS_MAX
-        if is_due or not self._store.is_hungry(state.request.request_id):
+        if not self._store.is_hungry(state.request.request_id):
             return False
+        if state.look < self._round:
+            if self._num_looks < WAITS_MAX:
+                self._num_looks += 1
+                state.look = self._round
+                return False
+            self._is_behind = True
+        now = time.monotonic()
         if now >= self._costs.deadline(state, now):
             return False
         if state.waiting_since is None:
@@ -46,9 +54,8 @@ class Waits:
 
     def add(self, state: RequestState, pieces: Sequence[Piece]) -> None:
         """It was worked out that the request should wait for these."""
-        state.asked_at, state.coming = time.monotonic(), pieces
+        state.coming = pieces
         self._note(pieces)
-        self._num_worked_out += 1
 
     def _note(self, pieces: Sequence[Piece]) -> None:
         if len(self._for) < WAITS_MAX:
@@ -59,4 +66,9 @@ class Waits:
         if self._for and is_empty:
             self._store.wait_for_any(self._for, EMPTY_STEP_WAIT_S)
         self._for.clear()
-        self._num_worked_out = 0
+        now = time.monotonic()
+        if self._num_looks and self._round_at is None:
+            self._round_at = now
+        if not self._is_behind and self._round_at and now - self._round_at >= ROUND_S:
+            self._round, self._round_at = self._round + 1, None
+        self._num_looks, self._is_behind = 0, False

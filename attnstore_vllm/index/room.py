@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from attnstore_vllm.index.chunk import Chunk, Dram, Nvme
 from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.slots import DramSlots, NvmeSlots
-from attnstore_vllm.policy.lookahead import LookAhead, Order
+from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.pins import Pins
 
 SAVES_PART = 8
@@ -16,7 +16,8 @@ SAVES_PART = 8
 was read for the requests at the window's end, to be read again."""
 
 DIRTY_PART = 2
-"""When more than one slot in so many is dirty, reads may take what is nowhere else."""
+"""When more than one slot in so many is dirty and nothing is written, reads may take what is
+nowhere else."""
 
 
 class DramRoom:
@@ -25,6 +26,8 @@ class DramRoom:
     def __init__(self, dram: DramSlots, look_ahead: LookAhead) -> None:
         self._dram = dram
         self._look_ahead = look_ahead
+        self.writes_stalled = False
+        """Nothing is being written, though the keeper has just looked for what could be."""
 
     def want(self, request_id: str, chunks: Sequence[Chunk]) -> None:
         """What a waiting request wants, in place of what it wanted before."""
@@ -75,8 +78,8 @@ class DramRoom:
 
         First what nobody waits for and NVMe has too, or has refused; then what only requests beyond
         `whose` wait for and NVMe has too. What is to be written yet would be lost: it goes for a
-        save alone (`whose` is None), which brings what nobody has; for a read only if so much is
-        dirty that the disk does not keep up, or takes nothing: else reads would wait for nothing.
+        save alone (`whose` is None), which brings what nobody has; for what a request waits for
+        only if most is dirty and the disk takes nothing: else it would wait for nothing.
         """
         dram = self._dram
 
@@ -88,7 +91,8 @@ class DramRoom:
             wanted = self.farther(whose)
             if wanted is not None:
                 return wanted, True
-            if whose is None or len(dram.dirty) > dram.num_slots // DIRTY_PART:
+            is_stuck = self.writes_stalled and len(dram.dirty) > dram.num_slots // DIRTY_PART
+            if whose is None or (is_stuck and whose != LAST):
                 slot = dram.dirty.victim(now, can_go)
         return (dram.owned[slot] if slot is not None else None), False
 

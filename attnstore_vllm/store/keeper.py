@@ -140,6 +140,8 @@ class Keeper:
         with self._context.progress:
             reading = self.reader.num_reading > 0
         self._writer.start(reading)
+        with self._context.progress:
+            self._context.residency.room.writes_stalled = self._writer.num_writing == 0
         if self._scrubber is not None and not reading and self.recovery.is_over:
             self._scrubber.start()
             poll_s = min(poll_s, _SCRUB_POLL_S)

@@ -93,7 +93,7 @@ class Reader:
         for chunk in chunks:
             if chunk.dram is Dram.READING:
                 latest = max(latest, self.cost.seconds(flying))
-            elif chunk.dram is not Dram.READY:
+            elif chunk.dram is Dram.ABSENT:
                 ahead += 1
                 latest = self.cost.seconds(ahead)
             arrivals.append(latest)

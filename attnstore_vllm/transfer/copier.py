@@ -7,14 +7,17 @@ CpuCopier is for vLLM's CPU build, where HBM is ordinary memory; CudaCopier
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from attnstore_vllm._native import PageCopier
+from attnstore_vllm._native import PageCopier, omp_team_size
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.plan import TransferPlan, pages
+
+logger = logging.getLogger(__name__)
 
 
 class Copier(Protocol):
@@ -78,6 +81,7 @@ class CpuCopier:
             run_offsets=list(shape.run_offsets),
             run_bytes=shape.run_bytes,
         )
+        logger.info("copies between HBM and DRAM run on %d threads", omp_team_size())
         self._loading: list[int] = []
         self._finished: list[int] = []
 

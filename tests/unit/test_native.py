@@ -108,7 +108,8 @@ import sys
 import numpy as np
 {first}
 from tests.unit.test_native import Memory, some_copies
-assert ("libgomp" in open("/proc/self/maps").read()) is {first!r}.startswith("import torch")
+from attnstore_vllm._native import omp_team_size
+assert omp_team_size() == {size}, omp_team_size()
 memory, rng = Memory(1000), np.random.default_rng(5)
 for _ in range(100):
     memory.check(some_copies(rng, 6), load=bool(rng.integers(2)))
@@ -116,12 +117,16 @@ for _ in range(100):
 
 
 @pytest.mark.parametrize(
-    "first",
-    ["", "import torch; torch.set_num_threads(1)", "import torch; torch.set_num_threads(5)"],
+    ("first", "size"),
+    [
+        ("", 1),
+        ("import torch; torch.set_num_threads(1)", 1),
+        ("import torch; torch.set_num_threads(5)", 5),
+    ],
 )
-def test_with_any_team_and_with_none(first: str) -> None:
+def test_with_any_team_and_with_none(first: str, size: int) -> None:
     """In a process of its own: without PyTorch there is no OpenMP runtime."""
-    program = PROGRAM.format(first=first)
+    program = PROGRAM.format(first=first, size=size)
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False

@@ -110,6 +110,10 @@ def test_a_read_takes_it_when_nothing_is_written(tiers: Tiers) -> None:
     cold = tiers.cold(0)
     dirty = [tiers.save(n) for n in range(1, 5)]
     tiers.wait("a", cold)
+    assert tiers.fetch() is None
+    tiers.room.writes_stalled = True
+    assert not tiers.begin_prefetch(cold, LAST), "nobody waits for it"
+    assert tiers.begin_save(name(0), again=True) is None
     assert tiers.fetch() is cold
     assert [chunk.dropped for chunk in dirty] == [True, False, False, False]
 

@@ -86,9 +86,18 @@ def test_a_step_begins_when_the_one_before_it_ends(times: Any) -> None:
     assert heard.steps == [(1.0, [(0, 100)], 0), (0.25, [], 1)]
 
 
+def test_a_step_that_was_seen_too_late_says_nothing(times: Any) -> None:
+    steps, heard, clock = times
+    number = steps.planned(output({"a": (256, 100)}, {}), loads=256)
+    clock.return_value = 100.1
+    assert steps.ended(number, 0.2) == (None, 256)
+    assert heard.steps == []
+
+
 def test_steps_that_never_come_back_are_forgotten(times: Any) -> None:
-    steps, heard, _ = times
+    steps, heard, clock = times
     numbers = [steps.planned(output({"a": (0, 9)}, {}), loads=0) for _ in range(2 * OPEN_MAX)]
     for number in numbers:
+        clock.return_value += 1.0
         steps.ended(number, 0.0)
     assert len(heard.steps) == OPEN_MAX

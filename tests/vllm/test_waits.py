@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from attnstore_vllm.connector.waits import WAIT_HOLDS_S, WAITS_MAX, Waits
+from attnstore_vllm.connector.waits import ROUND_S, WAITS_MAX, Waits
 
 DEADLINE_S = 1.0
 
@@ -19,6 +19,7 @@ class Rig:
 
     def __init__(self, clock: Any) -> None:
         self.clock = clock
+        self.deadline_s = DEADLINE_S
         self.hungry: set[str] = set()
         self.slept: list[int] = []
         store = SimpleNamespace(
@@ -29,14 +30,14 @@ class Rig:
         self.waits = Waits(store, costs)  # type: ignore[arg-type]
 
     def deadline(self, state: Any, now: float) -> float:
-        state.deadline = state.deadline or now + DEADLINE_S
+        state.deadline = state.deadline or now + self.deadline_s
         deadline: float = state.deadline
         return deadline
 
     def request(self, name: str) -> Any:
         self.hungry.add(name)
         return SimpleNamespace(
-            request=SimpleNamespace(request_id=name), asked_at=0.0, coming=[name],
+            request=SimpleNamespace(request_id=name), look=0, coming=[name],
             waiting_since=None, deadline=None,
         )  # fmt: skip
 
@@ -58,16 +59,32 @@ def rig() -> Any:
         yield Rig(clock)
 
 
-def test_all_are_looked_at_in_turn_a_few_in_a_step(rig: Rig) -> None:
+def names(states: list[Any]) -> str:
+    return "".join(state.request.request_id for state in states)
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.2])
+def test_all_are_looked_at_in_turn_a_few_in_a_step(rig: Rig, step_s: float) -> None:
+    rig.deadline_s = 100.0
     states = [rig.request(str(n)) for n in range(10)]
     turns = []
-    for _ in range(4):
-        turns.append([state.request.request_id for state in rig.step(states)])
-        rig.clock.return_value += 0.001
-    assert turns == [["0", "1", "2", "3"], ["4", "5", "6", "7"], ["8", "9"], []]
-    assert rig.slept == [WAITS_MAX] * 4, "a step without work waits for those at the front"
-    rig.clock.return_value += WAIT_HOLDS_S
-    assert [state.request.request_id for state in rig.step(states)] == ["0", "1", "2", "3"]
+    for _ in range(12):
+        turns.append(names(rig.step(states)))
+        rig.clock.return_value += step_s
+    a_round = ["0123", "4567", "89"]
+    assert turns == (a_round * 4 if step_s >= ROUND_S else a_round + [""] * 9)
+    assert rig.slept == [WAITS_MAX] * 12, "a step without work waits for those at the front"
+    rig.clock.return_value += ROUND_S
+    later = [names(rig.step(states)) for _ in range(4)]
+    assert "0123" in later, "and again"
+
+
+def test_those_whose_kv_is_on_its_way_take_no_looks_from_others(rig: Rig) -> None:
+    coming = [rig.request(f"c{n}") for n in range(6)]
+    for state in coming:
+        rig.hungry.discard(state.request.request_id)
+    states = [rig.request(str(n)) for n in range(3)]
+    assert rig.step([*coming, *states]) == [*coming, *states]
 
 
 def test_the_deadline_runs_from_the_first_ask_for_all(rig: Rig) -> None:
