@@ -89,6 +89,12 @@ def check_keys(where: str, given: Mapping[str, Any], known: set[str], required: 
             )
 
 
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
 def _integer(key: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{key} is {value!r}; it must be an integer from {low} to {high}")
@@ -207,6 +213,8 @@ class StoreConfig:
     others are there to compare with."""
     look_ahead: bool = True
     """Bring up from NVMe what waiting requests want; off only to compare with."""
+    compute_if_sooner: bool = True
+    """Compute what is stored where that is measured to be sooner than loading it."""
     ttl_s: float | None = None
     """After so long without use KV is not found any more; None: it stays while there is room."""
     pinning: PinningConfig | None = None
@@ -236,9 +244,9 @@ class StoreConfig:
         eviction = given.get("eviction", "attnstore")
         if eviction not in EVICTIONS:
             raise ConfigError(f"eviction is {eviction!r}; it must be one of {', '.join(EVICTIONS)}")
-        look_ahead = given.get("look_ahead", True)
-        if not isinstance(look_ahead, bool):
-            raise ConfigError(f"look_ahead is {look_ahead!r}; it must be true or false")
+        look_ahead, compute_if_sooner = (
+            _switch(key, given.get(key, True)) for key in ("look_ahead", "compute_if_sooner")
+        )
         ttl = given.get("ttl", False)
         ttl_s = None if ttl is False or ttl == "off" else _duration("ttl", ttl)
         if ttl_s is not None and eviction != "attnstore":
@@ -250,8 +258,8 @@ class StoreConfig:
         nvme = NvmeConfig.parse(given["nvme"])
         pinning = PinningConfig.parse(given.get("pinning", False))
         return cls(
-            dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead, ttl_s=ttl_s,
-            pinning=pinning, **optional,
+            dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead,
+            compute_if_sooner=compute_if_sooner, ttl_s=ttl_s, pinning=pinning, **optional,
         )  # fmt: skip
 
     def share(self, dp_rank: int | None) -> StoreConfig:

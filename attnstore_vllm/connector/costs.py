@@ -24,13 +24,15 @@ class Costs:
 
     Args:
         load_deadline_s: how long a request waits for its chunks to come up from NVMe, at most.
+        computes_if_sooner: else what is stored is loaded, whatever that takes.
     """
 
-    def __init__(self, store: Store, load_deadline_s: float) -> None:
+    def __init__(self, store: Store, load_deadline_s: float, computes_if_sooner: bool) -> None:
         self.load_tokens = 0
         """That the step which is being planned loads."""
         self._store = store
         self._load_deadline_s = load_deadline_s
+        self._computes_if_sooner = computes_if_sooner
         self._steps = StepCost()
         self._times = StepTimes(self._steps)
         self._copies = CopyCost()
@@ -53,7 +55,7 @@ class Costs:
 
     def copy_pays(self, start: int, stop: int) -> bool:
         """Whether KV of tokens [start, stop) that is in DRAM should be loaded."""
-        return self._copies.pays(start, stop, self._steps)
+        return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps)
 
     def deadline(self, state: RequestState, now: float) -> float:
         """Until when the request waits at most, from when it was first asked for."""
@@ -73,7 +75,7 @@ class Costs:
         if arrivals is not None and self._steps.is_known:
             stops = [piece.stop for piece in coming]
             number = pieces_to_wait_for(ready_stop, stops, arrivals, self._steps)
-            if number == 0:
+            if number == 0 and self._computes_if_sooner:
                 return "slower"
         if state.waiting_since is None:
             state.waiting_since = now

@@ -58,6 +58,7 @@ class Scheduler:
         lock: the descriptor that owns the store's directory; closed with this object.
         by_priority: how vLLM orders waiting requests; else first come, first served.
         looks_ahead: bring up from NVMe what waiting requests want, before they are asked for.
+        computes_if_sooner: else what is stored is always loaded, and waited for.
         hints: reads what requests say of their KV.
     """
 
@@ -71,6 +72,7 @@ class Scheduler:
         *,
         by_priority: bool = False,
         looks_ahead: bool = True,
+        computes_if_sooner: bool = True,
         hints: HintReader | None = None,
     ) -> None:
         self.store = store
@@ -87,7 +89,7 @@ class Scheduler:
         self._reported: dict[tuple[str, str], float] = {}
         self._kv_cache_manager: KVCacheManager | None = None
         self._queue = QueueView(store, by_priority=by_priority) if looks_ahead else None
-        self._costs = Costs(store, load_deadline_s)
+        self._costs = Costs(store, load_deadline_s, computes_if_sooner)
         self._waits = Waits(store, self._costs)
         self._hints = hints or HintReader()
 

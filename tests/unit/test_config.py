@@ -94,7 +94,7 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
     nvme = MINIMAL["nvme"] | {"capasity": "1TiB"}
     assert "nvme.capasity" in message_of(MINIMAL | {"nvme": nvme})
     assert "did you mean capacity?" in message_of(MINIMAL | {"nvme": nvme})
-    assert "known are chunk_tokens, data_parallel_size" in message_of(MINIMAL | {"zzz": 1})
+    assert "known are chunk_tokens, compute_if_sooner, data" in message_of(MINIMAL | {"zzz": 1})
     # The field's name in Python is no setting.
     assert "dram_bytes is not a setting" in message_of(MINIMAL | {"dram_bytes": 1})
 
@@ -183,6 +183,8 @@ def test_hints_are_off_until_they_are_set() -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
+        ({"look_ahead": "no"}, ("look_ahead", "'no'", "true or false")),
+        ({"compute_if_sooner": 1}, ("compute_if_sooner", "1", "true or false")),
         ({"ttl": "soon"}, ("ttl", "'soon'", "30m")),
         ({"ttl": 0}, ("ttl", "0", "30m")),
         ({"ttl": True}, ("ttl", "True")),
