@@ -70,6 +70,8 @@ def make_request(name: int, tokens: list[int]) -> Any:
         lora_request=None,
         mm_features=[],
         cache_salt=None,
+        kv_transfer_params=None,
+        num_prompt_tokens=len(tokens),
         resumable=False,
         num_tokens=len(tokens),
         num_computed_tokens=0,
@@ -85,6 +87,7 @@ def step_of(tokens: dict[str, int]) -> Any:
         preempted_req_ids=None,
         scheduled_new_reqs=[SimpleNamespace(req_id=r, num_computed_tokens=0) for r in tokens],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_spec_decode_tokens={},
     )
 
 
