@@ -42,6 +42,8 @@ class EngineSpec:
     shape: ModelShape = TINY
     dram: str = "64MiB"
     nvme: str = "256MiB"
+    scrub: str = "off"
+    """Reads that no request asked for would be among those that a test counts and holds up."""
     eager: bool = True
     tensor_parallel: int = 1
     blocks: int = 96
@@ -298,9 +300,7 @@ def _transfer(spec: EngineSpec) -> Any:
 
 
 def store_settings(spec: EngineSpec) -> dict[str, Any]:
-    # Reads that no request asked for would be among those that a test counts and holds up; the
-    # scrubber is tested on real servers.
-    nvme = {"path": str(spec.store), "capacity": spec.nvme, "scrub": "off"}
+    nvme = {"path": str(spec.store), "capacity": spec.nvme, "scrub": spec.scrub}
     # The default deadline is for a machine that has nothing else to do.
     return {
         "dram": spec.dram, "nvme": nvme, "load_deadline_ms": 60_000,

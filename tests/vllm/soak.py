@@ -32,7 +32,7 @@ from tests.vllm.stored import foreign_chunks
 
 MODEL_LEN = 1280
 PLAYING: dict[str, Any] = {
-    "blocks": 13, "dram": "4MiB", "nvme": "16MiB",
+    "blocks": 13, "dram": "4MiB", "nvme": "16MiB", "scrub": "8MiB",
     "vllm": {
         "max_model_len": MODEL_LEN, "max_num_batched_tokens": 512, "max_num_seqs": 8,
         "scheduling_policy": "priority",

@@ -92,7 +92,8 @@ def queued(engine: Engine) -> tuple[Answer, Answer, int]:
         engine.wait_for(lambda: gate.num_waiting > 0)  # the keeper's thread may bring them
         engine.abort(number)
         engine.drain()
-        assert engine.side.store.residency.num_held() == gate.num_waiting
+        held = engine.side.store.residency.num_held
+        engine.wait_for(lambda: held() == gate.num_waiting)  # what has begun stays held
     engine.check_quiet()
     return expected, *from_store(engine, prompt)
 
