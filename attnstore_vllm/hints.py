@@ -42,9 +42,14 @@ class HintReader:
     Args:
         ttl_s: of the whole server, which a hint may shorten; None: none.
         longest_pin_s: None where nothing may be pinned.
+        keeps_terms: the eviction policy knows priorities and times to live.
     """
 
-    def __init__(self, ttl_s: float | None = None, longest_pin_s: float | None = None) -> None:
+    def __init__(
+        self, ttl_s: float | None = None, longest_pin_s: float | None = None, *,
+        keeps_terms: bool = True,
+    ) -> None:  # fmt: skip
+        self._keeps_terms = keeps_terms
         self._ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
 
@@ -56,8 +61,10 @@ class HintReader:
         if not isinstance(given, dict):
             return Hints(ignored=1)
         store, priority, pin = given.get("store"), given.get("priority"), given.get("pin")
-        ttl_s = seconds_of(given.get("ttl"))
-        level = PRIORITIES.get(priority) if isinstance(priority, str) else None
+        ttl_s, level = None, None
+        if self._keeps_terms:
+            ttl_s = seconds_of(given.get("ttl"))
+            level = PRIORITIES.get(priority) if isinstance(priority, str) else None
         may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
         applied = sum((isinstance(store, bool), level is not None, ttl_s is not None, may_pin))
         times = [t for t in (self._longest_pin_s, self._ttl_s, ttl_s) if t is not None]

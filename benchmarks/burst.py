@@ -128,7 +128,7 @@ def _server(work: Path, model: str, name: str, histories: list[list[int]]) -> Vl
     config = work / f"{name}.yaml"
     config.write_text(
         f"dram: {kv_bytes // 8}\nnvme: {{path: {work / name}, capacity: 4GiB}}\n"
-        f"look_ahead: {'true' if name == 'with' else 'false'}\nload_deadline_ms: 10000\n"
+        f"look_ahead: {'true' if name == 'with' else 'false'}\n"
     )
     arguments = [*ARGUMENTS, "--kv-transfer-config", str(config)]
     return VllmServer(model, arguments, work / f"{name}.log", environment=DEV)

@@ -43,6 +43,11 @@ const Entry& PrefixIndex::at(Id id) const {
 
 Entry& PrefixIndex::at(Id id) { return const_cast<Entry&>(std::as_const(*this).at(id)); }
 
+std::uint64_t PrefixIndex::sequence(Id id) const {
+  const bool exists = id / kBlockEntries < blocks_.size() && raw(id).num_tokens != 0;
+  return exists ? raw(id).sequence : 0;
+}
+
 Id PrefixIndex::take_entry() {
   if (first_free_ == kNone) {
     const Id first = static_cast<Id>(blocks_.size() * kBlockEntries);

@@ -79,6 +79,8 @@ class PrefixIndex {
   // Throws std::out_of_range for an id that is not in use.
   const Entry& at(Id id) const;
   Entry& at(Id id);
+  // The entry's, or 0 if there is none.
+  std::uint64_t sequence(Id id) const;
   Id find(const Bytes32& key) const;
   std::vector<Id> ids() const;
 

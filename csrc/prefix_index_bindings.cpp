@@ -133,10 +133,11 @@ void bind_prefix_index(py::module_& m) {
           [](const PrefixIndex& self, const Slots& ids) {
             std::vector<std::uint64_t> found;
             for (py::ssize_t i = 0; i < ids.size(); ++i)
-              found.push_back(self.at(ids.at(i)).sequence);
+              found.push_back(self.sequence(ids.at(i)));
             return as_array(found);
           },
-          py::arg("ids"), "The record numbers by which recovery found these entries.")
+          py::arg("ids"),
+          "The record numbers by which recovery found these entries; 0 of one that is gone.")
       .def(
           "heads_of",
           [](const PrefixIndex& self, const py::bytes& parent, const py::bytes& extra,

@@ -148,7 +148,10 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         store, geometry, namespace, config.load_deadline_ms / 1000, lock,
         by_priority=vllm_config.scheduler_config.policy == "priority",
         looks_ahead=config.look_ahead, computes_if_sooner=config.compute_if_sooner,
-        hints=HintReader(config.ttl_s, pinning.longest_s if pinning is not None else None),
+        hints=HintReader(
+            config.ttl_s, pinning.longest_s if pinning is not None else None,
+            keeps_terms=config.eviction == "attnstore",
+        ),
     )  # fmt: skip
 
 

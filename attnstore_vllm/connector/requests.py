@@ -66,6 +66,8 @@ class RequestState:
     """The last round of looks (connector/waits.py) in which it had one."""
     coming: Sequence[Piece] = ()
     """What it was found to want then; first what was found when it came."""
+    is_answered: bool = False
+    """It was worked out that it waits no longer; vLLM may have had no room for it since."""
     was_asked: bool = False
     counted: bool = False
     outdated: bool = False

@@ -79,7 +79,8 @@ async def prefetch(request: Request) -> JSONResponse:
     engine: EngineClient | None = state.attnstore_engine
     if engine is None or not _has_store(engine.vllm_config):
         raise HTTPException(501, "this server runs without AttnStore")
-    found = await _token_ids(parse(await _body(request)), state)
+    longest = engine.vllm_config.model_config.max_model_len
+    found = await _token_ids(parse(await _body(request), longest), state)
     if isinstance(found, ErrorResponse):
         return JSONResponse(found.model_dump(), found.error.code)
     await send(engine, found)
@@ -95,7 +96,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse(body: bytes, tokens_max: int) -> dict[str, Any]:
     """The body as JSON, with exactly one of FORMS in it. Raises: HTTPException."""
     try:
         given = json.loads(body)
@@ -110,6 +111,10 @@ def parse(body: bytes) -> dict[str, Any]:
     wanted = str if form == "prompt" else list
     if not isinstance(given[form], wanted) or not given[form]:
         raise HTTPException(400, f"{form} must be a {wanted.__name__} that is not empty")
+    if form == "tokens" and len(given[form]) > tokens_max:
+        raise HTTPException(
+            400, f"{len(given[form])} tokens are more than the model's {tokens_max}"
+        )
     if form == "tokens" and not all(
         isinstance(t, int) and not isinstance(t, bool) and 0 <= t <= TOKEN_MAX
         for t in given["tokens"]
@@ -118,7 +123,17 @@ def parse(body: bytes) -> dict[str, Any]:
     salt = given.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise HTTPException(400, "cache_salt must be a text that is not empty, as in requests")
+    if salt is not None and not _is_text(salt):  # vLLM would count a request that it cannot send
+        raise HTTPException(400, "cache_salt has half of a character that takes two")
     return given
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 async def _token_ids(given: dict[str, Any], state: State) -> PrefetchOrder | ErrorResponse:

@@ -166,13 +166,13 @@ class Scheduler:
                 return None, False
             cause = late
         self._costs.end_wait(state, self._stats)
+        self._waits.answered(state)
         num_tokens = ready_stop - num_computed_tokens
-        # A rest that is too short to be loaded is computed in any case.
-        if state.expected_stop - ready_stop >= MIN_LOAD_TOKENS:
-            count_recomputation(self._stats, state, cause)
         if held and not self._costs.copy_pays(num_computed_tokens, ready_stop):
-            count_recomputation(self._stats, state, "slower")
-            num_tokens = 0
+            cause, num_tokens = "slower", 0
+        # A rest that is too short to be loaded is computed in any case.
+        if state.expected_stop - num_computed_tokens - num_tokens >= MIN_LOAD_TOKENS:
+            count_recomputation(self._stats, state, cause)
         state.computed_from = num_computed_tokens
         count_offer(self._stats, state, self.store.tiers(held if num_tokens else ()))
         if num_tokens < MIN_LOAD_TOKENS:
@@ -227,6 +227,10 @@ class Scheduler:
         self._offered.clear()
         if self._queue is not None:
             self._queue.on_step(output, self._requests)
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._requests:  # it may wait anew
+                self._requests[request_id].deadline = None
+                self._requests[request_id].is_answered = False
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not state.may_save:

@@ -33,14 +33,19 @@ class Waits:
         self._num_looks = 0
         self._is_behind = False
         """Somebody has not had a look in this round."""
+        self._looking = False
+        """The request that is asked about now has a look."""
 
     def goes_on(self, state: RequestState) -> bool:
         """Whether the request waits on without another look. Cost: some microseconds."""
-        if not self._store.is_hungry(state.request.request_id):
+        self._looking = False
+        # What had its answer does not wait: vLLM only had no room for it.
+        if state.is_answered or not self._store.is_hungry(state.request.request_id):
             return False
         if state.look < self._round:
             if self._num_looks < WAITS_MAX:
                 self._num_looks += 1
+                self._looking = True
                 state.look = self._round
                 return False
             self._is_behind = True
@@ -52,9 +57,16 @@ class Waits:
         self._note(state.coming)
         return True
 
+    def answered(self, state: RequestState) -> None:
+        """It was worked out that the request waits no longer. Its look is another's: how many
+        have an answer in a step is limited by what vLLM can start."""
+        self._num_looks -= self._looking
+        self._looking = False
+        state.is_answered, state.coming = True, ()
+
     def add(self, state: RequestState, pieces: Sequence[Piece]) -> None:
         """It was worked out that the request should wait for these."""
-        state.coming = pieces
+        state.is_answered, state.coming = False, pieces
         self._note(pieces)
 
     def _note(self, pieces: Sequence[Piece]) -> None:

@@ -271,19 +271,18 @@ class ReturnEstimator:
         self.learn(self.seen(now).fit())
 
     def seen(self, now: float) -> Seen:
-        """What fit() learns from; it may be called beside further events."""
+        """A copy of what fit() learns from, which may be called beside further events."""
         self.is_due = False
-        live = np.flatnonzero(self._is_open)
-        ages = np.searchsorted(EDGES_S, now - self._since[live], side="right") - 1
-        cells = self._kind[live] * NUM_AGES + np.clip(ages, 0, NUM_AGES - 1)
-        counts = np.bincount(cells, self._weight[live], NUM_KINDS * NUM_AGES)
-        waiting = self._departed + counts.reshape(NUM_KINDS, NUM_AGES)
+        seen = Seen(
+            now, self._is_open.copy(), self._kind.copy(), self._since.copy(), self._weight.copy(),
+            self._returned.copy(), self._departed.copy(),
+            self._weight_sum / max(1, self._opened), self._fit,
+        )  # fmt: skip
         if self._opened >= self._decay_at:
             self._decay_at += DECAY_RUNS
             self._returned *= 0.5
             self._departed *= 0.5
-        run = self._weight_sum / max(1, self._opened)
-        return Seen(self._returned / run, waiting / run, self._fit)
+        return seen
 
     def learn(self, fit: Fit) -> None:
         self._fit = fit
@@ -305,18 +304,33 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """Runs by kind and age, in units of a run of mean weight, and what was learned before."""
+    """The estimator's state at a time, and what was learned before."""
 
+    now: float
+    is_open: npt.NDArray[np.bool_]
+    kind: npt.NDArray[np.int32]
+    since: Array
+    weight: Array
+    """[place] of the open runs."""
     returned: Array
-    """[kind, age] that returned at that age."""
-    waiting: Array
-    """[kind, age] that have not up to it."""
+    """[kind, age] weights that returned at that age."""
+    departed: Array
+    """[kind, age] that were followed up to it and no further."""
+    run: float
+    """The mean weight of a run: the unit."""
     before: Fit
 
     def fit(self) -> Fit:
         """Pure. Cost: some milliseconds."""
+        live = np.flatnonzero(self.is_open)
+        ages = np.searchsorted(EDGES_S, self.now - self.since[live], side="right") - 1
+        cells = self.kind[live] * NUM_AGES + np.clip(ages, 0, NUM_AGES - 1)
+        counts = np.bincount(cells, self.weight[live], NUM_KINDS * NUM_AGES)
+        waiting = self.departed + counts.reshape(NUM_KINDS, NUM_AGES)
         b = self.before
-        p, q, coefficients = _fit(self.returned, self.waiting, b.p, b.q, b.coefficients)
+        p, q, coefficients = _fit(
+            self.returned / self.run, waiting / self.run, b.p, b.q, b.coefficients
+        )
         return Fit(p, q, coefficients, _gittins(p, q).tolist())
 
 

@@ -83,12 +83,17 @@ class Reader:
         """Locked. Seconds until each of a waiting request's chunks is in DRAM, rising; None as long
         as the disk is not known.
 
-        What is in flight and what nearer requests want comes before them.
+        What is in flight and what nearer requests want comes before them; without a place in the
+        queue, what was wanted earlier.
         """
         if self.cost.mean_s is None:
             return None
         flying = self.num_reading
-        ahead = flying + self._context.residency.look_ahead.num_absent_before(request_id)
+        look_ahead = self._context.residency.look_ahead
+        ahead = flying + look_ahead.num_absent_before(request_id)
+        if request_id not in look_ahead:
+            mine = set(chunks)
+            ahead += next((i for i, c in enumerate(self._wanted) if c in mine), 0)
         arrivals, latest = [], 0.0
         for chunk in chunks:
             if chunk.dram is Dram.READING:

@@ -254,6 +254,22 @@ def test_adopted_chunks_are_on_nvme_in_their_slots() -> None:
     tiers.check_integrity()
 
 
+def test_what_goes_while_the_order_is_worked_out_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler's thread drops an adopted chunk just then."""
+    tiers = residency()
+    adopt(tiers, [(2, name(1), CHECKSUM), (0, name(2), CHECKSUM)])
+    states = tiers._nvme.states().copy()
+    chunk = tiers.index.get(name(1).key)
+    assert chunk is not None
+    tiers.drop(chunk)
+    monkeypatch.setattr(tiers._nvme, "states", lambda: states)
+    order = tiers.adoption.order()
+    monkeypatch.undo()
+    tiers.adoption.finish(order, tiers.now)
+    assert tiers.nvme_used == 1
+    tiers.check_integrity()
+
+
 def test_capacity_holds_from_the_first_moment_and_the_oldest_goes_first() -> None:
     tiers = residency()
     adopt(tiers, [(2, name(1), CHECKSUM), (0, name(2), CHECKSUM), (1, name(3), CHECKSUM)])

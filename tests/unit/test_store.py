@@ -59,6 +59,23 @@ def test_what_nearer_requests_want_comes_first(open_rig: Rigs) -> None:
     assert arrivals == pytest.approx([3 * 0.01, 6 * 0.01, 9 * 0.01])
 
 
+def test_without_a_queue_what_was_wanted_earlier_comes_first(open_rig: Rigs) -> None:
+    rig, device = open_rig(num_records=32)
+    sequences = [sequence_of(conversation(n)) for n in (1, 2, 3)]
+    for sequence in sequences:
+        rig.put_all(sequence)
+        device.settle()
+    push_out_of_dram(rig, device, 8)
+    device.hold()
+    reads = rig.store._keeper.reader.cost
+    for _ in range(READS_MIN):
+        reads.observe(0.01)
+    found = [rig.store.find(sequence, 0, 40) for sequence in sequences]
+    arrivals = [rig.store.arrivals("unknown", pieces) for pieces in found]
+    # Four are being read, one of them the second's.
+    assert [times[-1] for times in arrivals if times] == pytest.approx([0.04, 0.06, 0.09])
+
+
 # ---- the way up and down ---------------------------------------------------------------
 
 

@@ -94,6 +94,25 @@ def test_an_order_is_no_request(engine: ScriptedEngine) -> None:
     assert found["prefetch_tokens:dram"] == len(PROMPT)
 
 
+def test_who_is_preempted_may_wait_anew(engine: ScriptedEngine) -> None:
+    prompts = [[(n * k) % 47 for n in range(250)] for k in (1, 2, 3)]
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, 200)
+    preempted = 0
+    while engine.scheduler.has_requests():
+        for state in engine.ours._requests.values():
+            if state.request.num_computed_tokens:
+                state.deadline, state.is_answered = 1.0, True
+        engine.step()
+        for state in engine.ours._requests.values():
+            if state.request.num_preemptions and not state.request.num_computed_tokens:
+                preempted += 1
+                assert state.deadline is None or state.deadline > 1.0
+        engine.check_queue()
+    engine.drain()
+    assert preempted
+
+
 @pytest.mark.parametrize("params", [{}, {"do_remote_decode": True}, {"attnstore": [[]]}], ids=repr)
 def test_others_params_are_left_as_they_are(engine: ScriptedEngine, params: dict[str, Any]) -> None:
     before = repr(params)

@@ -34,6 +34,7 @@ class Engine:
         self.vllm_config = Namespace(
             kv_transfer_config=Namespace(**transfer) if transfer else None,
             parallel_config=parallel,
+            model_config=Namespace(max_model_len=4096),
         )
         self.sent: list[tuple[str, int | None, PrefetchOrder | None]] = []
 
@@ -129,7 +130,8 @@ BAD: dict[str, Any] = {
     "a salt of another type": {"tokens": [1], "cache_salt": 5},
     "an adapter": {"tokens": [1], "model": "adapter"}, "a model of another type": {
         "prompt": "a", "model": ["adapter"]},
-    "embeddings": {"prompt": "embeds"},
+    "embeddings": {"prompt": "embeds"}, "half a character": {"tokens": [1], "cache_salt": "\ud800"},
+    "more tokens than the model takes": {"tokens": [1] * 5000},
 }  # fmt: skip
 
 

@@ -38,16 +38,23 @@ class Rig:
         self.hungry.add(name)
         return SimpleNamespace(
             request=SimpleNamespace(request_id=name), look=0, coming=[name],
-            waiting_since=None, deadline=None,
+            waiting_since=None, deadline=None, is_answered=False,
         )  # fmt: skip
 
-    def step(self, states: list[Any]) -> list[Any]:
-        """vLLM goes through its queue. Returns those that were looked at."""
+    def step(self, states: list[Any], computed: str = "") -> list[Any]:
+        """vLLM goes through its queue. Returns those that were looked at.
+
+        Args:
+            computed: names of those that are told to compute.
+        """
         looked = []
         for state in states:
             if not self.waits.goes_on(state):
                 looked.append(state)
-                self.waits.add(state, state.coming)
+                if state.request.request_id in computed.split():
+                    self.waits.answered(state)
+                else:
+                    self.waits.add(state, state.coming)
         self.waits.end_step(is_empty=True)
         return looked
 
@@ -85,6 +92,24 @@ def test_those_whose_kv_is_on_its_way_take_no_looks_from_others(rig: Rig) -> Non
         rig.hungry.discard(state.request.request_id)
     states = [rig.request(str(n)) for n in range(3)]
     assert rig.step([*coming, *states]) == [*coming, *states]
+
+
+def test_who_has_an_answer_takes_no_looks_from_others(rig: Rig) -> None:
+    """How many start in a step is for vLLM to say, also where all have something on NVMe."""
+    states = [rig.request(str(n)) for n in range(60)]
+    computed = " ".join(str(n) for n in range(50))
+    assert rig.step(states, computed) == states[: 50 + WAITS_MAX]
+    assert not states[0].coming, "what it wanted is not kept alive by it"
+
+
+def test_an_answer_is_not_forgotten_while_vllm_has_no_room(rig: Rig) -> None:
+    states = [rig.request(str(n)) for n in range(3)]
+    for _ in range(10):
+        assert states[0] in rig.step(states, "0")
+        rig.clock.return_value += 0.001
+    assert states[0].waiting_since is None
+    assert rig.step(states[:1]) == states[:1]  # now it should wait
+    assert rig.step(states[:1]) == []
 
 
 def test_the_deadline_runs_from_the_first_ask_for_all(rig: Rig) -> None:
