@@ -132,8 +132,7 @@ void bind_prefix_index(py::module_& m) {
           "sequences",
           [](const PrefixIndex& self, const Slots& ids) {
             std::vector<std::uint64_t> found;
-            for (py::ssize_t i = 0; i < ids.size(); ++i)
-              found.push_back(self.sequence(ids.at(i)));
+            for (py::ssize_t i = 0; i < ids.size(); ++i) found.push_back(self.sequence(ids.at(i)));
             return as_array(found);
           },
           py::arg("ids"),
