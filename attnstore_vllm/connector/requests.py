@@ -56,6 +56,8 @@ class RequestState:
     offer: list[Piece] = field(default_factory=list)
     """Held chunks, from get_num_new_matched_tokens to the end of the same schedule()."""
     offer_start: int = 0
+    scheduled_stop: int = 0
+    """Up to which token a step that was planned computes, since it has its blocks; 0: none yet."""
     computed_from: int = 0
     """The first token that vLLM computes: those before it were in HBM, or are loaded."""
     sources: dict[Tier, int] = field(default_factory=dict)
@@ -78,6 +80,10 @@ class RequestState:
         """Note what a lookup found: an offer that falls short of it is a recomputation."""
         if pieces:
             self.expected_stop = max(self.expected_stop, pieces[-1].stop)
+
+    def begin_anew(self) -> None:
+        """It was preempted: it may wait again, and will have other blocks."""
+        self.deadline, self.is_answered, self.scheduled_stop = None, False, 0
 
     @property
     def may_save(self) -> bool:

@@ -227,15 +227,14 @@ class Scheduler:
         self._offered.clear()
         if self._queue is not None:
             self._queue.on_step(output, self._requests)
-        for request_id in output.preempted_req_ids or ():
-            if request_id in self._requests:  # it may wait anew
-                self._requests[request_id].deadline = None
-                self._requests[request_id].is_answered = False
+        for request_id in self._requests.keys() & (output.preempted_req_ids or ()):
+            self._requests[request_id].begin_anew()
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not state.may_save:
                 continue
             request = state.request
+            state.scheduled_stop = request.num_computed_tokens + num_scheduled
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
             # token is beyond num_tokens until it is accepted, and so is never saved.
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
@@ -327,6 +326,7 @@ class Scheduler:
         # What is in flight counts as computed for vLLM, and is not.
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         computed = min(computed, request.num_tokens, len(block_ids) * self._geometry.block_tokens)
+        computed = min(computed, state.scheduled_stop)  # else another connector may be loading it
         if computed <= 0:
             return False
         before = len(self._plan.saves)

@@ -196,6 +196,18 @@ def test_a_reset_while_saves_are_in_flight(engine: ScriptedEngine) -> None:
     assert check_stored(engine) >= 4
 
 
+def test_blocks_that_no_step_has_computed_with_are_not_saved(engine: ScriptedEngine) -> None:
+    """Another connector of a MultiConnector still loads them, though vLLM counts them."""
+    add(engine, "a", plain(Random(1), 150), 4)
+    request = engine.scheduler.requests["a"]
+    request.num_computed_tokens = 100
+    assert not engine.ours.request_finished(request, list(range(1, 11)))
+    assert not engine.ours._plan.saves
+    request.num_computed_tokens = 0
+    engine.abort("a")
+    engine.drain()
+
+
 def test_a_save_that_survives_a_reset_is_seen(
     engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
