@@ -71,7 +71,20 @@ def one_token_more(engine: Any) -> Undo:
 
 def tail_too_long(engine: Any) -> Undo:
     """The token that was sampled last is saved too: its KV was not computed."""
-    return _with_request(engine, "request_finished_all_groups", _one_more_computed)
+    finished = engine.side.request_finished
+
+    def faulty(request: Any, block_ids: Any) -> bool:
+        state = engine.side._requests.get(request.request_id)
+        if state is not None:
+            state.scheduled_stop += 1
+        kept: bool = finished(request, block_ids)
+        return kept
+
+    undo = [
+        _with_request(engine, "request_finished_all_groups", _one_more_computed),
+        _replace(engine.side, "request_finished", faulty),
+    ]
+    return lambda: [take_out() for take_out in undo]
 
 
 def salt_left_out(engine: Any) -> Undo:
