@@ -7,7 +7,7 @@ Two real `vllm serve` side by side, one with `look_ahead: false`; histories lie 
 room for an eighth of them. Each round asks all conversations' next turns of one server at once,
 then of the other; then a few of each one at a time, when no queue tells anything. Both bind the
 same processors, and the order of the two servers changes from round to round. Then both are
-started again in the other order: the one that starts first is the faster one by some per cent.
+started again in the other order: the one that starts first is the slower one by some per cent.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from attnstore_vllm.index.chunk import Dram
+from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.cost import READS_MIN
 from attnstore_vllm.types import Flow, Tier
@@ -34,7 +35,8 @@ from tests.helpers import (
 # ---- when it will be there -------------------------------------------------------------
 
 
-def test_what_nearer_requests_want_comes_first(open_rig: Rigs) -> None:
+def three_on_nvme(open_rig: Rigs) -> tuple[Rig, list[SequenceKeys]]:
+    """Three chunks each, on a disk that answers nothing, and is known to take 10 ms a read."""
     rig, device = open_rig(num_records=32)
     sequences = [sequence_of(conversation(n)) for n in (1, 2, 3)]
     for sequence in sequences:
@@ -45,6 +47,11 @@ def test_what_nearer_requests_want_comes_first(open_rig: Rigs) -> None:
     reads = rig.store._keeper.reader.cost
     for _ in range(READS_MIN):
         reads.observe(0.01)
+    return rig, sequences
+
+
+def test_what_nearer_requests_want_comes_first(open_rig: Rigs) -> None:
+    rig, sequences = three_on_nvme(open_rig)
     arrivals = []
     for number, sequence in enumerate(sequences):
         with rig.store.queue() as queue:
@@ -60,16 +67,7 @@ def test_what_nearer_requests_want_comes_first(open_rig: Rigs) -> None:
 
 
 def test_without_a_queue_what_was_wanted_earlier_comes_first(open_rig: Rigs) -> None:
-    rig, device = open_rig(num_records=32)
-    sequences = [sequence_of(conversation(n)) for n in (1, 2, 3)]
-    for sequence in sequences:
-        rig.put_all(sequence)
-        device.settle()
-    push_out_of_dram(rig, device, 8)
-    device.hold()
-    reads = rig.store._keeper.reader.cost
-    for _ in range(READS_MIN):
-        reads.observe(0.01)
+    rig, sequences = three_on_nvme(open_rig)
     found = [rig.store.find(sequence, 0, 40) for sequence in sequences]
     arrivals = [rig.store.arrivals("unknown", pieces) for pieces in found]
     # Four are being read, one of them the second's.
