@@ -123,17 +123,7 @@ def parse(body: bytes, tokens_max: int) -> dict[str, Any]:
     salt = given.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise HTTPException(400, "cache_salt must be a text that is not empty, as in requests")
-    if salt is not None and not _is_text(salt):  # vLLM would count a request that it cannot send
-        raise HTTPException(400, "cache_salt has half of a character that takes two")
     return given
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 async def _token_ids(given: dict[str, Any], state: State) -> PrefetchOrder | ErrorResponse:
