@@ -349,7 +349,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=200, stateful_step_count=50)
+TestIndex.settings = settings(max_examples=100, stateful_step_count=50)
 
 
 SIBLINGS = 20_000

@@ -311,4 +311,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=120, stateful_step_count=50)
+TestStore.settings = settings(max_examples=60, stateful_step_count=50)
