@@ -215,6 +215,9 @@ class StoreConfig:
     """Bring up from NVMe what waiting requests want; off only to compare with."""
     compute_if_sooner: bool = True
     """Compute what is stored where that is measured to be sooner than loading it."""
+    write_buffer_bytes: int | None = None
+    """HBM of each GPU that KV waits in on its way to DRAM; None: room for two steps' tokens. Of no
+    account where the model runs on the CPU."""
     ttl_s: float | None = None
     """After so long without use KV is not found any more; None: it stays while there is room."""
     pinning: PinningConfig | None = None
@@ -229,7 +232,9 @@ class StoreConfig:
         """Build from the YAML or vLLM's kv_connector_extra_config. Raises ConfigError."""
         if not isinstance(given, Mapping):
             raise ConfigError(f"the settings of AttnStore are {given!r}; they must be a mapping")
-        known = ({f.name for f in fields(cls)} - {"dram_bytes", "ttl_s"}) | {"dram", "ttl"}
+        known = ({f.name for f in fields(cls)} - {"dram_bytes", "ttl_s", "write_buffer_bytes"}) | {
+            "dram", "ttl", "write_buffer",
+        }  # fmt: skip
         check_keys("", given, known, {"dram", "nvme"})
         optional = {
             key: _integer(key, given[key], low, high)
@@ -257,9 +262,12 @@ class StoreConfig:
         dram = parse_size("dram", given["dram"])
         nvme = NvmeConfig.parse(given["nvme"])
         pinning = PinningConfig.parse(given.get("pinning", False))
+        buffer = given.get("write_buffer", "auto")
+        buffer_bytes = None if buffer == "auto" else parse_size("write_buffer", buffer)
         return cls(
             dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead,
-            compute_if_sooner=compute_if_sooner, ttl_s=ttl_s, pinning=pinning, **optional,
+            compute_if_sooner=compute_if_sooner, ttl_s=ttl_s, pinning=pinning,
+            write_buffer_bytes=buffer_bytes, **optional,
         )  # fmt: skip
 
     def share(self, dp_rank: int | None) -> StoreConfig:

@@ -6,6 +6,8 @@ AttnStoreError
   UnsupportedError     this vLLM or its shape     refuse to start
   DeviceError          the disk answered errno    the record is lost, its tokens are prefilled
   CorruptRecordError   the bytes are not ours     the record is dropped, its tokens are prefilled
+  CopyError            the device failed a copy   the save is dropped, the load's tokens are
+                       between HBM and DRAM       prefilled; see transfer/loads.py
 
 Absence (a miss, no room for a save) is a value and never an error. A lost chunk costs a
 prefill; a wrong chunk costs the answer, so nothing here is ever retried into a hit.
@@ -28,6 +30,10 @@ class UnsupportedError(AttnStoreError):
 
 class DeviceError(AttnStoreError):
     """The operating system refused an I/O request, or the device is closed."""
+
+
+class CopyError(AttnStoreError):
+    """A copy between HBM and DRAM failed: what it wrote is not to be used."""
 
 
 class CorruptRecordError(AttnStoreError):

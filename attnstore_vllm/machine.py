@@ -7,31 +7,57 @@ locked, by the engine itself, which checks again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from attnstore_vllm.config import StoreConfig, format_size
+from attnstore_vllm.config import NvmeConfig, StoreConfig, format_size
 from attnstore_vllm.errors import ConfigError
 
 SHM_DIR = Path("/dev/shm")
 LOCK_NAME = "lock"
 SLAB_NAME = "slab"
+_CGROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 62
 
 
-def check_machine(config: StoreConfig) -> None:
-    """Raise ConfigError for the first setting that this machine cannot meet."""
+def check_machine(
+    config: StoreConfig, ranks: Sequence[int] | None = None, *, pins_memory: bool = False
+) -> None:
+    """Raise ConfigError for the first setting that this machine cannot meet.
+
+    Args:
+        ranks: the data-parallel engines that this start begins here; None: all of them.
+        pins_memory: whether the pool will be page-locked for CUDA.
+    """
+    engines = [config]
+    if config.data_parallel_size > 1:
+        here = range(config.data_parallel_size) if ranks is None else ranks
+        engines = [config.share(rank) for rank in here]
+    dram_bytes = sum(engine.dram_bytes for engine in engines)
     _check_directory(config.nvme.path)
-    _check_shared_memory(config.dram_bytes)
-    _check_disk(config)
-    for directory in _engine_directories(config):
-        check_unlocked(directory)
+    missing = lacks_memory(dram_bytes, shared_memory(SHM_DIR), _memory_available())
+    if missing is None and pins_memory and engines:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        most = max(engine.dram_bytes for engine in engines)  # the limit is each process's own
+        missing = lacks_locked_memory(most, limit, driver_counts_locked_memory)
+    if missing is not None:
+        raise ConfigError(f"dram is {_part(config.dram_bytes, dram_bytes)}, but {missing}")
+    _check_disk(config, [engine.nvme for engine in engines])
+    for engine in engines:
+        check_unlocked(engine.nvme.path)
 
 
-def _engine_directories(config: StoreConfig) -> list[Path]:
-    if config.data_parallel_size == 1:
-        return [config.nvme.path]
-    return [config.share(rank).nvme.path for rank in range(config.data_parallel_size)]
+def _part(asked: int, here: int) -> str:
+    """The setting, and what of it is asked of this machine. (Shares are rounded down.)"""
+    share = f", of which {format_size(here)} here" if here < 0.999 * asked else ""
+    return f"{format_size(asked)}{share}"
 
 
 def _check_directory(path: Path) -> None:
@@ -50,37 +76,155 @@ def _check_directory(path: Path) -> None:
         raise ConfigError(f"nvme.path is {str(path)!r}, but {str(where)!r} cannot be written to")
 
 
-def _check_shared_memory(dram_bytes: int) -> None:
-    stat = os.statvfs(SHM_DIR)
-    free = stat.f_bavail * stat.f_frsize
-    free = min(free, _memory_available())
-    if free < dram_bytes:
-        raise ConfigError(
-            f"dram is {format_size(dram_bytes)}, but shared memory ({SHM_DIR}) has "
-            f"{format_size(free)} free; ask for less, or enlarge it "
-            "(mount -o remount,size=..., or docker run --shm-size=...)"
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """A mounted tmpfs: its limit, which others fill too, and what is left of it."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def shared_memory(directory: Path) -> SharedMemory:
+    stat = os.statvfs(directory)
+    if stat.f_blocks == 0:  # mounted with size=0: no limit
+        return SharedMemory(_UNLIMITED, _UNLIMITED)
+    return SharedMemory(stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize)
+
+
+def lacks_memory(asked: int, shared: SharedMemory, memory_bytes: int) -> str | None:
+    """What to tell who asks for so much DRAM, None if it is there.
+
+    Args:
+        asked: by all engines here; what the pool has beside its slots is in it.
+        memory_bytes: that the machine, or the container, can still give.
+    """
+    if asked > shared.free_bytes:
+        wanted = shared.total_bytes - shared.free_bytes + asked
+        gib = -(-wanted // (1 << 30))
+        return (
+            f"shared memory ({SHM_DIR}) has {format_size(shared.free_bytes)} free of "
+            f"{format_size(shared.total_bytes)}. Ask for less, or enlarge it:\n"
+            f"  mount -o remount,size={gib}g {SHM_DIR}\n"
+            f"  docker run --shm-size={gib}g ...\n"
+            f"  Kubernetes: an emptyDir with medium: Memory and sizeLimit: {gib}Gi, mounted at "
+            f"{SHM_DIR}"
         )
+    if asked > memory_bytes:
+        return (
+            f"the machine, or its container, has {format_size(memory_bytes)} of memory. Ask for "
+            "less, or give it more:\n"
+            "  docker run --memory=...\n"
+            "  Kubernetes: resources.limits.memory"
+        )
+    return None
 
 
 def _memory_available() -> int:
+    """What the machine has left, or the limit of the control group that this process is in,
+    whichever is less: a pool beyond that one is ended by the kernel without a word."""
+    least = _UNLIMITED
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62  # a kernel that does not say is not a reason to refuse
+            least = int(line.split()[1]) * 1024
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return least
+    return min([least, *(_group_limit(_CGROUPS, line) for line in groups)])
 
 
-def _check_disk(config: StoreConfig) -> None:
+def _group_limit(root: Path, line: str) -> int:
+    """Bytes that a control group, named by a line of /proc/self/cgroup, may use."""
+    _, controllers, name = line.split(":", 2)
+    if controllers and "memory" not in controllers.split(","):
+        return _UNLIMITED
+    # In a container the group's own name may be one that only its host can see: then the root
+    # of what is mounted is the container's group.
+    base = root / "memory" if controllers else root
+    file = "memory.limit_in_bytes" if controllers else "memory.max"
+    group = base / name.lstrip("/")
+    limits = [_UNLIMITED]
+    for directory in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+            limits.append(int((directory / file).read_text()))
+        if directory == base:
+            break
+    return min(limits)
+
+
+# ---- locked memory -------------------------------------------------------------------------
+
+# Asks the driver itself, in a process of its own: limits locked memory, then page-locks more.
+_LOCK_PROBE = """
+import ctypes, mmap, resource, sys
+def checked(code):
+    if code:
+        sys.exit(2)
+cuda = ctypes.CDLL(sys.argv[1])
+device, context = ctypes.c_int(), ctypes.c_void_p()
+checked(cuda.cuInit(0))
+checked(cuda.cuDeviceGet(ctypes.byref(device), 0))
+checked(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+checked(cuda.cuCtxSetCurrent(context))
+soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+if soft < 0 or soft > 65536:
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
+memory = mmap.mmap(-1, 1 << 24)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+size, flags = ctypes.c_size_t(1 << 24), ctypes.c_uint(0)
+sys.exit(77 if cuda.cuMemHostRegister_v2(ctypes.c_void_p(address), size, flags) else 0)
+"""
+_COUNTS = 77  # what no other end of a Python process is
+_PROBE_TIMEOUT_S = 60.0
+
+
+def lacks_locked_memory(asked: int, limit: int, is_counted: Callable[[], bool]) -> str | None:
+    """What to tell who asks for so much page-locked memory, None if it may be had.
+
+    Args:
+        limit: RLIMIT_MEMLOCK.
+        is_counted: whether the driver keeps to it; asked only where it matters.
+    """
+    if limit == resource.RLIM_INFINITY or asked <= limit or not is_counted():
+        return None
+    return (
+        f"the limit on locked memory is {format_size(limit)}, and CUDA's driver keeps to it. Ask "
+        "for less, or raise it:\n"
+        "  ulimit -l unlimited       (the most that a user may: /etc/security/limits.conf)\n"
+        "  docker run --ulimit memlock=-1 ...\n"
+        "  systemd: LimitMEMLOCK=infinity, for Kubernetes in containerd.service"
+    )
+
+
+def driver_counts_locked_memory(library: str = "libcuda.so.1") -> bool:
+    """Whether this machine's CUDA driver keeps to RLIMIT_MEMLOCK.
+
+    Those of Linux do not: they pin pages without counting them, and a server whose limit is the
+    usual 8 MiB is not to be refused for that. So one is asked, in a process of its own, since
+    CUDA must not be begun in one that forks its workers. No answer means no.
+    """
+    command = [sys.executable, "-I", "-c", _LOCK_PROBE, library]
+    try:
+        found = subprocess.run(command, capture_output=True, check=False, timeout=_PROBE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return found.returncode == _COUNTS
+
+
+# ---- the disk ------------------------------------------------------------------------------
+
+
+def _check_disk(config: StoreConfig, parts: Sequence[NvmeConfig]) -> None:
     path = config.nvme.path
+    asked = sum(part.capacity_bytes for part in parts)
     stat = os.statvfs(path if path.exists() else path.parent)
     free = stat.f_bavail * stat.f_frsize
     held = sum(
-        slab.stat().st_blocks * 512
-        for directory in _engine_directories(config)
-        if (slab := directory / SLAB_NAME).is_file()
+        slab.stat().st_blocks * 512 for part in parts if (slab := part.path / SLAB_NAME).is_file()
     )
-    if free + held < config.nvme.capacity_bytes:
+    if free + held < asked:
         raise ConfigError(
-            f"nvme.capacity is {format_size(config.nvme.capacity_bytes)}, but {str(path)!r} has "
+            f"nvme.capacity is {_part(config.nvme.capacity_bytes, asked)}, but {str(path)!r} has "
             f"{format_size(free + held)} (free, or held by an earlier run); ask for less, or "
             "make room"
         )

@@ -5,6 +5,9 @@ vLLM wants JSON after --kv-transfer-config. It loads general plugins before it p
 arguments, so register() replaces the path in sys.argv by the JSON made of the file. It does so
 in the process that the user started only, and there the settings are checked against the
 machine, before any model is loaded. It may run several times, in every process.
+
+Where there is no command line (LLM(...)), or the setting is in a file of vLLM's own (--config),
+check_early() does that, as far as vLLM asks the connector anything before it loads the model.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import logging
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +47,53 @@ def register() -> None:
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
     log_as_vllm()
+    _allow_amx()
     if multiprocessing.parent_process() is None:
         try:
-            sys.argv[:] = expand(sys.argv)
+            sys.argv[:] = expand(sys.argv, pins_memory=_is_cuda())
         except AttnStoreError as error:
             raise SystemExit(f"AttnStore cannot start: {error}") from None
+
+
+def _allow_amx() -> None:
+    """Ask the kernel for AMX tiles where the processor has them, as PyTorch's own AMX code does.
+
+    vLLM 0.32's attention on CPUs uses them without asking. It works only as long as a matrix
+    product of oneDNN has come before, which is not so when all of them come compiled from a cache:
+    every second start of a server died of an illegal instruction at its first request.
+    """
+    import torch  # noqa: PLC0415
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+_checked: set[StoreConfig] = set()
+"""What this process has found to fit: asked again it might not, with the pool allocated."""
+
+
+def check_early(extra: object) -> None:
+    """Check our settings against the machine, once, in the process that the user started.
+
+    Args:
+        extra: kv_connector_extra_config.
+    Raises: ConfigError.
+    """
+    if multiprocessing.parent_process() is None:
+        config = StoreConfig.parse(extra)
+        if config not in _checked:
+            _check(config, None, pins_memory=_is_cuda())
+
+
+def _check(config: StoreConfig, ranks: Sequence[int] | None, *, pins_memory: bool) -> None:
+    check_machine(config, ranks, pins_memory=pins_memory)
+    _checked.add(config)
+
+
+def _is_cuda() -> bool:
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    return bool(current_platform.is_cuda())
 
 
 def log_as_vllm() -> None:
@@ -60,9 +105,11 @@ def log_as_vllm() -> None:
         ours.propagate = False
 
 
-def expand(argv: list[str]) -> list[str]:
+def expand(argv: list[str], *, pins_memory: bool = False) -> list[str]:
     """The command line with a YAML path replaced by its JSON, and our settings checked.
 
+    Args:
+        pins_memory: whether the pool will be page-locked for CUDA.
     Raises: ConfigError, UnsupportedError. Arguments that are not about us are left alone.
     """
     expanded = list(argv)
@@ -72,7 +119,8 @@ def expand(argv: list[str]) -> list[str]:
             continue
         ours = list(ours_in(transfer))
         for connector in ours:
-            _complete(connector, _engines(argv))
+            config = _complete(connector, _engines(argv))
+            _check(config, _ranks_here(argv, config.data_parallel_size), pins_memory=pins_memory)
         if ours:
             _refuse_shapes(argv)
             transfer.setdefault("kv_load_failure_policy", "recompute")
@@ -127,13 +175,14 @@ def ours_in(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield from ours_in(child)
 
 
-def _complete(connector: dict[str, Any], engines: int) -> None:
-    """Check the settings against the machine and fill in what vLLM wants to be told."""
+def _complete(connector: dict[str, Any], engines: int) -> StoreConfig:
+    """Read the settings, and fill in what vLLM wants to be told."""
     extra = connector.setdefault("kv_connector_extra_config", {})
     if engines > 1 and isinstance(extra, dict):
         extra.setdefault("data_parallel_size", engines)
-    check_machine(StoreConfig.parse(extra))
+    config = StoreConfig.parse(extra)
     connector.setdefault("kv_role", "kv_both")
+    return config
 
 
 def _refuse_shapes(argv: list[str]) -> None:
@@ -148,7 +197,21 @@ def _refuse_shapes(argv: list[str]) -> None:
 
 def _engines(argv: list[str]) -> int:
     """How many data-parallel engines the command line asks for. Each is told its rank only."""
-    for _, _, value in _values(argv, "--data-parallel-size", "-dp"):
+    return _number(argv, "--data-parallel-size", "-dp") or 1
+
+
+def _ranks_here(argv: list[str], engines: int) -> Sequence[int]:
+    """Which of them this command starts on this machine; all, unless it says otherwise."""
+    rank = _number(argv, "--data-parallel-rank", "-dpn")
+    if rank is not None:
+        return range(engines)[rank : rank + 1]
+    first = _number(argv, "--data-parallel-start-rank", "-dpr") or 0
+    local = _number(argv, "--data-parallel-size-local", "-dpl")
+    return range(engines)[first : None if local is None else first + local]
+
+
+def _number(argv: list[str], *flags: str) -> int | None:
+    for _, _, value in _values(argv, *flags):
         if value.isdecimal():
             return int(value)
-    return 1
+    return None

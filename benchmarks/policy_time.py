@@ -26,7 +26,8 @@ from tqdm import tqdm
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.testing.tiny_model import SMALL, make_model
 from benchmarks.hit_latency import ROOT
-from tests.vllm.scripted import VOCAB, Limits, ScriptedEngine
+from tests.vllm.scripted import Limits, ScriptedEngine
+from tests.vllm.scripted_worker import VOCAB
 
 CHUNK_TOKENS = 256
 DRAM_SLOTS = 2048
@@ -62,12 +63,14 @@ class Clock:
         return seconds
 
 
-def run_without_kv(row: Any, start: int, num_tokens: int, drafts: list[int]) -> list[int]:
+def run_without_kv(
+    row: Any, start: int, num_tokens: int, drafts: list[int]
+) -> tuple[None, list[int]]:
     """What is stored here has no bytes that could be checked."""
     if start + num_tokens < len(row.tokens):
-        return []
+        return None, []
     row.tokens.append(0)
-    return [0]
+    return None, [0]
 
 
 def fill(engine: ScriptedEngine, prompts: list[list[int]], num_chunks: int, random: Random) -> None:
@@ -99,14 +102,15 @@ def measure(waiting: int, num_tokens: int, num_chunks: int, steps: int) -> dict[
         work = Path(directory)
         limits = Limits(
             chunk_tokens=CHUNK_TOKENS, model_len=num_tokens + 512, batched_tokens=2048,
-            sequences=8, dram_slots=DRAM_SLOTS, nvme=f"{num_chunks * 9}KiB",
+            sequences=8, dram_slots=DRAM_SLOTS, nvme=f"{num_chunks * 9}KiB", layers=1,
         )  # fmt: skip
         shape = replace(SMALL, max_position=num_tokens + 512)
         engine = ScriptedEngine(
             make_model(work / "model", shape), work / "store", depth=1, seed=1, limits=limits,
-            num_blocks=8 * (num_tokens + 512) // 16 + 64,
+            num_blocks=8 * (num_tokens + 512) // 16 + 64, compute_if_sooner=True,
         )  # fmt: skip
-        engine.worker._run = run_without_kv  # type: ignore[method-assign]
+        engine.worker._run = run_without_kv  # type: ignore[method-assign, assignment]
+        engine.worker._compute = lambda *_, **__: None  # type: ignore[method-assign]
         fill(engine, list(prompts), num_chunks, random)
         resident = len(engine.ours.store.residency.index)
         clock = Clock(engine.ours)

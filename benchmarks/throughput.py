@@ -4,8 +4,8 @@
     python -m benchmarks.throughput [--model small|medium] [--rounds N] [--json]
 
 Two real servers at a time, with the store and without, binding the same processors; only one is
-asked at a time, in turn, so that both see the same noise. Every prompt is new, so the store
-hashes, saves and writes back everything and saves nothing.
+asked at a time, in turn, each first in every other round, so that both see the same noise. Every
+prompt is new, so the store hashes, saves and writes back everything and saves nothing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from benchmarks.hit_latency import CASES, Client
 from benchmarks.server import VllmServer, total
 
 ROOT = Path(__file__).resolve().parent.parent
-CLIENTS = 4
 REQUESTS = 16
+"""They come together: clients that come one after the other make batches of chance, and those differ
+by more between two rounds than the store costs."""
 PROMPT_TOKENS = {"small": 1000, "medium": 500}
 OUTPUT_TOKENS = 32
-ARGUMENTS = ["--max-model-len", "4096", "--num-gpu-blocks-override", "100"]
+ARGUMENTS = ["--max-model-len", "4096", "--num-gpu-blocks-override", "160"]
 
 
 def one_round(server: VllmServer, random: Random, prompt_tokens: int) -> float:
-    """Tokens a second of REQUESTS new requests from CLIENTS clients."""
+    """Tokens a second of REQUESTS new requests that come together."""
     prompts = [[random.randrange(300, 2000) for _ in range(prompt_tokens)] for _ in range(REQUESTS)]
     started = time.perf_counter()
-    with ThreadPoolExecutor(CLIENTS) as clients:
+    with ThreadPoolExecutor(REQUESTS) as clients:
         list(clients.map(lambda p: Client(server).ttft_ms(p, OUTPUT_TOKENS), prompts))
     seconds = time.perf_counter() - started
     return REQUESTS * (prompt_tokens + OUTPUT_TOKENS) / seconds
@@ -60,9 +61,11 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
             for server in (store, plain):
                 one_round(server, random, tokens)  # warm up
             speeds: dict[str, list[float]] = {"store": [], "plain": []}
+            sides = [("store", store), ("plain", plain)]
             for _ in tqdm(range(rounds), desc=name, unit="round"):
-                speeds["store"].append(one_round(store, random, tokens))
-                speeds["plain"].append(one_round(plain, random, tokens))
+                for side, server in sides:
+                    speeds[side].append(one_round(server, random, tokens))
+                sides.reverse()
             metrics = store.metrics()
         saved = total(metrics, "vllm:attnstore_chunks_total", event="saved")
         loaded = total(metrics, "vllm:attnstore_loaded_tokens_total")

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Python module attnstore_vllm._native. It knows addresses and sizes, not PyTorch.
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include "bind_copies.h"
 #include "bindings.h"
 #include "omp_team.h"
 #include "page_copier.h"
@@ -17,18 +17,8 @@ void bind_prefix_index(py::module_& m);  // prefix_index_bindings.cpp
 
 namespace {
 
-using Copies = py::array_t<std::int64_t, py::array::c_style>;
-
-std::vector<attnstore::PageCopy> as_copies(const Copies& array) {
-  if (array.ndim() != 2 || array.shape(1) != 3) {
-    throw std::invalid_argument("copies must be [n, 3]: slot, block in the chunk, block id");
-  }
-  std::vector<attnstore::PageCopy> copies;
-  copies.reserve(static_cast<std::size_t>(array.shape(0)));
-  const std::int64_t* at = array.data();
-  for (py::ssize_t i = 0; i < array.shape(0); ++i, at += 3) copies.push_back({at[0], at[1], at[2]});
-  return copies;
-}
+using attnstore::as_copies;
+using attnstore::Copies;
 
 }  // namespace
 
@@ -43,7 +33,7 @@ PYBIND11_MODULE(_native, m) {
                        std::vector<std::uint64_t> layer_bases, std::int64_t num_blocks,
                        std::uint64_t block_stride, std::vector<std::uint64_t> run_offsets,
                        std::uint64_t run_bytes) {
-             return std::make_unique<attnstore::PageCopier>(attnstore::PageMap{
+             return std::make_unique<attnstore::PageCopier>(attnstore::PageShape{
                  slots_base, num_slots, slot_bytes, layer_bytes, page_bytes, std::move(layer_bases),
                  num_blocks, block_stride, std::move(run_offsets), run_bytes});
            }),
@@ -53,20 +43,24 @@ PYBIND11_MODULE(_native, m) {
            py::arg("run_bytes"))
       .def(
           "load",
-          [](const attnstore::PageCopier& self, const Copies& copies) {
-            const auto all = as_copies(copies);
+          [](const attnstore::PageCopier& self, const Copies& copies, std::int64_t first_layer,
+             std::int64_t stop_layer) {
+            auto all = as_copies(copies);
             const py::gil_scoped_release release;
-            self.load(all);
+            self.load(std::move(all), {first_layer, stop_layer});
           },
-          py::arg("copies"), "Fill blocks from slots ([n, 3] int64); complete on return.")
+          py::arg("copies"), py::arg("first_layer"), py::arg("stop_layer"),
+          "Fill these layers of blocks from slots ([n, 3] int64); complete on return.")
       .def(
           "save",
-          [](const attnstore::PageCopier& self, const Copies& copies) {
-            const auto all = as_copies(copies);
+          [](const attnstore::PageCopier& self, const Copies& copies, std::int64_t first_layer,
+             std::int64_t stop_layer) {
+            auto all = as_copies(copies);
             const py::gil_scoped_release release;
-            self.save(all);
+            self.save(std::move(all), {first_layer, stop_layer});
           },
-          py::arg("copies"), "Copy blocks ([n, 3] int64) into slots; complete on return.");
+          py::arg("copies"), py::arg("first_layer"), py::arg("stop_layer"),
+          "Copy these layers of blocks ([n, 3] int64) into slots; complete on return.");
   m.def("omp_team_size", &attnstore::omp_team_size, py::call_guard<py::gil_scoped_release>(),
         "Threads that PageCopier's copies run on, if the calling thread calls it.");
 #if defined(ATTNSTORE_HAS_XXHASH)

@@ -29,7 +29,7 @@ KNOWS = {
     "policy": {"types", "policy"},
     "io": {"errors", "types", "io", "_native"},
     "index": {"types", "policy", "index", "_native"},
-    "transfer": {"errors", "types", "config", "machine", "transfer", "_native"},
+    "transfer": {"errors", "types", "config", "machine", "transfer", "_native", "_native_cuda"},
     "store": {"errors", "types", "config", "index", "policy", "io", "transfer", "store"},
 }
 # The outermost frame of a thread of ours, where a bug of ours stops a tier and not the server; and

@@ -7,7 +7,9 @@ cd "$(dirname "$0")/../csrc"
 out="$(mktemp -d)"
 trap 'rm -rf "$out"' EXIT
 CXX="${CXX:-g++}"
-copies="tests/test_copies.cpp copy_runs.cpp page_copier.cpp stream_copy.cpp omp_team.cpp"
+copies="tests/test_copies.cpp copy_runs.cpp page_copier.cpp page_runs.cpp stream_copy.cpp"
+copies="$copies omp_team.cpp"
+words="tests/test_page_words.cpp page_runs.cpp cuda/copy_jobs.cpp"
 uring="tests/test_uring.cpp uring_device.cpp uring_loop.cpp mailbox.cpp hash_pool.cpp"
 uring="$uring checksum.cpp checksum_avx2.cpp"
 if ! printf '#include <liburing.h>\n#include <xxhash.h>\n' | "$CXX" -E -x c++ - >/dev/null 2>&1; then
@@ -27,6 +29,9 @@ for kind in ${*:-address,undefined thread}; do
   "$CXX" $flags -fsanitize="$kind" $recover $copies -o "$out/copies"
   echo "$kind"
   "$out/copies"
+  # shellcheck disable=SC2086
+  "$CXX" $flags -fsanitize="$kind" $recover $words -o "$out/words"
+  "$out/words"
   if [ -n "$uring" ]; then
     # shellcheck disable=SC2086
     "$CXX" $flags -fsanitize="$kind" $recover $uring -luring -o "$out/uring"

@@ -6,24 +6,29 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.scheduler import Scheduler
-from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.connector.worker import ALONE, ROWS, Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
+from attnstore_vllm.policy.overlap import default_write_buffer_bytes
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
 from attnstore_vllm.transfer.pool import SLOTS_AT, SharedPool, pool_name
+from attnstore_vllm.transfer.pool_memory import gpu_numa_node
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,7 +68,11 @@ def _geometry(
 
 
 def _open_pool(
-    vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry, member: int
+    vllm_config: VllmConfig,
+    config: StoreConfig,
+    geometry: Geometry,
+    member: int,
+    near: Sequence[int] = (),
 ) -> SharedPool:
     num_slots = (config.dram_bytes - SLOTS_AT) // geometry.slot_bytes
     if num_slots < 2:
@@ -76,8 +85,25 @@ def _open_pool(
     assert transfer.engine_id is not None
     name = pool_name(transfer.engine_id, config.nvme.path)
     return SharedPool(
-        name, num_slots, geometry.slot_bytes, num_ranks=geometry.num_ranks, member=member
-    )
+        name, num_slots, geometry.slot_bytes, num_ranks=geometry.num_ranks, member=member,
+        near=near,
+    )  # fmt: skip
+
+
+def _gpu_nodes(num_ranks: int) -> list[int]:
+    """NUMA nodes of the engine's GPUs; empty where there are none or one is not known."""
+    if not torch.cuda.is_available():
+        return []
+    # A rank does not know which GPUs the others have: all that it sees, where it is not alone.
+    devices = range(torch.cuda.device_count()) if num_ranks > 1 else [torch.cuda.current_device()]
+    nodes = []
+    for device in devices:
+        p = torch.cuda.get_device_properties(device)
+        node = gpu_numa_node(f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
+        if node is None:
+            return []
+        nodes.append(node)
+    return nodes
 
 
 def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Worker:
@@ -85,13 +111,34 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     config = _config(vllm_config)
     geometry = _geometry(vllm_config, kv_cache_config, config)
     rank = get_tensor_model_parallel_rank()
+    token_bytes = geometry.rank_bytes // geometry.chunk_tokens
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+
+    def write_buffer_bytes(device_bytes: int) -> int:
+        if config.write_buffer_bytes is not None:
+            return max(config.write_buffer_bytes, geometry.rank_bytes)
+        return default_write_buffer_bytes(
+            token_bytes, step_tokens, geometry.rank_bytes, device_bytes
+        )
+
     return Worker(
-        _open_pool(vllm_config, config, geometry, member=rank),
+        _open_pool(vllm_config, config, geometry, member=rank, near=_gpu_nodes(geometry.num_ranks)),
         rank,
         geometry,
         list(kv_cache_config.kv_cache_groups[0].layer_names),
         kv_cache_config.num_blocks,
+        write_buffer_bytes=write_buffer_bytes,
+        # Where a step is cut into micro-batches, each calls the hooks.
+        by_layer=not vllm_config.parallel_config.use_ubatching,
+        is_alone=_is_alone(),
     )
+
+
+def _is_alone() -> bool:
+    """Whether no MultiConnector has made us: its children cannot see it in their own settings."""
+    config = get_current_vllm_config_or_none()
+    transfer = config.kv_transfer_config if config is not None else None
+    return transfer is not None and transfer.kv_connector != "MultiConnector"
 
 
 def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Scheduler:
@@ -109,6 +156,8 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
                 "connectors in an order that AttnStore does not know"
             )
         layouts.append(description)
+    rows = [layout.pop(ROWS) for layout in layouts]
+    alone = [layout.pop(ALONE) for layout in layouts]
     namespace = fingerprint(vllm_config, geometry, layouts, vllm.__version__)
     shape = SegmentHeader(
         number=-1,
@@ -152,7 +201,24 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             config.ttl_s, pinning.longest_s if pinning is not None else None,
             keeps_terms=config.eviction == "attnstore",
         ),
+        rows=None if None in rows else min(rows),
+        # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
+        gives_blocks_away=None in rows or all(alone),
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        replays=_replays(vllm_config),
     )  # fmt: skip
+
+
+def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
+    """Of the tokens of each of a step's requests: may the step be a CUDA graph of the whole
+    forward pass, which calls no hook?"""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if not mode.has_full_cudagraphs():
+        return lambda _: False
+    if not mode.separate_routine():
+        return lambda _: True
+    decoding = 1 + vllm_config.num_speculative_tokens  # only steps that prefill nothing
+    return lambda counts: max(counts, default=0) <= decoding
 
 
 def _label(vllm_config: VllmConfig, geometry: Geometry) -> str:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -32,7 +33,7 @@ from attnstore_vllm.connector.support import (
     warn_if_untested,
 )
 from attnstore_vllm.connector.worker import Worker
-from attnstore_vllm.plugin import log_as_vllm
+from attnstore_vllm.plugin import check_early, log_as_vllm
 from attnstore_vllm.types import Tier
 
 if TYPE_CHECKING:
@@ -80,6 +81,16 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False  # a cache: a dropped save is a later miss
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: a step that replays a FULL graph waits for all layers first.
+
+        vLLM asks while it makes its configuration. No other hook comes before the model loads, so
+        this is where settings that were not on the command line are checked.
+        """
+        check_early(extra_config)
+        return False
+
     # ---- worker side -------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -92,9 +103,15 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         backend = layers[name].attn_backend.get_name()
         return f"{backend}/{getattr(layers[name], 'isa', '')}"
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The one hook that comes before every forward pass, and before vLLM binds the plan."""
+        if self._worker is not None:
+            assert isinstance(kv_connector_metadata, StepPlan)
+            self._worker.begin_step(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.start_load(self._step_plan())
+            self._worker.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._worker is not None:
@@ -103,21 +120,22 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Saves are taken after the forward pass, in wait_for_save."""
+        if self._worker is not None:
+            self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.save(self._step_plan())
-
-    def _step_plan(self) -> StepPlan:
-        plan = self._get_connector_metadata()
-        assert isinstance(plan, StepPlan)
-        return plan
+            self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        found = self.get_transfer_results(finished_req_ids)
+        return found.finished_sending or None, found.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
-            return None, None
-        return self._worker.take_finished_sending() or None, None
+            return KVConnectorTransferResults()
+        freed, received, failed = self._worker.take_finished()
+        return KVConnectorTransferResults(freed, received | failed, failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.take_report() if self._worker is not None else None
@@ -166,6 +184,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if connector_output.invalid_block_ids:
             # Beside us in MultiConnector somebody's load has failed; ours cannot.
             self._scheduler.on_failed_load()
+        self._scheduler.on_failed_requests(connector_output.failed_recving)
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             assert isinstance(report, StepReport)
@@ -185,6 +204,9 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         (only_group,) = block_ids
         return self.request_finished(request, only_group)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.keeps_blocks()
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_transfers()

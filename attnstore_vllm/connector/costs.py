@@ -13,6 +13,7 @@ from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.connector.step_times import StepTimes
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.cost import CopyCost, StepCost, pieces_to_wait_for
+from attnstore_vllm.policy.overlap import LoadRate, layers_before
 from attnstore_vllm.store.store import Store
 
 if TYPE_CHECKING:
@@ -25,9 +26,19 @@ class Costs:
     Args:
         load_deadline_s: how long a request waits for its chunks to come up from NVMe, at most.
         computes_if_sooner: else what is stored is loaded, whatever that takes.
+        ahead_layers: of the model, where loads run beside it; else 0.
+        step_tokens: what a step computes of one prompt, at most.
     """
 
-    def __init__(self, store: Store, load_deadline_s: float, computes_if_sooner: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        load_deadline_s: float,
+        computes_if_sooner: bool,
+        *,
+        ahead_layers: int = 0,
+        step_tokens: int = 1 << 30,
+    ) -> None:
         self.load_tokens = 0
         """That the step which is being planned loads."""
         self._store = store
@@ -36,6 +47,9 @@ class Costs:
         self._steps = StepCost()
         self._times = StepTimes(self._steps)
         self._copies = CopyCost()
+        self._loads = LoadRate()
+        self._ahead_layers = ahead_layers
+        self._step_tokens = step_tokens
 
     # ---- steps -------------------------------------------------------------------------
 
@@ -50,12 +64,28 @@ class Costs:
             stats.observe("step_over_forecast", 1 + wrong)
         if loaded and report.load_wait_s:
             self._copies.observe(loaded, report.load_wait_s)
+        for num_bytes, seconds in report.measured:
+            self._loads.observe(num_bytes, seconds)
 
     # ---- decisions ---------------------------------------------------------------------
 
     def copy_pays(self, start: int, stop: int) -> bool:
         """Whether KV of tokens [start, stop) that is in DRAM should be loaded."""
         return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps)
+
+    def layers_before(self, num_bytes: int, queued_bytes: int, stop: int, end: int) -> int:
+        """How many layers of a load should be in HBM before the step that computes from `stop` on;
+        0: the step itself hides it, or nothing is known of it.
+
+        Args:
+            num_bytes, queued_bytes: of the load, and of those that may be before it; a rank's.
+            end: of the request's tokens.
+        """
+        if not self._ahead_layers or not self._loads.is_known or not self._steps.is_known:
+            return 0
+        load_s = self._loads.seconds(num_bytes + queued_bytes)
+        compute_s = self._steps.seconds(stop, min(end, stop + self._step_tokens), -1.0)
+        return layers_before(load_s, compute_s, self._ahead_layers)
 
     def deadline(self, state: RequestState, now: float) -> float:
         """Until when the request waits at most, from when it was first asked for."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted of a request when vLLM asks for its KV: once each, though vLLM asks again and
-again while it has no room."""
+"""What the scheduler side counts: of a request when vLLM asks for its KV, once each, though vLLM
+asks again and again while it has no room; and what the store has counted since the last step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.index.chunk import Dram
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.store.store import Store
 from attnstore_vllm.types import Tier
 
 
@@ -37,3 +38,33 @@ def count_offer(stats: AttnStoreStats, state: RequestState, tokens: Mapping[Tier
     state.counted = True
     for tier, number in tokens.items():
         stats.add("offered_tokens", tier.value, number)
+
+
+class StoreFigures:
+    """The store's own counts and gauges, as differences.
+
+    Args:
+        token_bytes: KV bytes of a token, all ranks.
+    """
+
+    def __init__(self, store: Store, token_bytes: float) -> None:
+        self._store = store
+        self._token_bytes = token_bytes
+        self._reported: dict[tuple[str, str], float] = {}
+
+    def add_to(self, stats: AttnStoreStats) -> None:
+        """What has changed since the last call."""
+        for event, count in self._store.counts().items():
+            self._add(stats, "chunks", event, count)
+        for flow, num_bytes in self._store.moved_bytes().items():
+            self._add(stats, "bytes", flow.value, num_bytes)
+        first = self._store.first_written_tokens() * self._token_bytes
+        self._add(stats, "first_written_bytes", Tier.NVME.value, int(first))
+        for (name, label), value in self._store.gauges().items():
+            if self._reported.get((name, label)) != value:
+                self._reported[name, label] = value
+                stats.set(name, label, value)
+
+    def _add(self, stats: AttnStoreStats, name: str, label: str, total: float) -> None:
+        stats.add(name, label, total - self._reported.get((name, label), 0))
+        self._reported[name, label] = total

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from attnstore_vllm.transfer.plan import TransferPlan
+from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 
 
 @dataclass(slots=True)
@@ -20,10 +20,19 @@ class StepPlan(KVConnectorMetadata):
     """Scheduler side to workers: the copies of this step."""
 
     number: int = 0
-    loads: list[TransferPlan] = field(default_factory=list)
+    loads: list[LoadPlan] = field(default_factory=list)
     saves: list[TransferPlan] = field(default_factory=list)
+    """Of blocks that are computed when the step ends."""
+    saves_before: list[TransferPlan] = field(default_factory=list)
+    """Of finished requests, whose blocks vLLM may have given away in this step."""
     finished_saving: list[str] = field(default_factory=list)
-    """Finished requests whose blocks the saves of this step are the last to read."""
+    """Finished requests whose blocks vLLM keeps until their saves have left them."""
+    ended_loads: list[int] = field(default_factory=list)
+    """Plans whose requests are gone, or have lost their blocks."""
+    preempted: list[str] = field(default_factory=list)
+    """Requests with open saves whose blocks are others' from this step on."""
+    may_replay: bool = False
+    """The forward pass may be a CUDA graph that calls no hook."""
 
 
 class StepReport(KVConnectorWorkerMetadata):
@@ -31,16 +40,35 @@ class StepReport(KVConnectorWorkerMetadata):
 
     Args:
         number: of the step.
-        load_wait_s: that its forward pass waited for its loads: what they have cost it.
+        given_up: of the completed ones, saves that have not reached their slot.
+        freed: finished requests whose blocks this rank does not read any more.
+        load_wait_s: that forward passes waited for their loads: what they have cost.
+        measured: bytes and seconds of copies from DRAM, of one rank.
     """
 
-    def __init__(self, number: int, completed: Iterable[int], load_wait_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        number: int,
+        completed: Iterable[int] = (),
+        given_up: Iterable[int] = (),
+        freed: Iterable[str] = (),
+        load_wait_s: float = 0.0,
+        measured: Sequence[tuple[int, float]] = (),
+    ) -> None:
         self.number = number
+        self.given_up = set(given_up)
         self.ranks = Counter(completed)
+        self.ranks.update(self.given_up)
+        self.freed = Counter(freed)
         self.load_wait_s = load_wait_s
+        self.measured = list(measured)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
         self.ranks.update(other.ranks)
+        self.given_up |= other.given_up
+        self.freed.update(other.freed)
         self.load_wait_s = max(self.load_wait_s, other.load_wait_s)
+        # The slowest rank's: all wait for it.
+        self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
         return self

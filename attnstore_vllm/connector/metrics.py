@@ -37,7 +37,7 @@ COUNTERS = {
         "cause",
         "Requests that computed KV which the store had when they came: it did not come up from "
         "NVMe in time (deadline), computing was expected to be sooner (slower), or it was evicted, "
-        "unreadable or corrupt by then (lost).",
+        "unreadable or corrupt by then (lost), or the device failed to copy it (copy_failed).",
     ),
     "hints": (
         "outcome",
@@ -51,7 +51,7 @@ CHUNK_EVENTS = (
     "saved", "saved_again", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up",
     "lost", "superseded", "written",
     "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
-    "device_late", "device_out", "expired", "pinned", "pin_refused",
+    "device_late", "device_out", "unsaved", "expired", "pinned", "pin_refused",
 )  # fmt: skip
 """`saved_again`: computed though NVMe has it, and kept in DRAM. `dropped`: not saved for want of
 room. `refused`: not written, since a full NVMe has nothing that is worth less. `given_up`: left
@@ -59,7 +59,8 @@ DRAM though a request far back in the queue wants it. `lost`: evicted from its l
 `read_late`: not waited for any longer. `device_late`, `device_out`: the disk did not answer in
 time, or failed again and again, and was left alone for a while. `expired`: looked for after its
 ttl, and dropped. `pinned`, `pin_refused`: a slot was pinned, or not, since its tenant or all have
-their share."""
+their share. `unsaved`: its copy from HBM was given up for want of room in the write buffer, or
+failed."""
 GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),
@@ -75,7 +76,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "held_bytes": _TIERS,
     "first_written_bytes": ("nvme",),
     "bytes": tuple(flow.value for flow in Flow),
-    "recomputations": ("deadline", "slower", "lost"),
+    "recomputations": ("deadline", "slower", "lost", "copy_failed"),
     "hints": ("applied", "ignored"),
     "prefetches": ("hit", "miss"),
     "nvme_in_use": ("reads", "writes"),
@@ -87,8 +88,11 @@ _RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.6, 2.5, 5.0, 10.0)
 # No bucket below zero: prometheus_client leaves the sum of such a histogram out, and then vLLM's
 # LLM.get_metrics() fails.
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "load_seconds": ("Time from the start of a step's loads until they were complete.", _SECONDS),
-    "load_wait_seconds": ("Time of these that the forward pass waited, all layers.", _SECONDS),
+    "load_seconds": (
+        "Time of copies into HBM, of those that were over in a step.",
+        _SECONDS,
+    ),
+    "load_wait_seconds": ("Time that a forward pass waited for them, all layers.", _SECONDS),
     "wait_seconds": ("Time that a request waited for its KV to come up from NVMe.", _SECONDS),
     "wait_over_forecast": ("That time over its forecast.", _RATIOS),
     "step_over_forecast": (

@@ -27,6 +27,7 @@ class QueueView:
         self._running: dict[str, Request] = {}
         """In the order in which they were scheduled, which is the order of vLLM's own list."""
         self._waiting: dict[str, Request] = {}
+        self._placed: set[str] = set()
 
     def on_new_request(self, request: Request) -> None:
         self._waiting[request.request_id] = request
@@ -42,14 +43,23 @@ class QueueView:
         if back:
             self._enter(back, preempted=True)
         new = [name for name in output.num_scheduled_tokens if name not in self._running]
-        if new:
-            self._store.leave_queue(new)
+        if new or self._placed:
+            self._store.leave_queue([*new, *self._placed])
             for name in new:
                 request = self._waiting.pop(name, None)
                 if request is not None:
                     self._running[name] = request
         for request in back:
-            self._look_up(request, states)
+            if request.request_id not in self._placed:
+                self._look_up(request, states)
+        self._placed.clear()
+
+    def on_placed(self, request_id: str) -> None:
+        """vLLM has given it blocks, and schedules it when its load is received.
+
+        Before on_step(), which may be the one that tells of its preemption: after a reset.
+        """
+        self._placed.add(request_id)
 
     def on_finished(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is None:

@@ -56,6 +56,10 @@ class RequestState:
     offer: list[Piece] = field(default_factory=list)
     """Held chunks, from get_num_new_matched_tokens to the end of the same schedule()."""
     offer_start: int = 0
+    layers_before: int = 0
+    """Of its last load: how many layers are in HBM before its first step; 0: loaded in it."""
+    load_failed: bool = False
+    """The device failed a copy: what is left is computed."""
     scheduled_stop: int = 0
     """Up to which token a step that was planned computes, since it has its blocks; 0: none yet."""
     computed_from: int = 0

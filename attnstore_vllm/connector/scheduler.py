@@ -11,14 +11,18 @@ The tokens of one request, as a step is planned:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from attnstore_vllm.connector.costs import Costs
-from attnstore_vllm.connector.counting import count_offer, count_recomputation, count_wanted
+from attnstore_vllm.connector.counting import (
+    StoreFigures,
+    count_offer,
+    count_recomputation,
+    count_wanted,
+)
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.queue_view import QueueView
@@ -29,14 +33,15 @@ from attnstore_vllm.connector.requests import (
     bypasses,
     make_state,
 )
+from attnstore_vllm.connector.saving import Saving
+from attnstore_vllm.connector.transfers import Transfers
 from attnstore_vllm.connector.waits import Waits
 from attnstore_vllm.hints import HintReader, PrefetchOrder, prefetch_order
-from attnstore_vllm.index.chunk import Chunk, ChunkName
-from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key
+from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.plan import TransferPlan, plan_load, plan_save
-from attnstore_vllm.types import Flow, Tier
+from attnstore_vllm.transfer.plan import plan_load
+from attnstore_vllm.types import Tier
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -44,9 +49,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-MIN_TAIL_TOKENS = 16
-"""A shorter tail costs a slot and saves next to nothing."""
 
 
 class Scheduler:
@@ -60,6 +62,12 @@ class Scheduler:
         looks_ahead: bring up from NVMe what waiting requests want, before they are asked for.
         computes_if_sooner: else what is stored is always loaded, and waited for.
         hints: reads what requests say of their KV.
+        rows: of each worker's write buffer, in blocks; None where copies do not run beside the
+            model.
+        gives_blocks_away: what finished requests leave is saved from blocks that are free.
+        step_tokens: what a step computes of one prompt, at most.
+        replays: of the tokens of each of a step's requests, whether the step may be a CUDA graph
+            that calls no hook.
     """
 
     def __init__(
@@ -74,22 +82,32 @@ class Scheduler:
         looks_ahead: bool = True,
         computes_if_sooner: bool = True,
         hints: HintReader | None = None,
+        rows: int | None = None,
+        gives_blocks_away: bool = True,
+        step_tokens: int = 1 << 30,
+        replays: Callable[[Collection[int]], bool] = lambda _: False,
     ) -> None:
         self.store = store
         self._lock = lock
         self._geometry = geometry
+        self._rank_token_bytes = geometry.rank_bytes // geometry.chunk_tokens
         self._namespace = namespace
         self._loras = LoraIdentities()
         self._requests: dict[str, RequestState] = {}
         self._offered: list[RequestState] = []
-        self._plan = StepPlan()
-        self._plan_ids = itertools.count(1)
-        self._in_flight: dict[int, tuple[Flow, list[Chunk], int]] = {}
+        self._transfers = Transfers(
+            store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away
+        )
+        self._saving = Saving(store, geometry, self._transfers, self._loras)
+        self._replays = replays
         self._stats = AttnStoreStats.empty()
-        self._reported: dict[tuple[str, str], float] = {}
+        self._figures = StoreFigures(store, geometry.token_bytes())
         self._kv_cache_manager: KVCacheManager | None = None
         self._queue = QueueView(store, by_priority=by_priority) if looks_ahead else None
-        self._costs = Costs(store, load_deadline_s, computes_if_sooner)
+        self._costs = Costs(
+            store, load_deadline_s, computes_if_sooner,
+            ahead_layers=geometry.num_layers if rows is not None else 0, step_tokens=step_tokens,
+        )  # fmt: skip
         self._waits = Waits(store, self._costs)
         self._hints = hints or HintReader()
 
@@ -139,7 +157,7 @@ class Scheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         state = self._requests.get(request.request_id)
-        if state is None or self._loras.is_unclear(request.lora_request):
+        if state is None or state.load_failed or self._loras.is_unclear(request.lora_request):
             return 0, False
         self._withdraw(state)
         if state.visit is None:
@@ -179,8 +197,13 @@ class Scheduler:
             self.store.release(piece.chunk for piece in held)
             return 0, False
         state.offer, state.offer_start = held, num_computed_tokens
+        state.layers_before = self._costs.layers_before(
+            num_tokens * self._rank_token_bytes,
+            self._transfers.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
+            ready_stop, request.num_tokens,
+        )  # fmt: skip
         self._offered.append(state)
-        return num_tokens, False
+        return num_tokens, state.layers_before > 0
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
@@ -204,11 +227,15 @@ class Scheduler:
         state.sources = self.store.tiers(used)
         for tier, tokens in state.sources.items():
             self._stats.add("loaded_tokens", tier.value, tokens)
-        self._costs.load_tokens += num_external_tokens
+        if not state.layers_before:
+            self._costs.load_tokens += num_external_tokens
+        elif self._queue is not None:
+            self._queue.on_placed(request.request_id)
         state.computed_from = stop
-        plan = TransferPlan(next(self._plan_ids), copies)
-        self._plan.loads.append(plan)
-        self._in_flight[plan.plan_id] = (Flow.LOAD, [piece.chunk for piece in used], 0)
+        self._transfers.load(
+            request.request_id, [piece.chunk for piece in used], copies,
+            is_partial=stop % self._geometry.block_tokens != 0, layers_before=state.layers_before,
+        )  # fmt: skip
         state.offer = []
         state.deadline = None
         if start == 0:  # whole chunks of it are stored, since that is where they come from
@@ -227,7 +254,9 @@ class Scheduler:
         self._offered.clear()
         if self._queue is not None:
             self._queue.on_step(output, self._requests)
-        for request_id in self._requests.keys() & (output.preempted_req_ids or ()):
+        preempted = self._requests.keys() & (output.preempted_req_ids or ())
+        self._transfers.preempted(preempted)
+        for request_id in preempted:
             self._requests[request_id].begin_anew()
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
@@ -239,8 +268,9 @@ class Scheduler:
             # token is beyond num_tokens until it is accepted, and so is never saved.
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
             if computed // self._geometry.chunk_tokens > state.num_chunks_seen:
-                self._save_chunks(state, computed, self._block_ids(request_id))
-        plan, self._plan = self._plan, StepPlan()
+                self._saving.save_chunks(state, computed, self._block_ids(request_id))
+        plan = self._transfers.take_plan()
+        plan.may_replay = self._replays(output.num_scheduled_tokens.values())
         plan.number = self._costs.step_planned(output)
         self._waits.end_step(is_empty=not output.num_scheduled_tokens)
         return plan
@@ -250,51 +280,19 @@ class Scheduler:
         (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
         return block_ids
 
-    def _save_chunks(self, state: RequestState, computed: int, block_ids: Sequence[int]) -> None:
-        """Plan the saves of whole chunks up to `computed` tokens that were not offered yet."""
-        if self._loras.is_unclear(state.request.lora_request):
-            return
-        size = self._geometry.chunk_tokens
-        sequence = state.sequence
-        for number in range(state.num_chunks_seen, computed // size):
-            self._save(state, sequence.name(number, state.tenant), number, block_ids)
-        state.num_chunks_seen = max(state.num_chunks_seen, computed // size)
-
-    def _save(
-        self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
-    ) -> bool:
-        chunk = self.store.begin_save(
-            name, state.run(number), state.pin_s(name.position),
-            again=name.position >= state.computed_from,
-        )  # fmt: skip
-        if chunk is None:
-            return False
-        copies = plan_save(
-            chunk.dram_slot, block_ids, name.position, name.num_tokens,
-            block_tokens=self._geometry.block_tokens,
-        )  # fmt: skip
-        plan = TransferPlan(next(self._plan_ids), copies)
-        self._plan.saves.append(plan)
-        self._in_flight[plan.plan_id] = (Flow.SAVE, [chunk], 0)
-        return True
-
     def on_report(self, report: StepReport) -> None:
         """Ranks have completed plans; a plan is complete when all of them have."""
         self._costs.step_ended(report, self._stats)
-        saved: list[Chunk] = []
-        for plan_id, num_ranks in report.ranks.items():
-            flow, chunks, before = self._in_flight[plan_id]
-            if before + num_ranks < self._geometry.num_ranks:
-                self._in_flight[plan_id] = (flow, chunks, before + num_ranks)
-                continue
-            assert before + num_ranks == self._geometry.num_ranks
-            del self._in_flight[plan_id]
-            if flow is Flow.SAVE:
-                saved += chunks
-            else:
-                self.store.loaded(chunks)
-        if saved:
-            self.store.finish_saves(saved)
+        self._stats.add("chunks", "unsaved", self._transfers.on_report(report))
+
+    def on_failed_requests(self, request_ids: Collection[str]) -> None:
+        """Loads ahead of the step have failed on some rank; vLLM computes the requests."""
+        for request_id in request_ids:
+            self._transfers.load_is_void(request_id)
+            state = self._requests.get(request_id)
+            if state is not None and state.layers_before:
+                state.load_failed = True
+                self._stats.add("recomputations", "copy_failed", 1)
 
     def on_failed_load(self) -> None:
         """Another connector has loaded wrong KV. Called before the report of that step.
@@ -302,9 +300,7 @@ class Scheduler:
         What is being saved may have been computed from it. Nobody says what was, so all of it
         is dropped, from all tiers; what is computed anew is saved again.
         """
-        saving = [c for flow, chunks, _ in self._in_flight.values() if flow is Flow.SAVE
-                  for c in chunks]  # fmt: skip
-        self.store.drop(saving)
+        self.store.drop(self._transfers.saving())
         for state in self._requests.values():
             state.num_chunks_seen = 0
 
@@ -313,7 +309,7 @@ class Scheduler:
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         """Plan the saves of what is left, the tail included.
 
-        Returns True if vLLM is to keep the blocks until the next step has read them.
+        Returns True if vLLM is to keep the blocks until they are read.
         """
         if self._queue is not None:
             self._queue.on_finished(request.request_id)
@@ -321,33 +317,8 @@ class Scheduler:
         if state is None:
             return False
         self._withdraw(state)
-        if not state.may_save or self._loras.is_unclear(request.lora_request):
-            return False
-        # What is in flight counts as computed for vLLM, and is not.
-        computed = request.num_computed_tokens - request.num_in_flight_tokens
-        computed = min(computed, request.num_tokens, len(block_ids) * self._geometry.block_tokens)
-        computed = min(computed, state.scheduled_stop)  # else another connector may be loading it
-        if computed <= 0:
-            return False
-        before = len(self._plan.saves)
-        self._save_chunks(state, computed, block_ids)
-        self._save_tail(state, computed, block_ids)
-        if len(self._plan.saves) == before:
-            return False
-        self._plan.finished_saving.append(request.request_id)
-        return True
-
-    def _save_tail(self, state: RequestState, computed: int, block_ids: Sequence[int]) -> None:
-        size = self._geometry.chunk_tokens
-        number, start = computed // size, computed // size * size
-        if computed - start < MIN_TAIL_TOKENS:
-            return
-        sequence = state.sequence
-        parent, extra = sequence.parent(number), sequence.extra(number)
-        tokens = sequence.tokens(start, computed)
-        key = chunk_key(parent, extra, tokens)
-        name = ChunkName(key, parent, extra, state.tenant, start, computed - start, tokens)
-        self._save(state, name, number, block_ids)
+        self._saving.save_rest(state, block_ids)
+        return self._transfers.finished(request.request_id)
 
     def _withdraw(self, state: RequestState) -> None:
         if state.offer:
@@ -358,7 +329,11 @@ class Scheduler:
 
     def has_transfers(self) -> bool:
         """Whether workers still have to copy or report: the engine must go on stepping."""
-        return bool(self._in_flight)
+        return self._transfers.any_open()
+
+    def keeps_blocks(self) -> bool:
+        """Whether blocks of finished requests come free when their saves have left them."""
+        return self._transfers.keeps_blocks()
 
     def reset(self) -> bool:
         """Drop every tier. Chunks that the workers copy now are dropped when they are done."""
@@ -370,21 +345,8 @@ class Scheduler:
 
     def take_stats(self) -> AttnStoreStats | None:
         stats, self._stats = self._stats, AttnStoreStats.empty()
-        for event, count in self.store.counts().items():
-            self._add_difference(stats, "chunks", event, count)
-        for flow, num_bytes in self.store.moved_bytes().items():
-            self._add_difference(stats, "bytes", flow.value, num_bytes)
-        first = self.store.first_written_tokens() * self._geometry.token_bytes()
-        self._add_difference(stats, "first_written_bytes", Tier.NVME.value, int(first))
-        for (name, label), value in self.store.gauges().items():
-            if self._reported.get((name, label)) != value:
-                self._reported[name, label] = value
-                stats.set(name, label, value)
+        self._figures.add_to(stats)
         return None if stats.is_empty() else stats
-
-    def _add_difference(self, stats: AttnStoreStats, name: str, label: str, total: float) -> None:
-        stats.add(name, label, total - self._reported.get((name, label), 0))
-        self._reported[name, label] = total
 
     def close(self) -> None:
         self.store.close()
@@ -394,7 +356,7 @@ class Scheduler:
 
     def check_quiet(self) -> None:
         """Assert that nothing is held or in flight. For tests, after the last request."""
-        assert not self._in_flight
+        assert not self._transfers.any_open()
         assert not any(state.offer for state in self._requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0

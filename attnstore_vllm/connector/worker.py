@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
-import ctypes
-import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.transfer.copier import Copier, CpuCopier
+from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe
-from attnstore_vllm.transfer.pool import SLOTS_AT, SharedPool
+from attnstore_vllm.transfer.loads import Loads
+from attnstore_vllm.transfer.plan import TransferPlan
+from attnstore_vllm.transfer.pool import SharedPool
+from attnstore_vllm.transfer.saves import Saves
 from attnstore_vllm.types import Flow
+
+# What a rank says of itself that its bytes do not depend on.
+ROWS = "write_buffer_rows"
+"""None: copies do not run beside the model, and are over when they are begun."""
+ALONE = "is_alone"
 
 
 class Worker:
@@ -26,6 +31,10 @@ class Worker:
     Args:
         pool: this process's mapping; closed with the worker.
         layers: names of the layers in the order in which slots hold them.
+        write_buffer_bytes: HBM that saves may wait in on their way to DRAM, where copies run
+            beside the model; given the device's memory in bytes.
+        by_layer: the forward pass calls its hooks once a layer.
+        is_alone: no other connector writes to blocks.
     """
 
     def __init__(
@@ -35,18 +44,23 @@ class Worker:
         geometry: Geometry,
         layers: list[str],
         num_blocks: int,
+        *,
+        write_buffer_bytes: Callable[[int], int],
+        by_layer: bool = True,
+        is_alone: bool = True,
     ) -> None:
         self._pool = pool
         self._rank = rank
         self._geometry = geometry
         self._layers = {name: i for i, name in enumerate(layers)}
         self._num_blocks = num_blocks
-        self._copier: Copier | None = None
+        self._write_buffer_bytes = write_buffer_bytes
+        self._by_layer = by_layer
+        self._is_alone = is_alone
+        self._engine: CopyEngine | None = None
         self._stats = AttnStoreStats.empty()
-        self._sending: list[str] = []
-        self._step = 0
-        self._load_wait_s = 0.0
-        self._load_started = 0.0
+        self._plan = StepPlan()
+        self._freed: set[str] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], kernel: str) -> None:
         """Take the KV tensors, and tell the scheduler side what they look like.
@@ -67,7 +81,9 @@ class Worker:
                 f"pages have {sorted({x.page_bytes for x in layouts})} bytes, but vLLM's cache "
                 f"configuration says {self._geometry.page_bytes}; this layout is not known"
             )
-        self._copier = self._make_copier(tensors, layouts)
+        engine = self._engine = self._make_engine(tensors[0].device, layouts)
+        self._loads = Loads(engine, len(self._layers))
+        self._saves = Saves(engine, len(self._layers), queue_blocks=engine.num_rows)
         shape = layouts[0]
         self._pool.publish(
             self._rank,
@@ -78,63 +94,81 @@ class Worker:
                 "run_bytes": shape.run_bytes,
                 "run_order": [offset > 0 for offset in shape.run_offsets],
                 "kernel": kernel,
+                ROWS: engine.num_rows if engine.overlaps else None,
+                ALONE: self._is_alone,
             },
         )
 
-    def _make_copier(self, tensors: list[torch.Tensor], layouts: list[LayerLayout]) -> Copier:
-        if tensors[0].device.type == "cuda":
-            from attnstore_vllm.transfer.cuda_copier import CudaCopier  # noqa: PLC0415
+    def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
+        pool, geometry = self._pool, self._geometry
+        if device.type == "cuda":
+            from attnstore_vllm.transfer.cuda_engine import CudaEngine  # noqa: PLC0415
 
-            slots = torch.frombuffer(self._pool.buffer, dtype=torch.uint8)[SLOTS_AT:]
-            shape = (self._pool.num_slots, self._pool.slot_bytes)
-            blocks = [kv.unflatten(0, (self._num_blocks, -1)) for kv in tensors]
-            return CudaCopier(slots.view(shape), self._rank, self._geometry, blocks)
-        if tensors[0].device.type != "cpu":
-            raise UnsupportedError(f"AttnStore does not know the device {tensors[0].device}")
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._pool.buffer)) + SLOTS_AT
-        return CpuCopier(base, self._pool.num_slots, self._rank, self._geometry, layouts)
+            device_bytes = torch.cuda.get_device_properties(device).total_memory
+            row_bytes = geometry.num_layers * geometry.page_bytes
+            return CudaEngine(
+                pool.address, pool.num_slots, self._rank, geometry, layouts, device,
+                num_rows=self._write_buffer_bytes(device_bytes) // row_bytes,
+            )  # fmt: skip
+        if device.type != "cpu":
+            raise UnsupportedError(f"AttnStore does not know the device {device}")
+        return CpuEngine(pool.address, pool.num_slots, self._rank, geometry, layouts)
 
-    @property
-    def copier(self) -> Copier:
-        assert self._copier is not None, "register_kv_caches comes before the first step"
-        return self._copier
+    # ---- a step ------------------------------------------------------------------------
 
-    def start_load(self, plan: StepPlan) -> None:
-        self._step = plan.number  # here, since vLLM may ask for the report before the saves
-        if plan.loads:
-            self._load_started = time.perf_counter()
-            self._load_wait_s = self.copier.start_loads(plan.loads)
-            self._count(Flow.LOAD, plan.loads)
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the forward pass, and before anything is written to blocks that changed hands."""
+        self._plan = plan
+        self._loads.begin_step(plan.ended_loads, whole=plan.may_replay)
+        self._saves.begin_step(
+            plan.saves_before, plan.saves, plan.preempted,
+            by_layer=self._by_layer and not plan.may_replay,
+        )  # fmt: skip
+        self._count(Flow.SAVE, [*plan.saves_before, *plan.saves])
+
+    def start_load(self) -> None:
+        self._loads.begin(self._plan.loads, whole=self._plan.may_replay)
+        self._count(Flow.LOAD, self._plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
         index = self._layers.get(layer)
-        if index is None:
-            return
-        began = time.perf_counter()
-        self.copier.wait_layer(index)
-        if not self._load_started:
-            return
-        now = time.perf_counter()
-        self._load_wait_s += now - began
-        if index == len(self._layers) - 1:
-            self._stats.observe("load_seconds", now - self._load_started)
-            self._stats.observe("load_wait_seconds", self._load_wait_s)
-            self._load_started = 0.0
+        if index is not None:
+            self._loads.wait_layer(index)
 
-    def save(self, plan: StepPlan) -> None:
-        """After the forward pass. Completes the step's loads in any case."""
-        self.copier.save(plan.saves)
-        self._load_started = 0.0
-        self._count(Flow.SAVE, plan.saves)
-        self._sending += plan.finished_saving
+    def layer_computed(self, layer: str) -> None:
+        index = self._layers.get(layer)
+        if index is not None:
+            self._saves.layer_computed(index)
 
-    def take_finished_sending(self) -> set[str]:
-        sending, self._sending = self._sending, []
-        return set(sending)
+    def end_step(self) -> None:
+        """After the forward pass."""
+        self._loads.end_step()
+        self._saves.end_step(self._plan.finished_saving)
+
+    def take_finished(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose kept blocks are free, that are received, and whose load has failed."""
+        self._freed = self._saves.take_freed()
+        return self._freed, *self._loads.take_received()
 
     def take_report(self) -> StepReport:
-        wait_s, self._load_wait_s = self._load_wait_s, 0.0
-        return StepReport(self._step, self.copier.finished(), wait_s)
+        """After take_finished()."""
+        waited_s = self._loads.take_waited_s()
+        if waited_s:
+            self._stats.observe("load_wait_seconds", waited_s)
+        measured = self.engine.measured()
+        if measured:
+            self._stats.observe("load_seconds", sum(seconds for _, seconds in measured))
+        saved, given_up = self._saves.take_finished()
+        freed, self._freed = self._freed, set()
+        return StepReport(
+            self._plan.number, self._loads.take_finished() + saved, given_up, freed,
+            waited_s, measured,
+        )  # fmt: skip
+
+    @property
+    def engine(self) -> CopyEngine:
+        assert self._engine is not None, "register_kv_caches comes before the first step"
+        return self._engine
 
     def take_stats(self) -> AttnStoreStats | None:
         if self._stats.is_empty():
@@ -143,12 +177,14 @@ class Worker:
         return stats
 
     def close(self) -> None:
-        if self._copier is not None:
-            self._copier.close()
-            self._copier = None
+        if self._engine is not None:
+            self._loads.close()
+            self._saves.close()
+            self._engine.close()
+            self._engine = None
         self._pool.close()
 
-    def _count(self, flow: Flow, plans: list[Any]) -> None:
+    def _count(self, flow: Flow, plans: Sequence[TransferPlan]) -> None:
         num_blocks = sum(plan.num_blocks for plan in plans)
         num_bytes = num_blocks * self._geometry.page_bytes * self._geometry.num_layers
         self._stats.add("bytes", flow.value, num_bytes)

@@ -28,6 +28,7 @@ class TransferPlan:
     """Copies in one direction that complete together, on every rank."""
 
     plan_id: int
+    request_id: str
     copies: tuple[ChunkCopy, ...]
 
     def __post_init__(self) -> None:
@@ -36,6 +37,16 @@ class TransferPlan:
     @property
     def num_blocks(self) -> int:
         return sum(len(copy.block_ids) for copy in self.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan(TransferPlan):
+    """Blocks that are filled from slots."""
+
+    is_partial: bool = False
+    """The last block is partly filled: it receives new tokens."""
+    layers_before: int = 0
+    """0: for this step's forward pass. Else ahead of it: received when so many layers are there."""
 
 
 def pages(copies: Iterable[ChunkCopy]) -> npt.NDArray[np.int64]:

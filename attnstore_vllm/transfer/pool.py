@@ -22,7 +22,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from blake3 import blake3
 
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.machine import SHM_DIR
+from attnstore_vllm.machine import SHM_DIR, lacks_memory, shared_memory
+from attnstore_vllm.transfer.pool_memory import allocate
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +62,24 @@ class SharedPool:
         num_slots, slot_bytes: its shape, the same in all members.
         num_ranks: members 0..num_ranks-1 are the ranks, member num_ranks the scheduler side.
         member: which of them this is.
+        near: the NUMA node of each rank's GPU, if all are known (pool_memory.gpu_numa_node()).
+            Who creates the region takes its memory there.
 
     Lifetime: `buffer` and every view of it are valid until close().
     Raises: ConfigError if the machine has less shared memory than that.
     """
 
     def __init__(
-        self, name: str, num_slots: int, slot_bytes: int, *, num_ranks: int, member: int
-    ) -> None:
+        self, name: str, num_slots: int, slot_bytes: int, *, num_ranks: int, member: int,
+        near: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         assert 0 < num_ranks <= RANKS_MAX
         assert 0 <= member <= num_ranks
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self._size_bytes = SLOTS_AT + num_slots * slot_bytes
         self._path = SHM_DIR / name
-        self._fd = self._create_or_open()
+        self._fd = self._create_or_open(near)
         self.buffer = mmap.mmap(self._fd, self._size_bytes)
         self._join(num_ranks, member)
 
@@ -118,7 +122,7 @@ class SharedPool:
             os.close(self._fd)
             self._fd = -1
 
-    def _create_or_open(self) -> int:
+    def _create_or_open(self, near: Sequence[int]) -> int:
         """The region's descriptor, with a shared lock that says that this member lives."""
         deadline = time.monotonic() + OPEN_DEADLINE_S
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -130,20 +134,21 @@ class SharedPool:
                 if found is not None:
                     return found
             else:
-                return self._create(fd)
+                return self._create(fd, near)
 
-    def _create(self, fd: int) -> int:
+    def _create(self, fd: int, near: Sequence[int]) -> int:
         fcntl.flock(fd, fcntl.LOCK_SH)
         try:
             sweep(SHM_DIR)
-            # Allocated now: memory that ran out later would end the engine by SIGBUS.
-            os.posix_fallocate(fd, 0, self._size_bytes)
+            allocate(fd, self._size_bytes, near)
         except OSError as error:
             os.unlink(self._path)
             os.close(fd)
+            size = self._size_bytes
+            why = lacks_memory(size, shared_memory(SHM_DIR), size) or "ask for less"
             raise ConfigError(
-                f"dram asks for {format_size(self._size_bytes)} of shared memory ({SHM_DIR}), "
-                f"which the machine does not have now: {error}; ask for less, or enlarge it"
+                f"dram asks for {format_size(size)} of shared memory, which the machine does not "
+                f"have now ({error}): {why}"
             ) from error
         os.pwrite(fd, _CONTROL.pack(_MAGIC, self._size_bytes), 0)
         return fd

@@ -14,9 +14,10 @@
 namespace {
 
 using attnstore::copy_runs;
+using attnstore::LayerRange;
 using attnstore::PageCopier;
 using attnstore::PageCopy;
-using attnstore::PageMap;
+using attnstore::PageShape;
 using attnstore::Run;
 
 // A team of three, as an OpenMP runtime has.
@@ -69,24 +70,27 @@ void pages_come_back() {
   const std::size_t slot_bytes = 2 * kPages * kPageBytes;
   std::vector<std::byte> slots(kSlots * slot_bytes);
   const auto address = [](auto& memory) { return reinterpret_cast<std::uint64_t>(memory.data()); };
-  const PageCopier copier(PageMap{address(slots),
-                                  kSlots,
-                                  slot_bytes,
-                                  kPages * kPageBytes,
-                                  kPageBytes,
-                                  {address(layers[0]), address(layers[1])},
-                                  kBlocks,
-                                  kStride,
-                                  {0, kRunBytes + 8},
-                                  kRunBytes});
+  const PageCopier copier(PageShape{address(slots),
+                                    kSlots,
+                                    slot_bytes,
+                                    kPages * kPageBytes,
+                                    kPageBytes,
+                                    {address(layers[0]), address(layers[1])},
+                                    kBlocks,
+                                    kStride,
+                                    {0, kRunBytes + 8},
+                                    kRunBytes});
   std::vector<PageCopy> out;
   std::vector<PageCopy> back;
   for (std::int64_t page = 0; page < 3; ++page) {
     out.push_back({1, page, page});
     back.push_back({1, page, 5 + page});
   }
-  copier.save(out);
-  copier.load(back);
+  copier.save(out, {0, 2});
+  copier.load(back, {0, 1});
+  const std::size_t behind = 5 * kStride;  // nothing of the second layer has moved
+  CHECK(std::memcmp(layers[1].data() + behind, before[1].data() + behind, 3 * kStride) == 0);
+  copier.load(back, {1, 2});
   for (std::size_t layer = 0; layer < 2; ++layer) {
     for (std::size_t page = 0; page < 3; ++page) {
       for (const std::size_t run : {std::size_t{0}, kRunBytes + 8}) {
@@ -95,13 +99,19 @@ void pages_come_back() {
       }
     }
   }
-  bool refused = false;
-  try {
-    copier.save({{0, 0, static_cast<std::int64_t>(kBlocks)}});
-  } catch (const std::out_of_range&) {
-    refused = true;
-  }
-  CHECK(refused);
+  const auto is_refused = [&copier](PageCopy copy, LayerRange range) {
+    try {
+      copier.save({copy}, range);
+    } catch (const std::out_of_range&) {
+      return true;
+    }
+    return false;
+  };
+  CHECK(is_refused({0, 0, static_cast<std::int64_t>(kBlocks)}, {0, 2}));
+  CHECK(is_refused({0, 0, 0}, {0, 3}));
+  CHECK(is_refused({0, 0, 0}, {-1, 1}));
+  CHECK(is_refused({0, 0, 0}, {2, 1}));
+  CHECK(!is_refused({0, 0, 0}, {2, 2}));
 }
 
 }  // namespace

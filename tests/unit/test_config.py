@@ -180,11 +180,19 @@ def test_hints_are_off_until_they_are_set() -> None:
     assert config.pinning == PinningConfig(share=0.5, tenant_share=0.1, longest_s=172_800)
 
 
+def test_the_write_buffer() -> None:
+    assert StoreConfig.parse(MINIMAL).write_buffer_bytes is None
+    assert StoreConfig.parse(MINIMAL | {"write_buffer": "auto"}).write_buffer_bytes is None
+    assert StoreConfig.parse(MINIMAL | {"write_buffer": "2MiB"}).write_buffer_bytes == 2 << 20
+
+
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
         ({"look_ahead": "no"}, ("look_ahead", "'no'", "true or false")),
         ({"compute_if_sooner": 1}, ("compute_if_sooner", "1", "true or false")),
+        ({"write_buffer": "much"}, ("write_buffer", "'much'", "64GiB")),
+        ({"write_buffer": 0}, ("write_buffer", "0", "64GiB")),
         ({"ttl": "soon"}, ("ttl", "'soon'", "30m")),
         ({"ttl": 0}, ("ttl", "0", "30m")),
         ({"ttl": True}, ("ttl", "True")),

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,9 +15,21 @@ from pathlib import Path
 
 import pytest
 
+from attnstore_vllm import machine
 from attnstore_vllm.config import StoreConfig
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.machine import LOCK_NAME, check_machine, check_unlocked, lock_directory
+from attnstore_vllm.machine import (
+    LOCK_NAME,
+    SharedMemory,
+    _group_limit,
+    check_machine,
+    check_unlocked,
+    driver_counts_locked_memory,
+    lacks_locked_memory,
+    lacks_memory,
+    lock_directory,
+    shared_memory,
+)
 
 LOCK_AND_WAIT = """
 import sys
@@ -86,6 +100,153 @@ def test_more_shared_memory_than_there_is(tmp_path: Path) -> None:
     message = refused(settings(tmp_path / "kv", dram="1PiB"))
     assert "dram is 1024TiB" in message
     assert "--shm-size" in message
+
+
+GIB = 1 << 30
+
+
+def test_the_message_has_the_size_that_holds_what_is_there_too() -> None:
+    shared = SharedMemory(total_bytes=24 * GIB, free_bytes=20 * GIB)
+    assert lacks_memory(20 * GIB, shared, 20 * GIB) is None
+    for asked, size in ((20 * GIB + 1, 25), (30 * GIB, 34)):
+        message = lacks_memory(asked, shared, 1 << 62)
+        assert message is not None
+        assert "has 20GiB free of 24GiB" in message
+        assert f"mount -o remount,size={size}g /dev/shm" in message
+        assert f"docker run --shm-size={size}g" in message
+        assert "medium: Memory" in message
+        assert f"sizeLimit: {size}Gi" in message
+
+
+def test_a_container_that_may_use_less_than_its_shared_memory_holds() -> None:
+    shared = SharedMemory(total_bytes=24 * GIB, free_bytes=24 * GIB)
+    message = lacks_memory(16 * GIB, shared, 8 * GIB)
+    assert message is not None
+    assert "has 8GiB of memory" in message
+    assert "docker run --memory" in message
+
+
+def test_shared_memory_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: endless)
+    assert lacks_memory(1 << 50, shared_memory(Path("/dev/shm")), 1 << 62) is None
+
+
+def test_the_limits_of_a_control_group_and_of_those_that_it_is_in(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    for directory, limit in (("", "max"), ("a", "4000"), ("a/b", "9000"), ("memory/x", "7")):
+        (root / directory).mkdir(parents=True, exist_ok=True)
+        (root / directory / "memory.max").write_text(limit + "\n")
+    (tmp_path / "memory.max").write_text("1\n")  # no group: outside of what is mounted
+    (root / "memory" / "x" / "memory.limit_in_bytes").write_text("3000\n")
+    assert _group_limit(root, "0::/a/b") == 4000
+    assert _group_limit(root, "0::/a") == 4000
+    assert _group_limit(root, "5:cpu,memory:/x") == 3000
+    for line in ("0::/", "0::/of/the/host/only", "4:cpu:/a"):
+        assert _group_limit(root, line) == 1 << 62
+    (root / "memory.max").write_text("5000\n")  # in a container: the container's own
+    assert _group_limit(root, "0::/of/the/host/only") == 5000
+
+
+def test_data_parallel_engines_are_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "shared_memory", lambda path: SharedMemory(GIB, GIB))
+    config = settings(tmp_path / "kv", dram="4GiB", data_parallel_size=8)
+    assert "dram is 4GiB, but shared memory" in refused(config)
+    with pytest.raises(ConfigError, match=r"dram is 4GiB, of which 1\.5GiB here, but"):
+        check_machine(config, [0, 1, 2])
+    check_machine(config, [6, 7])
+    check_machine(config, [])
+
+
+def test_an_engine_that_is_started_alone_leaves_the_others_directories(tmp_path: Path) -> None:
+    """As behind a load balancer, each with --data-parallel-rank."""
+    (tmp_path / "kv").mkdir()
+    config = settings(tmp_path / "kv", data_parallel_size=2)
+    with another_process_owns(tmp_path / "kv" / "dp0"):
+        check_machine(config, [1])
+        with pytest.raises(ConfigError, match="dp0"):
+            check_machine(config, [0])
+
+
+# ---- locked memory -------------------------------------------------------------------------
+
+
+def test_a_pool_beyond_the_limit_on_locked_memory_names_what_raises_it() -> None:
+    message = lacks_locked_memory(64 * GIB, 8 << 20, lambda: True)
+    assert message is not None
+    assert "locked memory is 8MiB" in message
+    for remedy in ("ulimit -l unlimited", "--ulimit memlock=-1", "LimitMEMLOCK=infinity"):
+        assert remedy in message
+
+
+@pytest.mark.parametrize("limit", [-1, 64 * GIB, 65 * GIB])
+def test_a_driver_is_not_asked_where_the_limit_suffices(limit: int) -> None:
+    def ask() -> bool:
+        pytest.fail("asked")
+
+    assert lacks_locked_memory(64 * GIB, limit, ask) is None
+
+
+def test_a_driver_that_does_not_count_is_no_reason_to_refuse() -> None:
+    assert lacks_locked_memory(64 * GIB, 8 << 20, lambda: False) is None
+
+
+DRIVER = """
+#include <stddef.h>
+#include <sys/resource.h>
+int cuInit(unsigned flags) { return INIT; }
+int cuDeviceGet(int *device, int number) { *device = 7; return number; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &cuInit; return device - 7; }
+int cuCtxSetCurrent(void *context) { return context != &cuInit; }
+int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
+  struct rlimit limit;
+  getrlimit(RLIMIT_MEMLOCK, &limit);
+  *(volatile char *)address = 1;
+  return COUNTS && limit.rlim_cur <= 65536 && bytes > limit.rlim_cur;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("init", "counts", "expected"), [(0, 1, True), (0, 0, False), (1, 1, False)]
+)
+def test_the_driver_is_asked_in_a_process_of_its_own(
+    tmp_path: Path, init: int, counts: int, expected: bool
+) -> None:
+    """A driver that keeps to the limit, one that does not, and one without a GPU."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no compiler here")
+    source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
+    source.write_text(DRIVER)
+    define = [f"-DINIT={init}", f"-DCOUNTS={counts}"]
+    command = [compiler, "-shared", "-fPIC", *define, "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    assert driver_counts_locked_memory(str(library)) is expected
+
+
+def test_without_a_driver_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not driver_counts_locked_memory(str(tmp_path / "libcuda.so.1"))
+    monkeypatch.setattr(machine, "_PROBE_TIMEOUT_S", 1e-3)
+    assert not driver_counts_locked_memory(str(tmp_path / "libcuda.so.1"))
+
+
+def test_memory_is_counted_for_each_process_where_it_is_page_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
+    monkeypatch.setattr(machine, "driver_counts_locked_memory", lambda: True)
+    config = settings(tmp_path / "kv", dram="2MiB")
+    check_machine(config)
+    with pytest.raises(ConfigError, match="dram is 2MiB, but the limit on locked memory is 1MiB"):
+        check_machine(config, pins_memory=True)
+    shared = settings(tmp_path / "kv", dram="2MiB", data_parallel_size=2)
+    check_machine(shared, pins_memory=True)
+    check_machine(shared, [], pins_memory=True)
 
 
 def test_more_disk_than_there_is(tmp_path: Path) -> None:

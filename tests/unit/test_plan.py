@@ -49,7 +49,7 @@ def test_every_token_comes_from_its_place(data: st.DataObject) -> None:
     block_ids = data.draw(st.permutations(range(50, 50 + num_blocks)))
     copies = load(pieces, list(block_ids), start, stop)
     filled = {block: (slot, within) for slot, within, block in pages(copies).tolist()}
-    assert TransferPlan(1, copies).num_blocks == len(pages(copies))
+    assert TransferPlan(1, "a", copies).num_blocks == len(pages(copies))
     assert len(filled) == num_blocks - start // BLOCK_TOKENS  # each block once, none before start
     for token in range(start, stop):
         slot, within = filled[block_ids[token // BLOCK_TOKENS]]
@@ -88,7 +88,7 @@ def test_plans_that_make_no_sense_are_our_bug(
 
 def test_an_empty_plan_is_our_bug() -> None:
     with pytest.raises(AssertionError):
-        TransferPlan(1, ())
+        TransferPlan(1, "a", ())
 
 
 def test_geometry_adds_up() -> None:

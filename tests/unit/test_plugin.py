@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from attnstore_vllm import plugin
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.plugin import CONNECTOR, expand
+from attnstore_vllm.plugin import CONNECTOR, check_early, expand
 
 FLAG = "--kv-transfer-config"
 
@@ -196,3 +200,105 @@ def test_a_single_engine_is_told_nothing(tmp_path: Path) -> None:
     argv = [FLAG, yaml_file(tmp_path, text(tmp_path)), "-dp", "1"]
     extra = json.loads(expand(argv)[1])["kv_connector_extra_config"]
     assert "data_parallel_size" not in extra
+
+
+# ---- the machine, before the model loads ------------------------------------------------------
+
+
+def test_a_pool_larger_than_shared_memory(tmp_path: Path) -> None:
+    whole = complete(settings(tmp_path) | {"dram": "100TiB"})
+    file = yaml_file(tmp_path, text(tmp_path).replace("1MiB", "100TiB", 1))
+    for value in (file, json.dumps(whole), yaml_file(tmp_path, json.dumps(whole))):
+        message = refused([FLAG, value])
+        assert "dram is 100TiB, but shared memory (/dev/shm) has" in message
+        assert "mount -o remount,size=1024" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], [0, 1, 2, 3]),
+        (["--data-parallel-rank", "2"], [2]),
+        (["-dpn=0"], [0]),
+        (["--data-parallel-size-local", "2"], [0, 1]),
+        (["-dpl", "2", "-dpr", "2"], [2, 3]),
+        (["-dpl", "0"], []),
+        (["-dpl", "3", "--data_parallel_start_rank=3"], [3]),
+        (["-dpn", "9"], []),  # vLLM refuses it
+    ],
+)
+def test_only_the_engines_that_start_here_ask_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: list[int]
+) -> None:
+    asked: list[tuple[list[int], bool]] = []
+    monkeypatch.setattr(
+        plugin,
+        "check_machine",
+        lambda config, ranks, pins_memory: asked.append((list(ranks), pins_memory)),
+    )
+    argv = [FLAG, yaml_file(tmp_path, text(tmp_path)), "-dp", "4", *words]
+    expand(argv, pins_memory=True)
+    assert asked == [(expected, True)]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_checked", set())
+    monkeypatch.setattr(plugin, "_is_cuda", lambda: False)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_settings_without_a_command_line_are_checked_when_vllm_asks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--shm-size"):
+        check_early(settings(tmp_path) | {"dram": "100TiB"})
+    with pytest.raises(ConfigError, match="did you mean dram"):
+        check_early({"dran": "1MiB"})
+    check_early(settings(tmp_path))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_was_found_to_fit_is_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is allocated then, and the directory is locked."""
+    _, value = expand([FLAG, yaml_file(tmp_path, text(tmp_path)), "-dp", "4"])[:2]
+
+    def refuse(config: object, ranks: object, pins_memory: bool) -> None:
+        raise ConfigError("asked again")
+
+    monkeypatch.setattr(plugin, "check_machine", refuse)
+    check_early(json.loads(value)["kv_connector_extra_config"])
+    with pytest.raises(ConfigError, match="asked again"):
+        check_early(settings(tmp_path))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_only_the_process_that_the_user_started_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    check_early(settings(tmp_path) | {"dram": "100TiB"})
+
+
+def test_amx_is_asked_for() -> None:
+    """In every process of vLLM: what is granted to one is not to those that it starts."""
+    found = subprocess.run(
+        [sys.executable, "-c", _PERMISSIONS], capture_output=True, text=True, check=True
+    ).stdout.split()
+    if found[0] == "False":
+        pytest.skip("this processor has no AMX")
+    assert found[1:] == ["0", "1"], "tile data, before and after register()"
+
+
+_PERMISSIONS = """
+import ctypes, torch
+from attnstore_vllm.plugin import register
+def granted():
+    found = ctypes.c_ulong()
+    ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(found))  # arch_prctl, ARCH_GET_XCOMP_PERM
+    return found.value >> 18 & 1
+import vllm.distributed.kv_transfer.kv_connector.factory
+before = granted()
+register()
+print(torch.cpu._is_amx_tile_supported(), before, granted())
+"""

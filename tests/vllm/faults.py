@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from attnstore_vllm.transfer.plan import ChunkCopy, TransferPlan, pages
+from attnstore_vllm.transfer.plan import ChunkCopy, pages
 
 Undo = Callable[[], object]
 
@@ -29,7 +30,7 @@ def _edit_loads(engine: Any, edit: Callable[[list[Any]], list[Any]]) -> Undo:
         for i, load in enumerate(plan.loads):
             edited = edit(pages(load.copies).tolist())
             copies = tuple(ChunkCopy(slot, block, (block_id,)) for slot, block, block_id in edited)
-            plan.loads[i] = TransferPlan(load.plan_id, copies)
+            plan.loads[i] = replace(load, copies=copies)
         return plan
 
     return _replace(connector, "build_connector_meta", faulty)

@@ -23,7 +23,8 @@ from attnstore_vllm.index.chunk import Dram
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, encode_tokens, root_key
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.types import Key
-from tests.vllm.scripted import BLOCK, CHUNK, TOKEN_KV, VOCAB, Limits, ScriptedEngine, extend_kv
+from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
+from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV, VOCAB, extend_kv, in_layer
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,10 @@ def check_stored(engine: ScriptedEngine) -> int:
         kv: list[bytes] = []
         extend_kv(kv, known[prefix])
         slot = np.frombuffer(engine.pool.slot(chunk.dram_slot), dtype=np.uint8)
-        num_bytes = chunk.name.num_tokens * TOKEN_KV
-        assert slot[:num_bytes].tobytes() == b"".join(kv[chunk.name.position :])
+        layer_bytes, num_bytes = CHUNK * TOKEN_KV, chunk.name.num_tokens * TOKEN_KV
+        for layer in range(LAYERS):
+            wanted = in_layer(kv[chunk.name.position :], layer).tobytes()
+            assert slot[layer * layer_bytes :][:num_bytes].tobytes() == wanted
         checked += 1
     return checked
 

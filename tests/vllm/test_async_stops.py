@@ -21,8 +21,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from attnstore_vllm.testing.tiny_model import TINY, make_model
-from tests.vllm import scripted
-from tests.vllm.scripted import TOKEN_KV, VOCAB, ScriptedEngine
+from tests.vllm import scripted_worker
+from tests.vllm.scripted import ScriptedEngine
+from tests.vllm.scripted_worker import TOKEN_KV, VOCAB
 from tests.vllm.test_async_scheduling import check_stored, wait_until_quiet
 
 STOP = 7
@@ -39,7 +40,7 @@ def engine(
     request: pytest.FixtureRequest, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ScriptedEngine]:
     """With steps in flight, and KV that depends on the weights."""
-    monkeypatch.setattr(scripted, "extend_kv", _extend_kv)
+    monkeypatch.setattr(scripted_worker, "extend_kv", _extend_kv)
     monkeypatch.setattr("tests.vllm.test_async_scheduling.extend_kv", _extend_kv)
     monkeypatch.setattr(_Weights, "version", 0)
     engine = ScriptedEngine(model, tmp_path / "store", num_blocks=60, depth=request.param, seed=3)
@@ -127,13 +128,13 @@ class _Resuming:
         self._worker = engine.worker
         self._forward = engine.worker._forward
 
-    def forward(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def forward(self, output: SchedulerOutput, *, replays: bool) -> dict[str, list[int]]:
         cached = output.scheduled_cached_reqs
         for name in cached.resumed_req_ids:
             row = self._worker._rows[name]
             row.tokens[:] = cached.all_token_ids[name]
             row.kv.clear()
-        return self._forward(output)
+        return self._forward(output, replays=replays)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -177,7 +178,7 @@ def chunks_after_a_reset(engine: ScriptedEngine) -> int:
     for i in range(6):
         add(engine, str(i), plain(random, 150), 80)
     steps = 0
-    while steps < 5 or not engine.ours._in_flight:
+    while steps < 5 or not engine.ours._transfers.any_open():
         engine.step()
         steps += 1
         assert steps < 100, "nothing was saved"
@@ -202,7 +203,7 @@ def test_blocks_that_no_step_has_computed_with_are_not_saved(engine: ScriptedEng
     request = engine.scheduler.requests["a"]
     request.num_computed_tokens = 100
     assert not engine.ours.request_finished(request, list(range(1, 11)))
-    assert not engine.ours._plan.saves
+    assert not engine.ours._transfers.any_open()
     request.num_computed_tokens = 0
     engine.abort("a")
     engine.drain()

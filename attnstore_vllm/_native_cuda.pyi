@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Not there if the package was built without nvcc."""
+
+import numpy as np
+import numpy.typing as npt
+
+Copies = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
+
+runtime_version: int
+"""Of the CUDA runtime that is linked in: 13000 is 13.0."""
+
+class Move:
+    LOAD: Move
+    SAVE: Move
+    GATHER: Move
+    DRAIN: Move
+
+def register_host(address: int, num_bytes: int) -> int:
+    """Page-lock memory; its address as the device sees it. Raises RuntimeError."""
+
+def unregister_host(address: int) -> None: ...
+
+class PageMover:
+    def __init__(
+        self,
+        *,
+        device: int,
+        slots_base: int,
+        num_slots: int,
+        slot_bytes: int,
+        layer_bytes: int,
+        page_bytes: int,
+        layer_bases: list[int],
+        num_blocks: int,
+        block_stride: int,
+        run_offsets: list[int],
+        run_bytes: int,
+        rows_base: int,
+        num_rows: int,
+        arrays: int,
+    ) -> None: ...
+    def by_kernel(
+        self,
+        move: Move,
+        copies: Copies,
+        rows: Rows,
+        first_layer: int,
+        stop_layer: int,
+        table_device: int,
+        table_host: int,
+        thread_blocks: int,
+        stream: int,
+    ) -> None: ...
+    def by_dma(
+        self,
+        move: Move,
+        copies: Copies,
+        rows: Rows,
+        first_layer: int,
+        stop_layer: int,
+        stream: int,
+    ) -> None: ...
+    def count_runs(self, move: Move, copies: Copies, rows: Rows) -> int: ...

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plans of the step that is being planned, and those that workers still work at."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attnstore_vllm.connector.messages import StepPlan, StepReport
+from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
+from attnstore_vllm.types import Flow
+
+
+@dataclass(slots=True)
+class _Open:
+    """A plan that not all ranks have completed."""
+
+    flow: Flow
+    chunks: list[Chunk]
+    num_blocks: int
+    request_id: str
+    ranks_left: int
+    is_given_up: bool = False
+
+
+class Transfers:
+    """All methods run on the scheduler's thread.
+
+    Args:
+        num_ranks: a plan is complete when so many have said so.
+        rows: blocks that each worker's write buffer has room for; None if saves are over when they
+            are begun.
+        gives_blocks_away: blocks whose saves are sure of their rows are free at once. Not where
+            others write to blocks in an order of their own.
+    """
+
+    def __init__(
+        self, store: Store, num_ranks: int, rows: int | None, *, gives_blocks_away: bool
+    ) -> None:
+        self._store = store
+        self._num_ranks = num_ranks
+        self._rows = rows
+        self._gives_blocks_away = gives_blocks_away
+        self._ids = itertools.count(1)
+        self._plan = StepPlan()
+        self._open: dict[int, _Open] = {}
+        self._loading: dict[str, int] = {}
+        """Requests whose last load is open, and its plan."""
+        self._saving_blocks = 0
+        self._kept: dict[str, int] = {}
+        """Finished requests whose blocks vLLM keeps, and how many ranks have not freed them."""
+
+    # ---- plans -------------------------------------------------------------------------
+
+    def load(
+        self,
+        request_id: str,
+        chunks: list[Chunk],
+        copies: tuple[ChunkCopy, ...],
+        *,
+        is_partial: bool,
+        layers_before: int,
+    ) -> None:
+        """The held `chunks` are loaded; released when all ranks have done so."""
+        plan = LoadPlan(next(self._ids), request_id, copies, is_partial, layers_before)
+        self._plan.loads.append(plan)
+        self._add(plan, Flow.LOAD, chunks)
+        self._loading[request_id] = plan.plan_id
+
+    def save(self, request_id: str, chunk: Chunk, copies: tuple[ChunkCopy, ...]) -> None:
+        """`chunk`, which the store has begun to save, is filled when this step ends."""
+        plan = TransferPlan(next(self._ids), request_id, copies)
+        self._plan.saves.append(plan)
+        self._add(plan, Flow.SAVE, [chunk])
+        self._saving_blocks += plan.num_blocks
+
+    def _add(self, plan: TransferPlan, flow: Flow, chunks: list[Chunk]) -> None:
+        self._open[plan.plan_id] = _Open(
+            flow, chunks, plan.num_blocks, plan.request_id, self._num_ranks
+        )
+
+    def take_plan(self) -> StepPlan:
+        """What the workers are to do in this step."""
+        plan, self._plan = self._plan, StepPlan()
+        return plan
+
+    # ---- requests ----------------------------------------------------------------------
+
+    def finished(self, request_id: str) -> bool:
+        """A request has ended; what it leaves behind is planned. Returns whether vLLM is to keep
+        its blocks until the workers have said that they are free."""
+        self.load_is_void(request_id)
+        saves = [plan for plan in self._plan.saves if plan.request_id == request_id]
+        if self._gives_blocks_away and (self._rows is None or self._saving_blocks <= self._rows):
+            # All that is open has its row when the next step begins, so nothing waits for one.
+            self._plan.saves_before += saves
+            self._plan.saves = [p for p in self._plan.saves if p.request_id != request_id]
+            return False
+        if not any(o.flow is Flow.SAVE and o.request_id == request_id for o in self._open.values()):
+            return False
+        self._plan.finished_saving.append(request_id)
+        self._kept[request_id] = self._num_ranks
+        return True
+
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """Their blocks are others' in the step that is being planned."""
+        saving = {o.request_id for o in self._open.values() if o.flow is Flow.SAVE}
+        for request_id in request_ids:
+            self.load_is_void(request_id)
+            if request_id in saving:
+                self._plan.preempted.append(request_id)
+
+    def load_is_void(self, request_id: str) -> None:
+        """The blocks that the request's load fills may be others' from the next step on."""
+        plan_id = self._loading.pop(request_id, None)
+        if plan_id is not None:
+            self._plan.ended_loads.append(plan_id)
+
+    # ---- reports -----------------------------------------------------------------------
+
+    def on_report(self, report: StepReport) -> int:
+        """Ranks have completed plans. Returns how many saves were given up."""
+        saved: list[Chunk] = []
+        num_given_up = 0
+        for plan_id, num_ranks in report.ranks.items():
+            found = self._open[plan_id]
+            found.ranks_left -= num_ranks
+            found.is_given_up |= plan_id in report.given_up
+            assert found.ranks_left >= 0
+            if found.ranks_left:
+                continue
+            del self._open[plan_id]
+            if found.flow is Flow.LOAD:
+                if self._loading.get(found.request_id) == plan_id:
+                    del self._loading[found.request_id]
+                self._store.loaded(found.chunks)
+                continue
+            self._saving_blocks -= found.num_blocks
+            if found.is_given_up:
+                num_given_up += 1
+                self._store.drop(found.chunks)
+            saved += found.chunks
+        if saved:
+            self._store.finish_saves(saved)
+        for request_id, num_ranks in report.freed.items():
+            self._kept[request_id] -= num_ranks
+            if not self._kept[request_id]:
+                del self._kept[request_id]
+        return num_given_up
+
+    def saving(self) -> list[Chunk]:
+        """The chunks that are being saved."""
+        return [c for o in self._open.values() if o.flow is Flow.SAVE for c in o.chunks]
+
+    def keeps_blocks(self) -> bool:
+        """Whether vLLM keeps blocks of finished requests that come free without its doing."""
+        return bool(self._kept)
+
+    def any_open(self) -> bool:
+        """Whether workers still have to copy or report: the engine must go on stepping."""
+        return bool(self._open) or bool(self._kept)
+
+    def loading_blocks(self) -> int:
+        """Blocks of the loads that are open, which may be over or not yet begun."""
+        return sum(o.num_blocks for o in self._open.values() if o.flow is Flow.LOAD)

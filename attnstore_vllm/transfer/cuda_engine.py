@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between HBM and the page-locked pool on CUDA, beside the model.
+
+Two streams of ours, one for loads and one for saves; the model's own gathers into the write buffer.
+docs/overlap.md says which stream waits for what.
+
+Priorities. In CUDA a lower number is a higher priority, 0 is the lowest there is, and 0 is what
+PyTorch, and so the model, has if nobody asks for another. So ours are equal to such a model's
+stream and cannot be lower; they are lower where the model's was made with a negative number.
+Priorities order thread blocks of kernels that wait for room and nothing else: not the copy engines,
+and no block that runs already. What keeps our copies out of the model's way is that the kernel
+takes few multiprocessors, and DMA none (transfer/cuda_methods.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import count
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnstore_vllm.config import format_size
+from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
+from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatch, copy_error
+from attnstore_vllm.transfer.cuda_methods import RULES, Method, Move, Rule, Rules, choose
+from attnstore_vllm.transfer.cuda_selftest import check_engine
+from attnstore_vllm.transfer.cuda_tables import PAGES_AT_ONCE, TableRing
+from attnstore_vllm.transfer.engine import Event, Pages, Rows
+from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.layout import LayerLayout
+
+logger = logging.getLogger(__name__)
+
+_NO_ROWS = np.empty(0, np.int64)
+_STREAMS_TRIED = 64
+
+
+class CudaEngine:
+    """Implements transfer.engine.CopyEngine.
+
+    What the caller keeps: a slot, block or row that a copy reads or fills is not reused before its
+    event is over; for a block that was gathered, the model's order is enough. The KV tensors and
+    the slots outlive this.
+
+    Made before anything else uses the slots and the blocks: the last slot is written to, and
+    cleared, in a test of all copies.
+
+    Args:
+        slots_base: address of the pool's slot 0 in this process; the slots are page-locked from
+            here to close(), and mapped.
+        layouts: of the layers, in the order in which slots hold them; addresses on `device`.
+        num_rows: of the write buffer, which takes layers * page_bytes of HBM each; 0: none.
+        rules: which way copies go; may be assigned to at any time.
+    Raises: UnsupportedError if this machine, or this build, cannot copy, or copies wrongly;
+        ConfigError if there is too little memory that may be locked, or too little HBM.
+        IndexError from load(), save(), gather() and drain(), before anything is copied, for a slot,
+        block, row or layer that does not exist.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self,
+        slots_base: int,
+        num_slots: int,
+        rank: int,
+        geometry: Geometry,
+        layouts: Sequence[LayerLayout],
+        device: torch.device,
+        num_rows: int,
+        rules: Rules = RULES,
+    ) -> None:
+        self._native = _native_module()
+        _refuse_without_gpu(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self.num_rows = num_rows
+        self.rules = rules
+        self._geometry = geometry
+        self._slots_base = slots_base
+        self._is_closed = False
+        with ExitStack() as undo:
+            self._buffer = self._make_buffer(num_rows)
+            seen = self._register(slots_base, num_slots * geometry.slot_bytes)
+            undo.callback(self._native.unregister_host, slots_base)
+            self._mover = self._make_mover(seen + rank * geometry.rank_bytes, num_slots, layouts)
+            self._loads, self._saves = self._make_streams()
+            self._tables = {move: TableRing(self._device) for move in (Move.LOAD, Move.SAVE)}
+            self._tables[Move.DRAIN] = self._tables[Move.SAVE]
+            self._tables[Move.GATHER] = TableRing(self._device)
+            self._numbers = count(1)
+            self._load_times = StopWatch()
+            self._model_waits = StopWatch()
+            self._has_waited: dict[tuple[str, int], int] = {}
+            """(lane, the model's stream): the number of the latest event that it waits for."""
+            self._gathered: dict[int, torch.cuda.Event] = {}
+            """The model's stream: behind its latest gather."""
+            self._spoilt: set[tuple[int, int]] = set()
+            """(row, layer) that a failed gather was to fill."""
+            self._chosen: dict[Move, tuple[Pages, Rows, Rules, Rule]] = {}
+            check_engine(self, geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
+            undo.pop_all()
+
+    # ---- transfer.engine.CopyEngine ----------------------------------------------------
+
+    def load(self, pages: Pages, layers: range) -> Event:
+        num_bytes = len(pages) * len(layers) * self._geometry.page_bytes
+        try:
+            self._loads.wait_stream(self._model())
+            start = self._load_times.start(self._loads)
+            self._copy(Move.LOAD, pages, _NO_ROWS, layers, self._loads)
+            stop = self._load_times.stop(start, self._loads, num_bytes)
+            return self._event(Move.LOAD, stop)
+        except RuntimeError as error:
+            return self._failed(self._loads, error)
+
+    def save(self, pages: Pages, layers: range) -> Event:
+        try:
+            self._saves.wait_stream(self._model())
+            self._copy(Move.SAVE, pages, _NO_ROWS, layers, self._saves)
+            return self._event(Move.SAVE, self._saves.record_event())
+        except RuntimeError as error:
+            return self._failed(self._saves, error)
+
+    def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
+        model = self._model()
+        try:
+            self._copy(Move.GATHER, pages, rows, layers, model)
+            event = model.record_event()
+            self._tables[Move.GATHER].used_until(event)
+            self._gathered[model.cuda_stream] = event
+            if self._spoilt:
+                self._spoilt -= _places(rows, layers)
+        except RuntimeError as error:  # the drain of these rows says so
+            logger.error("KV could not be gathered into the write buffer: %s", error)
+            self._spoilt |= _places(rows, layers)
+
+    def drain(self, pages: Pages, rows: Rows, layers: range) -> Event:
+        if self._spoilt and self._spoilt & _places(rows, layers):
+            return FailedEvent(CopyError("these rows could not be gathered"))
+        try:
+            for event in self._gathered.values():
+                self._saves.wait_event(event)
+            self._copy(Move.DRAIN, pages, rows, layers, self._saves)
+            return self._event(Move.DRAIN, self._saves.record_event())
+        except RuntimeError as error:
+            return self._failed(self._saves, error)
+
+    def model_waits(self, event: Event) -> None:
+        if event.done():
+            return
+        assert isinstance(event, CudaEvent), "this is another engine's event"
+        model = self._model()
+        key = (event.lane, model.cuda_stream)
+        if event.number <= self._has_waited.get(key, 0):
+            return  # a stream that waited for a later event of that lane is behind this one as well
+        try:
+            start = self._model_waits.start(model)
+            model.wait_event(event.event)
+            self._model_waits.stop(start, model, 0)
+        except RuntimeError as error:
+            raise copy_error(error) from error
+        self._has_waited[key] = event.number
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent | FailedEvent), "this is another engine's event"
+        event.wait()
+
+    def waited_s(self) -> float:
+        """A wait for what is over already counts with the microseconds between its two marks."""
+        return sum(seconds for _, seconds in self._model_waits.take())
+
+    def measured(self) -> list[tuple[int, float]]:
+        return self._load_times.take()
+
+    def close(self) -> None:
+        """Also if the device has failed. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            logger.error("the GPU could not complete its copies: %s", error)
+        try:
+            self._native.unregister_host(self._slots_base)
+        except RuntimeError as error:
+            logger.error("the pool stays page-locked until the process ends: %s", error)
+        self._tables.clear()
+        del self._buffer
+
+    # ---- one copy ----------------------------------------------------------------------
+
+    def _copy(
+        self, move: Move, pages: Pages, rows: Rows, layers: range, stream: torch.cuda.Stream
+    ) -> None:
+        """Append a copy to `stream`. Raises RuntimeError if CUDA refuses it."""
+        assert layers.step == 1
+        handle, native_move = stream.cuda_stream, getattr(self._native.Move, move.name)
+        rule = self._rule(move, pages, rows)
+        span = (layers.start, layers.stop)
+        if rule.method is Method.DMA:
+            self._mover.by_dma(native_move, pages, rows, *span, handle)
+            return
+        ring = self._tables[move]
+        for first in range(0, len(pages), PAGES_AT_ONCE):
+            some = slice(first, first + PAGES_AT_ONCE)
+            staged = ring.stage(pages[some], rows[some] if len(rows) else None, handle)
+            self._mover.by_kernel(
+                native_move, pages[some], rows[some], *span,
+                staged.device, staged.host, rule.thread_blocks, handle,
+            )  # fmt: skip
+            ring.was_given()
+
+    def _failed(self, stream: torch.cuda.Stream, error: RuntimeError) -> FailedEvent:
+        """What was given to `stream` before the failure may still write, so it is waited for."""
+        try:
+            stream.synchronize()
+        except RuntimeError:
+            logger.debug("the stream of a failed copy has failed as well")
+        return FailedEvent(copy_error(error))
+
+    def _event(self, move: Move, event: torch.cuda.Event) -> CudaEvent:
+        """`event` was just recorded on the move's stream."""
+        self._tables[move].used_until(event)
+        lane = "loads" if move is Move.LOAD else "saves"
+        return CudaEvent(event, lane, next(self._numbers))
+
+    def _rule(self, move: Move, pages: Pages, rows: Rows) -> Rule:
+        """Loads come layer by layer with the same pages, so the last answer is kept."""
+        last = self._chosen.get(move)
+        if (
+            last is not None and last[2] is self.rules
+            and np.array_equal(last[0], pages) and np.array_equal(last[1], rows)
+        ):  # fmt: skip
+            return last[3]
+        runs = self._mover.count_runs(getattr(self._native.Move, move.name), pages, rows)
+        run_bytes = len(pages) * self._geometry.page_bytes / max(1, runs)
+        rule = choose(self.rules, move, run_bytes)
+        self._chosen[move] = (pages.copy(), rows.copy(), self.rules, rule)
+        return rule
+
+    def _model(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    # ---- what it is made of ------------------------------------------------------------
+
+    def _register(self, address: int, num_bytes: int) -> int:
+        """Page-lock the pool; its address as the device sees it."""
+        try:
+            with torch.cuda.device(self._device):
+                return int(self._native.register_host(address, num_bytes))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"dram: {format_size(num_bytes)} of shared memory could not be page-locked for the "
+                f"GPU ({error}); raise the limit on locked memory (ulimit -l unlimited, or docker "
+                "run --ulimit memlock=-1), or ask for less"
+            ) from error
+
+    def _make_buffer(self, num_rows: int) -> torch.Tensor:
+        """[layers, rows, page_bytes]; csrc/page_map.h."""
+        g = self._geometry
+        shape = (g.num_layers, num_rows, g.page_bytes)
+        try:
+            return torch.empty(shape, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            size = format_size(num_rows * g.num_layers * g.page_bytes)
+            raise ConfigError(
+                f"write_buffer: {size} of HBM are not free: {error}; ask for less, or lower vLLM's "
+                "--gpu-memory-utilization"
+            ) from error
+
+    def _make_mover(self, slots_base: int, num_slots: int, layouts: Sequence[LayerLayout]) -> Any:
+        """The native one; `slots_base` as the device sees it, of this rank's part of slot 0."""
+        g, shape = self._geometry, layouts[0]
+        assert len(layouts) == g.num_layers
+        assert all(layout.page_bytes == g.page_bytes for layout in layouts)
+        assert all(layout.num_blocks == shape.num_blocks for layout in layouts)
+        assert all(layout.block_stride == shape.block_stride for layout in layouts)
+        assert all(layout.run_offsets == shape.run_offsets for layout in layouts)
+        bases = [layout.base for layout in layouts]
+        self._arrays = torch.tensor(
+            [*bases, *shape.run_offsets], dtype=torch.int64, device=self._device
+        )
+        return self._native.PageMover(
+            device=self._device.index,
+            slots_base=slots_base,
+            num_slots=num_slots,
+            slot_bytes=g.slot_bytes,
+            layer_bytes=g.layer_bytes,
+            page_bytes=g.page_bytes,
+            layer_bases=bases,
+            num_blocks=shape.num_blocks,
+            block_stride=shape.block_stride,
+            run_offsets=list(shape.run_offsets),
+            run_bytes=shape.run_bytes,
+            rows_base=self._buffer.data_ptr(),
+            num_rows=self.num_rows,
+            arrays=self._arrays.data_ptr(),
+        )
+
+    def _make_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """For loads and for saves. PyTorch hands streams out of a pool and begins again when it has
+        been through it, so one that the model has is passed over."""
+        taken = {self._model().cuda_stream}
+        ours: list[torch.cuda.Stream] = []
+        for _ in range(_STREAMS_TRIED):
+            stream = torch.cuda.Stream(self._device, priority=0)
+            if stream.cuda_stream not in taken:
+                taken.add(stream.cuda_stream)
+                ours.append(stream)
+            if len(ours) == 2:
+                return ours[0], ours[1]
+        raise UnsupportedError("PyTorch gives out no streams but the model's own")
+
+
+def _places(rows: Rows, layers: range) -> set[tuple[int, int]]:
+    return {(row, layer) for row in rows.tolist() for layer in layers}
+
+
+def _native_module() -> ModuleType:
+    try:
+        import attnstore_vllm._native_cuda as native  # noqa: PLC0415
+    except ImportError as error:
+        raise UnsupportedError(
+            f"attnstore_vllm was built without CUDA ({error}); put nvcc, of the CUDA toolkit, on "
+            "PATH and install the package again"
+        ) from error
+    return native
+
+
+def _refuse_without_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UnsupportedError(f"CUDA does not copy to and from the device {device}")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"PyTorch {torch.__version__} sees no CUDA device; is there a GPU with its driver, and "
+            "is this PyTorch a CUDA build?"
+        )

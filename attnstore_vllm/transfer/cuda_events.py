@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Points in CUDA streams: when copies are over, and how long streams took between two of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from attnstore_vllm.errors import CopyError
+
+_PAIRS_MAX = 4096
+
+
+def copy_error(error: RuntimeError) -> CopyError:
+    return CopyError(f"the GPU could not copy between HBM and DRAM: {error}")
+
+
+class CudaEvent:
+    """Implements transfer.engine.Event: behind a copy, on one of the engine's streams.
+
+    Args:
+        lane: names the stream.
+        number: how many events the stream had before it.
+    """
+
+    __slots__ = ("_is_over", "event", "lane", "number")
+
+    def __init__(self, event: torch.cuda.Event, lane: str, number: int) -> None:
+        self.event = event
+        self.lane = lane
+        self.number = number
+        self._is_over = False
+
+    def done(self) -> bool:
+        if not self._is_over:
+            try:
+                self._is_over = bool(self.event.query())
+            except RuntimeError as error:
+                raise copy_error(error) from error
+        return self._is_over
+
+    def wait(self) -> None:
+        if self._is_over:
+            return
+        try:
+            self.event.synchronize()
+        except RuntimeError as error:
+            raise copy_error(error) from error
+        self._is_over = True
+
+
+class FailedEvent:
+    """Implements transfer.engine.Event: of a copy that CUDA refused to begin."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: CopyError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        raise self._error
+
+    def wait(self) -> None:
+        raise self._error
+
+
+class StopWatch:
+    """Times between pairs of points in one stream, read when the stream has come past them.
+
+    At most so many pairs are kept unread; what is beyond them is not measured.
+    """
+
+    def __init__(self, pairs_max: int = _PAIRS_MAX) -> None:
+        self._pairs_max = pairs_max
+        self._pairs: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def stop(
+        self, start: torch.cuda.Event, stream: torch.cuda.Stream, tag: int
+    ) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        if len(self._pairs) < self._pairs_max:
+            self._pairs.append((tag, start, event))
+        return event
+
+    def take(self) -> list[tuple[int, float]]:
+        """Tag and seconds of each pair that is over, once. Never waits.
+
+        After a failure of the device nothing is known of any pair.
+        """
+        found: list[tuple[int, float]] = []
+        try:
+            while self._pairs and self._pairs[0][2].query():
+                tag, begun, ended = self._pairs.popleft()
+                found.append((tag, begun.elapsed_time(ended) / 1000))
+        except RuntimeError:
+            self._pairs.clear()
+        return found

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What moves bytes between a worker's HBM and its part of the pool's slots: the device seam.
+
+CpuEngine is for vLLM's CPU build, where HBM is ordinary memory; CudaEngine
+(transfer/cuda_engine.py) is for CUDA; testing/memory_engine.py has slow and stepped ones. All
+move bytes as vLLM wrote them. Which copy comes when is decided by transfer/loads.py and saves.py.
+
+*The model's order* is the order in which the device runs what the model and the engine were given:
+the model's stream on CUDA; where the model runs on the calling thread, simply what was called.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from attnstore_vllm._native import PageCopier, omp_team_size
+from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.layout import LayerLayout
+
+logger = logging.getLogger(__name__)
+
+Pages = npt.NDArray[np.int64]
+"""[blocks, 3]: DRAM slot, block of the chunk, block id (transfer/plan.py: pages)."""
+Rows = npt.NDArray[np.int64]
+"""[blocks]: where in the write buffer each of as many pages is."""
+
+
+class Event(Protocol):
+    """A point in one of the engine's streams: behind it lie the copies that were begun before."""
+
+    def done(self) -> bool:
+        """Whether those copies are over. Never waits. Raises CopyError if one of them failed."""
+
+
+class CopyEngine(Protocol):
+    """One worker's copies. All methods are called on the worker's thread."""
+
+    overlaps: bool
+    """Copies run beside the model; else whatever is begun is over on return."""
+    num_rows: int
+    """Rows of the write buffer in HBM; one holds one block, all layers. 0: there is none."""
+
+    def load(self, pages: Pages, layers: range) -> Event:
+        """Begin to fill blocks from slots: after the model's order so far and earlier loads."""
+
+    def save(self, pages: Pages, layers: range) -> Event:
+        """Begin to copy blocks into slots: after the model's order so far and earlier saves."""
+
+    def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
+        """Copy blocks into rows, in the model's order: what comes later may overwrite them."""
+
+    def drain(self, pages: Pages, rows: Rows, layers: range) -> Event:
+        """Begin to copy rows into slots: after their gather() and earlier saves."""
+
+    def model_waits(self, event: Event) -> None:
+        """What comes from here on in the model's order comes after `event`.
+
+        Waits itself only where the model runs on the calling thread. Raises CopyError.
+        """
+
+    def wait(self, event: Event) -> None:
+        """Return when `event` is over. Raises CopyError."""
+
+    def waited_s(self) -> float:
+        """Seconds that the model has waited in model_waits() since the last call, as far as they
+        are known by now."""
+
+    def measured(self) -> list[tuple[int, float]]:
+        """Bytes and seconds of load() calls that are over, each once: the time in which the stream
+        worked at it, without the wait for what was before. Never waits; bounded; may be empty."""
+
+    def close(self) -> None:
+        """Complete what is in flight; the slots may be unmapped after it."""
+
+
+class Over:
+    """The event of copies that were over when they were begun."""
+
+    def done(self) -> bool:
+        return True
+
+
+class CpuEngine:
+    """Copies on the model's own OpenMP threads; what is begun is over on return.
+
+    The model has all processors, so a thread of our own beside it takes from the model what it
+    gives to the copy, and the two together are slower (docs/design.md, "Copies").
+
+    Args:
+        slots_base: address of the pool's slot 0 in this process; mapped until close().
+        layouts: of the layers, in the order in which slots hold them; the tensors outlive this.
+    """
+
+    overlaps = False
+    num_rows = 0
+
+    def __init__(
+        self,
+        slots_base: int,
+        num_slots: int,
+        rank: int,
+        geometry: Geometry,
+        layouts: Sequence[LayerLayout],
+    ) -> None:
+        self._pages = page_copier(slots_base, num_slots, rank, geometry, layouts)
+        self._page_bytes = geometry.page_bytes
+        self._measured: list[tuple[int, float]] = []
+        logger.info("copies between HBM and DRAM run on %d threads", omp_team_size())
+
+    def load(self, pages: Pages, layers: range) -> Event:
+        began = time.perf_counter()
+        self._pages.load(pages, layers.start, layers.stop)
+        num_bytes = len(pages) * len(layers) * self._page_bytes
+        self._measured.append((num_bytes, time.perf_counter() - began))
+        return Over()
+
+    def save(self, pages: Pages, layers: range) -> Event:
+        self._pages.save(pages, layers.start, layers.stop)
+        return Over()
+
+    def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
+        raise AssertionError("there is no write buffer")
+
+    def drain(self, pages: Pages, rows: Rows, layers: range) -> Event:
+        raise AssertionError("there is no write buffer")
+
+    def model_waits(self, event: Event) -> None:
+        """It is over."""
+
+    def wait(self, event: Event) -> None:
+        """It is over."""
+
+    def waited_s(self) -> float:
+        return 0.0
+
+    def measured(self) -> list[tuple[int, float]]:
+        measured, self._measured = self._measured, []
+        return measured
+
+    def close(self) -> None:
+        """Nothing is in flight."""
+
+
+def page_copier(
+    slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
+) -> PageCopier:
+    """The native copier of one rank's pages; of its arguments what CpuEngine says."""
+    shape = layouts[0]
+    assert len(layouts) == geometry.num_layers
+    assert all(layout.page_bytes == geometry.page_bytes for layout in layouts)
+    assert all(layout.block_stride == shape.block_stride for layout in layouts)
+    assert all(layout.run_offsets == shape.run_offsets for layout in layouts)
+    return PageCopier(
+        slots_base=slots_base + rank * geometry.rank_bytes,
+        num_slots=num_slots,
+        slot_bytes=geometry.slot_bytes,
+        layer_bytes=geometry.layer_bytes,
+        page_bytes=geometry.page_bytes,
+        layer_bases=[layout.base for layout in layouts],
+        num_blocks=shape.num_blocks,
+        block_stride=shape.block_stride,
+        run_offsets=list(shape.run_offsets),
+        run_bytes=shape.run_bytes,
+    )

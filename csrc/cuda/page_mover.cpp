@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "page_mover.h"
+
+#include <utility>
+
+#include "batched_copy.h"
+#include "copy_jobs.h"
+#include "copy_kernel.h"
+#include "cuda_error.h"
+
+namespace attnstore {
+
+namespace {
+
+// The thread's current device is `device` while this lives. PyTorch has a current device of its
+// own, which must be what it was when we return.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ == device) return;
+    check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    is_changed_ = true;
+  }
+  ~OnDevice() {
+    if (is_changed_) static_cast<void>(cudaSetDevice(before_));
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool is_changed_ = false;
+};
+
+struct Places {
+  Place source;
+  Place target;
+};
+
+Places places_of(Move move) {
+  switch (move) {
+    case Move::kLoad:
+      return {Place::kSlot, Place::kBlock};
+    case Move::kSave:
+      return {Place::kBlock, Place::kSlot};
+    case Move::kGather:
+      return {Place::kBlock, Place::kRow};
+    case Move::kDrain:
+      break;
+  }
+  return {Place::kRow, Place::kSlot};
+}
+
+bool has_rows(Move move) { return move == Move::kGather || move == Move::kDrain; }
+
+}  // namespace
+
+PageMover::PageMover(int device, PageShape shape, std::uint64_t arrays)
+    : device_(device),
+      shape_(std::move(shape)),
+      arrays_(reinterpret_cast<const std::uint64_t*>(arrays)) {
+  check_shape(shape_);
+}
+
+void PageMover::check(Move move, const PageTable& table, LayerRange layers) const {
+  check_copies(shape_, table.copies, layers);
+  if (has_rows(move)) check_rows(shape_, table);
+}
+
+void PageMover::by_kernel(Move move, const PageTable& table, LayerRange layers, StagedTable staged,
+                          std::uint32_t thread_blocks, cudaStream_t stream) const {
+  check(move, table, layers);
+  if (table.copies.empty()) return;
+  const OnDevice on_device(device_);
+  auto* const copies = reinterpret_cast<PageCopy*>(staged.device);
+  auto* const rows = reinterpret_cast<std::int64_t*>(copies + table.copies.size());
+  if (staged.host != 0) {
+    const std::size_t num_bytes = table.copies.size() * sizeof(PageCopy) +
+                                  (has_rows(move) ? table.rows.size() * sizeof(std::int64_t) : 0);
+    check_cuda(cudaMemcpyAsync(copies, reinterpret_cast<const void*>(staged.host), num_bytes,
+                               cudaMemcpyHostToDevice, stream),
+               "cudaMemcpyAsync");
+  }
+  PageMap map = shape_.map();
+  map.layer_bases = arrays_;
+  map.run_offsets = arrays_ + shape_.layer_bases.size();
+  const auto [source, target] = places_of(move);
+  const TableView view{copies, has_rows(move) ? rows : nullptr,
+                       static_cast<std::uint32_t>(table.copies.size())};
+  const std::uint32_t width = word_bytes(shape_, source, target);
+  for (const CopyJob& job : make_jobs(map, source, target, view, layers, width)) {
+    check_cuda(launch_copy(job, width, thread_blocks, stream), "cudaLaunchKernelEx");
+  }
+}
+
+void PageMover::by_dma(Move move, const PageTable& table, LayerRange layers,
+                       cudaStream_t stream) const {
+  check(move, table, layers);
+  const OnDevice on_device(device_);
+  const auto [source, target] = places_of(move);
+  std::vector<Run> runs;
+  for (std::int64_t layer = layers.first; layer < layers.stop; ++layer) {
+    add_runs(shape_, source, target, table, static_cast<std::size_t>(layer), &runs);
+  }
+  merge_runs(&runs);
+  copy_batch(runs, stream);
+}
+
+std::size_t PageMover::count_runs(Move move, const PageTable& table) const {
+  check(move, table, {0, 0});
+  const auto [source, target] = places_of(move);
+  std::vector<Run> runs;
+  add_runs(shape_, source, target, table, 0, &runs);
+  merge_runs(&runs);
+  return runs.size();
+}
+
+}  // namespace attnstore

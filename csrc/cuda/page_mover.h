@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies pages between slots, KV tensors and the write buffer of one device. All copies are
+// appended to a stream and over when it comes past them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../page_runs.h"
+
+namespace attnstore {
+
+enum class Move : std::uint8_t {
+  kLoad,    // slots to blocks
+  kSave,    // blocks to slots
+  kGather,  // blocks to rows
+  kDrain,   // rows to slots
+};
+
+// Where the kernel reads its table of pages: the pages, one after the other, and then the rows, if
+// rows take part. Both memories are the caller's, and unchanged until the copy is over.
+struct StagedTable {
+  std::uint64_t device;
+  std::uint64_t host;  // page-locked, brought to the device first; 0: the device has it already
+};
+
+class PageMover {
+ public:
+  // `shape` holds addresses as the device sees them. `arrays` is the address of its layer bases
+  // and, behind them, its run offsets in the device's memory; they are the caller's and outlive
+  // this. Throws std::invalid_argument if the shape contradicts itself. Calls nothing of CUDA.
+  PageMover(int device, PageShape shape, std::uint64_t arrays);
+
+  // By the kernel, on at most `thread_blocks` multiprocessors. `staged` holds what `table` does.
+  void by_kernel(Move move, const PageTable& table, LayerRange layers, StagedTable staged,
+                 std::uint32_t thread_blocks, cudaStream_t stream) const;
+
+  // By the copy engines.
+  void by_dma(Move move, const PageTable& table, LayerRange layers, cudaStream_t stream) const;
+
+  // How many contiguous runs a layer of these pages is made of, neighbours counted as one.
+  [[nodiscard]] std::size_t count_runs(Move move, const PageTable& table) const;
+
+  // Throws std::out_of_range for a slot, block, row or layer that does not exist; by_kernel, by_dma
+  // and count_runs do so before they call anything of CUDA.
+  void check(Move move, const PageTable& table, LayerRange layers) const;
+
+ private:
+  const int device_;
+  const PageShape shape_;
+  const std::uint64_t* const arrays_;
+};
+
+}  // namespace attnstore

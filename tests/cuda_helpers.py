@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CudaEngine over tests/fake_cuda.py or over a GPU, and a caller that keeps its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_tables
+from attnstore_vllm.transfer.cuda_engine import CudaEngine
+from attnstore_vllm.transfer.cuda_methods import RULES, Method, Rules, only
+from attnstore_vllm.transfer.layout import describe
+from tests.engine_helpers import ALL, BLOCKS, LAYERS, ORDERS, ROWS, SLOTS, WITHIN, Bytes, Rig, table
+from tests.fake_cuda import FakeGpu
+
+METHODS = {"kernel": only(Method.KERNEL), "dma": only(Method.DMA), "rules": RULES}
+
+
+class CudaRig(Rig):
+    """A Rig with a CudaEngine; `gpu` is None where it is a real one."""
+
+    def __init__(
+        self, gpu: FakeGpu | None, order: tuple[int, ...] = ORDERS[2], num_rows: int = ROWS,
+        rules: Rules = RULES, num_ranks: int = 1, rank: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(order, None, num_ranks=num_ranks, rank=rank)
+        self.gpu = gpu
+        if gpu is None:
+            self._stored = [stored.cuda() for stored in self._stored]
+            self.layers = [
+                stored.permute([order.index(axis) for axis in range(4)]) for stored in self._stored
+            ]
+        layouts = [describe(f"layer {i}", kv, BLOCKS) for i, kv in enumerate(self.layers)]
+        self.cuda = CudaEngine(
+            self.slots.ctypes.data, SLOTS, rank, self.geometry, layouts,
+            torch.device("cuda", 0), num_rows, rules,
+        )  # fmt: skip
+        self.engine = self.cuda
+
+    def hbm(self) -> Bytes:
+        if self.gpu is None:
+            torch.cuda.synchronize()
+        blocks = [stored.movedim(self._block_axis, 0).cpu().numpy() for stored in self._stored]
+        return np.stack([b.reshape(BLOCKS, -1).view(np.uint8) for b in blocks])
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Give the model's stream something to do."""
+        if self.gpu is None:
+            work()
+        else:
+            self.gpu.model.run(work)
+
+    def settle(self) -> None:
+        if self.gpu is None:
+            torch.cuda.synchronize()
+        else:
+            self.gpu.synchronize()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, seed: int = 3) -> FakeGpu:
+    """From here on CudaEngine is over a fake."""
+    gpu = FakeGpu(seed)
+    for module in (cuda_engine, cuda_events, cuda_tables):
+        monkeypatch.setattr(module, "torch", gpu.torch())
+    monkeypatch.setattr(cuda_engine, "_native_module", gpu.native)
+    return gpu
+
+
+class Story:
+    """A caller that keeps the rules at random, beside what must come of it: program order.
+
+    Rows, slots and blocks are used again as soon as the rules allow it; nothing else is waited for.
+    """
+
+    def __init__(self, rig: CudaRig, seed: int) -> None:
+        self.rig, self.random = rig, Random(seed)
+        self.hbm, self.slots = rig.hbm(), rig.pages.copy()
+        self.rows = list(range(ROWS))
+        self.busy_slots: dict[int, list[Any]] = {}
+        self.leaving: list[tuple[Any, list[int]]] = []
+        self.loading: list[tuple[Any, list[int]]] = []
+        self.seen: list[tuple[torch.Tensor, Bytes]] = []
+
+    def run(self, steps: int) -> None:
+        acts = [self.compute, self.save, self.load, self.read, self.poll]
+        for _ in range(steps):
+            self.random.choice(acts)()
+        self.rig.settle()
+        assert np.array_equal(self.rig.hbm(), self.hbm)
+        assert np.array_equal(self.rig.pages, self.slots)
+        for found, wanted in self.seen:
+            assert np.array_equal(found.cpu().numpy(), wanted)
+
+    def compute(self) -> None:
+        """The model may write to a block whose load it has waited for."""
+        block = self.random.randrange(BLOCKS)
+        self.wait_for([block])
+        self.rig.compute(lambda: self.rig.overwrite(block))
+        self.hbm[:, block] = (self.hbm[:, block].view(np.int16) + 1).view(np.uint8)
+
+    def read(self) -> None:
+        block, layer = self.random.randrange(BLOCKS), self.random.randrange(LAYERS)
+        self.wait_for([block])
+        kv = self.rig._stored[layer]
+        found = torch.zeros_like(kv.movedim(self.rig._block_axis, 0)[block])
+        self.rig.compute(lambda: found.copy_(kv.movedim(self.rig._block_axis, 0)[block]))
+        wanted = self.hbm[layer, block].view(np.int16).reshape(tuple(found.shape)).copy()
+        self.seen.append((found, wanted))
+
+    def wait_for(self, blocks: list[int]) -> None:
+        for event, loading in self.loading:
+            if set(blocks) & set(loading):
+                self.rig.engine.model_waits(event)
+
+    def save(self) -> None:
+        slots = self.free_slots(2)
+        if len(self.rows) < len(slots) or not slots:
+            return
+        blocks = self.random.sample(range(BLOCKS), len(slots))
+        self.wait_for(blocks)
+        pages = table(*((slot, self.random.randrange(WITHIN), block)
+                        for slot, block in zip(slots, blocks, strict=True)))  # fmt: skip
+        rows = [self.rows.pop(self.random.randrange(len(self.rows))) for _ in slots]
+        by_layer = self.random.random() < 0.5
+        parts = [range(i, i + 1) for i in ALL] if by_layer else [ALL]
+        for part in parts:
+            self.rig.engine.gather(pages, np.array(rows), part)
+        events = [self.rig.engine.drain(pages, np.array(rows), part) for part in parts]
+        self.leaving.append((events[-1], rows))
+        for slot, within, block in pages:
+            self.busy_slots[int(slot)] = [events[-1]]
+            self.slots[slot, :, within] = self.hbm[:, block]
+
+    def load(self) -> None:
+        slots = self.free_slots(3)
+        blocks = self.random.sample(range(BLOCKS), len(slots))
+        if not slots:
+            return
+        pages = table(*((slot, self.random.randrange(WITHIN), block)
+                        for slot, block in zip(slots, blocks, strict=True)))  # fmt: skip
+        by_layer = self.random.random() < 0.5
+        parts = [range(i, i + 1) for i in ALL] if by_layer else [ALL]
+        events = [self.rig.engine.load(pages, part) for part in parts]
+        self.loading.append((events[-1], blocks))
+        for slot, within, block in pages:
+            self.busy_slots[int(slot)] = [events[-1]]
+            self.hbm[:, block] = self.slots[slot, :, within]
+
+    def free_slots(self, most: int) -> list[int]:
+        free = [
+            slot for slot in range(SLOTS)
+            if all(event.done() for event in self.busy_slots.get(slot, []))
+        ]  # fmt: skip
+        return self.random.sample(free, min(len(free), self.random.randint(1, most)))
+
+    def poll(self) -> None:
+        """Time passes."""
+        if self.rig.gpu is not None:
+            for _ in range(self.random.randrange(40)):
+                self.rig.gpu.step()
+        for event, rows in [one for one in self.leaving if one[0].done()]:
+            self.rows += rows
+            self.leaving.remove((event, rows))

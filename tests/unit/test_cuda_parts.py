@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of the CUDA half needs no GPU: addresses, tables, rules, and that it builds."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attnstore_vllm._native import PageCopier
+from attnstore_vllm.transfer.cuda_methods import RULES, Method, Move, Rule, choose, only
+from attnstore_vllm.transfer.cuda_tables import Spans, pack
+from attnstore_vllm.transfer.layout import LayerLayout, describe
+from tests.engine_helpers import table
+
+KIB = 1024
+
+
+@pytest.fixture
+def native() -> Any:
+    return pytest.importorskip("attnstore_vllm._native_cuda")
+
+
+def test_it_is_built_where_nvcc_is() -> None:
+    """The build goes on without it, so this is what notices that it does not compile."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    module = importlib.import_module("attnstore_vllm._native_cuda")
+    assert module.runtime_version >= 12000
+
+
+# ---- addresses -------------------------------------------------------------------------
+
+LAYERS, BLOCKS, WITHIN, SLOTS = 4, 6, 2, 3
+LAYOUTS = {
+    "one run": lambda: torch.zeros(LAYERS, BLOCKS, 2, 8, 4).unbind(),
+    "keys apart from values": lambda: torch.zeros(LAYERS, 2, BLOCKS, 8, 4).transpose(1, 2).unbind(),
+    "a run a head": lambda: torch.zeros(LAYERS, 3, BLOCKS, 8, 2).transpose(1, 2).unbind(),
+    "a gap after each block": lambda: torch.zeros(LAYERS, BLOCKS, 9, 4)[:, :, :8].unbind(),
+    "gaps within": lambda: torch.zeros(LAYERS, BLOCKS, 3, 9, 5)[:, :, :, :8, :3].unbind(),
+    "all layers of a block together": lambda: torch.zeros(BLOCKS, LAYERS, 16).unbind(1),
+    "odd bytes": lambda: torch.zeros(LAYERS, 3, BLOCKS, 7, dtype=torch.uint8).transpose(1, 2).unbind(),
+}  # fmt: skip
+Memory = dict[int, int]
+"""Address: byte."""
+
+
+@pytest.mark.parametrize("layers", [range(LAYERS), range(1, 3), range(3, 4), range(2, 2)], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_where_each_byte_is(name: str, layers: range) -> None:
+    """csrc/page_map.h, which the kernel is compiled from as well, against plain sums."""
+    kv = LAYOUTS[name]()
+    layouts = [describe(f"layer {i}", one, BLOCKS) for i, one in enumerate(kv)]
+    page = layouts[0].page_bytes
+    slot_bytes = LAYERS * WITHIN * page + 5
+    slots = np.zeros((SLOTS, slot_bytes), np.uint8)
+    random = np.random.default_rng(1)
+    for one in kv:
+        one.copy_(torch.from_numpy(random.integers(0, 255, one.shape)))
+    copier = _copier(slots, layouts)
+    pages = table((2, 0, 5), (0, 1, 0), (2, 1, 3))
+    wanted = slots.copy()
+    for slot, within, block in pages:
+        for layer in layers:
+            at = (layer * WITHIN + within) * page
+            wanted[slot, at : at + page] = _page(kv[layer], block)
+    copier.save(pages, layers.start, layers.stop)
+    assert np.array_equal(slots, wanted)
+    before = [[_page(one, block) for block in range(BLOCKS)] for one in kv]
+    slots[:] = random.integers(0, 255, slots.shape)
+    copier.load(pages, layers.start, layers.stop)
+    for layer in range(LAYERS):
+        for block in range(BLOCKS):
+            expected = before[layer][block]
+            for slot, within, target in pages:
+                if target == block and layer in layers:
+                    at = (layer * WITHIN + within) * page
+                    expected = slots[slot, at : at + page]
+            assert np.array_equal(_page(kv[layer], block), expected)
+
+
+def _copier(slots: np.ndarray[Any, Any], layouts: list[LayerLayout]) -> PageCopier:
+    shape = layouts[0]
+    return PageCopier(
+        slots_base=slots.ctypes.data,
+        num_slots=SLOTS,
+        slot_bytes=slots.shape[1],
+        layer_bytes=WITHIN * shape.page_bytes,
+        page_bytes=shape.page_bytes,
+        layer_bases=[layout.base for layout in layouts],
+        num_blocks=BLOCKS,
+        block_stride=shape.block_stride,
+        run_offsets=list(shape.run_offsets),
+        run_bytes=shape.run_bytes,
+    )
+
+
+def _page(kv: torch.Tensor, block: int) -> np.ndarray[Any, Any]:
+    """A block's bytes in the order of their addresses."""
+    one = kv[block]
+    by_stride = sorted(range(one.dim()), key=one.stride, reverse=True)
+    return one.permute(by_stride).contiguous().view(torch.uint8).numpy().ravel()
+
+
+@pytest.mark.parametrize("layers", [(-1, 1), (0, LAYERS + 1), (2, 1), (LAYERS + 1, LAYERS + 1)])
+def test_layers_that_do_not_exist(layers: tuple[int, int]) -> None:
+    layouts = [describe("layer", one, BLOCKS) for one in LAYOUTS["one run"]()]
+    copier = _copier(np.zeros((SLOTS, 4096), np.uint8), layouts)
+    for copy in (copier.save, copier.load):
+        with pytest.raises(IndexError, match="does not exist"):
+            copy(table((0, 0, 0)), *layers)
+
+
+# ---- the native mover, as far as it goes without a GPU ---------------------------------
+
+
+def _mover(native: Any, num_rows: int = 5) -> Any:
+    """64-byte pages of one run, neighbours in HBM; nothing is behind these addresses."""
+    return native.PageMover(
+        device=0, slots_base=1 << 20, num_slots=4, slot_bytes=4096, layer_bytes=256, page_bytes=64,
+        layer_bases=[1 << 30, 2 << 30], num_blocks=8, block_stride=64, run_offsets=[0],
+        run_bytes=64, rows_base=1 << 40, num_rows=num_rows, arrays=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("page", "row", "layers"),
+    [
+        ((4, 0, 0), 0, (0, 2)), ((-1, 0, 0), 0, (0, 2)), ((0, 4, 0), 0, (0, 2)),
+        ((0, -1, 0), 0, (0, 2)), ((0, 0, 8), 0, (0, 2)), ((0, 0, -1), 0, (0, 2)),
+        ((0, 0, 0), 5, (0, 2)), ((0, 0, 0), -1, (0, 2)),
+        ((0, 0, 0), 0, (0, 3)), ((0, 0, 0), 0, (-1, 1)), ((0, 0, 0), 0, (2, 1)),
+    ],
+)  # fmt: skip
+def test_what_does_not_exist_is_refused_before_cuda_is_asked(
+    native: Any, page: tuple[int, int, int], row: int, layers: tuple[int, int]
+) -> None:
+    mover = _mover(native)
+    pages, rows = table((0, 0, 0), page), np.array([1, row])
+    for move in (native.Move.GATHER, native.Move.DRAIN):
+        with pytest.raises(IndexError, match="does not exist"):
+            mover.by_dma(move, pages, rows, *layers, 0)
+        with pytest.raises(IndexError, match="does not exist"):
+            mover.by_kernel(move, pages, rows, *layers, 0, 0, 1, 0)
+    if 0 <= row < 5:
+        for move in (native.Move.LOAD, native.Move.SAVE):
+            with pytest.raises(IndexError, match="does not exist"):
+                mover.by_dma(move, pages, np.empty(0, np.int64), *layers, 0)
+
+
+def test_pages_and_rows_go_together(native: Any) -> None:
+    mover = _mover(native)
+    with pytest.raises(IndexError, match="2 pages, but 1 rows"):
+        mover.count_runs(native.Move.DRAIN, table((0, 0, 0), (0, 1, 1)), np.array([0]))
+    with pytest.raises(IndexError, match="row 0 of 0"):
+        _mover(native, 0).count_runs(native.Move.GATHER, table((0, 0, 0)), np.array([0]))
+    with pytest.raises(ValueError, match="slot, block in the chunk, block id"):
+        mover.count_runs(native.Move.LOAD, np.zeros((2, 4), np.int64), np.array([0, 1]))
+
+
+def test_neighbours_are_one_run(native: Any) -> None:
+    mover, move = _mover(native), native.Move
+    apart, close = table((0, 0, 5), (0, 1, 7), (0, 2, 2)), table((0, 0, 5), (0, 1, 6), (0, 2, 7))
+    up, down = np.arange(3), np.arange(3)[::-1].copy()
+    assert mover.count_runs(move.LOAD, apart, up) == 3
+    assert mover.count_runs(move.SAVE, close, up) == 1
+    assert mover.count_runs(move.DRAIN, apart, up) == 1
+    assert mover.count_runs(move.DRAIN, apart, down) == 3
+    assert mover.count_runs(move.GATHER, close, up) == 1
+    assert mover.count_runs(move.GATHER, close, np.array([0, 1, 3])) == 2
+    assert mover.count_runs(move.LOAD, table(), np.empty(0, np.int64)) == 0
+
+
+def test_the_moves_have_the_same_names(native: Any) -> None:
+    assert {move.name for move in Move} == set(native.Move.__members__)
+
+
+def test_without_a_gpu_copies_fail_and_say_why(native: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(RuntimeError, match="^cuda"):
+        _mover(native).by_dma(native.Move.LOAD, table((0, 0, 0)), np.empty(0, np.int64), 0, 1, 0)
+    with pytest.raises(RuntimeError, match="^cudaHostRegister: cudaError"):
+        native.register_host(1 << 20, 4096)
+
+
+# ---- tables and rules ------------------------------------------------------------------
+
+
+def test_a_table_is_pages_and_then_rows() -> None:
+    pages = table((7, 1, 30), (2, 0, 4))
+    assert pack(pages, np.array([9, 3])).tolist() == [7, 1, 30, 2, 0, 4, 9, 3]
+    words = pack(pages, None)
+    assert words.tolist() == [7, 1, 30, 2, 0, 4]
+    pages[:] = 0
+    assert words.tolist() == [7, 1, 30, 2, 0, 4], "it is a copy"
+    columns = np.asfortranarray(table((7, 1, 30), (2, 0, 4)))
+    assert pack(columns, None).tolist() == [7, 1, 30, 2, 0, 4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_never_overlap(seed: int) -> None:
+    """Against a plain list of words that are taken."""
+    random = Random(seed)
+    size = random.randint(1, 40)
+    spans = Spans(size)
+    taken: list[range] = []
+    refused = 0
+    for _ in range(500):
+        num_words = random.randint(1, size)
+        start = spans.take(num_words)
+        if start is None:
+            assert taken, "there was nothing in its way"
+            refused += 1
+            spans.give_back_oldest()
+            taken.pop(0)
+            continue
+        new = range(start, start + num_words)
+        assert new.stop <= size
+        assert not any(set(new) & set(old) for old in taken)
+        taken.append(new)
+        if random.random() < 0.2:
+            spans.give_back_oldest()
+            taken.pop(0)
+    assert refused or size == 1
+
+
+def test_a_ring_is_filled_to_its_last_word() -> None:
+    spans = Spans(10)
+    assert [spans.take(5), spans.take(5), spans.take(1)] == [0, 5, None]
+    spans.give_back_oldest()
+    assert [spans.take(6), spans.take(5), spans.take(1)] == [None, 0, None]
+    spans.give_back_oldest()
+    assert spans.take(5) == 5
+
+
+def test_the_rule_for_a_length_of_runs() -> None:
+    rules = {
+        Move.LOAD: (Rule(64 * KIB, Method.DMA), Rule(KIB, Method.KERNEL, 8), Rule(0, Method.DMA))
+    }
+    assert choose(rules, Move.LOAD, 64 * KIB).method is Method.DMA
+    assert choose(rules, Move.LOAD, 64 * KIB - 1).thread_blocks == 8
+    assert choose(rules, Move.LOAD, KIB).method is Method.KERNEL
+    assert choose(rules, Move.LOAD, 0.5).method is Method.DMA
+
+
+@pytest.mark.parametrize("rules", [RULES, only(Method.DMA), only(Method.KERNEL, 2)])
+def test_there_is_a_rule_for_every_copy(rules: Any) -> None:
+    for move in Move:
+        lengths = [rule.from_run_bytes for rule in rules[move]]
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[-1] == 0
+    assert choose(rules, Move.GATHER, 1 << 20).method is Method.KERNEL

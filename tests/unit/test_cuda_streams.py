@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CudaEngine over tests/fake_cuda.py: what it gives to which stream, and what fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
+from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_tables
+from tests.cuda_helpers import METHODS, CudaRig, install
+from tests.engine_helpers import ALL, ORDERS, PAGE_BYTES, ROWS, table
+from tests.fake_cuda import FakeGpu, Move
+
+all_methods = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return install(monkeypatch)
+
+
+def test_the_layers_of_a_load_have_one_table(fake: FakeGpu) -> None:
+    rig = CudaRig(fake, rules=METHODS["kernel"])
+    fake.uploads = 0
+    pages = table((0, 0, 1), (1, 0, 2))
+    for layer in ALL:
+        rig.engine.load(pages, range(layer, layer + 1))
+    assert fake.uploads == 1
+    rig.engine.load(table((0, 0, 1)), ALL)
+    assert fake.uploads == 2
+
+
+def test_a_full_ring_waits_for_the_oldest_copy_only(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_tables.TableRing.__init__, "__defaults__", (10,))
+    rig = CudaRig(fake, rules=METHODS["kernel"])
+    for i in range(9):
+        rig.engine.load(table((0, 0, i)), ALL)
+        rig.engine.save(table((1, 0, i)), ALL)
+        rig.engine.gather(table((2, 0, i)), np.array([i % ROWS]), ALL)
+        rig.engine.drain(table((2, 0, i)), np.array([i % ROWS]), ALL)
+    assert fake.waits_for_all == 0
+    assert fake.model.work
+
+
+def test_rules_are_asked_for_what_is_contiguous(fake: FakeGpu) -> None:
+    """Neighbours in the slot, in HBM or in the write buffer are one run, on both sides."""
+    rig = CudaRig(fake, ORDERS[0])
+    mover = rig.cuda._mover
+    rows = np.arange(3)
+    apart, close = table((0, 0, 5), (0, 1, 7), (0, 2, 9)), table((0, 0, 5), (0, 1, 6), (0, 2, 7))
+    assert mover.count_runs(Move.LOAD, apart, rows) == 3
+    assert mover.count_runs(Move.LOAD, close, rows) == 1
+    assert mover.count_runs(Move.DRAIN, apart, rows) == 1
+    assert mover.count_runs(Move.DRAIN, apart, rows[::-1]) == 3
+
+
+def test_the_model_waits_once_for_a_stretch_of_loads(fake: FakeGpu) -> None:
+    rig = CudaRig(fake)
+    rig.engine.waited_s()
+    first = rig.engine.load(table((0, 0, 1)), ALL)
+    second = rig.engine.load(table((0, 0, 2)), ALL)
+    work = len(fake.model.work)
+    rig.engine.model_waits(second)
+    assert len(fake.model.work) == work + 3, "two marks and the wait"
+    rig.engine.model_waits(first)
+    rig.engine.model_waits(second)
+    assert len(fake.model.work) == work + 3
+    assert rig.engine.waited_s() == 0.0, "not known yet"
+    fake.synchronize()
+    assert rig.engine.waited_s() > 0.0
+    assert rig.engine.waited_s() == 0.0, "each wait counts once"
+    third = rig.engine.load(table((0, 0, 2)), ALL)
+    rig.engine.wait(third)
+    work = len(fake.model.work)
+    rig.engine.model_waits(third)
+    assert len(fake.model.work) == work, "it was over"
+
+
+def test_loads_are_measured_without_the_wait_before_them(fake: FakeGpu) -> None:
+    rig = CudaRig(fake, rules=METHODS["dma"])
+    rig.engine.measured()
+    for _ in range(500):
+        rig.compute(lambda: None)
+    event = rig.engine.load(table((0, 0, 1), (0, 1, 2)), range(2))
+    assert rig.engine.measured() == []
+    rig.engine.wait(event)
+    ((num_bytes, seconds),) = rig.engine.measured()
+    assert num_bytes == 4 * PAGE_BYTES
+    assert 0 < seconds < 0.1  # in pieces of work that are a millisecond each
+    assert rig.engine.measured() == []
+
+
+def test_unread_measurements_are_bounded(fake: FakeGpu) -> None:
+    watch = cuda_events.StopWatch(pairs_max=3)
+    for i in range(5):
+        watch.stop(watch.start(fake.model), fake.model, i)
+    assert watch.take() == []
+    fake.synchronize()
+    assert [tag for tag, _ in watch.take()] == [0, 1, 2]
+    assert watch.take() == []
+
+
+# ---- what fails ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["load", "save"])
+@all_methods
+def test_a_copy_that_cuda_refuses_is_an_event_that_failed(
+    fake: FakeGpu, name: str, method: str
+) -> None:
+    """Nothing that was begun for it is in flight any more; the next one is not touched."""
+    rig = CudaRig(fake, rules=METHODS[method])
+    before = rig.hbm()
+    pages = table((0, 0, 1), (0, 1, 2))
+    rig.save(pages)
+    for call in ("by_kernel", "by_dma"):
+        fake.failing[call] = 0
+    event = getattr(rig.engine, name)(pages, ALL)
+    assert not rig.cuda._loads.work and not rig.cuda._saves.work
+    for ask in (event.done, lambda: rig.engine.wait(event), lambda: rig.engine.model_waits(event)):
+        with pytest.raises(CopyError, match="the test says so"):
+            ask()
+    fake.failing.clear()
+    for block in (1, 2):
+        rig.overwrite(block)
+    rig.load(pages)
+    assert np.array_equal(rig.hbm(), before)
+
+
+def test_a_gather_that_fails_fails_its_drain(fake: FakeGpu) -> None:
+    rig = CudaRig(fake)
+    before = rig.hbm()
+    first, second = table((0, 0, 1), (1, 0, 2)), table((2, 0, 3))
+    fake.failing["by_kernel"] = 0
+    rig.engine.gather(first, np.array([0, 1]), range(1, 2))
+    rig.engine.gather(first, np.array([0, 1]), range(2, 3))
+    rig.engine.gather(second, np.array([2]), ALL)
+    with pytest.raises(CopyError, match="gathered"):
+        rig.engine.drain(first, np.array([0, 1]), ALL).done()
+    with pytest.raises(CopyError, match="gathered"):
+        rig.engine.drain(table((1, 0, 2)), np.array([1]), range(1, 2)).done()
+    rig.engine.wait(rig.engine.drain(second, np.array([2]), ALL))
+    rig.engine.wait(rig.engine.drain(first, np.array([0, 1]), range(2, 3)))
+    assert np.array_equal(rig.pages[2, :, 0], before[:, 3])
+    assert np.array_equal(rig.pages[1, 2, 0], before[2, 2])
+    rig.engine.gather(first, np.array([0, 1]), ALL)
+    rig.engine.wait(rig.engine.drain(first, np.array([0, 1]), ALL))
+    assert np.array_equal(rig.pages[1, :, 0], before[:, 2])
+
+
+def test_a_device_that_fails_later_is_told_by_the_event(fake: FakeGpu) -> None:
+    rig = CudaRig(fake)
+    event = rig.engine.load(table((0, 0, 1)), ALL)
+    fake.failing["query"] = 0
+    with pytest.raises(CopyError, match="query failed"):
+        event.done()
+    fake.failing["query"] = 0
+    assert rig.engine.measured() == []
+    fake.failing["synchronize"] = 0
+    with pytest.raises(CopyError, match="synchronize failed"):
+        rig.engine.wait(event)
+
+
+def test_wrong_bytes_are_found_when_it_is_made(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = fake.native()
+    make = native.PageMover
+
+    def damaged(**shape: Any) -> Any:
+        mover = make(**shape)
+        mover.damage = True
+        return mover
+
+    native.PageMover = damaged
+    monkeypatch.setattr(cuda_engine, "_native_module", lambda: native)
+    with pytest.raises(UnsupportedError, match="came back with other bytes"):
+        CudaRig(fake)
+    assert not fake.registered, "the pool is page-locked by nobody who would unlock it"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        ("register_host", ConfigError, r"page-locked.*ulimit -l unlimited.*--ulimit memlock=-1"),
+        ("empty", ConfigError, r"write_buffer: 1\.\d+KiB of HBM are not free"),
+        ("by_kernel", UnsupportedError, "ARCHITECTURES"),
+        ("by_dma", UnsupportedError, "cannot copy"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_when_it_is_made(
+    fake: FakeGpu, call: str, error: type[Exception], says: str
+) -> None:
+    fake.failing[call] = 0
+    with pytest.raises(error, match=says):
+        CudaRig(fake)
+    assert not fake.registered
+
+
+def test_it_closes_though_the_device_has_failed(fake: FakeGpu) -> None:
+    rig = CudaRig(fake)
+    fake.failing = {"unregister_host": 0}
+    rig.engine.close()
+    assert fake.registered

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker whose model is a script, with our real worker side in it.
+
+"KV" of a token is a digest of all tokens up to it, which is what causal KV depends on; so the
+forward pass can tell of every byte it attends to whether it is the right one. The worker keeps its
+own record of tokens, as a worker does, which is ahead of the scheduler's where steps are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from blake3 import blake3
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from attnstore_vllm.connector.messages import StepPlan
+from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.transfer.engine import CopyEngine
+from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.layout import LayerLayout
+from attnstore_vllm.transfer.pool import SharedPool
+
+BLOCK = 16
+TOKEN_KV = 16
+"""Bytes of KV a token has in a layer."""
+LAYERS = 3
+"""Unless asked otherwise."""
+VOCAB = 50
+Kv = npt.NDArray[np.uint8]
+MakeEngine = Callable[[SharedPool, int, Geometry, list[LayerLayout]], CopyEngine]
+"""Of the pool, the rank, the slots' shape and the layers."""
+
+
+def extend_kv(kv: list[bytes], tokens: list[int]) -> None:
+    """Append the KV of the tokens that `kv` lacks: each digests the one before it."""
+    for token in tokens[len(kv) :]:
+        before = kv[-1] if kv else b""
+        kv.append(blake3(before + token.to_bytes(4, "little")).digest(length=TOKEN_KV))
+
+
+def in_layer(kv: list[bytes], layer: int) -> Kv:
+    """[tokens, TOKEN_KV]: what one layer has for it; those of rank 1 come after those of rank 0."""
+    return np.frombuffer(b"".join(kv), np.uint8).reshape(-1, TOKEN_KV) ^ np.uint8(85 * layer % 256)
+
+
+@dataclass
+class _Row:
+    """A request as the worker knows it."""
+
+    tokens: list[int]
+    block_ids: list[int]
+    kv: list[bytes] = field(default_factory=list)
+
+
+@dataclass
+class _Run:
+    """What one request computes in a step: [start, stop), of which it wrote `written`."""
+
+    row: _Row
+    start: int
+    kv: list[bytes]
+    written: list[bytes]
+
+
+class _Worker(Worker):
+    make: MakeEngine | None = None
+
+    def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
+        if self.make is None:
+            return super()._make_engine(device, layouts)
+        return self.make(self._pool, self._rank, self._geometry, layouts)
+
+
+class ScriptedWorker:
+    """Executes steps as vLLM's runner does: the same hooks in the same order.
+
+    Args:
+        make_engine: of copies; None: the one that the worker chooses.
+        rank: its KV differs from that of others; with the same seed it samples the same tokens.
+    """
+
+    def __init__(
+        self, pool: SharedPool, geometry: Geometry, num_blocks: int, seed: int,
+        make_engine: MakeEngine | None = None, rank: int = 0,
+    ) -> None:  # fmt: skip
+        self.names = [f"layer {i}" for i in range(geometry.num_layers)]
+        self.tensors = [torch.zeros((num_blocks, BLOCK, TOKEN_KV), dtype=torch.uint8)
+                        for _ in self.names]  # fmt: skip
+        self.hbm: list[Kv] = [tensor.numpy() for tensor in self.tensors]
+        self.loaded_tokens = 0
+        self.loads_ahead = 0
+        self.rejected_tokens = 0
+        self.sequences: list[list[int]] = []
+        """The true tokens of every request that ever ran."""
+        self.between: Callable[[], object] = lambda: None
+        """Called wherever a copy beside the model may go on."""
+        self.at_end: Callable[[], object] = lambda: None
+        """Called after the forward pass, before the step's end."""
+        self.reports_first = False
+        """The step's end comes after its report, as where a draft model runs in between."""
+        self._rows: dict[str, _Row] = {}
+        self._random = Random(seed)
+        self._first_layer = rank * geometry.num_layers
+        self.side = _Worker(pool, rank, geometry, self.names, num_blocks,
+                            write_buffer_bytes=lambda _: 0)  # fmt: skip
+        self.side.make = make_engine
+        self.side.register_kv_caches(
+            dict(zip(self.names, self.tensors, strict=True)), kernel="scripted"
+        )
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        plan = output.kv_connector_metadata
+        assert isinstance(plan, StepPlan)
+        for request_id in output.finished_req_ids:
+            self._rows.pop(request_id, None)
+        self.between()
+        self.side.begin_step(plan)
+        self.between()
+        if output.has_sync_kv_loads:
+            self._load(plan)
+        sampled = self._forward(output, replays=plan.may_replay)
+        if not output.has_sync_kv_loads:
+            self._load(plan)
+        self.between()
+        self.at_end()
+        if self.reports_first:
+            report = self._report()
+            self.between()
+        self.side.end_step()
+        if not self.reports_first:
+            self.between()
+            report = self._report()
+        ids = list(sampled)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=report,
+        )
+
+    def _report(self) -> KVConnectorOutput:
+        freed, received, failed = self.side.take_finished()
+        return KVConnectorOutput(
+            finished_sending=freed, finished_recving=received | failed, failed_recving=failed,
+            kv_connector_worker_meta=self.side.take_report(),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.side.close()
+
+    def draft(self) -> int:
+        return self._random.randrange(VOCAB)
+
+    def _load(self, plan: StepPlan) -> None:
+        self.loaded_tokens += sum(BLOCK * load.num_blocks for load in plan.loads)
+        self.loads_ahead += sum(load.layers_before > 0 for load in plan.loads)
+        self.side.start_load()
+        self.between()
+
+    def _forward(self, output: SchedulerOutput, *, replays: bool) -> dict[str, list[int]]:
+        starts: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            (block_ids,) = new.block_ids
+            row = _Row(list(new.prompt_token_ids), list(block_ids))
+            self._rows[new.req_id] = row
+            self.sequences.append(row.tokens)
+            starts[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            row = self._rows[request_id]
+            new_blocks = cached.new_block_ids[i]
+            if request_id in cached.resumed_req_ids:
+                row.block_ids = list(new_blocks[0])
+                # A reset drops tokens that were in flight.
+                row.tokens[:] = cached.all_token_ids[request_id]
+                row.kv.clear()
+            elif new_blocks is not None:
+                row.block_ids += new_blocks[0]
+            starts[request_id] = cached.num_computed_tokens[i]
+        sampled: dict[str, list[int]] = {}
+        runs: list[_Run] = []
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            row, start = self._rows[request_id], starts[request_id]
+            if drafts:  # the scheduler counted drafts that were rejected since
+                start = len(row.tokens) - 1
+            run, sampled[request_id] = self._run(row, start, num_scheduled - len(drafts), drafts)
+            runs.append(run)
+        for layer in range(len(self.names)) if runs else ():
+            self._compute(layer, runs, replays=replays)
+        return sampled
+
+    def _run(
+        self, row: _Row, start: int, num_tokens: int, drafts: list[int]
+    ) -> tuple[_Run, list[int]]:
+        """What is written for `num_tokens` and the drafts; and what was accepted, and one more.
+
+        A draft of -1 is one that the worker made itself, as with steps in flight.
+        """
+        stop = start + num_tokens
+        assert stop <= len(row.tokens), "the scheduler runs a token that was not sampled yet"
+        extend_kv(row.kv, row.tokens)
+        run = _Run(row, start, row.kv[:start], row.kv[start:stop])
+        if stop < len(row.tokens):
+            return run, []
+        accepted = self._random.randrange(len(drafts) + 1)
+        new = [d if d >= 0 else self._random.randrange(VOCAB) for d in drafts[:accepted]]
+        new.append(self._random.randrange(VOCAB))
+        row.tokens += new
+        extend_kv(row.kv, row.tokens)
+        run.written += row.kv[stop : stop + accepted]
+        run.written += [b"rejected".ljust(TOKEN_KV)] * (len(drafts) - accepted)
+        self.rejected_tokens += len(drafts) - accepted
+        return run, new
+
+    def _compute(self, layer: int, runs: list[_Run], *, replays: bool) -> None:
+        """One layer, as with kernels that do not write their own KV: the new tokens' comes before
+        the hook that waits. A graph that replays calls no hooks."""
+        self.between()
+        hbm, named = self.hbm[layer], self._first_layer + layer
+        for run in runs:
+            for at, kv in enumerate(in_layer(run.written, named), start=run.start):
+                hbm[run.row.block_ids[at // BLOCK], at % BLOCK] = kv
+        self.between()
+        if not replays:
+            self.side.wait_for_layer(self.names[layer])
+        for run in runs:
+            found = hbm[np.array(run.row.block_ids)].reshape(-1, TOKEN_KV)
+            wanted = in_layer(run.kv + run.written, named)
+            wrong = (found[: len(wanted)] != wanted).any(axis=1)
+            assert not wrong.any(), (
+                f"wrong KV at position {int(wrong.argmax())} of {run.start} computed tokens, "
+                f"layer {layer}"
+            )
+        self.between()
+        if not replays:
+            self.side.layer_computed(self.names[layer])

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scripted engine (scripted.py) whose copies go on only when the test says so.
+
+Each rank has a stream for loads and one for saves; a load fills its blocks with poison when it is
+begun. What a load ahead of its step waits for is the test's choice, and so is which steps replay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+
+from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.testing.memory_engine import MemoryEngine, SteppedStream
+from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.layout import LayerLayout
+from attnstore_vllm.transfer.pool import SharedPool
+from tests.vllm.scripted import ScriptedEngine
+from tests.vllm.scripted_worker import VOCAB
+
+
+class Copies(SteppedStream):
+    """A stream that counts its pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = 0
+        self._before = 0
+
+    def submit(self, work: Callable[[], None], num_bytes: int) -> Any:
+        self._begun += 1
+        return super().submit(work, num_bytes)
+
+    @property
+    def over(self) -> int:
+        """Pieces that are over since mark()."""
+        return self._begun - self.pending - self._before
+
+    def mark(self) -> None:
+        self._before = self._begun - self.pending
+
+    def go_on(self, pieces: int | None = None) -> None:
+        """Carry out so many, or all, of those that are pending."""
+        self.step(self.pending if pieces is None else min(pieces, self.pending))
+
+    def go_on_to(self, pieces: int) -> None:
+        """Until so many are over since mark(), if there are so many."""
+        self.go_on(max(0, pieces - self.over))
+
+
+class SteppedEngine(ScriptedEngine):
+    """See the module.
+
+    Args:
+        rows: of the write buffer, in blocks.
+        options: of ScriptedEngine.
+    """
+
+    def __init__(self, model: Path, store: Path, *, rows: int, **options: Any) -> None:
+        self.loads: list[Copies] = []
+        self.saves: list[Copies] = []
+        """One a rank."""
+        self.layers_before = 0
+        """Of the loads that are planned next."""
+        self.replays: Callable[[], bool] = lambda: False
+        """Asked of each step."""
+        self.reported: Counter[str] = Counter()
+        """Requests whose load a step has said to be received, or to have failed."""
+        self.stats = AttnStoreStats.empty()
+        self.has_stopped = False
+        """A step has raised."""
+        self._num_rows = rows
+        options.setdefault("compute_if_sooner", False)
+        super().__init__(model, store, make_engine=self._make_engine, **options)
+        self.ours._costs.layers_before = lambda *_: self.layers_before
+        self.ours._replays = lambda _: self.replays()
+        take_stats = self.ours.take_stats
+
+        def keep_stats() -> AttnStoreStats | None:
+            taken: AttnStoreStats | None = take_stats()
+            if taken is not None:
+                self.stats.aggregate(taken)
+            return taken
+
+        self.ours.take_stats = keep_stats
+
+    def _make_engine(
+        self, pool: SharedPool, rank: int, geometry: Geometry, layouts: list[LayerLayout]
+    ) -> MemoryEngine:
+        loads, saves = Copies(), Copies()
+        self.loads.append(loads)
+        self.saves.append(saves)
+        return MemoryEngine(
+            pool.address, pool.num_slots, rank, geometry, layouts, loads=loads, saves=saves,
+            num_rows=self._num_rows, poison=True,
+        )  # fmt: skip
+
+    @property
+    def streams(self) -> list[Copies]:
+        return [*self.loads, *self.saves]
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        try:
+            result = super()._execute(output)
+        except Exception:
+            self.has_stopped = True
+            raise
+        assert result.kv_connector_output is not None
+        self.reported.update(result.kv_connector_output.finished_recving or ())
+        return result
+
+    def begin_case(self) -> None:
+        """What is counted is counted anew."""
+        self.reported.clear()
+        self.stats.reset()
+        for worker in self.workers:
+            worker.sequences.clear()
+        for stream in self.streams:
+            stream.mark()
+
+    def settle(self, steps_max: int = 200) -> None:
+        """To the end of all requests, with copies that are quick; then nothing is held."""
+        for _ in range(steps_max):
+            if not (self.scheduler.has_requests() or self._in_flight):
+                break
+            for stream in self.streams:
+                stream.go_on()
+            self.step()
+        else:
+            raise AssertionError(f"requests are left after {steps_max} steps")
+        assert not any(stream.pending for stream in self.streams)
+        assert not self.ours._transfers.any_open()
+        assert self.scheduler.reset_prefix_cache(), "blocks are held"
+
+    def load_state(self, request_id: str) -> str:
+        """How far the request's load ahead is, for the worker and for vLLM."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None or request.is_finished():
+            return "gone"
+        if request.status == RequestStatus.RUNNING:
+            return "running"
+        if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return "waiting"
+        if request_id in self.scheduler.finished_recving_kv_req_ids:
+            return "received"
+        return "reported" if self.reported[request_id] else "loading"
+
+    def count(self, name: str) -> float:
+        """A counter ("name:label") since begin_case()."""
+        return float(self.stats.data["counters"].get(name, 0))
+
+
+def prompt(name: str, length: int) -> list[int]:
+    """Tokens that are this name's."""
+    random = Random(name)
+    return [random.randrange(VOCAB) for _ in range(length)]
