@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | check | sanitize | bench
+# make setup | demo | test | check | sanitize | bench | gpu-check
 PYTHON := .venv/bin/python
-CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/tests/*.h)
+CXX_FILES := $(wildcard $(foreach dir,csrc csrc/cuda csrc/tests,$(dir)/*.cpp $(dir)/*.cu $(dir)/*.h))
+# The one that has PyTorch for CUDA and this package; .venv has PyTorch for the CPU.
+GPU_PYTHON ?= python3
 
-.PHONY: setup demo test check lint format sanitize bench clean
+.PHONY: setup demo test check lint format sanitize bench gpu-check clean
 
 setup:
 	@python3 tools/setup_env.py
@@ -32,6 +34,9 @@ sanitize:
 
 bench: setup
 	@$(PYTHON) -m benchmarks.hit_latency $(ARGS)
+
+gpu-check:
+	@$(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 clean:
 	rm -rf build .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info attnstore_vllm/_native*.so

@@ -95,7 +95,8 @@ class Build(build_ext):
                 _run(nvcc, *flags, *codes, "-c", f"csrc/{source}", "-o", objects[-1])
             _run(nvcc, *NVCC_LINK_FLAGS, *codes, *objects, "-o", str(target))
         except (OSError, IndexError, subprocess.CalledProcessError) as error:
-            log = folder / "nvcc.log"
+            log = Path("build") / "nvcc.log"  # what is in build_temp may not last
+            log.parent.mkdir(exist_ok=True)
             log.write_text(getattr(error, "stderr", None) or str(error))
             return f"nvcc failed (see {log})"
         return ""

@@ -50,6 +50,8 @@ class Stream:
             return True
 
         self.work.append(carry_out)
+        if self.gpu.is_eager:
+            self.gpu.run_until(lambda: not self.work)
 
     def record_event(self) -> Event:
         event = Event(self.gpu)
@@ -102,6 +104,9 @@ class FakeGpu:
     """`clock` counts the pieces that were carried out; elapsed times are in them, as ms."""
 
     def __init__(self, seed: int = 0) -> None:
+        self.is_eager = False
+        """Everything is carried out when it is given to a stream: for callers that compute with
+        tensors themselves, and so on no stream."""
         self.streams: list[Stream] = []
         self.clock = 0
         self.uploads = 0

@@ -108,14 +108,18 @@ def main() -> None:
     if not PYTHON.exists():
         print("making .venv ...", flush=True)
         venv.create(VENV, with_pip=True)
-    native = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*") if p.is_file())
+    folders = (ROOT / "csrc", ROOT / "csrc" / "cuda")
+    native = sorted(
+        str(p.relative_to(ROOT)) for folder in folders for p in folder.glob("*") if p.is_file()
+    )
     here = f"{platform.python_version()} {os.fspath(ROOT)}"
+    compilers = here + str(shutil.which("nvcc"))
     steps: list[tuple[str, Callable[[], None], str]] = [
         ("PyTorch", install_torch, digest(extra=TORCH + here)),
         ("vLLM's CPU build", install_vllm,
          digest("tools/vllm_metadata/pyproject.toml", extra=VLLM + here)),
         ("attnstore_vllm, its extension and the tools", install_project,
-         digest("pyproject.toml", "setup.py", *native, extra=here)),
+         digest("pyproject.toml", "setup.py", *native, extra=compilers)),
     ]  # fmt: skip
     stamps: dict[str, str] = json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
     for name, install, wanted in steps:

@@ -255,7 +255,8 @@ class Scheduler:
         if self._queue is not None:
             self._queue.on_step(output, self._requests)
         preempted = self._requests.keys() & (output.preempted_req_ids or ())
-        self._transfers.preempted(preempted)
+        # Also of those that have ended since a reset took their blocks.
+        self._transfers.preempted(output.preempted_req_ids or ())
         for request_id in preempted:
             self._requests[request_id].begin_anew()
         for request_id, num_scheduled in output.num_scheduled_tokens.items():

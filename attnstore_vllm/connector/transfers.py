@@ -24,6 +24,8 @@ class _Open:
     request_id: str
     ranks_left: int
     is_given_up: bool = False
+    is_void: bool = False
+    """Of a save: its request has lost the blocks, and may have others by now."""
 
 
 class Transfers:
@@ -65,6 +67,7 @@ class Transfers:
         layers_before: int,
     ) -> None:
         """The held `chunks` are loaded; released when all ranks have done so."""
+        self.load_is_void(request_id)  # a former one, of blocks that it has lost
         plan = LoadPlan(next(self._ids), request_id, copies, is_partial, layers_before)
         self._plan.loads.append(plan)
         self._add(plan, Flow.LOAD, chunks)
@@ -99,7 +102,7 @@ class Transfers:
             self._plan.saves_before += saves
             self._plan.saves = [p for p in self._plan.saves if p.request_id != request_id]
             return False
-        if not any(o.flow is Flow.SAVE and o.request_id == request_id for o in self._open.values()):
+        if not any(o.request_id == request_id for o in self._saves()):
             return False
         self._plan.finished_saving.append(request_id)
         self._kept[request_id] = self._num_ranks
@@ -107,17 +110,25 @@ class Transfers:
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Their blocks are others' in the step that is being planned."""
-        saving = {o.request_id for o in self._open.values() if o.flow is Flow.SAVE}
-        for request_id in request_ids:
+        lost = set(request_ids)
+        saving = [o for o in self._saves() if o.request_id in lost]
+        self._plan.preempted += {o.request_id for o in saving}
+        for found in saving:
+            found.is_void = True
+        # After a reset vLLM resumes requests in the step that tells of their preemption.
+        resumed = {plan.request_id for plan in self._plan.loads}
+        for request_id in lost - resumed:
             self.load_is_void(request_id)
-            if request_id in saving:
-                self._plan.preempted.append(request_id)
 
     def load_is_void(self, request_id: str) -> None:
         """The blocks that the request's load fills may be others' from the next step on."""
         plan_id = self._loading.pop(request_id, None)
         if plan_id is not None:
             self._plan.ended_loads.append(plan_id)
+
+    def _saves(self) -> list[_Open]:
+        """Those that may still read their request's blocks."""
+        return [o for o in self._open.values() if o.flow is Flow.SAVE and not o.is_void]
 
     # ---- reports -----------------------------------------------------------------------
 

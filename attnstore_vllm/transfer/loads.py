@@ -67,7 +67,7 @@ class Loads:
             ended: plans whose requests are gone or preempted.
             whole: the forward pass may be a graph that calls no hook.
         """
-        self._poll()
+        self._poll(early=False)  # this forward pass would wait for what nobody reads in it
         for load in self._open:
             if any(plan.plan_id in ended for plan in load.plans):
                 load.has_ended = True
@@ -106,7 +106,7 @@ class Loads:
         for load in self._open:
             if load.gates and not load.plans[0].layers_before:
                 self._engine.model_waits(load.layers[-1])
-        self._poll()
+        self._poll(early=True)
 
     def take_received(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ahead are received, and failed, since the last call: each once."""
@@ -151,13 +151,14 @@ class Loads:
         if load.first is not None and load.gates:
             self._engine.model_waits(load.first)
 
-    def _poll(self) -> None:
+    def _poll(self, *, early: bool) -> None:
+        """Args: early: report also loads of which the rest will come in time."""
         still: list[_Load] = []
         for load in self._open:
             try:
                 is_over = load.is_there(len(self._all))
                 if load.plans[0].layers_before and not load.is_told:
-                    self._tell(load, is_over)
+                    self._tell(load, is_over=is_over, early=early)
             except CopyError as error:
                 self._fail(load, error)
                 is_over = True
@@ -167,13 +168,13 @@ class Loads:
                 still.append(load)
         self._open = still
 
-    def _tell(self, load: _Load, is_over: bool) -> None:
-        """Report a load ahead as received when the rest will come in time.
+    def _tell(self, load: _Load, *, is_over: bool, early: bool) -> None:
+        """Report a load ahead as received, if it is time.
 
         One whose request is gone is reported when it is over: its blocks are free then.
         """
         (plan,) = load.plans
-        if is_over or (not load.has_ended and load.is_there(plan.layers_before)):
+        if is_over or (early and not load.has_ended and load.is_there(plan.layers_before)):
             load.is_told = load.gates = True
             self._received.add(plan.request_id)
 

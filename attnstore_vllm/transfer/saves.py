@@ -194,7 +194,8 @@ class Saves:
                 self._given_up += ids
             else:
                 self._finished += ids
-            self._free_rows += batch.rows.tolist()
+            # In their order: rows that follow each other leave in one copy.
+            self._free_rows = sorted(self._free_rows + batch.rows.tolist())
         self._leaving = still
 
     def _give_up(self, plans: Sequence[TransferPlan]) -> None:

@@ -45,31 +45,37 @@ LLAMA_70B_TP4 = KvShape("Llama-70B/TP4", 80, 2)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `goal` is None where nothing is to be reached."""
+    """One line of the table. `goal` is None where nothing is to be reached, `value` where it could
+    not be measured."""
 
     what: str
     how: str
-    value: float
+    value: float | None
     goal: float | None = None
     at_most: bool = False
     detail: str = ""
+    is_wrong: bool = False
+    """Bytes were not what they should be."""
 
     @property
     def is_met(self) -> bool | None:
         if self.goal is None:
             return None
+        if self.value is None:
+            return False
         return self.value <= self.goal if self.at_most else self.value >= self.goal
 
     def cells(self) -> list[str]:
         bound = "" if self.goal is None else f"{'<=' if self.at_most else '>='} {self.goal:g}"
         met = {None: "", True: "yes", False: "NO"}[self.is_met]
-        return [self.what, self.how, f"{self.value:.3f}", bound, met, self.detail]
+        value = "-" if self.value is None else f"{self.value:.3f}"
+        return [self.what, self.how, value, bound, met, self.detail]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "what": self.what, "how": self.how, "value": self.value, "goal": self.goal,
             "goal_is": "at most" if self.at_most else "at least", "is_met": self.is_met,
-            "detail": self.detail,
+            "is_wrong": self.is_wrong, "detail": self.detail,
         }  # fmt: skip
 
 

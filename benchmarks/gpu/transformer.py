@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -87,23 +88,22 @@ class Transformer:
         """
         x = self._embedding[tokens]
         for number, layer in enumerate(self._layers):
-            x = x + self._attend(
-                layer, _norm(x), kv[number], blocks, mask, number, before_attention
-            )
+            ready = partial(before_attention, number)
+            x = x + self._attend(layer, _norm(x), kv[number], blocks, mask, ready)
             gate, up = (_norm(x) @ layer.gate_up).chunk(2, dim=-1)
             x = x + (functional.silu(gate) * up) @ layer.down
         return _norm(x[-1]) @ self._head
 
     def _attend(
         self, layer: _Layer, x: torch.Tensor, kv: torch.Tensor, blocks: torch.Tensor,
-        mask: torch.Tensor, number: int, before_attention: Callable[[int], None],
+        mask: torch.Tensor, before_attention: Callable[[], None],
     ) -> torch.Tensor:  # fmt: skip
         s, n = self.shape, len(x)
         parts = (s.heads, s.kv_heads, s.kv_heads)
         q, k, v = (x @ layer.qkv).view(n, -1, s.head_dim).split(parts, dim=1)
         new = torch.stack((k, v)).view(2, -1, BLOCK_TOKENS, s.kv_heads, s.head_dim)
         kv[blocks[-n // BLOCK_TOKENS :]] = new.transpose(0, 1)
-        before_attention(number)
+        before_attention()
         # [2, kv_heads, all tokens, head_dim]; the query heads of a KV head go as more queries.
         keys, values = kv[blocks].permute(1, 3, 0, 2, 4).flatten(2, 3)
         per_kv = s.heads // s.kv_heads

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -37,31 +38,35 @@ def test_it_is_built_where_nvcc_is() -> None:
 # ---- addresses -------------------------------------------------------------------------
 
 LAYERS, BLOCKS, WITHIN, SLOTS = 4, 6, 2, 3
-LAYOUTS = {
-    "one run": lambda: torch.zeros(LAYERS, BLOCKS, 2, 8, 4).unbind(),
-    "keys apart from values": lambda: torch.zeros(LAYERS, 2, BLOCKS, 8, 4).transpose(1, 2).unbind(),
-    "a run a head": lambda: torch.zeros(LAYERS, 3, BLOCKS, 8, 2).transpose(1, 2).unbind(),
-    "a gap after each block": lambda: torch.zeros(LAYERS, BLOCKS, 9, 4)[:, :, :8].unbind(),
-    "gaps within": lambda: torch.zeros(LAYERS, BLOCKS, 3, 9, 5)[:, :, :, :8, :3].unbind(),
-    "all layers of a block together": lambda: torch.zeros(BLOCKS, LAYERS, 16).unbind(1),
-    "odd bytes": lambda: torch.zeros(LAYERS, 3, BLOCKS, 7, dtype=torch.uint8).transpose(1, 2).unbind(),
-}  # fmt: skip
-Memory = dict[int, int]
-"""Address: byte."""
+LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "one run": ((LAYERS, BLOCKS, 2, 8, 4), lambda kv: kv),
+    "keys apart from values": ((LAYERS, 2, BLOCKS, 8, 4), lambda kv: kv.transpose(1, 2)),
+    "a run a head": ((LAYERS, 3, BLOCKS, 8, 2), lambda kv: kv.transpose(1, 2)),
+    "a gap after each block": ((LAYERS, BLOCKS, 9, 4), lambda kv: kv[:, :, :8]),
+    "gaps within": ((LAYERS, BLOCKS, 3, 9, 5), lambda kv: kv[..., :8, :3]),
+    "all layers of a block together": ((BLOCKS, LAYERS, 16), lambda kv: kv.transpose(0, 1)),
+}
+"""Of a tensor of this shape, [layers, blocks, ...]."""
 
 
+def _kv(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    shape, view = LAYOUTS[name]
+    return list(view(torch.zeros(shape, dtype=dtype)).unbind())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
 @pytest.mark.parametrize("layers", [range(LAYERS), range(1, 3), range(3, 4), range(2, 2)], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_where_each_byte_is(name: str, layers: range) -> None:
+def test_where_each_byte_is(name: str, layers: range, dtype: torch.dtype) -> None:
     """csrc/page_map.h, which the kernel is compiled from as well, against plain sums."""
-    kv = LAYOUTS[name]()
+    kv = _kv(name, dtype)
     layouts = [describe(f"layer {i}", one, BLOCKS) for i, one in enumerate(kv)]
     page = layouts[0].page_bytes
     slot_bytes = LAYERS * WITHIN * page + 5
     slots = np.zeros((SLOTS, slot_bytes), np.uint8)
     random = np.random.default_rng(1)
     for one in kv:
-        one.copy_(torch.from_numpy(random.integers(0, 255, one.shape)))
+        one.copy_(torch.from_numpy(random.integers(0, 256, one.shape)))
     copier = _copier(slots, layouts)
     pages = table((2, 0, 5), (0, 1, 0), (2, 1, 3))
     wanted = slots.copy()
@@ -109,7 +114,7 @@ def _page(kv: torch.Tensor, block: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("layers", [(-1, 1), (0, LAYERS + 1), (2, 1), (LAYERS + 1, LAYERS + 1)])
 def test_layers_that_do_not_exist(layers: tuple[int, int]) -> None:
-    layouts = [describe("layer", one, BLOCKS) for one in LAYOUTS["one run"]()]
+    layouts = [describe("layer", one, BLOCKS) for one in _kv("one run", torch.float32)]
     copier = _copier(np.zeros((SLOTS, 4096), np.uint8), layouts)
     for copy in (copier.save, copier.load):
         with pytest.raises(IndexError, match="does not exist"):
@@ -183,9 +188,9 @@ def test_the_moves_have_the_same_names(native: Any) -> None:
 def test_without_a_gpu_copies_fail_and_say_why(native: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(RuntimeError, match="^cuda"):
+    with pytest.raises(RuntimeError, match=r"^cuda"):
         _mover(native).by_dma(native.Move.LOAD, table((0, 0, 0)), np.empty(0, np.int64), 0, 1, 0)
-    with pytest.raises(RuntimeError, match="^cudaHostRegister: cudaError"):
+    with pytest.raises(RuntimeError, match=r"^cudaHostRegister: cudaError"):
         native.register_host(1 << 20, 4096)
 
 

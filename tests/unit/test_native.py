@@ -72,7 +72,7 @@ class Memory:
         """Move natively and in numpy; everything must be equal, also what is not to be moved."""
         hbm, slots = self.hbm.copy(), self.slots.copy()
         self.move(copies, hbm, slots, load=load)
-        (self.native.load if load else self.native.save)(copies)
+        (self.native.load if load else self.native.save)(copies, 0, LAYERS)
         assert np.array_equal(self.hbm, hbm)
         assert np.array_equal(self.slots, slots)
 
@@ -158,11 +158,11 @@ def test_copiers_of_many_threads_at_once() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     memory = Memory(64)
     with pytest.raises(ValueError, match=r"must be \[n, 3\]"):
-        memory.native.save(np.zeros((2, 2), dtype=np.int64))
+        memory.native.save(np.zeros((2, 2), dtype=np.int64), 0, LAYERS)
     with pytest.raises(ValueError, match=r"must be \[n, 3\]"):
-        memory.native.save(np.zeros(3, dtype=np.int64))
+        memory.native.save(np.zeros(3, dtype=np.int64), 0, LAYERS)
     with pytest.raises(IndexError, match="does not exist"):
-        memory.native.save(np.array([[0, 0, 0], [0, PAGES, 0]], dtype=np.int64))
+        memory.native.save(np.array([[0, 0, 0], [0, PAGES, 0]], dtype=np.int64), 0, LAYERS)
     shape = {
         "slots_base": 0, "num_slots": 1, "slot_bytes": 64, "layer_bytes": 64, "page_bytes": 64,
         "layer_bases": [0], "num_blocks": 1, "block_stride": 64, "run_offsets": [0],

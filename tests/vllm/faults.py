@@ -141,14 +141,17 @@ class _Hbm:
         self.names = list(self.connector._worker._layers)
 
     def blocks(self, kind: str, last_only: bool = False) -> list[int]:
-        plans = getattr(self.connector._get_connector_metadata(), kind)
-        blocks = [pages(plan.copies)[-1 if last_only else 0 :, 2].tolist() for plan in plans]
-        return [block_id for some in blocks for block_id in some]
+        return _blocks(getattr(self.connector._get_connector_metadata(), kind), last_only)
 
     def load_all(self, start_load_kv: Any, context: Any) -> None:
         start_load_kv(context)
         for name in self.names:
             self.connector._worker.wait_for_layer(name)
+
+
+def _blocks(plans: list[Any], last_only: bool = False) -> list[int]:
+    blocks = [pages(plan.copies)[-1 if last_only else 0 :, 2].tolist() for plan in plans]
+    return [block_id for some in blocks for block_id in some]
 
 
 def skipped_layer(worker: Any) -> Undo:
@@ -168,16 +171,22 @@ def skipped_layer(worker: Any) -> Undo:
 def unsaved_layer(worker: Any) -> Undo:
     """Of the last layer zeros are saved."""
     hbm = _Hbm(worker)
-    save = hbm.connector.wait_for_save
+    begin, save = hbm.connector.handle_preemptions, hbm.connector.wait_for_save
 
-    def faulty() -> None:
-        blocks = hbm.blocks("saves")
+    def with_zeros(blocks: list[int], copy: Callable[[], object]) -> None:
         before = hbm.layers[-1][blocks].clone()
         hbm.layers[-1][blocks] = 0
-        save()
+        copy()
         hbm.layers[-1][blocks] = before
 
-    return _replace(hbm.connector, "wait_for_save", faulty)
+    def before_the_step(plan: Any) -> None:
+        with_zeros(_blocks(plan.saves_before), lambda: begin(plan))
+
+    undo = [
+        _replace(hbm.connector, "handle_preemptions", before_the_step),
+        _replace(hbm.connector, "wait_for_save", lambda: with_zeros(hbm.blocks("saves"), save)),
+    ]
+    return lambda: [take_out() for take_out in undo]
 
 
 def late_load(worker: Any) -> Undo:

@@ -73,9 +73,11 @@ class SteppedEngine(ScriptedEngine):
         """Asked of each step."""
         self.reported: Counter[str] = Counter()
         """Requests whose load a step has said to be received, or to have failed."""
+        self.num_freed = 0
+        """Requests whose kept blocks a step has said to be free."""
         self.stats = AttnStoreStats.empty()
-        self.has_stopped = False
-        """A step has raised."""
+        self.is_broken = False
+        """A step has raised, or did not end: whoever comes after need not look."""
         self._num_rows = rows
         options.setdefault("compute_if_sooner", False)
         super().__init__(model, store, make_engine=self._make_engine, **options)
@@ -110,15 +112,18 @@ class SteppedEngine(ScriptedEngine):
         try:
             result = super()._execute(output)
         except Exception:
-            self.has_stopped = True
+            self.is_broken = True
             raise
-        assert result.kv_connector_output is not None
-        self.reported.update(result.kv_connector_output.finished_recving or ())
+        found = result.kv_connector_output
+        assert found is not None
+        self.reported.update(found.finished_recving or ())
+        self.num_freed += len(found.finished_sending or ())
         return result
 
     def begin_case(self) -> None:
         """What is counted is counted anew."""
         self.reported.clear()
+        self.num_freed = 0
         self.stats.reset()
         for worker in self.workers:
             worker.sequences.clear()
@@ -134,10 +139,20 @@ class SteppedEngine(ScriptedEngine):
                 stream.go_on()
             self.step()
         else:
+            self.is_broken = True
             raise AssertionError(f"requests are left after {steps_max} steps")
         assert not any(stream.pending for stream in self.streams)
         assert not self.ours._transfers.any_open()
         assert self.scheduler.reset_prefix_cache(), "blocks are held"
+
+    def reset_running(self, *, reset_connector: bool = False) -> bool:
+        """What runs loses its blocks. Returns whether vLLM could empty its prefix cache: it cannot
+        while a step is in flight, or a copy holds blocks of what does not run."""
+        try:
+            return self.scheduler.reset_prefix_cache(True, reset_connector)
+        except RuntimeError as error:
+            assert "Failed to reset KV cache" in str(error)
+            return False
 
     def load_state(self, request_id: str) -> str:
         """How far the request's load ahead is, for the worker and for vLLM."""

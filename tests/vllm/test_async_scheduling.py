@@ -128,7 +128,7 @@ def check_stored(engine: ScriptedEngine) -> int:
         extend_kv(kv, known[prefix])
         slot = np.frombuffer(engine.pool.slot(chunk.dram_slot), dtype=np.uint8)
         layer_bytes, num_bytes = CHUNK * TOKEN_KV, chunk.name.num_tokens * TOKEN_KV
-        for layer in range(LAYERS):
+        for layer in range(LAYERS * len(engine.workers)):
             wanted = in_layer(kv[chunk.name.position :], layer).tobytes()
             assert slot[layer * layer_bytes :][:num_bytes].tobytes() == wanted
         checked += 1

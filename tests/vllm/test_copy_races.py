@@ -75,7 +75,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
 
     yield start
     for engine in started:
-        if not engine.has_stopped:
+        if not engine.is_broken:
             wait_until_quiet(engine.ours)
         engine.close()
 
@@ -283,9 +283,9 @@ def test_a_load_that_fails_when_it_may_be_read_stops_the_engine(start: Start) ->
     race = Race(start(2))
     race.engine.layers_before = 1
     race.begin()
-    race.engine.loads[0].go_on_to(2)
+    race.engine.worker.at_end = partial(race.engine.loads[0].go_on_to, 2)
     race.engine.step()
     race.engine.loads[0].fail_next(CopyError("injected"))
     with pytest.raises(CopyError, match="injected"):
         race.engine.step()
-    assert race.engine.has_stopped
+    assert race.engine.is_broken

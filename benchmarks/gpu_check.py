@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can only be measured on a GPU: that copies are right, how fast they are, what they cost.
+
+    make gpu-check                      (with the Python that has PyTorch for CUDA)
+    python -m benchmarks.gpu_check [--small] [--json] [--out FILE] [--only NAME ...]
+
+Needs PyTorch, a GPU and this package built with nvcc; no vLLM. Without them it says so in one line
+and ends with 2; with 1 if a byte was wrong. A goal that is missed is a line of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.records import table
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.rig import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = ["what", "how", "value", "goal", "met", "detail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What full and small runs differ in."""
+
+    tokens: int
+    product: int
+    history: int
+    new: int
+    is_8b: bool
+    rounds: int
+
+
+FULL = Size(tokens=16384, product=8192, history=8192, new=256, is_8b=True, rounds=9)
+SMALL = Size(tokens=2048, product=2048, history=1024, new=64, is_8b=False, rounds=5)
+
+
+def why_not() -> str | None:
+    """What is missing to measure anything, None if nothing is."""
+    try:
+        import torch  # noqa: PLC0415
+    except ImportError:
+        return f"{sys.executable} has no PyTorch"
+    if not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} sees no GPU"
+    try:
+        import attnstore_vllm._native_cuda  # noqa: F401, PLC0415
+    except ImportError as error:
+        return f"attnstore_vllm is not built with CUDA ({error}); pip install . with nvcc on PATH"
+    return None
+
+
+def parts(size: Size) -> dict[str, Callable[[], list[Row]]]:
+    import torch  # noqa: PLC0415
+
+    from benchmarks.gpu import (  # noqa: PLC0415
+        bandwidth,
+        beside,
+        correctness,
+        first_logits,
+        transformer,
+    )
+    from benchmarks.gpu.rig import LLAMA_8B, LLAMA_70B_TP4  # noqa: PLC0415
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = transformer.SHAPE_8B if size.is_8b else transformer.SHAPE_SMALL
+    shapes = (LLAMA_8B, LLAMA_70B_TP4)
+    return {
+        "bytes": lambda: correctness.measure(device, size.rounds),
+        "speed": lambda: [
+            row for shape in shapes for row in bandwidth.measure(shape, size.tokens, size.rounds)
+        ],
+        "beside": lambda: [
+            row
+            for shape in shapes
+            for row in beside.measure(shape, size.tokens, size.rounds, size.product)
+        ],
+        "logits": lambda: first_logits.measure(model, size.history, size.new, size.rounds),
+    }
+
+
+def machine() -> dict[str, Any]:
+    import torch  # noqa: PLC0415
+
+    import attnstore_vllm._native_cuda as native  # noqa: PLC0415
+
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": found.name,
+        "hbm_gib": round(found.total_memory / 2**30, 1),
+        "multiprocessors": found.multi_processor_count,
+        "link": _link(),
+        "torch": torch.__version__,
+        "cuda_runtime": native.runtime_version,
+        "processor": platform.processor() or platform.machine(),
+    }
+
+
+def _link() -> str:
+    """Driver, PCIe generation and width, as nvidia-smi says them; "" without it."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = "driver_version,pcie.link.gen.max,pcie.link.width.max"
+    told = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    return told.stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Copies between HBM and DRAM, on a GPU.")
+    parser.add_argument("--small", action="store_true", help="for GPUs with little memory")
+    parser.add_argument("--only", nargs="+", choices=["bytes", "speed", "beside", "logits"])
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "gpu_check.json")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    args = parser.parse_args()
+    missing = why_not()
+    if missing is not None:
+        print(f"gpu-check: {missing}; nothing was measured", file=sys.stderr)
+        return 2
+    rows: list[Row] = []
+    for name, measure in parts(SMALL if args.small else FULL).items():
+        if args.only is None or name in args.only:
+            print(f"gpu-check: {name} ...", file=sys.stderr, flush=True)
+            rows += measure()
+    result = {
+        "machine": machine(), "is_small": args.small, "rows": [row.to_json() for row in rows]
+    }  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(f"{result['machine']}\n")
+        print(table([HEAD, *(row.cells() for row in rows)]))
+    return 1 if any(row.is_wrong for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

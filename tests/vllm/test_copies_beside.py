@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies beside the model, at random: the cases of test_async_scheduling.py and the resets of
+test_async_stops.py, over copies that go on by chance, wherever copies of a device may.
+
+Which loads are ahead of their step, and by how many layers, which steps replay a graph that calls
+no hook, and how quick the copies are is chance as well; the write buffer is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from attnstore_vllm.testing.tiny_model import TINY, make_model
+from tests.vllm.scripted import Limits
+from tests.vllm.scripted_worker import LAYERS
+from tests.vllm.stepped import SteppedEngine
+from tests.vllm.test_async_scheduling import CASES, Case, check_stored, drive, wait_until_quiet
+
+
+@pytest.fixture(scope="module")
+def model(models: Path) -> Path:
+    return make_model(models / "scripted", TINY, weights=False)
+
+
+@pytest.fixture
+def engine(case: Case, seed: int, model: Path, tmp_path: Path) -> Iterator[SteppedEngine]:
+    engine = SteppedEngine(
+        model, tmp_path / "store", rows=Random(seed).choice((2, 5, 12)),
+        num_blocks=case.num_blocks, depth=case.depth, seed=seed, drafts=case.drafts,
+        policy=case.policy, limits=Limits(dram_slots=case.dram_slots),
+    )  # fmt: skip
+    leave_to_chance(engine, seed)
+    # As with vLLM's V1 model runner, where a draft model runs after the report.
+    engine.worker.reports_first = case.drafts > 0
+    yield engine
+    engine.close()
+
+
+def leave_to_chance(engine: SteppedEngine, seed: int) -> None:
+    random = Random(seed)
+    rates = [random.choice((0.02, 0.1, 0.5)) for _ in engine.streams]
+
+    def go_on() -> None:
+        for stream, rate in zip(engine.streams, rates, strict=True):
+            if random.random() < rate:
+                stream.go_on(random.randrange(1, 2 * LAYERS))
+
+    for worker in engine.workers:
+        worker.between = go_on
+    engine.ours._costs.layers_before = lambda *_: random.choice((0, *range(LAYERS + 1)))
+    engine.replays = lambda: random.random() < 0.2
+
+    def happen() -> None:
+        """What comes from outside while a step is in flight."""
+        if random.random() < 0.02:
+            engine.abort(random.choice(list(engine.scheduler.requests) or ['none']))
+        if random.random() < 0.02 and not engine._drafts:
+            engine.reset_running()
+
+    engine.before_update = happen
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_only_right_kv_is_used_and_stored(case: Case, seed: int, engine: SteppedEngine) -> None:
+    drive(engine, seed)
+    wait_until_quiet(engine.ours)
+    assert check_stored(engine) >= 1
+    assert engine.worker.loads_ahead > 0
+    print(case.name, seed, engine.worker.loads_ahead, engine.worker.loaded_tokens, [s.forced for s in engine.streams], {k:v for k,v in engine.stats.data["counters"].items() if "chunks" in k})
