@@ -28,7 +28,7 @@ from benchmarks.server import VllmServer, total
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUESTS = 16
-"""They come together: clients that come one after the other make batches of chance, and those differ
+"""They come together: clients that come one after the other make batches of chance, which differ
 by more between two rounds than the store costs."""
 PROMPT_TOKENS = {"small": 1000, "medium": 500}
 OUTPUT_TOKENS = 32

@@ -118,7 +118,8 @@ def _spec(settings: Settings, side: str, prompt_tokens: int) -> EngineSpec:
     blocks = TOGETHER * -(-(prompt_tokens + ANSWER_TOKENS) // BLOCK_TOKENS) + 2
     spec = EngineSpec(
         store=settings.work / f"store {side}" if side != "plain" else None,
-        models=settings.work, shape=replace(SMALL, max_position=2048), dram="512MiB", nvme="2GiB", eager=False,
+        models=settings.work, shape=replace(SMALL, max_position=2048),
+        dram="512MiB", nvme="2GiB", eager=False,
         blocks=blocks + 1,
         vllm={"max_num_batched_tokens": max(TOGETHER * prompt_tokens, 2048)},
     )  # fmt: skip

@@ -146,7 +146,7 @@ def serve(settings: Settings, name: str, shape: ModelShape) -> list[dict[str, An
     kv_bytes = int(shape.kv_bytes_per_token * (longest + 512) * (widest + 1))
     config = settings.work / "hits.yaml"
     store = settings.work / f"hits, {name}"
-    nvme = {"path": str(store), "capacity": 2 * kv_bytes}
+    nvme = {"path": str(store), "capacity": kv_bytes * 5 // 4}
     config.write_text(json.dumps({"dram": kv_bytes, "nvme": nvme, "compute_if_sooner": False}))
     blocks = widest * (longest // BLOCK_TOKENS + 1 + 4)
     arguments = [

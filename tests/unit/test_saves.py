@@ -217,9 +217,12 @@ class Requests:
             self.bench.go_on()
             self._step()
 
-    def _step(self, **what: Plans) -> None:
+    def _step(
+        self, before: Plans = (), after: Plans = (), finished: Plans = (),
+        computes: Plans | None = None,
+    ) -> None:  # fmt: skip
         taken, self._taken = self._taken, []
-        said = self.bench.step(taken=taken, **what)
+        said = self.bench.step(before, after, finished=finished, taken=taken, computes=computes)
         assert not said.given_up
         for plan_id in said.finished:
             del self._open[plan_id]

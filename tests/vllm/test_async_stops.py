@@ -17,13 +17,14 @@ from random import Random
 import pytest
 from blake3 import blake3
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm import scripted_worker
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import TOKEN_KV, VOCAB
+from tests.vllm.stepped import SteppedEngine, leave_to_chance
 from tests.vllm.test_async_scheduling import check_stored, wait_until_quiet
 
 STOP = 7
@@ -35,15 +36,25 @@ def model(models: Path) -> Path:
     return make_model(models / "scripted", TINY, weights=False)
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, 3, "beside"])
 def engine(
     request: pytest.FixtureRequest, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ScriptedEngine]:
-    """With steps in flight, and KV that depends on the weights."""
+    """With steps in flight, and KV that depends on the weights; copies beside the model or not."""
     monkeypatch.setattr(scripted_worker, "extend_kv", _extend_kv)
     monkeypatch.setattr("tests.vllm.test_async_scheduling.extend_kv", _extend_kv)
     monkeypatch.setattr(_Weights, "version", 0)
-    engine = ScriptedEngine(model, tmp_path / "store", num_blocks=60, depth=request.param, seed=3)
+    engine: ScriptedEngine
+    if request.param == "beside":
+        engine = SteppedEngine(
+            model, tmp_path / "store", num_blocks=60, depth=2, seed=3, rows=6,
+            compute_if_sooner=True,
+        )  # fmt: skip
+        leave_to_chance(engine, seed=3)
+    else:
+        engine = ScriptedEngine(
+            model, tmp_path / "store", num_blocks=60, depth=request.param, seed=3
+        )
     yield engine
     engine.close()
 
@@ -100,10 +111,11 @@ def test_a_stop_token(engine: ScriptedEngine) -> None:
 def new_weights(engine: ScriptedEngine) -> None:
     """From the next step on the model is another one. Requests that run begin anew.
 
-    vLLM refuses while a step is in flight or a save still reads the blocks of a request that
-    has ended, and then nothing is reset: whoever brings new weights pauses, or tries again.
+    vLLM refuses while a step is in flight, or a copy holds the blocks of a request that does not
+    run, and then nothing is reset: whoever brings new weights pauses, and tries again.
     """
-    for _ in range(10):
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for _ in range(200):
         while engine._in_flight:
             engine._finish_oldest()
         try:
@@ -115,31 +127,14 @@ def new_weights(engine: ScriptedEngine) -> None:
             engine.step()
     else:
         raise AssertionError("no reset succeeded")
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     _Weights.version += 1
     for row in engine.worker._rows.values():
         row.kv.clear()
 
 
-class _Resuming:
-    """A worker that takes the tokens of a resumed request from the scheduler, as vLLM's does:
-    those that were in flight at a reset were dropped there."""
-
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self._worker = engine.worker
-        self._forward = engine.worker._forward
-
-    def forward(self, output: SchedulerOutput, *, replays: bool) -> dict[str, list[int]]:
-        cached = output.scheduled_cached_reqs
-        for name in cached.resumed_req_ids:
-            row = self._worker._rows[name]
-            row.tokens[:] = cached.all_token_ids[name]
-            row.kv.clear()
-        return self._forward(output, replays=replays)
-
-
 @pytest.mark.parametrize("seed", range(3))
-def test_new_weights(engine: ScriptedEngine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.worker, "_forward", _Resuming(engine).forward)
+def test_new_weights(engine: ScriptedEngine, seed: int) -> None:
     play_with_resets(engine, seed)
     assert check_stored(engine) > 5, "what was stored since the last reset is of its weights"
     assert engine.worker.loaded_tokens > 500
@@ -148,7 +143,6 @@ def test_new_weights(engine: ScriptedEngine, seed: int, monkeypatch: pytest.Monk
 def test_a_reset_without_effect_is_seen(
     engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.worker, "_forward", _Resuming(engine).forward)
     monkeypatch.setattr(engine.scheduler.connector, "reset_cache", lambda: True)
     with pytest.raises(AssertionError, match="wrong KV"):
         play_with_resets(engine, 0)

@@ -16,8 +16,7 @@ import pytest
 
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import Limits
-from tests.vllm.scripted_worker import LAYERS
-from tests.vllm.stepped import SteppedEngine
+from tests.vllm.stepped import SteppedEngine, leave_to_chance
 from tests.vllm.test_async_scheduling import CASES, Case, check_stored, drive, wait_until_quiet
 
 
@@ -32,6 +31,7 @@ def engine(case: Case, seed: int, model: Path, tmp_path: Path) -> Iterator[Stepp
         model, tmp_path / "store", rows=Random(seed).choice((2, 5, 12)),
         num_blocks=case.num_blocks, depth=case.depth, seed=seed, drafts=case.drafts,
         policy=case.policy, limits=Limits(dram_slots=case.dram_slots),
+        num_ranks=2 if seed == 1 and not case.drafts else 1,
     )  # fmt: skip
     leave_to_chance(engine, seed)
     # As with vLLM's V1 model runner, where a draft model runs after the report.
@@ -40,35 +40,10 @@ def engine(case: Case, seed: int, model: Path, tmp_path: Path) -> Iterator[Stepp
     engine.close()
 
 
-def leave_to_chance(engine: SteppedEngine, seed: int) -> None:
-    random = Random(seed)
-    rates = [random.choice((0.02, 0.1, 0.5)) for _ in engine.streams]
-
-    def go_on() -> None:
-        for stream, rate in zip(engine.streams, rates, strict=True):
-            if random.random() < rate:
-                stream.go_on(random.randrange(1, 2 * LAYERS))
-
-    for worker in engine.workers:
-        worker.between = go_on
-    engine.ours._costs.layers_before = lambda *_: random.choice((0, *range(LAYERS + 1)))
-    engine.replays = lambda: random.random() < 0.2
-
-    def happen() -> None:
-        """What comes from outside while a step is in flight."""
-        if random.random() < 0.02:
-            engine.abort(random.choice(list(engine.scheduler.requests) or ['none']))
-        if random.random() < 0.02 and not engine._drafts:
-            engine.reset_running()
-
-    engine.before_update = happen
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_only_right_kv_is_used_and_stored(case: Case, seed: int, engine: SteppedEngine) -> None:
     drive(engine, seed)
     wait_until_quiet(engine.ours)
     assert check_stored(engine) >= 1
     assert engine.worker.loads_ahead > 0
-    print(case.name, seed, engine.worker.loads_ahead, engine.worker.loaded_tokens, [s.forced for s in engine.streams], {k:v for k,v in engine.stats.data["counters"].items() if "chunks" in k})
