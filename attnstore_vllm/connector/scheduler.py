@@ -289,9 +289,9 @@ class Scheduler:
     def on_failed_requests(self, request_ids: Collection[str]) -> None:
         """Loads ahead of the step have failed on some rank; vLLM computes the requests."""
         for request_id in request_ids:
-            self._transfers.load_is_void(request_id)
+            was_ours = self._transfers.load_is_void(request_id)  # else another connector's
             state = self._requests.get(request_id)
-            if state is not None and state.layers_before:
+            if state is not None and was_ours:
                 state.load_failed = True
                 self._stats.add("recomputations", "copy_failed", 1)
 

@@ -89,6 +89,8 @@ def reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
         return "its KV pages are padded"
     if spec.non_causal:
         return "it attends in both directions"
+    if kv_cache_config.needs_kv_cache_zeroing:
+        return "vLLM writes zeros to its new blocks, in an order of its own"
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
         return f"the draft model of {speculative.method!r} has a KV cache of its own"

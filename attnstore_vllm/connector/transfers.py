@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
 from attnstore_vllm.types import Flow
+
+KEPT_S = 0.1
+"""How long requests wait for blocks that saves still read before vLLM preempts somebody."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,7 @@ class Transfers:
         self._saving_blocks = 0
         self._kept: dict[str, int] = {}
         """Finished requests whose blocks vLLM keeps, and how many ranks have not freed them."""
+        self._kept_since = 0.0
 
     # ---- plans -------------------------------------------------------------------------
 
@@ -105,6 +110,8 @@ class Transfers:
         if not any(o.request_id == request_id for o in self._saves()):
             return False
         self._plan.finished_saving.append(request_id)
+        if not self._kept:
+            self._kept_since = time.monotonic()
         self._kept[request_id] = self._num_ranks
         return True
 
@@ -120,11 +127,15 @@ class Transfers:
         for request_id in lost - resumed:
             self.load_is_void(request_id)
 
-    def load_is_void(self, request_id: str) -> None:
-        """The blocks that the request's load fills may be others' from the next step on."""
+    def load_is_void(self, request_id: str) -> bool:
+        """The blocks that the request's load fills may be others' from the next step on.
+
+        Returns whether a load of it was open.
+        """
         plan_id = self._loading.pop(request_id, None)
         if plan_id is not None:
             self._plan.ended_loads.append(plan_id)
+        return plan_id is not None
 
     def _saves(self) -> list[_Open]:
         """Those that may still read their request's blocks."""
@@ -167,8 +178,11 @@ class Transfers:
         return [c for o in self._open.values() if o.flow is Flow.SAVE for c in o.chunks]
 
     def keeps_blocks(self) -> bool:
-        """Whether vLLM keeps blocks of finished requests that come free without its doing."""
-        return bool(self._kept)
+        """Whether vLLM keeps blocks of finished requests that will soon come free by themselves.
+
+        Not for ever: as long as this says so, vLLM preempts nobody, and no request may get on.
+        """
+        return bool(self._kept) and time.monotonic() < self._kept_since + KEPT_S
 
     def any_open(self) -> bool:
         """Whether workers still have to copy or report: the engine must go on stepping."""

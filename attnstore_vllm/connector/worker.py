@@ -61,6 +61,13 @@ class Worker:
         self._stats = AttnStoreStats.empty()
         self._plan = StepPlan()
         self._freed: set[str] = set()
+        self._hooked: set[int] = set()
+        """Layers for which this forward pass has called its hook."""
+        self._has_hooks = False
+        """A forward pass has called all: until then one may be that calls none."""
+        self._whole = True
+        self._waited_s = 0.0
+        self._measured: list[tuple[int, float]] = []
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], kernel: str) -> None:
         """Take the KV tensors, and tell the scheduler side what they look like.
@@ -119,20 +126,23 @@ class Worker:
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass, and before anything is written to blocks that changed hands."""
         self._plan = plan
-        self._loads.begin_step(plan.ended_loads, whole=plan.may_replay)
+        self._hooked.clear()
+        self._whole = plan.may_replay or not self._has_hooks
+        self._loads.begin_step(plan.ended_loads, whole=self._whole)
         self._saves.begin_step(
             plan.saves_before, plan.saves, plan.preempted,
-            by_layer=self._by_layer and not plan.may_replay,
+            by_layer=self._by_layer and not self._whole,
         )  # fmt: skip
         self._count(Flow.SAVE, [*plan.saves_before, *plan.saves])
 
     def start_load(self) -> None:
-        self._loads.begin(self._plan.loads, whole=self._plan.may_replay)
+        self._loads.begin(self._plan.loads, whole=self._whole)
         self._count(Flow.LOAD, self._plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
         index = self._layers.get(layer)
         if index is not None:
+            self._hooked.add(index)
             self._loads.wait_layer(index)
 
     def layer_computed(self, layer: str) -> None:
@@ -142,8 +152,16 @@ class Worker:
 
     def end_step(self) -> None:
         """After the forward pass."""
+        self._has_hooks = self._has_hooks or len(self._hooked) == len(self._layers)
         self._loads.end_step()
         self._saves.end_step(self._plan.finished_saving)
+        # Here, since vLLM asks for the figures before it asks for the report.
+        self._waited_s = self._loads.take_waited_s()
+        self._measured = self.engine.measured()
+        if self._waited_s:
+            self._stats.observe("load_wait_seconds", self._waited_s)
+        if self._measured:
+            self._stats.observe("load_seconds", sum(seconds for _, seconds in self._measured))
 
     def take_finished(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose kept blocks are free, that are received, and whose load has failed."""
@@ -152,17 +170,11 @@ class Worker:
 
     def take_report(self) -> StepReport:
         """After take_finished()."""
-        waited_s = self._loads.take_waited_s()
-        if waited_s:
-            self._stats.observe("load_wait_seconds", waited_s)
-        measured = self.engine.measured()
-        if measured:
-            self._stats.observe("load_seconds", sum(seconds for _, seconds in measured))
         saved, given_up = self._saves.take_finished()
         freed, self._freed = self._freed, set()
         return StepReport(
             self._plan.number, self._loads.take_finished() + saved, given_up, freed,
-            waited_s, measured,
+            self._waited_s, self._measured,
         )  # fmt: skip
 
     @property

@@ -92,7 +92,7 @@ class Loads:
                 load = _Load([plan])
                 self._open.append(load)
                 self._submit(load, together=False)
-        if not self._engine.overlaps:
+        if now and not self._engine.overlaps:
             self._host_wait_s += time.perf_counter() - began
 
     def wait_layer(self, layer: int) -> None:

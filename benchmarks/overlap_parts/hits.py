@@ -38,6 +38,8 @@ BATCHES = (1, 2, 4, 8)
 NEW_TOKENS = (1, 128)
 CELL_S = 6.0
 ROUNDS_MIN, ROUNDS_MAX = 5, 40
+BYTES = "vllm:attnstore_bytes_total"
+WRITE_DEADLINE_S = 300.0
 IN_HBM = "vllm:prefix_cache_hits_total"
 NO_SAVE = {"attnstore": {"store": False}}
 
@@ -88,6 +90,17 @@ class Model:
         for history in tqdm(histories, desc=f"{name}: fill", unit="history", leave=False):
             self._client.ttft_ms([*history, 1])
         self._client.fill("end")
+        self._let_it_write()
+
+    def _let_it_write(self) -> None:
+        """Return when NVMe has what was stored: from here on nothing is written."""
+        deadline, before, calm = time.monotonic() + WRITE_DEADLINE_S, -1.0, 0
+        while calm < 3:
+            assert time.monotonic() < deadline, "the store still writes"
+            time.sleep(0.5)
+            self._client.ttfts_ms([[1]])  # figures come with a step
+            written = total(self._server.metrics(), BYTES, direction="dram_to_nvme")
+            calm, before = (calm + 1 if written == before else 0), written
 
     def cell(self, new: int, tokens: int, batch: int, *, quick: bool) -> dict[str, Any]:
         """One cell of the table."""

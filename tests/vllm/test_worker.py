@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the worker side says of steps, and which forward passes it trusts to call their hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from attnstore_vllm.connector.transfers import KEPT_S
+from attnstore_vllm.testing.tiny_model import TINY, make_model
+from tests.vllm.scripted import ScriptedEngine
+from tests.vllm.stepped import SteppedEngine, prompt
+from tests.vllm.test_async_scheduling import wait_until_quiet
+
+PROMPT = prompt("a", 100)
+
+
+@pytest.fixture(scope="module")
+def model(models: Path) -> Path:
+    return make_model(models / "scripted", TINY, weights=False)
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path) -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine(model, tmp_path / "store", num_blocks=60, depth=1, seed=1)
+    yield engine
+    engine.close()
+
+
+def ask_again(engine: ScriptedEngine, name: str) -> None:
+    """What is stored, once nothing of it is in HBM."""
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add(name, PROMPT, 2)
+    engine.drain()
+
+
+def test_only_steps_that_load_say_what_loads_took(engine: ScriptedEngine) -> None:
+    (worker,) = engine.workers
+    engine.add("first", PROMPT, 4)
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    stats = worker.side.take_stats()
+    assert stats is not None
+    assert stats.data["observed"] == {}
+    engine.add("other", prompt("b", 20), 1)
+    engine.step()
+    engine.step()
+    left = worker.side.take_stats()
+    assert left is None or left.data["observed"] == {}
+    ask_again(engine, "again")
+    stats = worker.side.take_stats()
+    assert stats is not None
+    assert {name: len(seen) for name, seen in stats.data["observed"].items()} == {
+        "load_seconds": 1, "load_wait_seconds": 1,
+    }  # fmt: skip
+
+
+def test_a_model_that_calls_no_hooks(model: Path, tmp_path: Path) -> None:
+    """All of a load comes before the forward pass, as long as none has called its hooks."""
+    engine = SteppedEngine(model, tmp_path / "store", depth=1, rows=64, num_blocks=60, seed=1)
+    (worker,) = engine.workers
+    with mock.patch.multiple(
+        worker.side, wait_for_layer=lambda _: None, layer_computed=lambda _: None
+    ):
+        engine.add("first", PROMPT, 4)
+        engine.settle()
+        wait_until_quiet(engine.ours)
+        ask_again(engine, "again")
+    assert worker.loaded_tokens > 0
+    engine.close()
+
+
+def test_blocks_are_not_waited_for_without_end(model: Path, tmp_path: Path) -> None:
+    """A copy that is stuck keeps a finished request's blocks, but not others from going on."""
+    engine = SteppedEngine(model, tmp_path / "store", depth=1, rows=4, num_blocks=60, seed=1)
+    engine.add("first", PROMPT, 4)
+    with mock.patch("attnstore_vllm.connector.transfers.time.monotonic", return_value=0.0) as clock:
+        while not engine.ours.keeps_blocks():
+            engine.step()
+        clock.return_value = KEPT_S + 0.01
+        assert not engine.ours.keeps_blocks()
+        assert engine.ours.has_transfers()
+    engine.settle()
+    assert not engine.ours.keeps_blocks()
+    engine.close()
