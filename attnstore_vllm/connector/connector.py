@@ -182,7 +182,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return
         if connector_output.invalid_block_ids:
-            # Beside us in MultiConnector somebody's load has failed; ours cannot.
+            # Beside us in MultiConnector somebody's load has failed; ours names requests.
             self._scheduler.on_failed_load()
         self._scheduler.on_failed_requests(connector_output.failed_recving)
         report = connector_output.kv_connector_worker_meta
