@@ -285,7 +285,7 @@ def test_a_misspelt_key_on_the_command_line(servers: Servers, tmp_path: Path) ->
 
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "size": ({"dram": "much"}, ("dram is 'much'", "as in 64GiB")),
-    "dram": ({"dram": "900TiB"}, ("dram is 900TiB", "has", "ask for less")),
+    "dram": ({"dram": "900TiB"}, ("dram is 900TiB", "has", "Ask for less", "remount,size=921601g")),
     "relative": (
         {"nvme": {"path": "kv", "capacity": "1MiB"}},
         ("nvme.path is 'kv'", "absolute", str(Path.cwd() / "kv")),
