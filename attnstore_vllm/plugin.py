@@ -47,7 +47,7 @@ def register() -> None:
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
     log_as_vllm()
-    _leave_amx_out()
+    _ask_for_amx()
     if multiprocessing.parent_process() is None:
         try:
             sys.argv[:] = expand(sys.argv, pins_memory=_is_cuda())
@@ -55,31 +55,17 @@ def register() -> None:
             raise SystemExit(f"AttnStore cannot start: {error}") from None
 
 
-def _leave_amx_out() -> None:
-    """Have vLLM's CPU build compute attention with its AVX-512 kernels where it would take AMX.
+def _ask_for_amx() -> None:
+    """Ask the kernel for AMX's tiles, which vLLM 0.32's attention on the CPU uses without asking.
 
-    Two reasons, both seen with vLLM 0.32: its AMX attention does not ask the kernel for the tiles,
-    so a server whose compile cache is warm dies of an illegal instruction at its first request;
-    and where it was allowed them, 2 to 5 of 400 answers of tests/vllm/soak.py were beyond all
-    measured rounding. Whether that is rounding or a fault of theirs or ours was not found.
+    oneDNN asks too, but only when it first compiles a product: a server whose compile cache is
+    warm has not come to that and dies of an illegal instruction at its first request.
     """
     import torch  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    if not (current_platform.is_cpu() and torch.cpu._is_amx_tile_supported()):
-        return
-    from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415
-
-    choose = cpu_attn._get_attn_isa
-    if getattr(choose, "leaves_amx_out", False):
-        return
-
-    def without_amx(*args: Any, **kwargs: Any) -> str:
-        isa: str = choose(*args, **kwargs)
-        return "vec" if isa == "amx" else isa
-
-    without_amx.leaves_amx_out = True  # type: ignore[attr-defined]
-    cpu_attn._get_attn_isa = without_amx
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 _checked: set[StoreConfig] = set()

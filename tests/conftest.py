@@ -7,8 +7,6 @@ ones and prints how to repeat a failure.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -21,10 +19,6 @@ settings.register_profile(
 )
 settings.register_profile("night", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("ci")
-
-# With AMX the products of bfloat16 depend on more than what rounding.py measures: one and the same
-# answer of the soak drifted by 1.1, which in a wrong answer would be taken for a wrong byte.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

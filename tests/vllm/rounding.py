@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from tests.vllm.engine import Answer, LogProbs
+from tests.vllm.engine import CANDIDATES, Answer, LogProbs
 
 MARGIN = 2.0
 """The run that is judged has more positions than the ones that were measured."""
@@ -33,11 +33,14 @@ def drift(a: Answer, b: Answer) -> float:
 
 
 def _apart(a: LogProbs, b: LogProbs) -> float:
-    """Over the candidates of `a`. One that `b` does not name has less there than all it names."""
+    """Over the candidates of `a`. One that `b` does not name has less there than its best ones.
+
+    The token that was drawn is named too, however unlikely it was: it bounds nothing.
+    """
     found = dict(b)
     if any(math.isnan(p) for _, p in a):
         return math.inf  # max() would pass over it
-    least = min(found.values())
+    least = min(sorted(found.values())[-CANDIDATES:])
     apart = (abs(p - found[t]) if t in found else max(0.0, p - least) for t, p in a)
     return max(apart, default=0.0)
 
