@@ -183,8 +183,9 @@ class Saves:
                     if not batch.events[0].done():
                         break
                 except CopyError as error:
+                    if not batch.has_failed:  # of a batch once, not a layer
+                        logger.error("saves are dropped, since a copy failed: %s", error)
                     batch.has_failed = True
-                    logger.error("saves are dropped, since a copy failed: %s", error)
                 del batch.events[0]
             if batch.events:
                 still.append(batch)

@@ -192,7 +192,7 @@ def test_a_layer_that_nobody_waits_for_is_seen(engine: EngineHost, ahead: int) -
 
 
 def test_new_tokens_that_a_load_overwrites_are_seen(engine: EngineHost) -> None:
-    (whole, _), (inside, _) = engine.call(both_splits, 0, BYTES_PER_S, "last_block_by_layer")
+    (whole, _), (inside, _) = engine.call(both_splits, 0, VERY_SLOW, "last_block_by_layer")
     assert different(whole) == []
     assert different(inside) == list(SPLITS)
 
