@@ -22,6 +22,9 @@ from setuptools.errors import CompileError, LinkError
 SOURCES = ["module", "page_copier", "page_runs", "copy_runs", "stream_copy", "omp_team"]
 SOURCES += ["prefix_index", "prefix_index_recovery", "prefix_index_sketch"]
 SOURCES += ["prefix_index_bindings"]
+SOURCES += ["bind_rotator", "page_rotator", "rotate_block"]
+SOURCES += ["rotate_block_avx2", "rotate_block_avx512", "rotate_block_bf16"]
+SOURCES += ["content_index", "content_find", "content_anchors", "bind_content_index"]
 XXHASH_SOURCES = ["bind_checksum", "checksum", "checksum_avx2"]
 URING_SOURCES = ["bind_uring", "uring_device", "uring_loop", "mailbox", "hash_pool"]
 XXHASH_PROBE = """

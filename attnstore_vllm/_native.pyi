@@ -27,6 +27,32 @@ class PageCopier:
     def load(self, copies: Copies, first_layer: int, stop_layer: int) -> None: ...
     def save(self, copies: Copies, first_layer: int, stop_layer: int) -> None: ...
 
+class PageRotator:
+    def __init__(
+        self,
+        *,
+        slots_base: int,
+        num_slots: int,
+        slot_bytes: int,
+        layer_bytes: int,
+        page_bytes: int,
+        layer_bases: list[int],
+        num_blocks: int,
+        block_stride: int,
+        run_offsets: list[int],
+        run_bytes: int,
+        key: tuple[int, ...],
+        value: tuple[int, ...],
+        num_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        dtype: str,
+        is_neox: bool,
+        theta: list[float],
+    ) -> None:
+        """`dtype`: "bfloat16", "float16" or "float32"."""
+    def load(self, moved: Copies, first_layer: int, stop_layer: int) -> None: ...
+
 def omp_team_size() -> int:
     """Threads that a copy runs on."""
 
@@ -88,3 +114,29 @@ class PrefixIndex:
     ) -> tuple[
         npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.uint32], int, int, int
     ]: ...
+
+class ContentIndex:
+    def __init__(self, chunk_tokens: int, max_chunks: int, seed: int) -> None: ...
+    def __len__(self) -> int: ...
+    def memory_bytes(self) -> int: ...
+    def add(
+        self,
+        key: bytes,
+        parent: bytes,
+        domain: bytes,
+        tokens: bytes,
+        native_from: int,
+        is_exact: bool,
+    ) -> None: ...
+    def remove(self, key: bytes) -> bool: ...
+    def clear(self) -> None: ...
+    def find(
+        self,
+        domain: bytes,
+        tokens: bytes,
+        start: int,
+        stop: int,
+        min_extent: int,
+        max_extents: int,
+    ) -> list[list[tuple[Key, int, int, int, bool]]]: ...
+    def work(self) -> tuple[int, int, int, int, int]: ...

@@ -199,6 +199,31 @@ class PinningConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TruncationConfig:
+    """Whether stored KV may be moved to other positions, for prompts that were cut."""
+
+    enabled: bool = False
+    """For every request that does not say otherwise; else only for those that ask for it."""
+    min_tokens: int = 64
+    """Fewer in a row are computed."""
+    sinks: int = 0
+    """First tokens of a prompt that are never moved ones."""
+
+    @classmethod
+    def parse(cls, given: object) -> TruncationConfig | None:
+        if given is False or given == "off":
+            return None
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"truncation is {given!r}; it must be off or {{enabled: true}}")
+        check_keys("truncation.", given, {"enabled", "min_tokens", "sinks"}, set())
+        return cls(
+            enabled=_switch("truncation.enabled", given.get("enabled", False)),
+            min_tokens=_integer("truncation.min_tokens", given.get("min_tokens", 64), 32, 65_536),
+            sinks=_integer("truncation.sinks", given.get("sinks", 0), 0, 65_536),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
     """All settings. Sizes are in bytes and are those of the whole server, all ranks together."""
 
@@ -222,6 +247,8 @@ class StoreConfig:
     """After so long without use KV is not found any more; None: it stays while there is room."""
     pinning: PinningConfig | None = None
     """What requests may pin; None: nothing."""
+    truncation: TruncationConfig | None = TruncationConfig()
+    """KV of prompts that were cut; None: no request may ask for it."""
     io_depth: int = 8
     """Requests in flight on the device; half of them may be writes."""
     data_parallel_size: int = 1
@@ -262,12 +289,13 @@ class StoreConfig:
         dram = parse_size("dram", given["dram"])
         nvme = NvmeConfig.parse(given["nvme"])
         pinning = PinningConfig.parse(given.get("pinning", False))
+        truncation = TruncationConfig.parse(given.get("truncation", {}))
         buffer = given.get("write_buffer", "auto")
         buffer_bytes = None if buffer == "auto" else parse_size("write_buffer", buffer)
         return cls(
             dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead,
             compute_if_sooner=compute_if_sooner, ttl_s=ttl_s, pinning=pinning,
-            write_buffer_bytes=buffer_bytes, **optional,
+            write_buffer_bytes=buffer_bytes, truncation=truncation, **optional,
         )  # fmt: skip
 
     def share(self, dp_rank: int | None) -> StoreConfig:

@@ -4,6 +4,8 @@
     store: false            nothing that it computes is saved; what is stored may be loaded
     priority: low|normal|high
     ttl: 600, "10m", "1h"   after so long without use its KV is not found any more
+    truncation: true        its prompt may be served with stored KV that is moved to other positions
+    report: true            the response says how many tokens were
     pin: true               its prompt's KV is not evicted until that time is over, within a share
 
 Hints come from anybody: each that makes no sense is ignored and counted, and none fails a request.
@@ -32,6 +34,9 @@ class Hints:
 
     store: bool = True
     terms: Terms = NO_TERMS
+    truncation: bool | None = None
+    """None: it does not say."""
+    report: bool = False
     applied: int = 0
     ignored: int = 0
 
@@ -43,13 +48,15 @@ class HintReader:
         ttl_s: of the whole server, which a hint may shorten; None: none.
         longest_pin_s: None where nothing may be pinned.
         keeps_terms: the eviction policy knows priorities and times to live.
+        may_truncate: requests may ask for moved KV.
     """
 
     def __init__(
         self, ttl_s: float | None = None, longest_pin_s: float | None = None, *,
-        keeps_terms: bool = True,
+        keeps_terms: bool = True, may_truncate: bool = True,
     ) -> None:  # fmt: skip
         self._keeps_terms = keeps_terms
+        self._may_truncate = may_truncate
         self._ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
 
@@ -66,11 +73,18 @@ class HintReader:
             ttl_s = seconds_of(given.get("ttl"))
             level = PRIORITIES.get(priority) if isinstance(priority, str) else None
         may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
-        applied = sum((isinstance(store, bool), level is not None, ttl_s is not None, may_pin))
+        truncation, report = given.get("truncation"), given.get("report")
+        moves = isinstance(truncation, bool) and (self._may_truncate or not truncation)
+        applied = sum((
+            isinstance(store, bool), level is not None, ttl_s is not None, may_pin, moves,
+            isinstance(report, bool),
+        ))  # fmt: skip
         times = [t for t in (self._longest_pin_s, self._ttl_s, ttl_s) if t is not None]
         return Hints(
             store is not False,
             Terms(level or 0, ttl_s, min(times) if may_pin and pin else None),
+            truncation if moves else None,
+            report is True,
             applied,
             len(given) - applied,
         )

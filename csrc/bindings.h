@@ -5,4 +5,5 @@
 #include <pybind11/pybind11.h>
 
 void bind_checksum(pybind11::module_& m);
+void bind_rotator(pybind11::module_& m);
 void bind_uring(pybind11::module_& m);

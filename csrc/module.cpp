@@ -13,7 +13,8 @@
 
 namespace py = pybind11;
 
-void bind_prefix_index(py::module_& m);  // prefix_index_bindings.cpp
+void bind_prefix_index(py::module_& m);   // prefix_index_bindings.cpp
+void bind_content_index(py::module_& m);  // bind_content_index.cpp
 
 namespace {
 
@@ -25,6 +26,7 @@ using attnstore::Copies;
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native data path of attnstore_vllm.";
   bind_prefix_index(m);
+  bind_content_index(m);
   py::class_<attnstore::PageCopier>(m, "PageCopier",
                                     "Copies KV pages between HBM and slots. The memory behind the\n"
                                     "addresses outlives it. One thread calls it.")
@@ -61,6 +63,7 @@ PYBIND11_MODULE(_native, m) {
           },
           py::arg("copies"), py::arg("first_layer"), py::arg("stop_layer"),
           "Copy these layers of blocks ([n, 3] int64) into slots; complete on return.");
+  bind_rotator(m);
   m.def("omp_team_size", &attnstore::omp_team_size, py::call_guard<py::gil_scoped_release>(),
         "Threads that PageCopier's copies run on, if the calling thread calls it.");
 #if defined(ATTNSTORE_HAS_XXHASH)

@@ -9,6 +9,8 @@ trap 'rm -rf "$out"' EXIT
 CXX="${CXX:-g++}"
 copies="tests/test_copies.cpp copy_runs.cpp page_copier.cpp page_runs.cpp stream_copy.cpp"
 copies="$copies omp_team.cpp"
+content="tests/test_content.cpp content_index.cpp content_find.cpp content_anchors.cpp"
+content="$content prefix_index_sketch.cpp"
 words="tests/test_page_words.cpp page_runs.cpp cuda/copy_jobs.cpp"
 uring="tests/test_uring.cpp uring_device.cpp uring_loop.cpp mailbox.cpp hash_pool.cpp"
 uring="$uring checksum.cpp checksum_avx2.cpp"
@@ -32,6 +34,9 @@ for kind in ${*:-address,undefined thread}; do
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $words -o "$out/words"
   "$out/words"
+  # shellcheck disable=SC2086
+  "$CXX" $flags -fsanitize="$kind" $recover $content -o "$out/content"
+  "$out/content"
   if [ -n "$uring" ]; then
     # shellcheck disable=SC2086
     "$CXX" $flags -fsanitize="$kind" $recover $uring -luring -o "$out/uring"

@@ -16,8 +16,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.namespace import fingerprint
+from attnstore_vllm.connector.rope import rotation_of
 from attnstore_vllm.connector.scheduler import Scheduler
-from attnstore_vllm.connector.worker import ALONE, ROWS, Worker
+from attnstore_vllm.connector.worker import ALONE, ROWS, WHY_NOT_MOVED, Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
 from attnstore_vllm.io.choose import open_device
@@ -26,6 +27,7 @@ from attnstore_vllm.policy.overlap import default_write_buffer_bytes
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
 from attnstore_vllm.transfer.pool import SLOTS_AT, SharedPool, pool_name
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
@@ -131,7 +133,16 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         # Where a step is cut into micro-batches, each calls the hooks.
         by_layer=not vllm_config.parallel_config.use_ubatching,
         is_alone=_is_alone(),
+        rotation=None if config.truncation is None else _rotation(vllm_config, kv_cache_config),
     )
+
+
+def _rotation(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Callable[[torch.Tensor], Rotation]:
+    layers: Any = vllm_config.compilation_config.static_forward_context
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    return lambda tensor: rotation_of({name: layers[name] for name in names}, tensor)
 
 
 def _is_alone() -> bool:
@@ -158,6 +169,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         layouts.append(description)
     rows = [layout.pop(ROWS) for layout in layouts]
     alone = [layout.pop(ALONE) for layout in layouts]
+    why_not_moved = next(filter(None, [layout.pop(WHY_NOT_MOVED) for layout in layouts]), None)
     namespace = fingerprint(vllm_config, geometry, layouts, vllm.__version__)
     shape = SegmentHeader(
         number=-1,
@@ -180,7 +192,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         geometry.chunk_tokens,
         kind,
     )
-    pinning = config.pinning
+    pinning, truncation = config.pinning, config.truncation
     store = Store(
         pool,
         slab,
@@ -192,6 +204,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         eviction=config.eviction,
         ttl_s=config.ttl_s,
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
+        moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
     )
     return Scheduler(
         store, geometry, namespace, config.load_deadline_ms / 1000, lock,
@@ -199,13 +212,13 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         looks_ahead=config.look_ahead, computes_if_sooner=config.compute_if_sooner,
         hints=HintReader(
             config.ttl_s, pinning.longest_s if pinning is not None else None,
-            keeps_terms=config.eviction == "attnstore",
+            keeps_terms=config.eviction == "attnstore", may_truncate=truncation is not None,
         ),
         rows=None if None in rows else min(rows),
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
         gives_blocks_away=None in rows or all(alone),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        replays=_replays(vllm_config),
+        truncation=(truncation, why_not_moved), replays=_replays(vllm_config),
     )  # fmt: skip
 
 

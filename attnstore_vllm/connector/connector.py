@@ -195,7 +195,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is None:
             return False, None
-        return self._scheduler.request_finished(request, block_ids), None
+        return self._scheduler.request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

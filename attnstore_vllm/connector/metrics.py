@@ -26,6 +26,7 @@ COUNTERS = {
     ),
     "offered_tokens": ("tier", "Tokens whose KV the store offered, by the tier it was in."),
     "loaded_tokens": ("tier", "Tokens whose KV was loaded into HBM, by the tier it was in."),
+    "moved_tokens": ("tier", "Tokens among those whose KV was moved to another position."),
     "chunks": ("event", "What happened to chunks."),
     "bytes": ("direction", "Bytes moved between the tiers."),
     "first_written_bytes": (
@@ -72,6 +73,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "wanted_tokens": _TIERS,
     "offered_tokens": _TIERS,
     "loaded_tokens": _TIERS,
+    "moved_tokens": ("dram",),
     "prefetch_tokens": _TIERS,
     "held_bytes": _TIERS,
     "first_written_bytes": ("nvme",),

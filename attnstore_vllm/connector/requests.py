@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key, tenant_hash
+from attnstore_vllm.index.keys import (
+    MultimodalSpan,
+    SequenceKeys,
+    moved_root,
+    root_key,
+    tenant_hash,
+)
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.by_return import Visit
 from attnstore_vllm.policy.returns import NO_TERMS, Run, Terms
@@ -78,6 +84,15 @@ class RequestState:
     counted: bool = False
     outdated: bool = False
     """Part of its KV is from before a reset: nothing of it is saved."""
+    finds_moved: bool = False
+    """KV of its tokens at other positions will do too."""
+    reports: bool = False
+    """The response is to say how many tokens were moved."""
+    moved_tokens: int = 0
+    """Tokens whose KV was moved when it was loaded, all loads together."""
+    moved: range | None = None
+    """From the first to the last token of its blocks whose KV was moved, or is offered; None: all
+    that it has is exact."""
     _sequence: SequenceKeys | None = None
 
     def expect(self, pieces: Sequence[Piece]) -> None:
@@ -107,8 +122,21 @@ class RequestState:
         if self._sequence is None or self.request.resumable:
             # The next input of a streaming session may replace tokens that were not computed.
             tokens = self.request.all_token_ids
-            self._sequence = SequenceKeys(self.root, tokens, self.chunk_tokens, self.spans)
+            root = self.root if self.moved is None else moved_root(self.root)
+            self._sequence = SequenceKeys(
+                root, tokens, self.chunk_tokens, self.spans, finds_moved=self.may_find_moved
+            )
         return self._sequence
+
+    @property
+    def may_find_moved(self) -> bool:
+        return self.finds_moved and not self.spans and not self.request.resumable
+
+    def begin_lineage(self, moved: range | None) -> None:
+        """From now on what it computes is behind moved KV, or is not any more (None)."""
+        if moved is None and self.moved is not None:
+            self.num_chunks_seen = min(self.num_chunks_seen, self.moved.start // self.chunk_tokens)
+        self.moved, self._sequence = moved, None
 
 
 def bypasses(request: Request) -> bool:

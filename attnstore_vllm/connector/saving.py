@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from attnstore_vllm.connector.requests import LoraIdentities, RequestState
 from attnstore_vllm.connector.transfers import Transfers
+from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.store.store import Store
@@ -21,12 +22,18 @@ class Saving:
     """Asks the store for slots, and plans their saves. All on the scheduler's thread."""
 
     def __init__(
-        self, store: Store, geometry: Geometry, transfers: Transfers, loras: LoraIdentities
+        self,
+        store: Store,
+        geometry: Geometry,
+        transfers: Transfers,
+        loras: LoraIdentities,
+        truncation: Truncation,
     ) -> None:
         self._store = store
         self._geometry = geometry
         self._transfers = transfers
         self._loras = loras
+        self._truncation = truncation
 
     def save_chunks(self, state: RequestState, computed: int, block_ids: Sequence[int]) -> None:
         """Whole chunks up to `computed` tokens that were not offered to the store yet."""
@@ -70,6 +77,7 @@ class Saving:
             name, state.run(number), state.pin_s(name.position),
             again=name.position >= state.computed_from,
         )  # fmt: skip
+        self._truncation.saved(state, name)
         if chunk is None:
             return
         copies = plan_save(

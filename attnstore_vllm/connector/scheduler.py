@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.connector.costs import Costs
 from attnstore_vllm.connector.counting import (
     StoreFigures,
@@ -35,10 +36,12 @@ from attnstore_vllm.connector.requests import (
 )
 from attnstore_vllm.connector.saving import Saving
 from attnstore_vllm.connector.transfers import Transfers
+from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.connector.waits import Waits
-from attnstore_vllm.hints import HintReader, PrefetchOrder, prefetch_order
+from attnstore_vllm.hints import SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer import moves
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import plan_load
 from attnstore_vllm.types import Tier
@@ -66,6 +69,7 @@ class Scheduler:
             model.
         gives_blocks_away: what finished requests leave is saved from blocks that are free.
         step_tokens: what a step computes of one prompt, at most.
+        truncation: of the store's settings, and why KV cannot be moved here, or None.
         replays: of the tokens of each of a step's requests, whether the step may be a CUDA graph
             that calls no hook.
     """
@@ -85,6 +89,7 @@ class Scheduler:
         rows: int | None = None,
         gives_blocks_away: bool = True,
         step_tokens: int = 1 << 30,
+        truncation: tuple[TruncationConfig | None, str | None] = (None, None),
         replays: Callable[[Collection[int]], bool] = lambda _: False,
     ) -> None:
         self.store = store
@@ -98,7 +103,8 @@ class Scheduler:
         self._transfers = Transfers(
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away
         )
-        self._saving = Saving(store, geometry, self._transfers, self._loras)
+        self._truncation = Truncation(store, *truncation)
+        self._saving = Saving(store, geometry, self._transfers, self._loras, self._truncation)
         self._replays = replays
         self._stats = AttnStoreStats.empty()
         self._figures = StoreFigures(store, geometry.token_bytes())
@@ -131,7 +137,8 @@ class Scheduler:
         state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
         self._requests[request.request_id] = state
         hints = self._hints.read(request.kv_transfer_params)
-        state.stores, state.terms = hints.store, hints.terms
+        state.stores, state.terms, state.reports = hints.store, hints.terms, hints.report
+        self._truncation.note(state, hints)
         self._stats.add("hints", "applied", hints.applied)
         self._stats.add("hints", "ignored", hints.ignored)
         if self._queue is not None:
@@ -160,6 +167,7 @@ class Scheduler:
         if state is None or state.load_failed or self._loras.is_unclear(request.lora_request):
             return 0, False
         self._withdraw(state)
+        self._truncation.take_back(state)  # it has lost its blocks: vLLM asks of no others
         if state.visit is None:
             self._look_up(state)
         if self._waits.goes_on(state):
@@ -197,7 +205,9 @@ class Scheduler:
             self.store.release(piece.chunk for piece in held)
             return 0, False
         state.offer, state.offer_start = held, num_computed_tokens
-        state.layers_before = self._costs.layers_before(
+        self._truncation.offer(state, held, self._kv_cache_manager)
+        # Moved KV is complete before the forward pass: it fills blocks token by token.
+        state.layers_before = 0 if state.moved is not None else self._costs.layers_before(
             num_tokens * self._rank_token_bytes,
             self._transfers.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
             ready_stop, request.num_tokens,
@@ -215,14 +225,28 @@ class Scheduler:
         stop = start + num_external_tokens
         used = [piece for piece in state.offer if piece.start < stop]
         assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
+        placed = [piece for piece in used if piece.first is None]
         copies = plan_load(
-            [(piece.chunk.dram_slot, piece.start, piece.stop) for piece in used],
+            [(piece.chunk.dram_slot, piece.start, piece.stop) for piece in placed],
             block_ids,
             start,
-            stop,
+            min(stop, placed[-1].stop),
             block_tokens=self._geometry.block_tokens,
             chunk_tokens=self._geometry.chunk_tokens,
-        )
+        ) if placed else ()  # fmt: skip
+        moved = moves.plan_moves(
+            [
+                moves.Piece(
+                    piece.chunk.dram_slot, piece.first, piece.start - piece.shift,
+                    piece.start, min(piece.stop, stop),
+                )
+                for piece in used
+                if piece.first is not None
+            ],
+            block_ids,
+            block_tokens=self._geometry.block_tokens,
+            chunk_tokens=self._geometry.chunk_tokens,
+        )  # fmt: skip
         self.store.release(piece.chunk for piece in state.offer[len(used) :])
         state.sources = self.store.tiers(used)
         for tier, tokens in state.sources.items():
@@ -233,13 +257,17 @@ class Scheduler:
             self._queue.on_placed(request.request_id)
         state.computed_from = stop
         self._transfers.load(
-            request.request_id, [piece.chunk for piece in used], copies,
+            request.request_id, [piece.chunk for piece in used], copies, moved,
             is_partial=stop % self._geometry.block_tokens != 0, layers_before=state.layers_before,
         )  # fmt: skip
         state.offer = []
         state.deadline = None
         if start == 0:  # whole chunks of it are stored, since that is where they come from
             state.num_chunks_seen = max(state.num_chunks_seen, stop // self._geometry.chunk_tokens)
+        self._truncation.taken(state, used, stop)
+        self._stats.add("moved_tokens", "dram", moves.num_tokens(moved))
+        for piece in placed:
+            self._truncation.saved(state, piece.chunk.name)
 
     def sources(self, request: Request) -> dict[Tier, int]:
         """Tokens of the request's last load, by the tier they were in."""
@@ -259,6 +287,9 @@ class Scheduler:
         self._transfers.preempted(output.preempted_req_ids or ())
         for request_id in preempted:
             self._requests[request_id].begin_anew()
+            # After a reset vLLM resumes requests in the step that tells of their preemption.
+            if request_id not in output.num_scheduled_tokens:
+                self._truncation.take_back(self._requests[request_id])
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not state.may_save:
@@ -307,24 +338,29 @@ class Scheduler:
 
     # ---- a request goes ----------------------------------------------------------------
 
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Plan the saves of what is left, the tail included.
 
-        Returns True if vLLM is to keep the blocks until they are read.
+        Returns whether vLLM is to keep the blocks until they are read, and what the response says.
         """
         if self._queue is not None:
             self._queue.on_finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return False
+            return False, None
         self._withdraw(state)
         self._saving.save_rest(state, block_ids)
-        return self._transfers.finished(request.request_id)
+        report = self._truncation.finished(state)
+        keeps = self._transfers.finished(request.request_id)
+        return keeps, None if report is None else {SECTION: report}
 
     def _withdraw(self, state: RequestState) -> None:
         if state.offer:
             self.store.release(piece.chunk for piece in state.offer)
             state.offer = []
+            self._truncation.take_back(state)
 
     # ---- the rest ----------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.moves import MovedRun
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
 from attnstore_vllm.types import Flow
 
@@ -67,13 +68,14 @@ class Transfers:
         request_id: str,
         chunks: list[Chunk],
         copies: tuple[ChunkCopy, ...],
+        moves: tuple[MovedRun, ...] = (),
         *,
         is_partial: bool,
         layers_before: int,
     ) -> None:
         """The held `chunks` are loaded; released when all ranks have done so."""
         self.load_is_void(request_id)  # a former one, of blocks that it has lost
-        plan = LoadPlan(next(self._ids), request_id, copies, is_partial, layers_before)
+        plan = LoadPlan(next(self._ids), request_id, copies, is_partial, layers_before, moves)
         self._plan.loads.append(plan)
         self._add(plan, Flow.LOAD, chunks)
         self._loading[request_id] = plan.plan_id

@@ -10,11 +10,12 @@ import torch
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine
+from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe
 from attnstore_vllm.transfer.loads import Loads
-from attnstore_vllm.transfer.plan import TransferPlan
+from attnstore_vllm.transfer.moves import num_tokens
+from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.transfer.saves import Saves
 from attnstore_vllm.types import Flow
@@ -23,6 +24,8 @@ from attnstore_vllm.types import Flow
 ROWS = "write_buffer_rows"
 """None: copies do not run beside the model, and are over when they are begun."""
 ALONE = "is_alone"
+WHY_NOT_MOVED = "why_not_moved"
+"""None: it can load KV to other positions."""
 
 
 class Worker:
@@ -35,6 +38,8 @@ class Worker:
             beside the model; given the device's memory in bytes.
         by_layer: the forward pass calls its hooks once a layer.
         is_alone: no other connector writes to blocks.
+        rotation: says how this model's KV is moved to other positions; given one layer's KV
+            tensor. Raises UnsupportedError with the reason why it cannot be.
     """
 
     def __init__(
@@ -48,7 +53,10 @@ class Worker:
         write_buffer_bytes: Callable[[int], int],
         by_layer: bool = True,
         is_alone: bool = True,
+        rotation: Callable[[torch.Tensor], Rotation] | None = None,
     ) -> None:
+        self._rotation = rotation
+        self._turns: Rotation | None = None
         self._pool = pool
         self._rank = rank
         self._geometry = geometry
@@ -88,6 +96,7 @@ class Worker:
                 f"pages have {sorted({x.page_bytes for x in layouts})} bytes, but vLLM's cache "
                 f"configuration says {self._geometry.page_bytes}; this layout is not known"
             )
+        self._turns, why_not = self._find_rotation(tensors[0])
         engine = self._engine = self._make_engine(tensors[0].device, layouts)
         self._loads = Loads(engine, len(self._layers))
         self._saves = Saves(engine, len(self._layers), queue_blocks=engine.num_rows)
@@ -103,8 +112,20 @@ class Worker:
                 "kernel": kernel,
                 ROWS: engine.num_rows if engine.overlaps else None,
                 ALONE: self._is_alone,
+                WHY_NOT_MOVED: why_not,
             },
         )
+
+    def _find_rotation(self, tensor: torch.Tensor) -> tuple[Rotation | None, str | None]:
+        """How KV is moved, or why it cannot be."""
+        if self._rotation is None:
+            return None, "truncation is off"
+        if tensor.device.type != "cpu":
+            return None, "KV is moved on the CPU only so far"
+        try:
+            return self._rotation(tensor), None
+        except UnsupportedError as error:
+            return None, str(error)
 
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
         pool, geometry = self._pool, self._geometry
@@ -119,7 +140,7 @@ class Worker:
             )  # fmt: skip
         if device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {device}")
-        return CpuEngine(pool.address, pool.num_slots, self._rank, geometry, layouts)
+        return CpuEngine(pool.address, pool.num_slots, self._rank, geometry, layouts, self._turns)
 
     # ---- a step ------------------------------------------------------------------------
 
@@ -199,4 +220,6 @@ class Worker:
     def _count(self, flow: Flow, plans: Sequence[TransferPlan]) -> None:
         num_blocks = sum(plan.num_blocks for plan in plans)
         num_bytes = num_blocks * self._geometry.page_bytes * self._geometry.num_layers
+        moved = sum(num_tokens(p.moves) for p in plans if isinstance(p, LoadPlan))
+        num_bytes += moved * self._geometry.rank_bytes // self._geometry.chunk_tokens
         self._stats.add("bytes", flow.value, num_bytes)

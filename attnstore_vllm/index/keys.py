@@ -45,6 +45,11 @@ def root_key(namespace: bytes, cache_salt: str | None, lora: bytes) -> Key:
     return Key(_hash(b"root", namespace, salt, lora))
 
 
+def moved_root(root: Key) -> Key:
+    """The parent of what was computed behind moved KV: exact requests never match its lineage."""
+    return Key(_hash(b"moved", root))
+
+
 def tenant_hash(cache_salt: str | None) -> bytes:
     """What a record says of its tenant: a hash of the salt, never the salt. Zero without one."""
     return bytes(32) if cache_salt is None else _hash(b"tenant", _encode(cache_salt))
@@ -94,17 +99,21 @@ class SequenceKeys:
         token_ids: Sequence[int],
         chunk_tokens: int,
         spans: Sequence[MultimodalSpan] = (),
+        *,
+        finds_moved: bool = False,
     ) -> None:
         self.token_ids = token_ids
         self.chunk_tokens = chunk_tokens
-        self._root = root
+        self.root = root
+        self.finds_moved = finds_moved
+        """Whether KV of these tokens at other positions will do too, where there is no better."""
         self._spans = spans
         self._keys: list[Key] = []
         self._chunks: list[bytes] = []
 
     def parent(self, chunk: int) -> Key:
         """The key that chunk number `chunk` continues."""
-        return self.key(chunk - 1) if chunk else self._root
+        return self.key(chunk - 1) if chunk else self.root
 
     def key(self, chunk: int) -> Key:
         """The key of a whole chunk. All its tokens must be there, and final."""
@@ -114,7 +123,7 @@ class SequenceKeys:
             for i in range(first, chunk + 1):
                 at = (i - first) * size * TOKEN_BYTES
                 tokens = new[at : at + size * TOKEN_BYTES]
-                parent = self._keys[-1] if self._keys else self._root
+                parent = self._keys[-1] if self._keys else self.root
                 self._chunks.append(tokens)
                 self._keys.append(chunk_key(parent, self.extra(i), tokens))
         return self._keys[chunk]

@@ -40,6 +40,15 @@ class Piece:
     stop: int
     exact: bool = True
     """False: `stop` follows from a sketch, and holds only once confirm() has said so."""
+    first: int | None = None
+    """Moved KV: the token of the chunk that `start` is. None: it is where it was computed."""
+
+    @property
+    def shift(self) -> int:
+        """By how many positions it is moved."""
+        if self.first is None:
+            return 0
+        return self.start - self.chunk.name.position - self.first
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
@@ -55,12 +64,28 @@ def common_tokens(a: bytes, b: bytes) -> int:
     return low
 
 
-def confirm(piece: Piece, sequence: SequenceKeys, stop: int) -> Piece | None:
+def confirm(
+    piece: Piece, sequence: SequenceKeys, stop: int, begin: int | None = None
+) -> Piece | None:
     """The piece with the tokens that its chunk has in common with tokens [start, stop).
 
     Longer or shorter than was thought, or None if nothing is left or the chunk's tokens are
-    not known. What was exact stays as it is.
+    not known. What was exact stays as it is; of moved KV all tokens are compared once more.
+
+    Args:
+        begin: where the tokens before it end: the piece goes on from there, or is None.
     """
+    begin = piece.start if begin is None else begin
+    if piece.first is not None:
+        if not piece.start <= begin < piece.stop:
+            return None
+        first = piece.first + begin - piece.start
+        has = piece.chunk.name.tokens[first * TOKEN_BYTES :]
+        if not has.startswith(sequence.tokens(begin, piece.stop)):
+            return None
+        return replace(piece, start=begin, first=first)
+    if piece.start != begin:
+        return None
     if piece.exact:
         return piece
     first = piece.start // sequence.chunk_tokens * sequence.chunk_tokens

@@ -24,6 +24,7 @@ from itertools import takewhile
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.leases import renew, unexpired
+from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.device import Device
@@ -35,7 +36,7 @@ from attnstore_vllm.store.context import Context, Pool
 from attnstore_vllm.store.flights import Flights
 from attnstore_vllm.store.keeper import Keeper
 from attnstore_vllm.store.slab import Slab
-from attnstore_vllm.types import Flow, Tier
+from attnstore_vllm.types import Flow, Key, Tier
 
 RESET_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 3.0
@@ -53,6 +54,7 @@ class Store:
         eviction: attnstore, lru or fifo.
         ttl_s: after so long without use a chunk is not found; None: as long as there is room.
         pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
+        moved: MovedKv's min_tokens and sinks.
         clock, threaded: for simulations: their own time, and turn() in place of our thread.
     """
 
@@ -69,6 +71,7 @@ class Store:
         eviction: str = "attnstore",
         ttl_s: float | None = None,
         pin_shares: tuple[float, float] = (0.0, 0.0),
+        moved: tuple[int, int] = (64, 0),
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
@@ -81,6 +84,10 @@ class Store:
             chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64), pin_shares=pin_shares,
         )  # fmt: skip
         self._pieces_max = pool.num_slots
+        self._moved = MovedKv(
+            self.residency.index, slab.shape.chunk_tokens, pool.num_slots + slab.records_max,
+            min_tokens=moved[0], sinks=moved[1],
+        )  # fmt: skip
         self._clock = clock
         for segment in slab.fresh:
             records = slab.records_of(segment)
@@ -187,6 +194,8 @@ class Store:
     def _match(self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int) -> list[Piece]:
         """Locked."""
         pieces = self.residency.index.match(sequence, start, stop)
+        if sequence.finds_moved:
+            pieces = self._moved.go_on(pieces, sequence, start, stop)
         if self._has_leases:
             pieces = unexpired(self.residency, pieces)
         if pieces and pieces[-1].stop - start < min_tokens:
@@ -239,7 +248,7 @@ class Store:
             for piece in pieces:
                 if piece.chunk.dram is not Dram.READY or piece.chunk.dropped:
                     break
-                confirmed = confirm(piece, sequence, stop)
+                confirmed = confirm(piece, sequence, stop, held[-1].stop if held else piece.start)
                 if confirmed is None:
                     break
                 self.residency.hold(piece.chunk)
@@ -302,6 +311,13 @@ class Store:
                     self.residency.pinning.pin(kept, now + pin_s, now)
             return chunk
 
+    def may_be_moved(
+        self, name: ChunkName, domain: Key, native_from: int = 0, *, is_exact: bool = True
+    ) -> None:
+        """See MovedKv.note."""
+        with self._lock:
+            self._moved.note(name, domain, native_from, is_exact=is_exact)
+
     def finish_saves(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:
             for chunk in chunks:
@@ -334,6 +350,7 @@ class Store:
         """
         reset = self._keeper.reset()
         with self._progress:
+            self._moved.clear()
             self._progress.wait_for(lambda: reset.is_over or self._keeper.is_out, RESET_DEADLINE_S)
             return reset.succeeded
 

@@ -27,6 +27,7 @@ from attnstore_vllm.testing.copy_streams import Piece, SteppedStream, Stream, Th
 from attnstore_vllm.transfer.engine import Event, Pages, Rows
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
+from attnstore_vllm.transfer.moves import Moved
 
 __all__ = ["POISON", "MemoryEngine", "SteppedStream", "Stream", "ThrottledStream"]
 
@@ -113,6 +114,9 @@ class MemoryEngine:
         piece = self._loads.submit(work, self._num_bytes(pages, layers))
         self._unmeasured.append(piece)
         return piece
+
+    def move(self, moved: Moved, layers: range) -> Event:
+        raise AssertionError("only the CPU's engine moves KV so far")
 
     def save(self, pages: Pages, layers: range) -> Piece:
         slots, within, blocks = self._checked(pages, layers)

@@ -33,6 +33,7 @@ from attnstore_vllm.transfer.cuda_tables import PAGES_AT_ONCE, TableRing
 from attnstore_vllm.transfer.engine import Event, Pages, Rows
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
+from attnstore_vllm.transfer.moves import Moved
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,9 @@ class CudaEngine:
             return self._event(Move.LOAD, stop)
         except RuntimeError as error:
             return self._failed(self._loads, error)
+
+    def move(self, moved: Moved, layers: range) -> Event:
+        raise AssertionError("only the CPU's engine moves KV so far")
 
     def save(self, pages: Pages, layers: range) -> Event:
         try:

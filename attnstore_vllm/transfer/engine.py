@@ -14,14 +14,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm._native import PageCopier, omp_team_size
+from attnstore_vllm._native import PageCopier, PageRotator, omp_team_size
+from attnstore_vllm.transfer.content import ContentMap
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
+from attnstore_vllm.transfer.moves import Moved
+from attnstore_vllm.transfer.rope import Rope
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,20 @@ Pages = npt.NDArray[np.int64]
 """[blocks, 3]: DRAM slot, block of the chunk, block id (transfer/plan.py: pages)."""
 Rows = npt.NDArray[np.int64]
 """[blocks]: where in the write buffer each of as many pages is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What has to be known of a model to move its KV to other positions.
+
+    dtype: "bfloat16", "float16" or "float32".
+    """
+
+    rope: Rope
+    content: ContentMap
+    num_heads: int
+    head_dim: int
+    dtype: str
 
 
 class Event(Protocol):
@@ -48,6 +66,9 @@ class CopyEngine(Protocol):
 
     def load(self, pages: Pages, layers: range) -> Event:
         """Begin to fill blocks from slots: after the model's order so far and earlier loads."""
+
+    def move(self, moved: Moved, layers: range) -> Event:
+        """Begin to fill single tokens of blocks, K rotated: after earlier loads."""
 
     def save(self, pages: Pages, layers: range) -> Event:
         """Begin to copy blocks into slots: after the model's order so far and earlier saves."""
@@ -95,6 +116,7 @@ class CpuEngine:
     Args:
         slots_base: address of the pool's slot 0 in this process; mapped until close().
         layouts: of the layers, in the order in which slots hold them; the tensors outlive this.
+        rotation: None where nothing is moved.
     """
 
     overlaps = False
@@ -107,9 +129,13 @@ class CpuEngine:
         rank: int,
         geometry: Geometry,
         layouts: Sequence[LayerLayout],
+        rotation: Rotation | None = None,
     ) -> None:
-        self._pages = page_copier(slots_base, num_slots, rank, geometry, layouts)
+        place = (slots_base, num_slots, rank, geometry, layouts)
+        self._pages = page_copier(*place)
+        self._rotator = page_rotator(*place, rotation) if rotation is not None else None
         self._page_bytes = geometry.page_bytes
+        self._token_bytes = geometry.page_bytes // geometry.block_tokens
         self._measured: list[tuple[int, float]] = []
         logger.info("copies between HBM and DRAM run on %d threads", omp_team_size())
 
@@ -117,6 +143,14 @@ class CpuEngine:
         began = time.perf_counter()
         self._pages.load(pages, layers.start, layers.stop)
         num_bytes = len(pages) * len(layers) * self._page_bytes
+        self._measured.append((num_bytes, time.perf_counter() - began))
+        return Over()
+
+    def move(self, moved: Moved, layers: range) -> Event:
+        assert self._rotator is not None, "nobody has said how K is rotated"
+        began = time.perf_counter()
+        self._rotator.load(moved, layers.start, layers.stop)
+        num_bytes = int(moved[:, 2].sum()) * len(layers) * self._token_bytes
         self._measured.append((num_bytes, time.perf_counter() - began))
         return Over()
 
@@ -151,20 +185,48 @@ def page_copier(
     slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
 ) -> PageCopier:
     """The native copier of one rank's pages; of its arguments what CpuEngine says."""
+    return PageCopier(**_shape(slots_base, num_slots, rank, geometry, layouts))
+
+
+def page_rotator(
+    slots_base: int,
+    num_slots: int,
+    rank: int,
+    geometry: Geometry,
+    layouts: Sequence[LayerLayout],
+    rotation: Rotation,
+) -> PageRotator:
+    """The native copier of single tokens; of its arguments what CpuEngine says."""
+    return PageRotator(
+        **_shape(slots_base, num_slots, rank, geometry, layouts),
+        key=rotation.content.key.numbers(),
+        value=rotation.content.value.numbers(),
+        num_heads=rotation.num_heads,
+        head_dim=rotation.head_dim,
+        block_tokens=geometry.block_tokens,
+        dtype=rotation.dtype,
+        is_neox=rotation.rope.is_neox,
+        theta=rotation.rope.theta.tolist(),
+    )
+
+
+def _shape(
+    slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
+) -> dict[str, Any]:
     shape = layouts[0]
     assert len(layouts) == geometry.num_layers
     assert all(layout.page_bytes == geometry.page_bytes for layout in layouts)
     assert all(layout.block_stride == shape.block_stride for layout in layouts)
     assert all(layout.run_offsets == shape.run_offsets for layout in layouts)
-    return PageCopier(
-        slots_base=slots_base + rank * geometry.rank_bytes,
-        num_slots=num_slots,
-        slot_bytes=geometry.slot_bytes,
-        layer_bytes=geometry.layer_bytes,
-        page_bytes=geometry.page_bytes,
-        layer_bases=[layout.base for layout in layouts],
-        num_blocks=shape.num_blocks,
-        block_stride=shape.block_stride,
-        run_offsets=list(shape.run_offsets),
-        run_bytes=shape.run_bytes,
-    )
+    return {
+        "slots_base": slots_base + rank * geometry.rank_bytes,
+        "num_slots": num_slots,
+        "slot_bytes": geometry.slot_bytes,
+        "layer_bytes": geometry.layer_bytes,
+        "page_bytes": geometry.page_bytes,
+        "layer_bases": [layout.base for layout in layouts],
+        "num_blocks": shape.num_blocks,
+        "block_stride": shape.block_stride,
+        "run_offsets": list(shape.run_offsets),
+        "run_bytes": shape.run_bytes,
+    }

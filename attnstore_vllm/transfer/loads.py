@@ -18,6 +18,7 @@ import numpy as np
 
 from attnstore_vllm.errors import CopyError
 from attnstore_vllm.transfer.engine import CopyEngine, Event, Pages
+from attnstore_vllm.transfer.moves import moved_table
 from attnstore_vllm.transfer.plan import LoadPlan, pages
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class Loads:
         """Begin to fill blocks from slots."""
         began = time.perf_counter()
         now = [plan for plan in plans if not plan.layers_before]
+        # Moved KV fills single tokens of blocks that others of them, and new ones, are written to.
+        whole = whole or any(plan.moves for plan in now)
         if now:
             load = _Load(now, gates=True)
             self._open.append(load)
@@ -136,7 +139,11 @@ class Loads:
     def _submit(self, load: _Load, *, together: bool) -> None:
         table = pages(copy for plan in load.plans for copy in plan.copies)
         if together:
-            load.layers = [self._engine.load(table, self._all)] * len(self._all)
+            moved = moved_table(run for plan in load.plans for run in plan.moves)
+            if len(table):
+                load.layers = [self._engine.load(table, self._all)] * len(self._all)
+            if len(moved):  # behind the copies: they fill whole blocks
+                load.layers = [self._engine.move(moved, self._all)] * len(self._all)
             return
         # A block that receives new tokens is complete in all layers before the forward pass: vLLM
         # may write them before it waits for the layer.

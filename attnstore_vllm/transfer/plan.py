@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from attnstore_vllm.transfer.moves import MovedRun
+
 
 class ChunkCopy(NamedTuple):
     """Consecutive blocks of a chunk and as many blocks of HBM; every layer of them is copied."""
@@ -32,7 +34,11 @@ class TransferPlan:
     copies: tuple[ChunkCopy, ...]
 
     def __post_init__(self) -> None:
-        assert self.copies, "an empty plan is a caller's bug: do not send it"
+        assert not self.is_empty, "an empty plan is a caller's bug: do not send it"
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.copies
 
     @property
     def num_blocks(self) -> int:
@@ -47,6 +53,12 @@ class LoadPlan(TransferPlan):
     """The last block is partly filled: it receives new tokens."""
     layers_before: int = 0
     """0: for this step's forward pass. Else ahead of it: received when so many layers are there."""
+    moves: tuple[MovedRun, ...] = ()
+    """Token by token, after the copies; complete before the forward pass."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.copies and not self.moves
 
 
 def pages(copies: Iterable[ChunkCopy]) -> npt.NDArray[np.int64]:

@@ -222,9 +222,10 @@ def test_room_for_a_read_that_comes_late_is_used(open_rig: Rigs) -> None:
     rig.put_all(sequence_of(tokens))
     device.settle()
     push_out_of_dram(rig, device, 2)
-    pieces = rig.store.find(sequence_of(conversation(700, 16)), 0, 16)
-    pieces += rig.store.find(sequence_of(conversation(701, 16)), 0, 16)
-    held = rig.store.hold_ready(pieces, sequence_of(tokens), 40)
+    held = []
+    for other in (700, 701):
+        pieces = rig.store.find(sequence_of(conversation(other, 16)), 0, 16)
+        held += rig.store.hold_ready(pieces, sequence_of(tokens), 40)
     assert len(held) == 2
     rig.store.find(sequence_of(tokens), 0, 16)
     device.settle()

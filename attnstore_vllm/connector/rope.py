@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the worker has to know of the model to move KV: how it rotates K, and where its attention
+kernels put each number of a page. Whatever is not understood is refused, with the reason."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
+    LinearScalingRotaryEmbedding,
+)
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.ntk_scaling_rope import NTKScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
+    YaRNScalingRotaryEmbedding,
+)
+
+from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.transfer.content import ContentMap, Write, probe
+from attnstore_vllm.transfer.engine import Rotation
+from attnstore_vllm.transfer.rope import Rope, check_table
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+_STATIC = (
+    RotaryEmbedding, Llama3RotaryEmbedding, NTKScalingRotaryEmbedding,
+    LinearScalingRotaryEmbedding, YaRNScalingRotaryEmbedding,
+)  # fmt: skip
+
+
+def rope_of(layers: Mapping[str, Attention]) -> Rope:
+    """The rotation that all these layers give their K.
+
+    A layer's rotation is the one module of its kind that stands beside it in the module that has
+    both. Raises UnsupportedError if some layer has none, if they differ, or if one is not static.
+
+    Cost: one look at all objects of the process, some tenths of a second. Not after vLLM has
+    taken them out of the garbage collector's sight, which it does when it has started.
+    """
+    beside: dict[int, list[RotaryEmbeddingBase]] = {}
+    for holder in gc.get_referrers(*layers.values()):
+        if not isinstance(holder, dict):
+            continue
+        ropes = [v for v in holder.values() if isinstance(v, RotaryEmbeddingBase)]
+        for value in holder.values():
+            if isinstance(value, torch.nn.Module):
+                beside.setdefault(id(value), []).extend(ropes)
+    found: list[RotaryEmbeddingBase] = []
+    for name, layer in layers.items():
+        ropes = list({id(rope): rope for rope in beside.get(id(layer), [])}.values())
+        if len(ropes) != 1:
+            raise UnsupportedError(
+                f"layer {name} has {len(ropes)} rotary embeddings beside it; K can be moved where "
+                "there is one (not with ALiBi, learned positions or none)"
+            )
+        found += ropes
+    first = found[0]
+    ropes_differ = any(
+        type(rope) is not type(first)
+        or rope.rotary_dim != first.rotary_dim
+        or rope.is_neox_style != first.is_neox_style
+        or not torch.equal(rope.cos_sin_cache, first.cos_sin_cache)
+        for rope in {id(rope): rope for rope in found}.values()
+    )
+    if ropes_differ:
+        raise UnsupportedError("its layers do not all rotate K alike")
+    return _static(first)
+
+
+def _static(rope: RotaryEmbeddingBase) -> Rope:
+    if type(rope) not in _STATIC:
+        raise UnsupportedError(
+            f"its rotary embedding is {type(rope).__name__}, which is not known to turn K by the "
+            "position times a constant"
+        )
+    assert isinstance(rope, RotaryEmbedding)
+    if isinstance(rope, YaRNScalingRotaryEmbedding):
+        theta = rope._compute_inv_freq(rope.scaling_factor)
+    else:
+        theta = rope._compute_inv_freq(rope.base)
+    if isinstance(rope, LinearScalingRotaryEmbedding):
+        if len(rope.scaling_factors) != 1:
+            raise UnsupportedError("it scales positions by several factors")
+        theta = theta / rope.scaling_factors[0]
+    table = rope.cos_sin_cache
+    positions = sorted({p for k in range(16) for p in (2**k - 1, 2**k) if p < len(table)})
+    theta64 = theta.double().cpu().numpy()
+    check_table(theta64, table[positions], positions)
+    return Rope(theta64, rope.rotary_dim, rope.is_neox_style)
+
+
+def rotation_of(layers: Mapping[str, Attention], tensor: torch.Tensor) -> Rotation:
+    """How the KV of these layers is moved, on vLLM's CPU build. Raises UnsupportedError.
+
+    Args:
+        tensor: one layer's, [blocks, heads, tokens, 2 * head_dim].
+    """
+    content = content_of(next(iter(layers.values())), tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Rotation(rope_of(layers), content, tensor.shape[1], tensor.shape[3] // 2, dtype)
+
+
+def content_of(layer: Attention, tensor: torch.Tensor) -> ContentMap:
+    """Where the layer's kernels put K and V within a page of `tensor`. Raises UnsupportedError."""
+    _, num_heads, block_tokens, content = tensor.shape
+    return probe(
+        _writer(layer), torch.zeros_like(tensor[:1]), 1,
+        block_tokens=block_tokens, num_heads=num_heads, head_dim=content // 2,
+    )  # fmt: skip
+
+
+def _writer(layer: Attention) -> Write:
+    """vLLM's own operator of this layer."""
+    impl = layer.impl
+
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
+        blocks, heads, block_tokens, _ = cache.shape
+        halves = cache.view(blocks, heads, 2 * block_tokens, -1)
+        key_cache, value_cache = halves.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            key, value, key_cache, value_cache,
+            torch.arange(len(key), dtype=torch.int64), layer.isa,
+            k_scale=layer._k_scale_float, v_scale=layer._v_scale_float,
+            kv_cache_dtype=impl.kv_cache_dtype,
+        )  # fmt: skip
+
+    return write

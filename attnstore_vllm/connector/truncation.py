@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are served with moved KV, and how nobody else ever is.
+
+Moved KV is approximate: its deeper layers have seen what was cut. So of a request that has some
+- vLLM's prefix cache knows the blocks, from the first moved token on, by names that no other
+  request can have: a keyed hash of vLLM's own, under a key that is drawn for the request. Taking
+  blocks out of the cache at every step would leave the time within one schedule(), in which
+  requests that run have their new blocks entered and others look for theirs (docs/design.md);
+- what it computes is stored under a lineage of its own (index/keys.py: moved_root).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from attnstore_vllm.config import TruncationConfig
+from attnstore_vllm.connector.requests import RequestState
+from attnstore_vllm.hints import Hints
+from attnstore_vllm.index.chunk import ChunkName
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.store.store import Store
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+
+
+class Truncation:
+    """All methods run on the scheduler's thread.
+
+    Args:
+        config: None: no request may ask for it.
+        reason: why KV cannot be moved here, or None.
+    """
+
+    def __init__(self, store: Store, config: TruncationConfig | None, reason: str | None) -> None:
+        self._store = store
+        self._config = config
+        self._reason = reason
+        self._has_said = False
+        self._shown: dict[str, tuple[int, Any]] = {}
+        """Requests with hidden blocks: the first of them, and what named them before."""
+        if config is not None and config.enabled:
+            self._say()
+
+    def note(self, state: RequestState, hints: Hints) -> None:
+        """What a request that has come asks for, and gets."""
+        config = self._config
+        asks = hints.truncation
+        if config is None or not (config.enabled if asks is None else asks):
+            return
+        if self._reason is None:
+            state.finds_moved = True
+        else:
+            self._say()
+
+    def _say(self) -> None:
+        if self._reason is not None and not self._has_said:
+            self._has_said = True
+            logger.warning("truncated prompts are computed: %s", self._reason)
+
+    # ---- an offer ----------------------------------------------------------------------
+
+    def offer(
+        self, state: RequestState, pieces: Sequence[Piece], manager: KVCacheManager | None
+    ) -> None:
+        """These are about to be offered: from here on others must not find the request's blocks."""
+        moved = [piece for piece in pieces if piece.first is not None]
+        if not moved or manager is None:
+            return
+        state.begin_lineage(range(moved[0].start, moved[-1].stop))
+        self._hide(state.request, moved[0].start // manager.block_pool.hash_block_size)
+
+    def take_back(self, state: RequestState) -> None:
+        """The offer was not taken, or the request has lost its blocks."""
+        if state.moved is not None:
+            state.begin_lineage(None)
+            self._show(state.request)
+
+    def taken(self, state: RequestState, pieces: Sequence[Piece], stop: int) -> None:
+        """vLLM takes these pieces' KV of tokens up to `stop`."""
+        moved = [piece for piece in pieces if piece.first is not None]
+        if not moved:
+            self.take_back(state)
+            return
+        state.begin_lineage(range(moved[0].start, stop))
+        state.moved_tokens += stop - moved[0].start
+        # What lies between is stored already, where it was computed.
+        state.num_chunks_seen = stop // state.chunk_tokens
+
+    def saved(self, state: RequestState, name: ChunkName) -> None:
+        """A chunk that the request has computed, or has found in its place, is stored."""
+        if state.may_find_moved:
+            stop = state.moved.stop if state.moved is not None else 0
+            native_from = max(0, stop - name.position)
+            if native_from < name.num_tokens:
+                self._store.may_be_moved(
+                    name, state.root, native_from, is_exact=state.moved is None
+                )
+
+    def finished(self, state: RequestState) -> dict[str, Any] | None:
+        """What the response says, if the request asked."""
+        self._shown.pop(state.request.request_id, None)
+        return {"moved_tokens": state.moved_tokens} if state.reports else None
+
+    # ---- vLLM's prefix cache -----------------------------------------------------------
+
+    def _hide(self, request: Request, first: int) -> None:
+        """Name the blocks from `first` on, also those to come, so that nobody else finds them."""
+        hasher = request._block_hasher
+        if hasher is None or request.request_id in self._shown:
+            return
+        key = secrets.token_bytes(KEY_BYTES)
+
+        def hide(name: bytes) -> bytes:
+            return blake3(name, key=key).digest()
+
+        # vLLM names a block by its tokens and the name of the one before: what follows a hidden
+        # one would be hidden by that alone, but there may be none yet.
+        def hidden(given: Request) -> list[Any]:
+            return [hide(name) for name in hasher(given)]
+
+        self._shown[request.request_id] = (first, hasher)
+        request.block_hashes[first:] = [hide(name) for name in request.block_hashes[first:]]
+        request._block_hasher = hidden
+
+    def _show(self, request: Request) -> None:
+        """Name the blocks as vLLM does: what it computes from here on is exact."""
+        found = self._shown.pop(request.request_id, None)
+        if found is not None:
+            first, request._block_hasher = found
+            del request.block_hashes[first:]
+            request.update_block_hashes()

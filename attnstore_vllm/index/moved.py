@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stored chunks hold a prompt's tokens at other positions (DESIGN section 6).
+
+Nothing is kept, and nothing found, before the first request that asks for it. A restart begins
+anew: a conversation is found again once a turn of it has been served in its place.
+"""
+
+from __future__ import annotations
+
+from attnstore_vllm.index.chunk import ChunkName
+from attnstore_vllm.index.content import ContentIndex
+from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.index.prefix import Piece, PrefixIndex
+from attnstore_vllm.types import Key
+
+STALE_MAX = 16
+"""Times that a search begins anew since something that it found was gone; then there is nothing."""
+
+
+class MovedKv:
+    """What could be moved. Not thread-safe: the store's lock covers it.
+
+    Args:
+        chunks_max: of which tokens are kept, four bytes each; the oldest go.
+        min_tokens: fewer in a row are computed.
+        sinks: first tokens of a prompt that are never moved ones: a prompt of which fewer are in
+            their place is computed.
+    """
+
+    def __init__(
+        self, index: PrefixIndex, chunk_tokens: int, chunks_max: int, *, min_tokens: int, sinks: int
+    ) -> None:
+        self._index = index
+        self._chunk_tokens = chunk_tokens
+        self._chunks_max = chunks_max
+        self._min_tokens = min_tokens
+        self._sinks = sinks
+        self._content: ContentIndex | None = None
+
+    def note(self, name: ChunkName, domain: Key, native_from: int, *, is_exact: bool) -> None:
+        """The chunk is stored, and may be moved, of the domain's requests alone.
+
+        Args:
+            domain: the root of the sequences that it may be found for.
+            native_from: the first of its tokens whose KV was computed where it stands.
+            is_exact: behind no moved KV.
+        """
+        if name.extra or not name.tokens:
+            return  # of an image equal tokens say nothing
+        if self._content is None:
+            self._content = ContentIndex(self._chunk_tokens, self._chunks_max)
+        self._content.add(name, domain, native_from=native_from, is_exact=is_exact)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._content = None
+
+    def go_on(
+        self, pieces: list[Piece], sequence: SequenceKeys, start: int, stop: int
+    ) -> list[Piece]:
+        """`pieces`, and behind them moved KV of tokens up to `stop`, without a gap.
+
+        Args:
+            start: where `pieces` begin; before it the KV is in HBM, and in its place.
+        """
+        begin = pieces[-1].stop if pieces else start
+        if self._content is None or stop - begin < self._min_tokens or begin < self._sinks:
+            return pieces
+        tokens = sequence.tokens(0, stop)
+        for _ in range(STALE_MAX):
+            found: list[Piece] = []
+            is_stale = False
+            for extent in self._content.find(
+                sequence.root, tokens, begin, stop, min_extent=self._min_tokens
+            ):
+                for moved in extent.pieces:
+                    chunk = self._index.get(moved.key)
+                    if chunk is None or not chunk.usable:
+                        self._content.drop(moved.key)
+                        is_stale = True
+                    else:
+                        found.append(Piece(chunk, moved.start, moved.stop, first=moved.first))
+            if not is_stale:
+                return pieces + found
+        return pieces

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What truncation costs the answers: train a small Llama, then compare TT, CA and NKVT.
+
+    python -m benchmarks.quality                                         both, with the defaults
+    python -m benchmarks.quality train [--text FILE]... [--minutes N] [--out DIR]
+    python -m benchmarks.quality evaluate [--model DIR] [--json FILE] [--plot FILE]
+
+train goes on where an interrupted run left off, if the texts and the recipe are the same. What it
+leaves in DIR is a model that transformers and vLLM load. methods.py says what the methods are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.quality import data, picture, report
+from benchmarks.quality.evaluate import Settings
+from benchmarks.quality.export import CONFIG_FILE, export
+from benchmarks.quality.measure import measure
+from benchmarks.quality.model import Shape
+from benchmarks.quality.train import (
+    CHECKPOINT_FILE,
+    Budget,
+    Recipe,
+    Trainer,
+    bf16_is_faster,
+    train,
+)
+
+MINUTES = 20.0
+MODEL = data.ROOT / ".cache" / "quality"
+RESULTS = data.ROOT / "results"
+STORED = {"bfloat16": torch.bfloat16, "float32": None}
+
+
+def run_training(
+    texts: list[Path], minutes: float, out: Path, shape: Shape, recipe: Recipe
+) -> None:
+    """Train until `minutes` are used in all; the model is exported when they are.
+
+    Raises: ValueError if `out` holds training of other texts, shape or recipe.
+    """
+    made_of = data.fingerprint(texts, {"shape": asdict(shape), "recipe": asdict(recipe)})
+    checkpoint, mark = out / CHECKPOINT_FILE, out / "made_of"
+    out.mkdir(parents=True, exist_ok=True)
+    if mark.exists():
+        if mark.read_text(encoding="utf-8") != made_of:
+            raise ValueError(f"{out} is of other texts or another recipe: name another --out")
+        tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+        corpus = data.Corpus.load(out)
+    else:
+        tokenizer, corpus = data.prepare(texts, shape.vocabulary)
+        corpus.save(out)
+        tokenizer.save(str(out / "tokenizer.json"))
+        mark.write_text(made_of, encoding="utf-8")
+    going_on = checkpoint.exists()
+    lower = not going_on and bf16_is_faster(shape, corpus, recipe)
+    trainer = Trainer(shape, corpus, recipe, lower=lower)
+    if going_on:
+        trainer.load(checkpoint)
+    print(
+        f"{trainer.model.num_parameters / 1e6:.1f}M parameters, {len(corpus.train):,} tokens of "
+        f"text, products in {'bf16' if trainer.lower else 'fp32'}, "
+        f"{trainer.progress.seconds / 60:.1f} of {minutes:g} minutes done",
+        flush=True,
+    )
+    train(trainer, Budget(seconds=60 * minutes), checkpoint)
+    export(trainer.model, tokenizer, out, torch.bfloat16)
+
+
+def run_evaluation(model: Path, settings: Settings, results: Path, plot: Path) -> None:
+    result = measure(model, settings)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    picture.draw(result, plot)
+    print(f"\n{report.tables(result)}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "command", nargs="?", choices=("train", "evaluate"), help="both in order, if left out"
+    )
+    parser.add_argument("--text", type=Path, action="append", help="to train on; may be repeated")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of training, in all")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of texts")
+    parser.add_argument("--model", "--out", type=Path, default=MODEL, help="the model's directory")
+    parser.add_argument("--stored", choices=STORED, default="bfloat16", help="how KV is kept")
+    parser.add_argument("--documents", type=int, default=Settings().documents)
+    parser.add_argument("--json", type=Path, default=RESULTS / "quality.json")
+    parser.add_argument("--plot", type=Path, default=RESULTS / "quality.png")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    is_there = (args.model / CONFIG_FILE).exists()
+    if args.command == "train" or (args.command is None and not is_there):
+        texts = args.text or data.default_texts()
+        run_training(texts, args.minutes, args.model, Shape(), Recipe(seed=args.seed))
+    if args.command != "train":
+        many = args.documents
+        settings = Settings(
+            documents=many,
+            recall_documents=many,
+            curve_documents=max(1, many // 2),
+            stored=STORED[args.stored],
+        )
+        run_evaluation(args.model, settings, args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()

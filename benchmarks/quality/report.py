@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures as tables, with what was to be reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.records import table
+
+RATIO_GOAL = 1.005  # perplexity, CA over TT
+POINTS_GOAL = 2.0  # recall, TT minus CA
+RECALL_GOAL = 0.9  # of TT
+
+
+def tables(result: dict[str, Any]) -> str:
+    return "\n\n".join(
+        (
+            _about(result),
+            _perplexity(result["cells"]),
+            _recall(result["cells"]),
+            _curve(result["curve"]),
+            _layers(result["layers"]),
+            "\n".join(verdicts(result)),
+        )
+    )
+
+
+def verdicts(result: dict[str, Any]) -> list[str]:
+    """One line for each goal: the worst cell, and whether it is reached."""
+    cells = result["cells"]
+    ratio = max(cell["perplexity_ratio"]["CA"]["value"] for cell in cells)
+    naive = min(cell["perplexity_ratio"]["NKVT"]["value"] for cell in cells)
+    lost = max(cell["recall_points_lost"]["CA"]["value"] for cell in cells)
+    recall = min(cell["methods"]["TT"]["recall"] for cell in cells)
+    return [
+        _verdict(f"perplexity, CA over TT, largest: {ratio:.4f}", "<= 1.005", ratio <= RATIO_GOAL),
+        f"perplexity, NKVT over TT, smallest: {naive:.2f} (a check that the measure can fail)",
+        _verdict(f"recall, TT - CA, largest: {lost:.2f} points", "<= 2", lost <= POINTS_GOAL),
+        _verdict(f"recall, TT, smallest: {recall:.1%}", "> 90 %", recall > RECALL_GOAL),
+    ]
+
+
+def _verdict(what: str, goal: str, reached: bool) -> str:
+    return f"{what} (goal {goal}: {'reached' if reached else 'MISSED'})"
+
+
+def _about(result: dict[str, Any]) -> str:
+    model = result["model"]
+    plain = ", ".join(f"{v:.1f} ({name})" for name, v in model["perplexity"].items())
+    return (
+        f"{model['parameters'] / 1e6:.1f}M parameters, {model['layers']} layers, window "
+        f"{model['window']} tokens. Without truncation: perplexity {plain}, recall "
+        f"{model['recall']:.1%}.\nKV kept in {result['settings']['stored']}."
+    )
+
+
+def _spread(value: dict[str, float], digits: int) -> str:
+    return f"{value['value']:.{digits}f} ({value['low']:.{digits}f} to {value['high']:.{digits}f})"
+
+
+def _perplexity(cells: list[dict[str, Any]]) -> str:
+    rows = [("perplexity: cut", "overflows", "TT", "CA", "NKVT", "CA over TT", "NKVT over TT")]
+    for cell in cells:
+        methods, ratio = cell["methods"], cell["perplexity_ratio"]
+        rows.append(
+            (
+                f"{cell['ratio']:.0%}",
+                str(cell["overflows"]),
+                *(f"{methods[name]['perplexity']:.2f}" for name in ("TT", "CA", "NKVT")),
+                _spread(ratio["CA"], 4),
+                _spread(ratio["NKVT"], 2),
+            )
+        )
+    return table(rows)
+
+
+def _recall(cells: list[dict[str, Any]]) -> str:
+    rows = [
+        ("recall: cut", "overflows", "TT", "CA", "NKVT", "TT - CA, points", "TT - NKVT, points")
+    ]
+    for cell in cells:
+        methods, lost = cell["methods"], cell["recall_points_lost"]
+        rows.append(
+            (
+                f"{cell['ratio']:.0%}",
+                str(cell["overflows"]),
+                *(f"{methods[name]['recall']:.1%}" for name in ("TT", "CA", "NKVT")),
+                _spread(lost["CA"], 2),
+                _spread(lost["NKVT"], 1),
+            )
+        )
+    return table(rows)
+
+
+def _curve(curve: list[dict[str, Any]]) -> str:
+    rows = [("CA, recomputed: first", "last", "overflows", "perplexity over TT", "TT - CA, points")]
+    for point in curve:
+        rows.append(
+            (
+                str(point["first"]),
+                str(point["last"]),
+                str(point["overflows"]),
+                _spread(point["perplexity_ratio"], 4),
+                _spread(point["recall_points_lost"], 2),
+            )
+        )
+    return table(rows)
+
+
+def _layers(layers: list[dict[str, Any]]) -> str:
+    rows = [("CA from TT: cut", "overflows", "of", *map(str, range(len(layers[0]["k"]))))]
+    rows[0] = (*rows[0][:3], *(f"layer {n}" for n in rows[0][3:]))
+    for line in layers:
+        for name in ("k", "v"):
+            rows.append(
+                (
+                    f"{line['ratio']:.0%}",
+                    str(line["overflows"]),
+                    name.upper(),
+                    *(f"{value:.4f}" for value in line[name]),
+                )
+            )
+    return table(rows)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Truncated prompts on a real engine: what is moved is right, and nobody else gets it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnstore_vllm.testing.tiny_model import TINY
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engine import BLOCK, Answer, Engine
+from tests.vllm.host import EngineHost
+from tests.vllm.prompts import random_tokens
+
+ASKS = {"kv_transfer_params": {"attnstore": {"truncation": True, "report": True}}}
+LENGTH = 1000
+CUTS = {
+    "all before it": lambda p: p[300:],
+    "a middle, with the beginning kept": lambda p: p[:170] + p[431:],
+    "two": lambda p: p[:140] + p[300:520] + p[777:],
+    "a block": lambda p: p[BLOCK:],
+}
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: StartEngine) -> EngineHost:
+    return start_engine(dram="32MiB", shape=TINY)
+
+
+def _store(engine: Engine, prompt: list[int], salt: str) -> None:
+    engine.ask(prompt, salt=salt, max_tokens=2, extra_args=ASKS)
+    engine.forget_hbm()
+    engine.loaded()
+
+
+def _moved(engine: Engine) -> int:
+    return int(engine.metric("moved_tokens", "dram"))
+
+
+def _kv_of(engine: Engine, prompt: list[int], salt: str, **how: Any) -> tuple[list[Any], int]:
+    """KV in HBM when the first token was said, and the tokens that were moved."""
+    before = _moved(engine)
+    number = engine.submit(prompt, salt=salt, max_tokens=3, **how)
+    engine.wait_for(lambda: engine.request(number).num_output_tokens > 0, engine.step)
+    blocks = engine.block_ids(number)
+    plain: list[Any] = engine.llm.collective_rpc(plain_kv, args=(blocks, len(prompt)))
+    engine.finish(number)
+    engine.drain()
+    return plain[0], _moved(engine) - before
+
+
+def plain_kv(worker: Any, blocks: list[int], tokens: int) -> list[tuple[bytes, bytes]]:
+    """K and V of each layer, [tokens, heads, dim] float32, read through the probed layout."""
+    from tests.vllm.plain_kv import read_plain
+
+    found = [read_plain(worker, layer, blocks, tokens) for layer in range(TINY.layers)]
+    return [(k.numpy().tobytes(), v.numpy().tobytes()) for k, v in found]
+
+
+def compare(engine: Engine, cut: str) -> tuple[int, float, bool, float]:
+    """Moved tokens; the largest difference of K in layer 0, in units in the last place of the
+    pair's norm; whether V in layer 0 is the same; the largest of K in layer 1, for contrast."""
+    prompt = random_tokens(cut, LENGTH)
+    _store(engine, prompt, cut)
+    kept = CUTS[cut](prompt) + random_tokens((cut, "new"), 40)
+    served, moved = _kv_of(engine, kept, cut, extra_args=ASKS)
+    engine.forget_hbm()
+    computed, none = _kv_of(engine, kept, "another " + cut)
+    assert none == 0
+    shape = (len(kept), TINY.kv_heads, TINY.head_dim)
+
+    def array(raw: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(raw), dtype=torch.float32).reshape(shape)
+
+    def apart(layer: int) -> float:
+        a, b = array(served[layer][0]), array(computed[layer][0])
+        half = TINY.head_dim // 2
+        norm = torch.hypot(b[..., :half], b[..., half:])
+        step = torch.exp2(torch.floor(torch.log2(norm)) - 7)  # of bfloat16
+        difference = torch.maximum((a - b)[..., :half].abs(), (a - b)[..., half:].abs())
+        return float((difference / step).max())
+
+    return moved, apart(0), served[0][1] == computed[0][1], apart(1)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_layer_0_is_what_vllm_computes(engine: EngineHost, cut: str) -> None:
+    """There only rounding differs: K and V depend on the token and its position alone."""
+    moved, keys, same_values, deeper = engine.call(compare, cut)
+    kept = len(CUTS[cut](list(range(LENGTH))))
+    first = {"all before it": 0, "a block": 0}.get(cut, 170 if "middle" in cut else 140)
+    assert moved == kept - first
+    assert keys <= 2.0, "units in the last place"
+    assert same_values
+    assert deeper > 8.0, "the deeper layers have seen what was cut"
+
+
+def others(engine: Engine, seed: str) -> dict[str, Any]:
+    """After a truncated request: what the very same tokens get from everybody else."""
+    prompt = random_tokens(seed, LENGTH)
+    kept = prompt[300:] + random_tokens((seed, "new"), 300)
+    expected = engine.ask(kept, salt="reference", max_tokens=8)
+    engine.forget_hbm()
+    _store(engine, prompt, seed)
+    moved = _moved(engine)
+    served = engine.ask(kept, salt=seed, max_tokens=8, extra_args=ASKS)
+    moved = _moved(engine) - moved
+    found: dict[str, Answer] = {}
+    found["hbm"] = engine.ask(kept, salt=seed, max_tokens=8)
+    engine.forget_hbm()
+    found["again"] = engine.ask(kept, salt=seed, max_tokens=8)
+    return {"expected": expected, "served": served, "moved": moved, **found}
+
+
+def test_others_get_exact_kv(engine: EngineHost) -> None:
+    found = engine.call(others, "others")
+    assert found["moved"] == LENGTH - 300
+    assert found["served"].logprobs != found["expected"].logprobs, "it is approximate"
+    assert found["hbm"].cached_tokens == 0
+    assert found["hbm"].content == found["expected"].content
+    assert found["again"].cached_tokens > 900, "from the store, exact"
+    assert found["again"].tokens == found["expected"].tokens
+
+
+def at_once(engine: Engine, seed: str) -> tuple[Answer, Answer, int]:
+    """The same tokens, exact, asked for in the step in which the others are moved, and after."""
+    prompt = random_tokens(seed, LENGTH)
+    kept = prompt[300:] + random_tokens((seed, "new"), 40)
+    expected = engine.ask(kept, salt="reference", max_tokens=4)
+    engine.forget_hbm()
+    _store(engine, prompt, seed)
+    first = engine.submit(kept, salt=seed, max_tokens=200, extra_args=ASKS)
+    second = engine.submit(kept, salt=seed, max_tokens=4)
+    (answer,) = engine.finish(second)
+    said = [*kept, *engine.answers(first)[0].tokens]
+    third = engine.submit(said, salt=seed, max_tokens=4)
+    (later,) = engine.finish(third)
+    engine.finish(first)
+    engine.drain()
+    return expected, answer, later.cached_tokens
+
+
+def test_within_one_step(engine: EngineHost) -> None:
+    expected, answer, cached = engine.call(at_once, "at once")
+    assert answer.cached_tokens == 0
+    assert answer.tokens == expected.tokens
+    assert cached <= LENGTH - 300 + 40, "what the exact one has computed, and no more"
+
+
+def chain(engine: Engine, turns: int) -> list[tuple[int, int]]:
+    """A conversation that is cut before each turn: tokens moved, and kept."""
+    text = random_tokens("chain", LENGTH)
+    _store(engine, text, "chain")
+    found = []
+    for turn in range(turns):
+        text = text[250:] + random_tokens(("chain", turn), 250)
+        before = _moved(engine)
+        engine.ask(text, salt="chain", max_tokens=1, extra_args=ASKS)
+        engine.forget_hbm()
+        found.append((_moved(engine) - before, len(text) - 250))
+    return found
+
+
+def test_a_conversation_that_is_cut_again_and_again(engine: EngineHost) -> None:
+    """Each turn's own tokens are found too, where they were computed first."""
+    found = engine.call(chain, 6)
+    assert all(kept - moved <= 16 for moved, kept in found), found
+
+
+def unasked(engine: Engine) -> tuple[int, int, int]:
+    prompt = random_tokens("unasked", LENGTH)
+    _store(engine, prompt, "unasked")
+    before = _moved(engine)
+    engine.ask(prompt[300:], salt="unasked", max_tokens=1)
+    engine.ask(prompt[301:], salt="another", max_tokens=1, extra_args=ASKS)
+    nothing = _moved(engine) - before
+    engine.ask(prompt[302:], salt="unasked", max_tokens=1, extra_args=ASKS)
+    return nothing, _moved(engine) - before, len(prompt) - 302
+
+
+def test_only_who_asks_and_within_a_tenant(engine: EngineHost) -> None:
+    nothing, moved, kept = engine.call(unasked)
+    assert nothing == 0
+    assert moved >= kept - 1
+
+
+def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
+    engine.call(Engine.check_quiet)
