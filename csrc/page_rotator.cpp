@@ -86,10 +86,8 @@ void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
 }  // namespace
 
-PageRotator::PageRotator(PageShape pages, RotationShape rotation)
-    : pages_(std::move(pages)),
-      rotation_(std::move(rotation)),
-      rotate_block_(choose_rotate_block()) {
+PageRotator::PageRotator(PageShape pages, RotationShape rotation, RotateBlock rotate_block)
+    : pages_(std::move(pages)), rotation_(std::move(rotation)), rotate_block_(rotate_block) {
   check_shape(pages_);
   check_rotation();
   const auto tokens = static_cast<std::size_t>(rotation_.block_tokens);

@@ -36,7 +36,8 @@ class PageRotator {
  public:
   // Throws std::invalid_argument if the shapes contradict themselves or each other: among others if
   // an element of K or V is not within the page, or two are at one place.
-  PageRotator(PageShape pages, RotationShape rotation);
+  PageRotator(PageShape pages, RotationShape rotation,
+              RotateBlock rotate_block = rotate_blocks().front());
   PageRotator(const PageRotator&) = delete;
   PageRotator& operator=(const PageRotator&) = delete;
 

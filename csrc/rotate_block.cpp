@@ -75,16 +75,18 @@ void find_orders(BlockShape* shape) {
   shape->value.order = value_order(*shape);
 }
 
-RotateBlock choose_rotate_block() {
+std::vector<RotateBlock> rotate_blocks() {
+  std::vector<RotateBlock> found;
 #if defined(ATTNSTORE_ROTATE_X86)
-  const bool has_avx512 = __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) return rotate_block_bf16;
-  if (has_avx512) return rotate_block_avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return rotate_block_avx2;
+  const bool has_fma = __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_fma && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(rotate_block_bf16);
+  if (has_avx512) found.push_back(rotate_block_avx512);
+  if (has_fma && __builtin_cpu_supports("avx2")) found.push_back(rotate_block_avx2);
 #endif
-  return any_processor::rotate_block;
+  found.push_back(any_processor::rotate_block);
+  return found;
 }
 
 }  // namespace attnstore

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "rotation.h"
 
@@ -68,8 +69,8 @@ void find_orders(BlockShape* shape);
 using RotateBlock = void (*)(const BlockShape& shape, const TokenRun* runs, std::size_t num_runs,
                              const std::byte* slots, std::byte* block);
 
-// For this processor.
-RotateBlock choose_rotate_block();
+// Those that this processor can run, the fastest first.
+std::vector<RotateBlock> rotate_blocks();
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define ATTNSTORE_ROTATE_X86

@@ -225,17 +225,11 @@ void value_by_element(const Job<Element>& job, std::int64_t at) {
   }
 }
 
-// The first token behind run `i` and those that continue it; `i` becomes the last of them.
-inline std::int64_t span_stop(const TokenRun* runs, std::size_t num_runs, std::size_t* i) {
-  std::int64_t stop = runs[*i].target + runs[*i].count;
-  while (*i + 1 < num_runs && runs[*i + 1].target == stop) stop += runs[++*i].count;
-  return stop;
-}
-
 }  // namespace
 }  // namespace ATTNSTORE_PROCESSOR
 }  // namespace attnstore
 
+#include "rotate_lines.h"
 #include "rotate_rows.h"
 #include "rotate_tiles.h"
 
@@ -244,23 +238,6 @@ namespace ATTNSTORE_PROCESSOR {
 namespace {
 
 // `at` is where the head's part begins.
-
-template <typename Element>
-void move_keys(const Job<Element>& job, std::int64_t at) {
-  switch (job.shape.key.order) {
-    case Order::kTokens:
-      key_tokens(job, at);
-      return;
-    case Order::kDims:
-      key_dims(job, at);
-      return;
-    case Order::kTiles:
-      if constexpr (sizeof(typename Element::Bits) == 2) key_tiles(job, at);
-      return;
-    case Order::kAny:
-      key_by_element(job, at);
-  }
-}
 
 template <typename Element>
 void move_values(const Job<Element>& job, std::int64_t at) {
@@ -277,29 +254,36 @@ void move_values(const Job<Element>& job, std::int64_t at) {
   }
 }
 
-// What move_keys reads first.
-template <typename Element>
-void fetch_keys(const Job<Element>& job, std::int64_t at) {
-  if (job.shape.key.order == Order::kTokens) fetch_key_tokens(job, at);
-  if constexpr (sizeof(typename Element::Bits) == 2) {
-    if (job.shape.key.order == Order::kTiles) fetch_key_tiles(job, at);
-  }
-}
-
 template <typename Element>
 void rotate_elements(const Job<Element>& job) {
   const BlockShape& shape = job.shape;
-  if (shape.key.order == Order::kDims && shape.value.order == Order::kDims) {
-    token_rows(job);
-    return;
-  }
   const ContentSide& keys = shape.key.side;
-  const ContentSide& values = shape.value.side;
+  const auto values = [&job](std::int64_t head) {
+    const ContentSide& side = job.shape.value.side;
+    move_values(job, side.base + head * side.head_step);
+  };
+  switch (shape.key.order) {
+    case Order::kTokens:
+    case Order::kTiles:
+      move_lines(job, values);
+      return;
+    case Order::kDims:
+      if (shape.value.order == Order::kDims) {
+        token_rows(job);
+        return;
+      }
+      break;
+    case Order::kAny:
+      break;
+  }
   for (std::int64_t head = 0; head < shape.num_heads; ++head) {
     const std::int64_t at = keys.base + head * keys.head_step;
-    move_keys(job, at);
-    if (head + 1 < shape.num_heads) fetch_keys(job, at + keys.head_step);
-    move_values(job, values.base + head * values.head_step);
+    if (shape.key.order == Order::kDims) {
+      key_dims(job, at);
+    } else {
+      key_by_element(job, at);
+    }
+    values(head);
   }
 }
 

@@ -1,27 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A part of rotate_body.h: K and V whose tokens, or whose dims, stand side by side.
+// A part of rotate_body.h: K and V whose dims stand side by side.
 
 namespace attnstore {
 namespace ATTNSTORE_PROCESSOR {
 namespace {
-
-// One pair of dims of several tokens.
-template <typename Element, typename Bits>
-inline void rotate_tokens(const Bits* x1, const Bits* x2, Bits* y1, Bits* y2, std::int64_t count,
-                          float cosine, float sine) {
-  std::int64_t done = 0;
-  if constexpr (sizeof(Bits) == 2) {
-    const float cosines[] = {cosine, cosine};
-    const float sines[] = {sine, sine};
-    rotate_words<Element>(reinterpret_cast<const Word*>(x1), reinterpret_cast<const Word*>(x2),
-                          reinterpret_cast<Word*>(y1), reinterpret_cast<Word*>(y2), count / 2,
-                          cosines, sines);
-    done = count / 2 * 2;
-  }
-  for (std::int64_t i = done; i < count; ++i) {
-    rotate_pair<Element>(x1[i], x2[i], cosine, sine, &y1[i], &y2[i]);
-  }
-}
 
 // Several NeoX pairs of one token.
 template <typename Element, typename Bits>
@@ -59,82 +41,6 @@ inline void in_steps(std::int64_t count, const Loop& loop) {
   const std::int64_t whole = count / step * step;
   loop(0, whole);
   if (whole != count) loop(count - step, step);
-}
-
-constexpr std::int64_t kPairsAhead = 4;
-
-template <typename Element>
-inline void fetch_pair(const Job<Element>& job, std::int64_t at, std::int64_t pair) {
-  using Bits = typename Element::Bits;
-  const DimPair dims = pair_dims(job.shape.pairing, job.shape.num_pairs, pair);
-  const std::int64_t step = job.shape.key.side.dim_inner;
-  for (std::size_t i = 0; i < job.num_runs; ++i) {
-    const TokenRun& run = job.runs[i];
-    const Bits* const x = job.source(run) + at + run.source;
-    const std::size_t num_bytes = static_cast<std::size_t>(run.count) * sizeof(Bits);
-    fetch(x + dims.first * step, num_bytes);
-    fetch(x + dims.second * step, num_bytes);
-  }
-}
-
-template <typename Element>
-void fetch_key_tokens(const Job<Element>& job, std::int64_t at) {
-  for (std::int64_t pair = 0; pair < kPairsAhead && pair < job.shape.num_pairs; ++pair) {
-    fetch_pair(job, at, pair);
-  }
-}
-
-// Puts one dim of a block's tokens where it belongs.
-template <typename Element, typename Bits>
-inline void put_row(const Job<Element>& job, Bits* target, const Bits* row) {
-  for (std::size_t i = 0; i < job.num_runs; ++i) {
-    const std::int64_t first = job.runs[i].target;
-    const std::int64_t stop = span_stop(job.runs, job.num_runs, &i);
-    put(target + first, row + first, static_cast<std::size_t>(stop - first) * sizeof(Bits));
-  }
-}
-
-// K of one head, dim by dim.
-template <typename Element>
-void key_tokens(const Job<Element>& job, std::int64_t at) {
-  using Bits = typename Element::Bits;
-  const BlockShape& shape = job.shape;
-  const std::int64_t step = shape.key.side.dim_inner;
-  alignas(64) Bits rows[2][kBlockTokensMax];
-  Bits* const target = job.target(at);
-  for (std::int64_t pair = 0; pair < shape.num_pairs; ++pair) {
-    if (pair + kPairsAhead < shape.num_pairs) fetch_pair(job, at, pair + kPairsAhead);
-    const DimPair dims = pair_dims(shape.pairing, shape.num_pairs, pair);
-    const std::int64_t one = dims.first * step;
-    const std::int64_t two = dims.second * step;
-    for (std::size_t i = 0; i < job.num_runs; ++i) {
-      const TokenRun& run = job.runs[i];
-      const Bits* const x = job.source(run) + at + run.source;
-      Bits* const y1 = rows[0] + run.target;
-      Bits* const y2 = rows[1] + run.target;
-      if (run.angles == nullptr) {
-        __builtin_memcpy(y1, x + one, static_cast<std::size_t>(run.count) * sizeof(Bits));
-        __builtin_memcpy(y2, x + two, static_cast<std::size_t>(run.count) * sizeof(Bits));
-        continue;
-      }
-      const float cosine = run.angles[pair];
-      const float sine = run.angles[shape.num_pairs + pair];
-      in_steps(run.count, [&](std::int64_t first, std::int64_t count) {
-        rotate_tokens<Element>(x + one + first, x + two + first, y1 + first, y2 + first, count,
-                               cosine, sine);
-      });
-    }
-    put_row(job, target + one, rows[0]);
-    put_row(job, target + two, rows[1]);
-  }
-  for (std::int64_t dim = 2 * shape.num_pairs; dim < shape.head_dim; ++dim) {
-    for (std::size_t i = 0; i < job.num_runs; ++i) {
-      const TokenRun& run = job.runs[i];
-      __builtin_memcpy(rows[0] + run.target, job.source(run) + at + run.source + dim * step,
-                       static_cast<std::size_t>(run.count) * sizeof(Bits));
-    }
-    put_row(job, target + dim * step, rows[0]);
-  }
 }
 
 // K of one token and head; `x` and `y` are its dims.

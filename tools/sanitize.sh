@@ -12,6 +12,8 @@ copies="$copies omp_team.cpp"
 content="tests/test_content.cpp content_index.cpp content_find.cpp content_anchors.cpp"
 content="$content prefix_index_sketch.cpp"
 words="tests/test_page_words.cpp page_runs.cpp cuda/copy_jobs.cpp"
+moves="tests/test_moved_load.cpp page_rotator.cpp page_runs.cpp omp_team.cpp rotate_block.cpp"
+moves="$moves rotate_block_avx2.cpp rotate_block_avx512.cpp rotate_block_bf16.cpp"
 uring="tests/test_uring.cpp uring_device.cpp uring_loop.cpp mailbox.cpp hash_pool.cpp"
 uring="$uring checksum.cpp checksum_avx2.cpp"
 if ! printf '#include <liburing.h>\n#include <xxhash.h>\n' | "$CXX" -E -x c++ - >/dev/null 2>&1; then
@@ -34,6 +36,9 @@ for kind in ${*:-address,undefined thread}; do
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $words -o "$out/words"
   "$out/words"
+  # shellcheck disable=SC2086
+  "$CXX" $flags -fsanitize="$kind" $recover $moves -ldl -o "$out/moves"
+  "$out/moves"
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $content -o "$out/content"
   "$out/content"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the elements of K and V lie within a page, found out by writing through the kernels' own way.
+"""Where the elements of K and V lie within a page, found out by writing as the kernels write.
 
 Kernels have orders of their own. In all that we know a token and a dim are split once at most:
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 Write = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
-"""write(key, value, cache): puts K and V ([tokens, heads, dim] both) at the beginning of `cache`."""
+"""write(key, value, cache): puts K and V ([tokens, heads, dim] both) at the start of `cache`."""
 Places = npt.NDArray[np.int64]
 
 DIGIT_BITS = 7
@@ -81,7 +81,7 @@ def probe(
     """The map of a layout, learned by writing numbers into a scratch tensor of that layout.
 
     Args:
-        write: writes `block_tokens` tokens at once. Called a few times; each time with other values.
+        write: writes `block_tokens` tokens at once. Called a few times, with other values each.
         cache: of a layer's shape, dtype and strides, but few blocks; overwritten. See describe().
         num_blocks: as the scheduler counts them.
         block_tokens: of one block of the scheduler's.
@@ -145,9 +145,9 @@ def _solve(name: str, places: Places) -> ContentSide:
     if len(wrong):
         token, head, dim = (int(at) for at in wrong[0])
         raise UnsupportedError(
-            f"{name} of token {token}, head {head}, dim {dim} is element {places[token, head, dim]} "
-            f"of its page, not {wanted[token, head, dim]} as {side} says; this order of the "
-            "elements is not known"
+            f"{name} of token {token}, head {head}, dim {dim} is element "
+            f"{places[token, head, dim]} of its page, not {wanted[token, head, dim]} as {side} "
+            "says; this order of the elements is not known"
         )
     return side
 

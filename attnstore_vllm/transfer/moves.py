@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class MovedRun(NamedTuple):
-    """Tokens that follow each other in one chunk and in one block; every layer of them is copied."""
+    """Tokens that follow each other in one chunk and in one block; all their layers are copied."""
 
     slot: int
     first: int

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embeddings that K can be rotated with by a difference of positions.
 
-RoPE turns pair i of a head's dims by position * theta[i], theta being the model's, and multiplies by
-one constant (YaRN's scale). Where a model's own table says just that, K of one position becomes K of
-another by one more turn. Tables that change with the length of the sequence do not.
+RoPE turns pair i of a head's dims by position * theta[i], theta being the model's, and multiplies
+by one constant (YaRN's scale). Where a model's own table says just that, K of one position becomes
+K of another by one more turn. Tables that change with the length of the sequence do not.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def check_table(
 ) -> float:
     """That a model's table of cosines and sines is m cos(p theta), m sin(p theta); returns m.
 
-    Within the roundings that it cannot be without: half a unit of the table's dtype, and the angle
-    having been computed in float32 (position, theta and their product rounded once each).
+    Within the roundings that it cannot be without: the angle's to float32, and that of what is
+    stored to the table's dtype.
 
     Args:
-        theta: [pairs], float64: what the table should be made of.
+        theta: [pairs], float64: what the table should be made of. The model's own frequencies, as
+            rounded as they are there: at position 100,000 the last bit of a float32 is seen.
         rows: [positions, 2 * pairs], any float dtype: rows of the table, cosines first.
         positions: of the rows. Should have small ones, and the largest.
     Raises: UnsupportedError, with the reason, if it is not.
@@ -70,26 +71,22 @@ def check_table(
     if not bool(np.isfinite(table).all()):
         raise UnsupportedError("the model's table has numbers that are not finite")
     info = torch.finfo(rows.dtype)
-    cosines, sines = table[:, :pairs], table[:, pairs:]
-    lengths = np.hypot(cosines, sines)
-    scale = float(np.median(lengths))
-    if not scale > 0:
-        raise UnsupportedError("the model's table is all zeros")
     angles = at[:, None] * theta[None, :]
-    # float32 rounds theta, the angle, and what was before theta (a power, a division or two).
-    slack = np.abs(angles) * 4 * 2.0**-24 + 4 * 2.0**-24
-    for name, found, wanted in (
-        ("cosine", cosines, scale * np.cos(angles)),
-        ("sine", sines, scale * np.sin(angles)),
-    ):
-        allowed = scale * (slack + info.eps) + info.tiny
-        off = np.abs(found - wanted)
-        if bool((off > allowed).any()):
-            row, pair = (int(i) for i in np.unravel_index(np.argmax(off - allowed), off.shape))
-            raise UnsupportedError(
-                f"the model's table has {found[row, pair]:.6g} as the {name} of pair {pair} at "
-                f"position {int(at[row])}, where {scale:.6g} times that of position times theta is "
-                f"{wanted[row, pair]:.6g}: its angles are not static, or not those that its settings "
-                "say, so K cannot be moved to another position"
-            )
+    unit = np.concatenate([np.cos(angles), np.sin(angles)], 1)
+    scale = float((table * unit).sum() / (unit * unit).sum())
+    wanted = scale * unit
+    # Half a unit of what is stored, and half of one for the scale, which comes of such numbers:
+    # most are the cosines of small angles, rounded alike.
+    off_stored = info.eps * np.abs(wanted) + info.tiny
+    off_angle = np.tile(np.abs(angles) * 2.0**-23 + 2.0**-22, 2) * abs(scale)
+    excess = np.abs(table - wanted) - off_stored - off_angle
+    if scale <= 0 or bool((excess > 0).any()):
+        row, column = (int(i) for i in np.unravel_index(np.argmax(excess), excess.shape))
+        name = "cosine" if column < pairs else "sine"
+        raise UnsupportedError(
+            f"the model's table has {table[row, column]:.6g} as the {name} of pair "
+            f"{column % pairs} at position {int(at[row])}, where {scale:.6g} times that of "
+            f"position times theta is {wanted[row, column]:.6g}: its angles are not static, or not "
+            "those that its settings say, so K cannot be moved to another position"
+        )
     return scale

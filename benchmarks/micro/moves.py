@@ -3,10 +3,11 @@
 
     python -m benchmarks.micro.moves [--rounds 60] [--json] [--out results/moves.json]
 
-A plain load copies whole pages from chunks' slots into blocks at random places: CpuEngine's. A moved
-load brings as many tokens to positions that differ by a number that is no multiple of anything, so
-that they begin and end within a block, and each block gets tokens of two pages; V is copied, K is
-rotated. Both read K and V once and write them once, on the OpenMP threads that a model would have.
+A plain load copies whole pages from chunks' slots into blocks at random places: CpuEngine's. A
+moved load brings as many tokens to positions that differ by a number that is no multiple of
+anything, so that they begin and end within a block, and each block gets tokens of two pages; V is
+copied, K is rotated. Both read K and V once and write them once, on the OpenMP threads that a model
+would have.
 
 Caches are cold, as in benchmarks.micro.copies: each load goes on where the one before it ended. The
 loads take turns, in an order that changes; a ratio is of one round. 1 means that the rotation costs

@@ -106,7 +106,9 @@ def get(view: torch.Tensor) -> torch.Tensor:
     return view.flatten(3, 4).flatten(1, 2).transpose(0, 1)
 
 
-def content_map(layout: Layout, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> ContentMap:
+def content_map(
+    layout: Layout, tokens: int, heads: int, dim: int, dtype: torch.dtype
+) -> ContentMap:
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
         for view, plain in zip(layout.view(cache[0], dim), (key, value), strict=True):
             put(view, plain)
@@ -167,7 +169,7 @@ class MovedMemory:
             "is_neox": is_neox,
             "theta": list(theta),
         }
-        self.native = PageRotator(**self.arguments)  # type: ignore[arg-type]
+        self.native = PageRotator(**self.arguments)
 
     def _fill_slots(self, page_bytes: int) -> npt.NDArray[np.uint8]:
         slots = np.zeros((SLOTS, LAYERS * CHUNK_BLOCKS * page_bytes + 64), np.uint8)
@@ -187,9 +189,7 @@ class MovedMemory:
 
     def plain(self, kv: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of all blocks: [blocks, tokens, heads, dim] both; copies."""
-        sides = [
-            [get(view) for view in self.layout.view(block, self.dim)] for block in kv[layer]
-        ]
+        sides = [[get(view) for view in self.layout.view(block, self.dim)] for block in kv[layer]]
         key, value = zip(*sides, strict=True)
         return torch.stack(key), torch.stack(value)
 
@@ -219,9 +219,7 @@ class MovedMemory:
             if layer in layers:
                 stored = [side.to(torch.float64).numpy() for side in self.plain(self.stored, layer)]
                 # [slot, token, ...]
-                keys, values = (
-                    side.reshape(SLOTS, -1, self.heads, self.dim) for side in stored
-                )
+                keys, values = (side.reshape(SLOTS, -1, self.heads, self.dim) for side in stored)
                 for run in runs:
                     source = slice(run.first, run.first + run.num_tokens)
                     target = slice(run.within, run.within + run.num_tokens)

@@ -67,9 +67,7 @@ def test_every_offset_between_source_and_target(name: str) -> None:
 
 @pytest.mark.parametrize("shift", [0, 3])
 @pytest.mark.parametrize(("name", "dtype"), layouts_and_types(), ids=str)
-def test_what_does_not_turn_is_copied_bit_by_bit(
-    name: str, dtype: torch.dtype, shift: int
-) -> None:
+def test_what_does_not_turn_is_copied_bit_by_bit(name: str, dtype: torch.dtype, shift: int) -> None:
     """All bit patterns: V, dims beyond the rotary ones, and K that stays where it was."""
     memory = MovedMemory(LAYOUTS[name], dtype, theta=theta_of(8 if shift else 16))
     bits = torch.int32 if dtype == FP32 else torch.int16
@@ -80,12 +78,12 @@ def test_what_does_not_turn_is_copied_bit_by_bit(
     runs = [MovedRun(2, 6, 11, 4, 3, shift)]
     memory.native.load(moved_table(runs), 0, LAYERS)
     sides = ("key", "value")
-    page = int(memory.arguments["page_bytes"])  # type: ignore[call-overload]
+    page = int(memory.arguments["page_bytes"])
     for layer in range(LAYERS):
         found = memory.plain(memory.kv.view(bits), layer)
         for name_of_side, side in zip(sides, found, strict=True):
             numbers = memory.arguments[name_of_side]
-            places = _places(numbers)  # type: ignore[arg-type]
+            places = _places(numbers)
             for token in tokens:
                 source = token + 3
                 at = (layer * CHUNK_BLOCKS + source // 16) * page
@@ -102,8 +100,12 @@ def _places(numbers: tuple[int, ...]):  # type: ignore[no-untyped-def]  # noqa: 
 
     def place(token: int, head: int, dim: int) -> int:
         in_token = token // group * outer + token % group * inner
-        return base + head * head_step + in_token + dim // dim_group * dim_outer + (
-            dim % dim_group * dim_inner
+        return (
+            base
+            + head * head_step
+            + in_token
+            + dim // dim_group * dim_outer
+            + (dim % dim_group * dim_inner)
         )
 
     return place
@@ -127,7 +129,7 @@ def test_against_k_computed_at_the_new_position(shift: int, is_neox: bool) -> No
             key, _ = memory.layout.view(memory.stored[layer, block], dim)
             plain = torch.from_numpy(at_source[layer, block * tokens : (block + 1) * tokens])
             key.copy_(plain.transpose(0, 1).reshape(key.shape))
-    memory.slots[:] = memory._fill_slots(int(memory.arguments["page_bytes"]))  # type: ignore[call-overload]
+    memory.slots[:] = memory._fill_slots(int(memory.arguments["page_bytes"]))
     memory.native.load(moved_table([MovedRun(0, 37, 100, 3, 20, shift)]), 0, LAYERS)
     for layer in range(LAYERS):
         found = memory.plain(memory.kv, layer)[0][3, 20:120].to(torch.float64).numpy()
@@ -206,10 +208,8 @@ def test_layers_and_shapes_that_do_not_exist_are_refused() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_shapes_that_contradict_themselves_are_refused(
-    change: dict[str, object], why: str
-) -> None:
+def test_shapes_that_contradict_themselves_are_refused(change: dict[str, object], why: str) -> None:
     memory = MovedMemory(LAYOUTS["vec"], BF16, theta=theta_of(16))
-    PageRotator(**memory.arguments)  # type: ignore[arg-type]
+    PageRotator(**memory.arguments)
     with pytest.raises(ValueError, match=why):
-        PageRotator(**(memory.arguments | change))  # type: ignore[arg-type]
+        PageRotator(**(memory.arguments | change))
