@@ -8,11 +8,13 @@ anew: a conversation is found again once a turn of it has been served in its pla
 from __future__ import annotations
 
 from attnstore_vllm.index.chunk import ChunkName
-from attnstore_vllm.index.content import ContentIndex
+from attnstore_vllm.index.content import ContentIndex, MovedPiece
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
 from attnstore_vllm.types import Key
 
+CHUNKS_MAX = 1 << 18
+"""Of which tokens are kept: with 256 each, and what finds them, some 350 MB."""
 STALE_MAX = 16
 """Times that a search begins anew since something that it found was gone; then there is nothing."""
 
@@ -21,20 +23,30 @@ class MovedKv:
     """What could be moved. Not thread-safe: the store's lock covers it.
 
     Args:
-        chunks_max: of which tokens are kept, four bytes each; the oldest go.
+        chunks_max: of which tokens are kept; what was found or noted longest ago goes. CHUNKS_MAX
+            at most.
         min_tokens: fewer in a row are computed.
         sinks: first tokens of a prompt that are never moved ones: a prompt of which fewer are in
             their place is computed.
+        seed: below 2^63; a secret, so that nobody can write prompts whose windows collide.
     """
 
     def __init__(
-        self, index: PrefixIndex, chunk_tokens: int, chunks_max: int, *, min_tokens: int, sinks: int
+        self,
+        index: PrefixIndex,
+        chunk_tokens: int,
+        chunks_max: int,
+        *,
+        min_tokens: int,
+        sinks: int,
+        seed: int,
     ) -> None:
         self._index = index
         self._chunk_tokens = chunk_tokens
-        self._chunks_max = chunks_max
+        self._chunks_max = min(chunks_max, CHUNKS_MAX)
         self._min_tokens = min_tokens
         self._sinks = sinks
+        self._seed = seed
         self._content: ContentIndex | None = None
 
     def note(self, name: ChunkName, domain: Key, native_from: int, *, is_exact: bool) -> None:
@@ -48,7 +60,7 @@ class MovedKv:
         if name.extra or not name.tokens:
             return  # of an image equal tokens say nothing
         if self._content is None:
-            self._content = ContentIndex(self._chunk_tokens, self._chunks_max)
+            self._content = ContentIndex(self._chunk_tokens, self._chunks_max, self._seed)
         self._content.add(name, domain, native_from=native_from, is_exact=is_exact)
 
     def clear(self) -> None:
@@ -68,18 +80,23 @@ class MovedKv:
             return pieces
         tokens = sequence.tokens(0, stop)
         for _ in range(STALE_MAX):
-            found: list[Piece] = []
-            is_stale = False
-            for extent in self._content.find(
+            extents = self._content.find(
                 sequence.root, tokens, begin, stop, min_extent=self._min_tokens
-            ):
-                for moved in extent.pieces:
-                    chunk = self._index.get(moved.key)
-                    if chunk is None or not chunk.usable:
-                        self._content.drop(moved.key)
-                        is_stale = True
-                    else:
-                        found.append(Piece(chunk, moved.start, moved.stop, first=moved.first))
-            if not is_stale:
-                return pieces + found
+            )
+            wanted = [moved for extent in extents for moved in extent.pieces]
+            gone = [moved.key for moved in wanted if self._index.get(moved.key) is None]
+            if not gone:
+                return pieces + self._usable(wanted)
+            for key in gone:
+                self._content.drop(key)
         return pieces
+
+    def _usable(self, wanted: list[MovedPiece]) -> list[Piece]:
+        """Up to the first that is only just being saved."""
+        found: list[Piece] = []
+        for moved in wanted:
+            chunk = self._index.get(moved.key)
+            if chunk is None or not chunk.usable:
+                break
+            found.append(Piece(chunk, moved.start, moved.stop, first=moved.first))
+        return found

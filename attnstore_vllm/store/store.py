@@ -86,7 +86,7 @@ class Store:
         self._pieces_max = pool.num_slots
         self._moved = MovedKv(
             self.residency.index, slab.shape.chunk_tokens, pool.num_slots + slab.records_max,
-            min_tokens=moved[0], sinks=moved[1],
+            min_tokens=moved[0], sinks=moved[1], seed=secrets.randbits(63),
         )  # fmt: skip
         self._clock = clock
         for segment in slab.fresh:

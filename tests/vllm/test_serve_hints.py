@@ -218,3 +218,69 @@ def test_after_all_that_the_server_answers_as_ever(server: VllmServer) -> None:
     again, tokens = ask_and_count(server, story("end"))
     assert again == first
     assert tokens["dram"] == first.prompt_tokens - 1
+
+
+# ---- truncated prompts -------------------------------------------------------------------
+
+MOVES = {"attnstore": {"truncation": True, "report": True}}
+Turns = list[tuple[str, str]]
+
+
+def chat(server: VllmServer, turns: Turns, **fields: Any) -> tuple[int, int, dict[str, Any]]:
+    """Tokens of the prompt, tokens that were moved, and what the response says of them."""
+    serving.empty_hbm(server)
+    before = serving.count(server, "moved_tokens", tier="dram")
+    body = {
+        "model": MODEL_NAME, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
+        "messages": [{"role": role, "content": text} for role, text in turns], **fields,
+    }  # fmt: skip
+    status, answer = serving.post(server, "/v1/chat/completions", body)
+    assert status == 200, answer
+    found = json.loads(answer)
+    serving.nudge(server)
+    moved = int(serving.count(server, "moved_tokens", tier="dram") - before)
+    said = found["kv_transfer_params"] or {}
+    return found["usage"]["prompt_tokens"], moved, said.get("attnstore", {})
+
+
+def dialogue(seed: str, system: str | None = None) -> Turns:
+    turns = [("system", system)] if system is not None else []
+    for turn in range(3):
+        turns += [
+            ("user", story((seed, turn), 120)), ("assistant", story((seed, turn, "said"), 120)),
+        ]  # fmt: skip
+    return [*turns, ("user", story((seed, "last"), 60))]
+
+
+def test_vllm_cuts_the_prompt_itself(server: VllmServer) -> None:
+    turns = dialogue("cut")
+    length, moved, said = chat(server, turns, kv_transfer_params=MOVES)
+    assert (moved, said) == (0, {"moved_tokens": 0})
+    keep = length - 301
+    cut, moved, said = chat(
+        server, turns, kv_transfer_params=MOVES, truncate_prompt_tokens=keep, truncation_side="left"
+    )
+    assert cut == keep
+    assert moved == said["moved_tokens"] == keep - 1, "all but the last token"
+
+
+@pytest.mark.parametrize("system", [None, story("system", 100)])
+def test_a_client_drops_whole_turns(server: VllmServer, system: str | None) -> None:
+    turns = dialogue(f"drop {system is None}", system)
+    length, moved, _ = chat(server, turns, kv_transfer_params=MOVES)
+    assert moved == 0
+    first = 0 if system is None else 1
+    kept = [*turns[:first], *turns[first + 2 :], ("assistant", "yes"), ("user", story("new", 30))]
+    cut, moved, said = chat(server, kept, kv_transfer_params=MOVES)
+    assert moved == said["moved_tokens"]
+    begin = 0 if system is None else 100
+    assert moved > 0.55 * length - begin, (moved, length, cut)
+    again, nothing, said = chat(server, kept)
+    assert (again, nothing, said) == (cut, 0, {}), "nobody else"
+
+
+def test_hints_of_truncation_that_make_no_sense(server: VllmServer) -> None:
+    applied, ignored = hints(server)
+    for value in ("yes", 1, None, [True], {"enabled": True}):
+        assert hinted(server, "hello", truncation=value, report=value).prompt_tokens
+    assert hints(server) == (applied, ignored + 10)

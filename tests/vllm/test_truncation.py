@@ -13,6 +13,7 @@ from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
+from tests.vllm.rounding import beyond, bound
 
 ASKS = {"kv_transfer_params": {"attnstore": {"truncation": True, "report": True}}}
 LENGTH = 1000
@@ -188,3 +189,66 @@ def test_only_who_asks_and_within_a_tenant(engine: EngineHost) -> None:
 
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
     engine.call(Engine.check_quiet)
+
+
+def crowd(engine: Engine) -> tuple[list[Answer], list[Answer], int, int]:
+    """Cut requests that preempt each other, some aborted, and exact ones of the same tokens."""
+    prompts = [random_tokens(("crowd", n), 700) for n in range(8)]
+    kept = [p[150 + n :] + random_tokens(("crowd", n, "new"), 60) for n, p in enumerate(prompts)]
+    expected = [engine.ask(k, salt="reference", max_tokens=4) for k in kept]
+    for prompt in prompts:
+        engine.ask(prompt, salt="crowd", max_tokens=2, extra_args=ASKS)
+    engine.forget_hbm()
+    moved, preempted = _moved(engine), _preemptions(engine)
+    cut = [engine.submit(k, salt="crowd", max_tokens=200, extra_args=ASKS) for k in kept]
+    for _ in range(5):
+        engine.step()
+    engine.abort(cut[0])
+    exact = [engine.submit(k, salt="crowd", max_tokens=4) for k in kept]
+    engine.abort(cut[1])
+    answers = engine.finish(*exact)
+    engine.finish(*cut[2:])
+    engine.check_quiet()
+    return expected, answers, _moved(engine) - moved, _preemptions(engine) - preempted
+
+
+def _preemptions(engine: Engine) -> int:
+    return sum(int(m.value) for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+def test_preempted_and_aborted(start_engine: StartEngine) -> None:
+    host = start_engine(dram="32MiB", shape=TINY, blocks=34)
+    expected, answers, moved, preemptions = host.call(crowd)
+    assert preemptions > 0
+    assert moved > 2000
+    limit = bound([])
+    assert beyond(list(zip(expected, answers, strict=True)), limit) == []
+
+
+def settings(engine: Engine) -> list[int]:
+    """Tokens moved, by what the request says of truncation."""
+    prompt = random_tokens("settings", LENGTH)
+    engine.ask(prompt, max_tokens=1)
+    found = []
+    for cut, says in ((300, None), (301, False), (302, True)):
+        engine.forget_hbm()
+        before = _moved(engine)
+        params = {} if says is None else {"truncation": says}
+        extra = {"kv_transfer_params": {"attnstore": params}}
+        engine.ask(prompt[cut:], max_tokens=1, extra_args=extra)
+        engine.forget_hbm()
+        engine.ask(prompt[:20] + prompt[cut:], max_tokens=1, extra_args=extra)
+        found.append(_moved(engine) - before)
+    return found
+
+
+def test_enabled_for_all_with_sinks(start_engine: StartEngine) -> None:
+    host = start_engine(dram="32MiB", shape=TINY, settings={
+        "truncation": {"enabled": True, "sinks": 16}})  # fmt: skip
+    found = host.call(settings)
+    assert found == [LENGTH - 300 - 1, 0, LENGTH - 302 - 1], "only behind 16 tokens in place"
+
+
+def test_off(start_engine: StartEngine) -> None:
+    host = start_engine(dram="32MiB", shape=TINY, settings={"truncation": "off"})
+    assert host.call(settings) == [0, 0, 0]
