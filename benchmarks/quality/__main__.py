@@ -3,7 +3,7 @@
 
     python -m benchmarks.quality                                         both, with the defaults
     python -m benchmarks.quality train [--text FILE]... [--minutes N] [--out DIR]
-    python -m benchmarks.quality evaluate [--model DIR] [--json FILE] [--plot FILE]
+    python -m benchmarks.quality evaluate [--model DIR] [--json FILE] [--plot FILE] [--no-server]
 
 train goes on where an interrupted run left off, if the texts and the recipe are the same. What it
 leaves in DIR is a model that transformers and vLLM load. methods.py says what the methods are.
@@ -34,9 +34,10 @@ from benchmarks.quality.train import (
     train,
 )
 
-MINUTES = 20.0
+MINUTES = 12.0
 MODEL = data.ROOT / ".cache" / "quality"
 RESULTS = data.ROOT / "results"
+SERVED_DOCUMENTS = 24
 STORED = {"bfloat16": torch.bfloat16, "float32": None}
 
 
@@ -75,8 +76,11 @@ def run_training(
     export(trainer.model, tokenizer, out, torch.bfloat16)
 
 
-def run_evaluation(model: Path, settings: Settings, results: Path, plot: Path) -> None:
-    result = measure(model, settings)
+def run_evaluation(
+    model: Path, settings: Settings, results: Path, plot: Path, *, served: int
+) -> None:
+    """`served`: documents through a real server; 0: none is started."""
+    result = measure(model, settings, served=served)
     results.parent.mkdir(parents=True, exist_ok=True)
     results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     picture.draw(result, plot)
@@ -98,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", "--out", type=Path, default=MODEL, help="the model's directory")
     parser.add_argument("--stored", choices=STORED, default="bfloat16", help="how KV is kept")
     parser.add_argument("--documents", type=int, default=Settings().documents)
+    parser.add_argument("--no-server", action="store_true", help="leave out the real server")
     parser.add_argument("--json", type=Path, default=RESULTS / "quality.json")
     parser.add_argument("--plot", type=Path, default=RESULTS / "quality.png")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -119,7 +124,8 @@ def main() -> None:
             curve_documents=max(1, many // 2),
             stored=STORED[args.stored],
         )
-        run_evaluation(args.model, settings, args.json, args.plot)
+        served = 0 if args.no_server else SERVED_DOCUMENTS
+        run_evaluation(args.model, settings, args.json, args.plot, served=served)
 
 
 if __name__ == "__main__":

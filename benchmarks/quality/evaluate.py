@@ -29,7 +29,7 @@ from benchmarks.quality.methods import (
     truncations,
 )
 from benchmarks.quality.model import Llama
-from benchmarks.quality.recall import Stream, stream
+from benchmarks.quality.recall import QUESTION, Stream, stream
 from benchmarks.quality.tokenizer import Alphabet
 
 Scores = NDArray[np.float64]
@@ -101,17 +101,17 @@ def answers_after(
 
 
 def ask(model: Llama, window: Window, asked: Ids) -> Scores:
-    """The share of right answers to key, value, key, value, ...: [sequences, 2 questions].
+    """The share of right answers to questions as Stream.questions has them: [sequences, n].
 
     As many questions at a time as the window has room for. Each is asked with the right answers
     to those before it.
     """
-    room = (window.truncation.window - window.tokens.shape[1]) // 2 * 2
+    room = (window.truncation.window - window.tokens.shape[1]) // QUESTION * QUESTION
     right = []
     for at in range(0, asked.shape[1], room):
         questions = torch.from_numpy(asked[:, at : at + room])
-        logits = model.lm_head(window.fork().feed(questions)[:, ::2])
-        right.append((logits.argmax(-1) == questions[:, 1::2]).double())
+        logits = model.lm_head(window.fork().feed(questions)[:, 1::QUESTION])
+        right.append((logits.argmax(-1) == questions[:, 2::QUESTION]).double())
     return torch.cat(right, dim=1).mean(1).numpy()
 
 

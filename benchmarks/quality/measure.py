@@ -28,11 +28,16 @@ from benchmarks.quality.evaluate import (
 from benchmarks.quality.export import load
 from benchmarks.quality.methods import Method, Recompute, Truncation, Window, truncations
 from benchmarks.quality.model import Llama
+from benchmarks.quality.served import measure_served
 from benchmarks.report import machine
 
 
-def measure(directory: Path, settings: Settings) -> dict[str, Any]:
-    """Measure the model in `directory`, as `train` left it there, on what it has not seen."""
+def measure(directory: Path, settings: Settings, *, served: int = 0) -> dict[str, Any]:
+    """Measure the model in `directory`, as `train` left it there, on what it has not seen.
+
+    Args:
+        served: documents that a real server is asked for, at each ratio.
+    """
     began = time.time()
     model, held_out = load(directory), load_held_out(directory)
     works = [
@@ -57,6 +62,12 @@ def measure(directory: Path, settings: Settings) -> dict[str, Any]:
         for recompute in recomputes:
             measured = for_curve.measure(Method.CA, bar.update, recompute)
             curve += [curve_point(recompute, measured, baseline, n) for n in settings.overflows]
+    through_server: list[dict[str, Any]] = []
+    if served:
+        with tqdm(total=served * len(settings.ratios), desc="server", unit="document") as bar:
+            through_server = measure_served(
+                directory, held_out, model.shape.window, settings, served, bar.update
+            )
     return {
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
         "took_s": round(time.time() - began),
@@ -66,6 +77,7 @@ def measure(directory: Path, settings: Settings) -> dict[str, Any]:
         "cells": cells,
         "curve": curve,
         "layers": layers,
+        "served": through_server,
     }
 
 

@@ -20,6 +20,7 @@ def tables(result: dict[str, Any]) -> str:
             _recall(result["cells"]),
             _curve(result["curve"]),
             _layers(result["layers"]),
+            *([_served(result["served"])] if result["served"] else []),
             "\n".join(verdicts(result)),
         )
     )
@@ -59,7 +60,9 @@ def _spread(value: dict[str, float], digits: int) -> str:
 
 
 def _perplexity(cells: list[dict[str, Any]]) -> str:
-    rows = [("perplexity: cut", "overflows", "TT", "CA", "NKVT", "CA over TT", "NKVT over TT")]
+    rows: list[tuple[str, ...]] = [
+        ("perplexity: cut", "overflows", "TT", "CA", "NKVT", "CA over TT", "NKVT over TT")
+    ]
     for cell in cells:
         methods, ratio = cell["methods"], cell["perplexity_ratio"]
         rows.append(
@@ -75,7 +78,7 @@ def _perplexity(cells: list[dict[str, Any]]) -> str:
 
 
 def _recall(cells: list[dict[str, Any]]) -> str:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("recall: cut", "overflows", "TT", "CA", "NKVT", "TT - CA, points", "TT - NKVT, points")
     ]
     for cell in cells:
@@ -118,6 +121,26 @@ def _layers(layers: list[dict[str, Any]]) -> str:
                     str(line["overflows"]),
                     name.upper(),
                     *(f"{value:.4f}" for value in line[name]),
+                )
+            )
+    return table(rows)
+
+
+def _served(served: list[dict[str, Any]]) -> str:
+    rows = [
+        ("real server: cut", "documents", "with TT", "first token", "whole answer",
+         "share of the answer until the first difference")
+    ]  # fmt: skip
+    for line in served:
+        for name in ("CA", "again"):
+            rows.append(
+                (
+                    f"{line['ratio']:.0%}",
+                    str(line["documents"]),
+                    name,
+                    f"{line['first_token_equal'][name]:.0%}",
+                    f"{line['whole_answer_equal'][name]:.0%}",
+                    _spread(line["equal_until_first_difference"][name], 2),
                 )
             )
     return table(rows)

@@ -20,7 +20,7 @@ from benchmarks.quality.measure import measure
 from benchmarks.quality.methods import Method, Recompute, Truncation, Window, truncations
 from benchmarks.quality.model import Llama, Shape, rotate, rotation
 from benchmarks.quality.recall import lesson, stream
-from benchmarks.quality.tokenizer import VOCABULARY_MIN, Alphabet
+from benchmarks.quality.tokenizer import END_ID, VOCABULARY_MIN, Alphabet
 from benchmarks.quality.train import Budget, Recipe, Trainer, train
 
 WINDOW = 64
@@ -199,20 +199,23 @@ def test_a_fork_leaves_its_origin_alone() -> None:
 
 @pytest.mark.parametrize("level", [0.0, 0.3, 1.0])
 def test_lessons_have_the_right_answers(level: float) -> None:
-    text = np.arange(256) % 100  # no key, no value
+    text = 1 + np.arange(256) % 99  # no end, no key, no value
     num_answers = 0
     for seed in range(20):
         one = lesson(np.random.default_rng(seed), text, ALPHABET, level)
         stated: dict[int, int] = {}
         for at, token in enumerate(one.tokens[:-1].tolist()):
             following = int(one.tokens[at + 1])
-            assert one.noise[at] or one.answers[at] or following < 100
+            assert not (one.noise[at] and one.answers[at])
+            assert one.noise[at] or one.answers[at] or 0 < following < 100
             if token in ALPHABET.keys:
-                assert bool(one.answers[at]) == (token in stated)
-                assert stated.setdefault(token, following) == following
-                assert following in ALPHABET.values
+                assert bool(one.answers[at]) == (token in stated) == (one.tokens[at - 1] == END_ID)
+                before = int(one.tokens[at - 1])
+                value = following if one.answers[at] else before
+                assert stated.setdefault(token, value) == value
+                assert value in ALPHABET.values
                 num_answers += bool(one.answers[at])
-        is_text = one.tokens < 100
+        is_text = (one.tokens > 0) & (one.tokens < 100)
         assert (one.tokens[is_text] == text[: is_text.sum()]).all()
     assert num_answers > 100
 
@@ -223,11 +226,12 @@ def test_streams_ask_for_what_is_there_once() -> None:
     for start in range(0, len(one.tokens) - 512, 16):
         keys = [t for t in one.tokens[start : start + 512].tolist() if t in ALPHABET.keys]
         assert len(keys) == len(set(keys)) >= 31
-    questions = one.questions(64, 320, rng).reshape(-1, 2)
+    questions = one.questions(64, 320, rng).reshape(-1, 3)
     kept = one.tokens[64:320].tolist()
     assert len(questions) == 16
-    for key, value in questions.tolist():
-        assert kept[kept.index(key) + 1] == value
+    for end, key, value in questions.tolist():
+        assert end == END_ID
+        assert kept[kept.index(key) - 1] == value
 
 
 # Data, training, export
@@ -320,6 +324,8 @@ def test_interval_is_of_documents() -> None:
 def test_measures_a_model_of_one_layer(text_file: Path, tmp_path: Path) -> None:
     """The whole command: with one layer CA is exact, and NKVT is not."""
     model = tiny(1)
+    with torch.no_grad():  # so that what it says depends on what it saw
+        model.model.embed_tokens.weight.mul_(20)
     tokenizer, corpus = data.prepare([text_file], VOCABULARY_MIN + 16)
     corpus.save(tmp_path)
     export(model, tokenizer, tmp_path, torch.float32)
