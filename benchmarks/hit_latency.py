@@ -65,10 +65,10 @@ class Client:
         self._server = server
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
 
-    def ttft_ms(self, prompt: list[int], max_tokens: int = 1) -> float:
+    def ttft_ms(self, prompt: list[int], max_tokens: int = 1, **fields: Any) -> float:
         body = json.dumps(
             {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
-             "ignore_eos": True, "stream": True}
+             "ignore_eos": True, "stream": True, **fields}
         )  # fmt: skip
         headers = {"Content-Type": "application/json"}
         started = time.perf_counter()
