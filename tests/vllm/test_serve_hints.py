@@ -247,9 +247,9 @@ def dialogue(seed: str, system: str | None = None) -> Turns:
     turns = [("system", system)] if system is not None else []
     for turn in range(3):
         turns += [
-            ("user", story((seed, turn), 120)), ("assistant", story((seed, turn, "said"), 120)),
+            ("user", story((seed, turn), 60)), ("assistant", story((seed, turn, "said"), 60)),
         ]  # fmt: skip
-    return [*turns, ("user", story((seed, "last"), 60))]
+    return [*turns, ("user", story((seed, "last"), 30))]
 
 
 def test_vllm_cuts_the_prompt_itself(server: VllmServer) -> None:
@@ -264,7 +264,7 @@ def test_vllm_cuts_the_prompt_itself(server: VllmServer) -> None:
     assert moved == said["moved_tokens"] == keep - 1, "all but the last token"
 
 
-@pytest.mark.parametrize("system", [None, story("system", 100)])
+@pytest.mark.parametrize("system", [None, story("system", 50)])
 def test_a_client_drops_whole_turns(server: VllmServer, system: str | None) -> None:
     turns = dialogue(f"drop {system is None}", system)
     length, moved, _ = chat(server, turns, kv_transfer_params=MOVES)
