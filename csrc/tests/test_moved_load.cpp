@@ -97,7 +97,8 @@ double rounding(ElementType type, double value, double norm) {
   return std::ldexp(0.5 + 1e-6, exponent - mantissa_bits) + 3 * std::ldexp(norm, -24);
 }
 
-// Numbers of the middle of the range; any bits would be infinite now and then.
+// Numbers of the middle of the range: any bits would be infinite now and then, and so would pairs
+// of the largest when they are turned.
 void fill_numbers(std::vector<std::byte>& memory, ElementType type, std::mt19937_64& random) {
   const std::size_t size = type == ElementType::kFloat32 ? 4 : 2;
   for (std::size_t at = 0; at + size <= memory.size(); at += size) {
@@ -111,7 +112,7 @@ void fill_numbers(std::vector<std::byte>& memory, ElementType type, std::mt19937
     const std::uint16_t half =
         type == ElementType::kBfloat16
             ? static_cast<std::uint16_t>(bits >> 16)
-            : static_cast<std::uint16_t>(random() % 0x7C00 | (random() % 2 << 15));
+            : static_cast<std::uint16_t>(random() % 0x7800 | (random() % 2 << 15));
     std::memcpy(memory.data() + at, &half, 2);
   }
 }
