@@ -20,6 +20,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
     YaRNScalingRotaryEmbedding,
 )
 
+from attnstore_vllm.connector.rope_use import check_use
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.content import ContentMap, Write, probe
 from attnstore_vllm.transfer.engine import Rotation
@@ -38,27 +39,30 @@ def rope_of(layers: Mapping[str, Attention]) -> Rope:
     """The rotation that all these layers give their K.
 
     A layer's rotation is the one module of its kind that stands beside it in the module that has
-    both. Raises UnsupportedError if some layer has none, if they differ, or if one is not static.
+    both, and rotates K just before it is cached (rope_use.py). Raises UnsupportedError if some
+    layer has none, if they differ, or if one is not static.
 
     Cost: one look at all objects of the process, some tenths of a second. Not after vLLM has
     taken them out of the garbage collector's sight, which it does when it has started.
     """
-    beside: dict[int, list[RotaryEmbeddingBase]] = {}
-    for holder in gc.get_referrers(*layers.values()):
-        if not isinstance(holder, dict):
-            continue
-        ropes = [v for v in holder.values() if isinstance(v, RotaryEmbeddingBase)]
-        for value in holder.values():
-            if isinstance(value, torch.nn.Module):
-                beside.setdefault(id(value), []).extend(ropes)
+    wanted = {id(layer) for layer in layers.values()}
+    holders: dict[int, list[torch.nn.Module]] = {}
+    for holder in [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]:
+        for member in holder._modules.values():
+            if id(member) in wanted:
+                holders.setdefault(id(member), []).append(holder)
     found: list[RotaryEmbeddingBase] = []
     for name, layer in layers.items():
-        ropes = list({id(rope): rope for rope in beside.get(id(layer), [])}.values())
+        beside = holders.get(id(layer), [])
+        members = [member for holder in beside for member in holder._modules.values()]
+        ropes = list({id(m): m for m in members if isinstance(m, RotaryEmbeddingBase)}.values())
         if len(ropes) != 1:
             raise UnsupportedError(
                 f"layer {name} has {len(ropes)} rotary embeddings beside it; K can be moved where "
                 "there is one (not with ALiBi, learned positions or none)"
             )
+        for holder in beside:
+            check_use(holder, layer)
         found += ropes
     first = found[0]
     ropes_differ = any(

@@ -30,8 +30,14 @@ class Layer(torch.nn.Module):
     def __init__(self, rope: Any) -> None:
         super().__init__()
         self.attn = torch.nn.Module()
+        self.turns = self.norms = True
         if rope is not None:
             self.rotary_emb = rope
+
+    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = self.rotary_emb(positions, q, k)
+        k = k.view(-1)
+        return self.attn(q, k, v)
 
 
 def made(is_neox: bool = True, **parameters: Any) -> Any:
@@ -87,6 +93,70 @@ def test_refused(name: str) -> None:
     parameters, why = REFUSED[name]
     with pytest.raises(UnsupportedError, match=why):
         found(*(None if p is None else made(**p) for p in parameters))
+
+
+class Sometimes(Layer):
+    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        if self.turns:
+            q, k = self.rotary_emb(positions, q, k)
+        return self.attn(q, k, v)
+
+
+class ByChance(Layer):
+    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        if positions[0]:
+            q, k = self.rotary_emb(positions, q, k)
+        return self.attn(q, k, v)
+
+
+class Normed(Layer):
+    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = self.rotary_emb(positions, q, k)
+        if self.norms:
+            k = self.k_norm(k)
+        return self.attn(q, k, v)
+
+
+class InPlace(Layer):
+    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = self.rotary_emb(positions, q, k)
+        k.mul_(2)
+        return self.attn(q, k, v)
+
+
+class Another(Layer):
+    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, turned = self.rotary_emb(positions, q, k)
+        return self.attn(q, k, v), turned
+
+
+class Twice(Layer):
+    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = self.rotary_emb(positions, q, k)
+        q, k = self.rotary_emb(positions, q, k)
+        return self.attn(q, k, v)
+
+
+UNUSED = "does not cache K as it was rotated"
+
+
+@pytest.mark.parametrize(("kind", "turns", "norms", "why"), [
+    (Sometimes, True, True, None), (Sometimes, False, True, UNUSED),
+    (Normed, True, False, None), (Normed, True, True, "changes K after"),
+    (ByChance, True, True, "in some cases only: if positions"),
+    (InPlace, True, True, "changes K after"), (Another, True, True, UNUSED),
+    (Twice, True, True, "more than once"),
+])  # fmt: skip
+def test_k_is_cached_as_it_was_rotated(
+    kind: type[Layer], turns: bool, norms: bool, why: str | None
+) -> None:
+    model = kind(made())
+    model.turns, model.norms = turns, norms
+    if why is None:
+        assert rope_of({"0": model.attn}).rotary_dim == HEAD
+        return
+    with pytest.raises(UnsupportedError, match=why):
+        rope_of({"0": model.attn})
 
 
 def test_a_table_that_says_something_else() -> None:

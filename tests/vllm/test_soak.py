@@ -12,7 +12,7 @@ from tests.vllm import soak
 from tests.vllm.conftest import StartEngine
 
 SEED = 11
-REQUESTS = 300
+REQUESTS = 200
 FAULTS = ("wrong slot", "skipped layer")
 
 

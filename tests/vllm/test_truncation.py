@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from attnstore_vllm.config import TruncationConfig
+from attnstore_vllm.connector.truncation import Truncation
+from attnstore_vllm.hints import Hints
 from attnstore_vllm.testing.tiny_model import TINY
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
@@ -249,6 +253,13 @@ def test_enabled_for_all_with_sinks(start_engine: StartEngine) -> None:
     assert found == [LENGTH - 300 - 1, 0, LENGTH - 302 - 1], "only behind 16 tokens in place"
 
 
-def test_off(start_engine: StartEngine) -> None:
-    host = start_engine(dram="32MiB", shape=TINY, settings={"truncation": "off"})
-    assert host.call(settings) == [0, 0, 0]
+def test_off() -> None:
+    state = SimpleNamespace(finds_moved=False)
+    for config, reason in (
+        (None, None),
+        (TruncationConfig(), "no RoPE"),
+        (TruncationConfig(), None),
+    ):
+        truncation = Truncation(None, config, reason)  # type: ignore[arg-type]
+        truncation.note(state, Hints(truncation=True))  # type: ignore[arg-type]
+        assert state.finds_moved == (config is not None and reason is None)
