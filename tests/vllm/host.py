@@ -15,9 +15,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from unittest import mock
 
 from tests.vllm.engine import Engine, EngineSpec
 
@@ -56,7 +59,7 @@ class EngineHost:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
                 str(rank) for rank in range(spec.tensor_parallel)
             )
-        context = multiprocessing.get_context("spawn")
+        context = _forking()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, spec, log, environment))
         self._process.start()
@@ -117,6 +120,16 @@ class EngineHost:
     def _log_tail(self) -> str:
         lines = self.log_text().splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"--- the end of {self.log} ---", *lines])
+
+
+def _forking() -> BaseContext:
+    """Engines are forked from one process that has imported vLLM."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.vllm.preload"])
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with mock.patch.dict(os.environ, ENVIRONMENT | path):
+        forkserver.ensure_running()
+    return context
 
 
 def _serve(pipe: Connection, spec: EngineSpec, log: Path, environment: dict[str, str]) -> None:
