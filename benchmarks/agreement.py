@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from benchmarks.records import Step, Token, TurnRecord
+from attnstore_vllm.bench.records import Step, Token, TurnRecord
 
 # The bound on rounding is the largest change measured times this: the run that is judged has
 # more positions than the one that was measured.
@@ -75,13 +75,13 @@ def comparable(
     """Yield the pairs of answers whose whole history is the same on both sides."""
     ended: set[str] = set()
     for x, y in zip(a, b, strict=True):
-        assert (x.conversation, x.turn) == (y.conversation, y.turn)
-        if x.conversation in ended:
+        assert (x.conversation_id, x.turn) == (y.conversation_id, y.turn)
+        if x.conversation_id in ended:
             continue
         if x.error is None and y.error is None:
             yield x, y
         if x.error is not None or y.error is not None or x.tokens != y.tokens:
-            ended.add(x.conversation)
+            ended.add(x.conversation_id)
 
 
 def gap_changes(a: Sequence[TurnRecord], b: Sequence[TurnRecord]) -> list[float]:
@@ -118,10 +118,10 @@ def _difference(x: TurnRecord, y: TurnRecord) -> Difference | None:
         return None
     at = len(_head(x, y)) - 1
     if at >= min(len(x.steps), len(y.steps)):  # one answer is the beginning of the other
-        return Difference(x.conversation, x.turn, at, "", "", None, None)
+        return Difference(x.conversation_id, x.turn, at, "", "", None, None)
     here, there = x.steps[at], y.steps[at]
     return Difference(
-        x.conversation,
+        x.conversation_id,
         x.turn,
         at,
         here.token,

@@ -25,19 +25,14 @@ from typing import Final
 
 import aiohttp
 
+from attnstore_vllm.bench.client import RequestError, RequestSettings, open_http
+from attnstore_vllm.bench.closed_loop import take_turns
+from attnstore_vllm.bench.conversations import Conversation, DatasetError, read_conversations
+from attnstore_vllm.bench.records import TurnRecord, failures
+from attnstore_vllm.bench.talk import Talk
+from attnstore_vllm.bench.tokens import fitting
 from attnstore_vllm.testing.tiny_model import SMALL, make_model
 from benchmarks.agreement import compare, gap_changes, rounding_bound
-from benchmarks.conversations import SAMPLE, Conversation, DatasetError, read_conversations
-from benchmarks.records import TurnRecord, failures
-from benchmarks.replay import (
-    ReplaySettings,
-    RequestError,
-    ask,
-    fitting,
-    open_session,
-    opening,
-    replay,
-)
 from benchmarks.report import (
     Side,
     Verdict,
@@ -48,6 +43,7 @@ from benchmarks.report import (
     verdict_json,
     verdict_text,
 )
+from benchmarks.sample import SAMPLE
 from benchmarks.server import Metrics, ServerError, VllmServer, read_metrics
 from benchmarks.sources import traffic
 
@@ -56,6 +52,7 @@ NAMES: Final = ("vLLM alone", "with AttnStore")
 CONTEXT_TOKENS: Final = 4_096
 BLOCK_TOKENS: Final = 128
 MAX_TOKENS: Final = 128
+TOP_LOGPROBS: Final = 5
 WARM_UP: Final = Conversation("warm-up", ("Once upon a time. " * 300, "And then? " * 50))
 
 
@@ -99,28 +96,28 @@ async def _demo(args: argparse.Namespace, conversations: list[Conversation]) -> 
     model = args.model
     if model is None:
         model = str(make_model(args.workdir / "model", SMALL))
-    settings = ReplaySettings(
-        model=model, clients=args.clients, turns=args.turns, max_tokens=MAX_TOKENS
+    settings = RequestSettings(
+        model=model, max_tokens=MAX_TOKENS, ignore_eos=True, top_logprobs=TOP_LOGPROBS
     )
     if args.base_url:
         url = args.base_url.rstrip("/")
-        chosen = await _choose(url, conversations, settings, args.conversations)
-        side = await _side(url, url, chosen, settings, lambda: read_metrics(url))
+        chosen = await _choose(args, url, conversations, settings)
+        side = await _side(args, url, url, chosen, settings, lambda: read_metrics(url))
         return _finish(args, settings, [side], None)
 
     print(f"1/4  vllm serve without the store (log: {args.workdir / 'alone.log'})")
     with VllmServer(model, _flags(args), args.workdir / "alone.log") as server:
-        chosen = await _choose(server.base_url, conversations, settings, args.conversations)
-        alone = await _side(NAMES[0], server.base_url, chosen, settings, server.metrics)
+        chosen = await _choose(args, server.base_url, conversations, settings)
+        alone = await _side(args, NAMES[0], server.base_url, chosen, settings, server.metrics)
         print("2/4  the same server again: how far does rounding move its answers?")
-        last, *again = await _ask_again(server.base_url, chosen, settings, alone.records)
+        last, *again = await _ask_again(args, server.base_url, chosen, settings, alone.records)
     changes = gap_changes(last, again[0]) + gap_changes(again[0], again[1])
 
     yaml = _write_settings(args)
     print(f"3/4  vllm serve --kv-transfer-config {yaml} (log: {args.workdir / 'store.log'})")
     flags = [*_flags(args), "--kv-transfer-config", str(yaml)]
     with VllmServer(model, flags, args.workdir / "store.log") as server:
-        stored = await _side(NAMES[1], server.base_url, chosen, settings, server.metrics)
+        stored = await _side(args, NAMES[1], server.base_url, chosen, settings, server.metrics)
     between = gap_changes(alone.records, stored.records)
     verdict = Verdict(
         agreement=compare(alone.records, stored.records),
@@ -156,14 +153,14 @@ def _write_settings(args: argparse.Namespace) -> Path:
 
 
 async def _choose(
-    url: str, conversations: list[Conversation], settings: ReplaySettings, at_most: int
+    args: argparse.Namespace, url: str, conversations: list[Conversation], settings: RequestSettings
 ) -> list[Conversation]:
     """The first conversations that fit the context. Raises: RequestError if none does."""
-    fit = await fitting(url, conversations, settings)
+    fit = await fitting(url, conversations, settings, turns=args.turns)
     if not fit:
         raise RequestError(f"none of {len(conversations)} conversations fits the context")
-    chosen = fit[:at_most]
-    turns = sum(len(c.questions[: settings.turns]) for c in chosen)
+    chosen = fit[: args.conversations]
+    turns = sum(len(c.questions[: args.turns]) for c in chosen)
     print(
         f"     {len(chosen)} conversations with {turns} turns; {len(fit) - len(chosen)} more "
         f"would fit, {len(conversations) - len(fit)} exceed the context and are skipped"
@@ -172,25 +169,30 @@ async def _choose(
 
 
 async def _side(
+    args: argparse.Namespace,
     name: str,
     url: str,
     conversations: Sequence[Conversation],
-    settings: ReplaySettings,
+    settings: RequestSettings,
     metrics: Callable[[], Metrics],
 ) -> Side:
     """Warm one server up, then replay against it."""
-    await replay(url, [WARM_UP], replace(settings, max_tokens=16, turns=None), progress=False)
+    await take_turns(url, [WARM_UP], replace(settings, max_tokens=16), progress=False)
     before = metrics()
     started = time.perf_counter()
-    records = await replay(url, conversations, settings, title=f"     {name}")
+    records = await take_turns(
+        url, conversations, settings,
+        clients=args.clients, turns=args.turns, title=f"     {name}",
+    )  # fmt: skip
     seconds = time.perf_counter() - started
     return Side(name, records, traffic(before, metrics()), seconds)
 
 
 async def _ask_again(
+    args: argparse.Namespace,
     url: str,
     conversations: Sequence[Conversation],
-    settings: ReplaySettings,
+    settings: RequestSettings,
     records: Sequence[TurnRecord],
 ) -> tuple[list[TurnRecord], list[TurnRecord], list[TurnRecord]]:
     """Ask each conversation's last question twice more: the first time it has left HBM and is
@@ -201,29 +203,31 @@ async def _ask_again(
     """
     by_conversation: dict[str, list[TurnRecord]] = {}
     for record in records:
-        by_conversation.setdefault(record.conversation, []).append(record)
+        by_conversation.setdefault(record.conversation_id, []).append(record)
     complete = [c for c in conversations if not failures(by_conversation[c.id])]
     last = [by_conversation[c.id][-1] for c in complete]
-    again = [[TurnRecord(conversation=r.conversation, turn=r.turn) for r in last] for _ in range(2)]
-    async with open_session(settings.timeout_s) as session:
+    again = [
+        [TurnRecord(conversation_id=r.conversation_id, turn=r.turn) for r in last] for _ in range(2)
+    ]
+    async with open_http(settings) as http:
 
         async def client(n: int) -> None:
-            for place in range(n, len(complete), settings.clients):
-                messages = opening(complete[place])
-                turns = by_conversation[complete[place].id]
-                for question, turn in zip(complete[place].questions, turns, strict=False):
-                    messages.append({"role": "user", "content": question})
-                    messages.append({"role": "assistant", "content": turn.answer})
+            for place in range(n, len(complete), args.clients):
+                *earlier, final = by_conversation[complete[place].id]
                 for repetition in again:
-                    await ask(session, url, messages[:-1], settings, repetition[place])
+                    talk = Talk(complete[place], settings)
+                    for turn, record in enumerate(earlier):
+                        talk.question(turn)
+                        talk.answer(turn, record)
+                    await talk.ask(http, url, final.turn - 1, repetition[place])
 
-        await asyncio.gather(*(client(n) for n in range(settings.clients)))
+        await asyncio.gather(*(client(n) for n in range(args.clients)))
     return last, again[0], again[1]
 
 
 def _finish(
     args: argparse.Namespace,
-    settings: ReplaySettings,
+    settings: RequestSettings,
     sides: list[Side],
     verdict: Verdict | None,
 ) -> int:
@@ -233,17 +237,17 @@ def _finish(
         print(verdict_text(verdict))
     failed = [(side, record) for side in sides for record in failures(side.records)]
     for side, record in failed:
-        print(f"FAILED, {side.name}: {record.conversation}, turn {record.turn}: {record.error}")
+        print(f"FAILED, {side.name}: {record.conversation_id}, turn {record.turn}: {record.error}")
     picture = args.json.with_suffix(".png")
     plot(sides, picture)
     result = {
         "machine": machine(),
         "settings": {
             "dataset": args.dataset.name,
-            "conversations": len({r.conversation for r in sides[0].records}),
+            "conversations": len({r.conversation_id for r in sides[0].records}),
             "model": settings.model if args.model else "benchmarks' small model (26M parameters)",
-            "clients": settings.clients,
-            "turns": settings.turns,
+            "clients": args.clients,
+            "turns": args.turns,
             "max_tokens": settings.max_tokens,
             "hbm_tokens": None if args.base_url else args.hbm_tokens,
             "dram": None if args.base_url else args.dram,

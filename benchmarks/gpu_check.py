@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.records import table
+from attnstore_vllm.bench.summary import table
 
 if TYPE_CHECKING:
     from benchmarks.gpu.rig import Row

@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from attnstore_vllm.bench.records import TurnRecord, failures
+from attnstore_vllm.bench.summary import percentile, table
 from benchmarks.agreement import Agreement
-from benchmarks.records import TurnRecord, failures, percentile, table
 from benchmarks.sources import Traffic
 
 MIB: Final = 1 << 20

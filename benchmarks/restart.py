@@ -24,10 +24,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from attnstore_vllm.bench.client import RequestSettings
+from attnstore_vllm.bench.closed_loop import take_turns
+from attnstore_vllm.bench.conversations import Conversation, read_conversations
+from attnstore_vllm.bench.records import failures
+from attnstore_vllm.bench.tokens import fitting
 from attnstore_vllm.testing.tiny_model import SMALL, make_model
-from benchmarks.conversations import SAMPLE, Conversation, read_conversations
-from benchmarks.records import failures
-from benchmarks.replay import ReplaySettings, fitting, replay
+from benchmarks.sample import SAMPLE
 from benchmarks.server import Metrics, VllmServer, total
 from benchmarks.sources import Traffic, traffic
 
@@ -59,35 +62,35 @@ def write_amplification(server: VllmServer) -> float:
 
 
 def play(
-    server: VllmServer, conversations: list[Conversation], settings: ReplaySettings, title: str
+    server: VllmServer, conversations: list[Conversation], settings: RequestSettings, title: str
 ) -> Traffic:
     """Replay all; returns what was moved for it. Raises: RuntimeError if a request fails."""
     before = settled_metrics(server, settings)
-    records = asyncio.run(replay(server.base_url, conversations, settings, title=title))
+    records = asyncio.run(take_turns(server.base_url, conversations, settings, title=title))
     if failed := failures(records):
         raise RuntimeError(f"{len(failed)} requests failed, the first: {failed[0].error}")
     return traffic(before, settled_metrics(server, settings))
 
 
-def settled_metrics(server: VllmServer, settings: ReplaySettings) -> Metrics:
+def settled_metrics(server: VllmServer, settings: RequestSettings) -> Metrics:
     """/metrics once what was moved has been counted: counters come a step later."""
     for _ in range(2):
         asyncio.run(
-            replay(server.base_url, [NUDGE], replace(settings, max_tokens=1), progress=False)
+            take_turns(server.base_url, [NUDGE], replace(settings, max_tokens=1), progress=False)
         )
         time.sleep(0.5)
     return server.metrics()
 
 
 def choose(server: VllmServer, args: argparse.Namespace, model: str) -> list[Conversation]:
-    settings = ReplaySettings(model=model, max_tokens=MAX_TOKENS)
+    settings = RequestSettings(model=model, max_tokens=MAX_TOKENS, ignore_eos=True)
     found = asyncio.run(fitting(server.base_url, read_conversations(args.dataset), settings))
     return found[: args.conversations]
 
 
 def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     model = str(make_model(work / "model", SMALL))
-    settings = ReplaySettings(model=model, max_tokens=MAX_TOKENS)
+    settings = RequestSettings(model=model, max_tokens=MAX_TOKENS, ignore_eos=True)
     yaml = work / "attnstore.yaml"
     (work / "store").mkdir()
     nvme = f"{{path: {work / 'store'}, capacity: 2GiB}}"

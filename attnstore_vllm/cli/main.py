@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `attnstore` command: looks after the directory of nvme.path, and simulates."""
+"""The `attnstore` command: looks after the directory of nvme.path, simulates, and measures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnstore_vllm.cli import gc, inspect, plan, simulate, simulate_server, verify
+from attnstore_vllm.cli import bench, gc, inspect, plan, simulate, simulate_server, verify
 from attnstore_vllm.config import format_size, parse_size
 from attnstore_vllm.errors import AttnStoreError
 
@@ -40,11 +40,13 @@ def _parser() -> argparse.ArgumentParser:
     sizes = commands.add_parser("plan", help="how much DRAM and NVMe a load wants, for a budget")
     plan.add_arguments(sizes)
     simulate.add_trace_arguments(sizes)
+    bench.add_arguments(commands.add_parser("bench", help="measure a running server"))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 (verify found something bad), 2 (it could not be done)."""
+    """Returns the exit code: 0, 1 (verify found something bad, a request of bench failed),
+    2 (it could not be done), 130 (bench was interrupted)."""
     args = _parser().parse_args(argv)
     try:
         return _run(args)
@@ -70,6 +72,8 @@ def _run(args: argparse.Namespace) -> int:
         return EXIT_OK
     if args.command == "simulate":
         return _simulate(args)
+    if args.command == "bench":
+        return bench.run(args)
     if args.command == "plan":
         trace = simulate.read(args)
         options = plan.plan(args, trace)

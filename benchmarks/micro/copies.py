@@ -38,12 +38,12 @@ import numpy as np
 from tqdm import tqdm
 
 from attnstore_vllm._native import omp_team_size
+from attnstore_vllm.bench.summary import table
 from attnstore_vllm.transfer.engine import CpuEngine, Pages
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.plan import ChunkCopy, pages
 from attnstore_vllm.transfer.pool import SharedPool
-from benchmarks.records import table
 from benchmarks.report import machine
 
 if TYPE_CHECKING:

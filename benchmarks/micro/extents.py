@@ -44,11 +44,11 @@ import numpy.typing as npt
 from blake3 import blake3
 from tqdm import tqdm
 
+from attnstore_vllm.bench.summary import table
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.content import ContentIndex
 from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.types import Key
-from benchmarks.records import table
 from benchmarks.report import machine
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -29,6 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from attnstore_vllm._native import PageRotator, omp_team_size
+from attnstore_vllm.bench.summary import table
 from attnstore_vllm.transfer.content import ContentMap, ContentSide
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.moves import Moved, Piece, moved_table, plan_moves
@@ -41,7 +42,6 @@ from benchmarks.micro.copies import (
     bind_openmp,
     timed,
 )
-from benchmarks.records import table
 from benchmarks.report import machine
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -26,10 +26,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_vllm.bench.summary import table
 from attnstore_vllm.testing.tiny_model import ModelShape, make_model
 from benchmarks.hit_latency import DEV, LOADED, ROOT, Client
 from benchmarks.overlap_parts.common import BLOCK_TOKENS, SHAPES, Line, Settings, say, spread
-from benchmarks.records import table
 from benchmarks.server import VllmServer, total
 
 GOAL = 1.05

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from attnstore_vllm.bench.conversations import read_conversations
 from attnstore_vllm.testing.tiny_model import SMALL, TINY, make_model
 from attnstore_vllm.testing.tiny_tokenizer import (
     END_ID,
@@ -20,7 +21,7 @@ from attnstore_vllm.testing.tiny_tokenizer import (
     choose_pieces,
     shipped_pieces,
 )
-from benchmarks.conversations import SAMPLE, read_conversations
+from benchmarks.sample import SAMPLE
 
 VOCAB = 4_096
 TOKENIZER = build_tokenizer(VOCAB)
@@ -88,7 +89,7 @@ def test_each_turn_begins_with_the_turn_before_and_its_answer(
 def test_loaded_tokenizer_is_the_built_one(loaded: PreTrainedTokenizerBase) -> None:
     assert len(loaded) == VOCAB
     assert loaded.eos_token == "⟦end⟧"
-    text = read_conversations(SAMPLE)[0].questions[0]
+    text = str(read_conversations(SAMPLE)[0].questions[0])
     assert loaded(text)["input_ids"] == TOKENIZER.encode(text).ids
 
 
@@ -124,7 +125,7 @@ def test_vocabulary_below_the_minimum_is_refused() -> None:
 
 
 def test_sample_conversations_take_few_tokens() -> None:
-    texts = [q for c in read_conversations(SAMPLE) for q in c.questions]
+    texts = [str(q) for c in read_conversations(SAMPLE) for q in c.questions]
     tokens = sum(len(TOKENIZER.encode(text).ids) for text in texts)
     assert sum(map(len, texts)) / tokens > 3.8
 

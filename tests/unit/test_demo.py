@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's parts: its conversations, a server's metrics, and comparing answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnstore_vllm.bench.conversations import read_conversations
+from attnstore_vllm.bench.records import Step, TurnRecord
+from benchmarks.agreement import compare, gap_changes, rounding_bound
+from benchmarks.sample import SAMPLE
+from benchmarks.server import parse_metrics, total
+from benchmarks.sources import traffic
+
+
+def test_sample_has_long_and_varied_conversations() -> None:
+    conversations = read_conversations(SAMPLE)
+    assert len(conversations) >= 16
+    assert len({c.id for c in conversations}) == len(conversations)
+    for conversation in conversations:
+        assert 4 <= len(conversation.questions) <= 7
+        for question in conversation.questions:
+            assert isinstance(question, str)
+            assert 40 <= len(question.split()) <= 250, conversation.id
+
+
+def test_metrics_are_parsed_and_summed() -> None:
+    text = """# HELP x:y_total help
+# TYPE x:y_total counter
+x:y_total{engine="0",tier="dram"} 5.0
+x:y_total{engine="0",tier="nvme"} 7.0
+plain 1e3
+"""
+    metrics = parse_metrics(text)
+    assert total(metrics, "x:y_total") == 12
+    assert total(metrics, "x:y_total", tier="nvme") == 7
+    assert total(metrics, "plain") == 1000
+    assert total(metrics, "absent") == 0
+
+
+def test_traffic_tells_the_sources_apart() -> None:
+    prompt = "vllm:prompt_tokens_by_source_total"
+    lines = [
+        f'{prompt}{{engine="0",source="local_compute"}} 100',
+        f'{prompt}{{engine="0",source="local_cache_hit"}} 20',
+        f'{prompt}{{engine="0",source="external_kv_transfer"}} 30',
+    ]
+    alone = traffic({}, parse_metrics("\n".join(lines)))
+    assert alone.prompt_tokens == {"computed": 100, "HBM": 20, "other": 30}
+    assert not alone.has_store
+    lines += [
+        'vllm:attnstore_loaded_tokens_total{engine="0",tier="dram"} 10',
+        'vllm:attnstore_loaded_tokens_total{engine="0",tier="nvme"} 20',
+        'vllm:attnstore_bytes_total{engine="0",direction="dram_to_hbm"} 640',
+    ]
+    stored = traffic({}, parse_metrics("\n".join(lines)))
+    assert stored.prompt_tokens == {"computed": 100, "HBM": 20, "DRAM": 10, "NVMe": 20}
+    assert stored.moved_bytes == {"dram_to_hbm": 640}
+    assert stored.has_store
+
+
+# ---- agreement ---------------------------------------------------------------------------------
+
+
+def answer(*tops: dict[str, float], turn: int = 1, error: str | None = None) -> TurnRecord:
+    """An answer that takes the best candidate at each place."""
+    steps = [Step(token := max(top, key=lambda t: top[t]), top[token], top) for top in tops]
+    return TurnRecord(conversation_id="c", turn=turn, steps=steps, error=error)
+
+
+SURE = {"a": -0.1, "b": -3.1}
+CLOSE_A = {"a": -0.70, "b": -0.72}
+CLOSE_B = {"a": -0.71, "b": -0.69}
+
+
+def test_identical_answers_agree() -> None:
+    result = compare([answer(SURE), answer(SURE, turn=2)], [answer(SURE), answer(SURE, turn=2)])
+    assert (result.compared, result.identical, result.not_compared) == (2, 2, 0)
+
+
+def test_difference_shows_both_gaps_and_ends_the_comparison() -> None:
+    a = [answer(SURE, CLOSE_A, SURE), answer(SURE, turn=2)]
+    b = [answer(SURE, CLOSE_B, SURE), answer(SURE, turn=2)]
+    result = compare(a, b)
+    assert (result.compared, result.identical, result.not_compared) == (1, 0, 1)
+    [difference] = result.differences
+    assert (difference.turn, difference.position) == (1, 1)
+    assert (difference.token_a, difference.token_b) == ("a", "b")
+    assert difference.gap_a == pytest.approx(0.02)
+    assert difference.gap_b == pytest.approx(0.02)
+    assert difference.is_within(0.05)
+    assert not difference.is_within(0.03)
+
+
+def test_token_that_the_other_side_never_considered_is_not_rounding() -> None:
+    [difference] = compare(
+        [answer({"a": -0.1, "b": -3})], [answer({"x": -0.1, "b": -3})]
+    ).differences
+    assert difference.change is None
+    assert not difference.is_within(1e9)
+
+
+def test_shorter_answer_is_a_difference() -> None:
+    [difference] = compare([answer(SURE, SURE)], [answer(SURE)]).differences
+    assert difference.position == 1
+    assert not difference.is_within(1e9)
+
+
+def test_failed_answers_are_not_compared() -> None:
+    a = [answer(SURE, error="lost"), answer(SURE, turn=2)]
+    b = [answer(SURE), answer(SURE, turn=2)]
+    result = compare(a, b)
+    assert (result.compared, result.not_compared) == (0, 2)
+
+
+def test_gap_changes_cover_the_common_text_and_the_first_difference() -> None:
+    moved = {"a": -0.1, "b": -3.3}
+    changes = gap_changes([answer(SURE, CLOSE_A, SURE)], [answer(moved, CLOSE_B, SURE)])
+    assert changes == pytest.approx([0.2, 0.04])
+    assert rounding_bound(changes) == pytest.approx(0.4)
+    assert rounding_bound([]) == 0
