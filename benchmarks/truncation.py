@@ -22,9 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_vllm.bench.summary import table
 from attnstore_vllm.testing.tiny_model import MEDIUM, make_model
 from benchmarks.hit_latency import DEV, Client
-from benchmarks.records import table
 from benchmarks.report import machine
 from benchmarks.server import VllmServer, total
 
