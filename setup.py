@@ -22,7 +22,7 @@ from setuptools.errors import CompileError, LinkError
 SOURCES = ["module", "page_copier", "page_runs", "copy_runs", "stream_copy", "omp_team"]
 SOURCES += ["prefix_index", "prefix_index_recovery", "prefix_index_sketch"]
 SOURCES += ["prefix_index_bindings"]
-SOURCES += ["bind_rotator", "page_rotator", "rotate_block"]
+SOURCES += ["bind_rotator", "page_rotator", "moved_tokens", "rotate_block"]
 SOURCES += ["rotate_block_avx2", "rotate_block_avx512", "rotate_block_bf16"]
 SOURCES += ["content_index", "content_find", "content_anchors", "bind_content_index"]
 XXHASH_SOURCES = ["bind_checksum", "checksum", "checksum_avx2"]
@@ -39,6 +39,8 @@ int main() { io_uring ring; return io_uring_queue_init(1, &ring, IORING_SETUP_CL
 
 CUDA_SOURCES = ["cuda/module.cpp", "cuda/page_mover.cpp", "cuda/batched_copy.cpp"]
 CUDA_SOURCES += ["cuda/copy_jobs.cpp", "cuda/copy_kernel.cu", "page_runs.cpp"]
+CUDA_SOURCES += ["cuda/page_turner.cpp", "cuda/rotate_jobs.cpp", "cuda/rotate_kernel.cu"]
+CUDA_SOURCES += ["moved_tokens.cpp"]
 ARCHITECTURES = (80, 90, 100)
 
 

@@ -6,6 +6,7 @@ import numpy.typing as npt
 
 Copies = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int64]
+Moved = npt.NDArray[np.int64]
 
 runtime_version: int
 """Of the CUDA runtime that is linked in: 13000 is 13.0."""
@@ -62,3 +63,55 @@ class PageMover:
         stream: int,
     ) -> None: ...
     def count_runs(self, move: Move, copies: Copies, rows: Rows) -> int: ...
+
+class MoveTable:
+    """Tokens that go to other positions, as the kernel of PageTurner reads them."""
+
+    @property
+    def words(self) -> npt.NDArray[np.int64]:
+        """What has to lie, 16 bytes aligned, where the kernel reads it; a copy."""
+    @property
+    def num_tokens(self) -> int: ...
+
+class PageTurner:
+    def __init__(
+        self,
+        *,
+        device: int,
+        slots_base: int,
+        num_slots: int,
+        slot_bytes: int,
+        layer_bytes: int,
+        page_bytes: int,
+        layer_bases: list[int],
+        num_blocks: int,
+        block_stride: int,
+        run_offsets: list[int],
+        run_bytes: int,
+        arrays: int,
+        key: tuple[int, ...],
+        value: tuple[int, ...],
+        num_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        dtype: str,
+        is_neox: bool,
+        theta: list[float],
+    ) -> None: ...
+    def check(self, moved: Moved, first_layer: int, stop_layer: int) -> None:
+        """Raises IndexError for what does not exist, and for a place that is named twice."""
+    def table(self, moved: Moved) -> MoveTable:
+        """Raises IndexError as check() does."""
+    def load(
+        self,
+        table: MoveTable,
+        first_layer: int,
+        stop_layer: int,
+        table_device: int,
+        table_host: int,
+        thread_blocks: int,
+        stream: int,
+    ) -> None: ...
+    @property
+    def is_wide(self) -> bool:
+        """K and V are read and written 16 bytes at a time, and not by element."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = ["what", "how", "value", "goal", "met", "detail"]
+PARTS = ["bytes", "speed", "beside", "moves", "logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ def parts(size: Size) -> dict[str, Callable[[], list[Row]]]:
         beside,
         correctness,
         first_logits,
+        moved_numbers,
+        moves,
         transformer,
     )
     from benchmarks.gpu.rig import LLAMA_8B, LLAMA_70B_TP4  # noqa: PLC0415
@@ -85,6 +88,10 @@ def parts(size: Size) -> dict[str, Callable[[], list[Row]]]:
             row
             for shape in shapes
             for row in beside.measure(shape, size.tokens, size.rounds, size.product)
+        ],
+        "moves": lambda: [
+            *moved_numbers.measure(device, size.rounds),
+            *(row for shape in shapes for row in moves.measure(shape, size.tokens, size.rounds)),
         ],
         "logits": lambda: first_logits.measure(model, size.history, size.new, size.rounds),
     }
@@ -122,7 +129,7 @@ def _link() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Copies between HBM and DRAM, on a GPU.")
     parser.add_argument("--small", action="store_true", help="for GPUs with little memory")
-    parser.add_argument("--only", nargs="+", choices=["bytes", "speed", "beside", "logits"])
+    parser.add_argument("--only", nargs="+", choices=PARTS)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "gpu_check.json")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     args = parser.parse_args()

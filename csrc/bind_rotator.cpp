@@ -3,13 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bind_moved.h"
 #include "bindings.h"
 #include "page_rotator.h"
 
@@ -17,41 +16,13 @@ namespace py = pybind11;
 
 namespace {
 
-using attnstore::ContentSide;
-using attnstore::ElementType;
-using attnstore::MovedTokens;
+using attnstore::as_moved;
+using attnstore::as_side;
+using attnstore::as_type;
+using attnstore::Moved;
 using attnstore::PageRotator;
 using attnstore::Pairing;
-using Moved = py::array_t<std::int64_t, py::array::c_style>;
-using Side = std::array<std::int64_t, 8>;
-
-ContentSide as_side(const Side& numbers) {
-  return {numbers[0], numbers[1], numbers[2], numbers[3],
-          numbers[4], numbers[5], numbers[6], numbers[7]};
-}
-
-ElementType as_type(const std::string& name) {
-  if (name == "bfloat16") return ElementType::kBfloat16;
-  if (name == "float16") return ElementType::kFloat16;
-  if (name == "float32") return ElementType::kFloat32;
-  throw std::invalid_argument("K of type " + name + " cannot be rotated");
-}
-
-std::vector<MovedTokens> as_moved(const Moved& array) {
-  if (array.ndim() != 2 || array.shape(1) != 6) {
-    throw std::invalid_argument(
-        "moved must be [n, 6]: slot, first token in the chunk, tokens, block id, first token in "
-        "the "
-        "block, shift");
-  }
-  std::vector<MovedTokens> moved;
-  moved.reserve(static_cast<std::size_t>(array.shape(0)));
-  const std::int64_t* at = array.data();
-  for (py::ssize_t i = 0; i < array.shape(0); ++i, at += 6) {
-    moved.push_back({at[0], at[1], at[2], at[3], at[4], at[5]});
-  }
-  return moved;
-}
+using attnstore::Side;
 
 }  // namespace
 

@@ -14,8 +14,6 @@ namespace attnstore {
 
 namespace {
 
-std::int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
-
 bool heads_are_whole(const BlockShape& shape, const SideOffsets& side) {
   const std::int64_t in_run =
       static_cast<std::int64_t>(shape.run_bytes) / element_bytes(shape.type);

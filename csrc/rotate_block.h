@@ -11,8 +11,6 @@
 
 namespace attnstore {
 
-enum class ElementType : std::uint8_t { kBfloat16, kFloat16, kFloat32 };
-
 // What lies side by side in memory, and so is done side by side. For kAny there is no fast way.
 enum class Order : std::uint8_t {
   kAny,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rotation of K by a difference of positions. This arithmetic has one source: rotate_body.h
-// compiles it for several CPUs, and nvcc for the device.
+// compiles it for several CPUs, and nvcc for the device (cuda/rotate_words.h).
 //
 // RoPE at position p turns the pair (x1, x2) of frequency theta by p * theta. Turned once more by
 // (q - p) * theta it is the pair at position q:
@@ -34,15 +34,29 @@ ATTNSTORE_HOST_DEVICE ATTNSTORE_ALWAYS_INLINE DimPair pair_dims(Pairing pairing,
 }
 
 ATTNSTORE_HOST_DEVICE ATTNSTORE_ALWAYS_INLINE float float_of_bits(std::uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
   float value = 0;
   __builtin_memcpy(&value, &bits, sizeof(value));
   return value;
+#endif
 }
 
 ATTNSTORE_HOST_DEVICE ATTNSTORE_ALWAYS_INLINE std::uint32_t bits_of_float(float value) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(value);
+#else
   std::uint32_t bits = 0;
   __builtin_memcpy(&bits, &value, sizeof(bits));
   return bits;
+#endif
+}
+
+enum class ElementType : std::uint8_t { kBfloat16, kFloat16, kFloat32 };
+
+constexpr std::uint32_t element_bytes(ElementType type) {
+  return type == ElementType::kFloat32 ? 4 : 2;
 }
 
 // Element types, by what is stored. No branches: loops over them become vectors.

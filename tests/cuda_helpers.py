@@ -12,21 +12,43 @@ import pytest
 import torch
 
 from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_tables
+from attnstore_vllm.transfer.content import probe
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.cuda_methods import RULES, Method, Rules, only
+from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.layout import describe
-from tests.engine_helpers import ALL, BLOCKS, LAYERS, ORDERS, ROWS, SLOTS, WITHIN, Bytes, Rig, table
+from attnstore_vllm.transfer.moves import Moved
+from attnstore_vllm.transfer.rope import Rope
+from tests.engine_helpers import (
+    ALL,
+    BLOCK_TOKENS,
+    BLOCKS,
+    CONTENT,
+    HEADS,
+    LAYERS,
+    ORDERS,
+    ROWS,
+    SLOTS,
+    WITHIN,
+    Bytes,
+    Rig,
+    table,
+)
 from tests.fake_cuda import FakeGpu
 
 METHODS = {"kernel": only(Method.KERNEL), "dma": only(Method.DMA), "rules": RULES}
 
 
 class CudaRig(Rig):
-    """A Rig with a CudaEngine; `gpu` is None where it is a real one."""
+    """A Rig with a CudaEngine; `gpu` is None where it is a real one.
+
+    Args:
+        moves: it has a rotation, of bf16; bytes are exact where nothing turns, at a shift of 0.
+    """
 
     def __init__(
         self, gpu: FakeGpu | None, order: tuple[int, ...] = ORDERS[2], num_rows: int = ROWS,
-        rules: Rules = RULES, num_ranks: int = 1, rank: int = 0,
+        rules: Rules = RULES, num_ranks: int = 1, rank: int = 0, moves: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(order, None, num_ranks=num_ranks, rank=rank)
         self.gpu = gpu
@@ -38,9 +60,16 @@ class CudaRig(Rig):
         layouts = [describe(f"layer {i}", kv, BLOCKS) for i, kv in enumerate(self.layers)]
         self.cuda = CudaEngine(
             self.slots.ctypes.data, SLOTS, rank, self.geometry, layouts,
-            torch.device("cuda", 0), num_rows, rules,
+            torch.device("cuda", 0), num_rows, rules, rotation_of(order) if moves else None,
         )  # fmt: skip
         self.engine = self.cuda
+        sides = rotation_of(order).content
+        places = [
+            side.places(BLOCK_TOKENS, HEADS, CONTENT // 2).reshape(BLOCK_TOKENS, -1)
+            for side in (sides.key, sides.value)
+        ]
+        self.token_places = np.concatenate(places, axis=1)
+        """[tokens, elements]: where K and V of each token are in its page."""
 
     def hbm(self) -> Bytes:
         if self.gpu is None:
@@ -60,6 +89,25 @@ class CudaRig(Rig):
             torch.cuda.synchronize()
         else:
             self.gpu.synchronize()
+
+
+def rotation_of(order: tuple[int, ...]) -> Rotation:
+    """Of a Rig's KV: one pair of three dims turns."""
+    head_dim = CONTENT // 2
+
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
+        cache[0] = torch.cat((key, value), dim=2).transpose(0, 1)
+
+    sizes = (1, HEADS, BLOCK_TOKENS, CONTENT)
+    stored = torch.zeros([sizes[axis] for axis in order], dtype=torch.bfloat16)
+    cache = stored.permute([order.index(axis) for axis in range(4)])
+    content = probe(write, cache, 1, block_tokens=BLOCK_TOKENS, num_heads=HEADS, head_dim=head_dim)
+    return Rotation(Rope(np.array([0.5]), 2, True), content, HEADS, head_dim, "bfloat16")
+
+
+def moves(*runs: tuple[int, int, int, int, int, int]) -> Moved:
+    """Slot, first token in the chunk, tokens, block id, first token in the block, shift."""
+    return np.array(runs, np.int64).reshape(-1, 6)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seed: int = 3) -> FakeGpu:
@@ -88,6 +136,8 @@ class Story:
 
     def run(self, steps: int) -> None:
         acts = [self.compute, self.save, self.load, self.read, self.poll]
+        if self.rig.cuda.token_mover is not None:
+            acts += [self.move, self.move]
         for _ in range(steps):
             self.random.choice(acts)()
         self.rig.settle()
@@ -151,6 +201,24 @@ class Story:
             self.busy_slots[int(slot)] = [events[-1]]
             self.hbm[:, block] = self.slots[slot, :, within]
 
+    def move(self) -> None:
+        """Tokens go where others are, of a block that stays; nothing turns."""
+        slots = self.free_slots(3)
+        if not slots:
+            return
+        blocks = self.random.sample(range(BLOCKS), len(slots))
+        runs = []
+        for slot, block in zip(slots, blocks, strict=True):
+            within = self.random.randrange(BLOCK_TOKENS)
+            count = self.random.randint(1, BLOCK_TOKENS - within)
+            first = self.random.randint(0, WITHIN * BLOCK_TOKENS - count)
+            runs.append((slot, first, count, block, within, 0))
+        event = self.rig.engine.move(moves(*runs), ALL)
+        self.loading.append((event, blocks))
+        for slot, first, count, block, within, _ in runs:
+            self.busy_slots[slot] = [event]
+            move_expected(self.rig, self.slots, self.hbm, (slot, first, count, block, within))
+
     def free_slots(self, most: int) -> list[int]:
         free = [
             slot for slot in range(SLOTS)
@@ -166,3 +234,16 @@ class Story:
         for event, rows in [one for one in self.leaving if one[0].done()]:
             self.rows += rows
             self.leaving.remove((event, rows))
+
+
+def move_expected(
+    rig: CudaRig, slots: Bytes, hbm: Bytes, run: tuple[int, int, int, int, int]
+) -> None:
+    """Does to these copies of a rig's pages and blocks what a move without a shift does."""
+    slot, first, count, block, within = run
+    for layer in ALL:
+        target = hbm[layer, block].view(np.int16)
+        for i in range(count):
+            page, token = divmod(first + i, BLOCK_TOKENS)
+            source = slots[slot, layer, page].view(np.int16)
+            target[rig.token_places[within + i]] = source[rig.token_places[token]]

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.fake_turner import PageTurner
+
 DEVICE_OFFSET = 1 << 40
 """What the device adds to an address of page-locked memory."""
 Array = npt.NDArray[np.int64]
@@ -191,6 +193,7 @@ class FakeGpu:
         return SimpleNamespace(
             Move=Move, register_host=register_host, unregister_host=unregister_host,
             PageMover=lambda **shape: PageMover(self, **shape),
+            PageTurner=lambda **shape: PageTurner(self, DEVICE_OFFSET, **shape),
         )  # fmt: skip
 
 

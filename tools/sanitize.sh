@@ -12,8 +12,10 @@ copies="$copies omp_team.cpp"
 content="tests/test_content.cpp content_index.cpp content_find.cpp content_anchors.cpp"
 content="$content prefix_index_sketch.cpp"
 words="tests/test_page_words.cpp page_runs.cpp cuda/copy_jobs.cpp"
-moves="tests/test_moved_load.cpp page_rotator.cpp page_runs.cpp omp_team.cpp rotate_block.cpp"
-moves="$moves rotate_block_avx2.cpp rotate_block_avx512.cpp rotate_block_bf16.cpp"
+rotator="page_rotator.cpp moved_tokens.cpp page_runs.cpp omp_team.cpp rotate_block.cpp"
+rotator="$rotator rotate_block_avx2.cpp rotate_block_avx512.cpp rotate_block_bf16.cpp"
+moves="tests/test_moved_load.cpp $rotator"
+turns="tests/test_rotate_words.cpp cuda/rotate_jobs.cpp $rotator"
 uring="tests/test_uring.cpp uring_device.cpp uring_loop.cpp mailbox.cpp hash_pool.cpp"
 uring="$uring checksum.cpp checksum_avx2.cpp"
 if ! printf '#include <liburing.h>\n#include <xxhash.h>\n' | "$CXX" -E -x c++ - >/dev/null 2>&1; then
@@ -39,6 +41,10 @@ for kind in ${*:-address,undefined thread}; do
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $moves -ldl -o "$out/moves"
   "$out/moves"
+  # Bit by bit against another compilation of the same arithmetic: no product and sum in one
+  # shellcheck disable=SC2086
+  "$CXX" $flags -ffp-contract=off -fsanitize="$kind" $recover $turns -ldl -o "$out/turns"
+  "$out/turns"
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $content -o "$out/content"
   "$out/content"

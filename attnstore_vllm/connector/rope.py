@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from vllm import _custom_ops as ops
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
     LinearScalingRotaryEmbedding,
@@ -84,10 +83,12 @@ def _static(rope: RotaryEmbeddingBase) -> Rope:
             "position times a constant"
         )
     assert isinstance(rope, RotaryEmbedding)
-    if isinstance(rope, YaRNScalingRotaryEmbedding):
-        theta = rope._compute_inv_freq(rope.scaling_factor)
-    else:
-        theta = rope._compute_inv_freq(rope.base)
+    # Where the table was made: the last bits of a power are not the same on every device.
+    with rope.cos_sin_cache.device:
+        if isinstance(rope, YaRNScalingRotaryEmbedding):
+            theta = rope._compute_inv_freq(rope.scaling_factor)
+        else:
+            theta = rope._compute_inv_freq(rope.base)
     if isinstance(rope, LinearScalingRotaryEmbedding):
         if len(rope.scaling_factors) != 1:
             raise UnsupportedError("it scales positions by several factors")
@@ -99,39 +100,54 @@ def _static(rope: RotaryEmbeddingBase) -> Rope:
     return Rope(theta64, rope.rotary_dim, rope.is_neox_style)
 
 
-def rotation_of(layers: Mapping[str, Attention], tensor: torch.Tensor) -> Rotation:
-    """How the KV of these layers is moved, on vLLM's CPU build. Raises UnsupportedError.
+def rotation_of(layers: Mapping[str, Attention], block: torch.Tensor) -> Rotation:
+    """How the KV of these layers is moved. Raises UnsupportedError.
 
     Args:
-        tensor: one layer's, [blocks, heads, tokens, 2 * head_dim].
+        block: one block of one layer's tensor, [kernel blocks, heads, tokens, 2 * head_dim]: the
+            kernels may see a block of the scheduler as several of their own.
     """
-    content = content_of(next(iter(layers.values())), tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Rotation(rope_of(layers), content, tensor.shape[1], tensor.shape[3] // 2, dtype)
+    content = content_of(next(iter(layers.values())), block)
+    dtype = str(block.dtype).removeprefix("torch.")
+    return Rotation(rope_of(layers), content, block.shape[1], block.shape[3] // 2, dtype)
 
 
-def content_of(layer: Attention, tensor: torch.Tensor) -> ContentMap:
-    """Where the layer's kernels put K and V within a page of `tensor`. Raises UnsupportedError."""
-    _, num_heads, block_tokens, content = tensor.shape
+def content_of(layer: Attention, block: torch.Tensor) -> ContentMap:
+    """Where the layer's kernels put K and V within a block. Raises UnsupportedError.
+
+    Args:
+        block: see rotation_of(). Not written to.
+    """
+    head_dim = layer.head_size
+    if block.dim() != 4 or block.shape[3] != 2 * head_dim:
+        raise UnsupportedError(
+            f"a block of its KV has shape {tuple(block.shape)}, and not K and V of {head_dim} dims "
+            "for each head and token"
+        )
+    kernel_blocks, num_heads, tokens, _ = block.shape
     return probe(
-        _writer(layer), torch.zeros_like(tensor[:1]), 1,
-        block_tokens=block_tokens, num_heads=num_heads, head_dim=content // 2,
+        _writer(layer), torch.zeros_like(block), 1,
+        block_tokens=kernel_blocks * tokens, num_heads=num_heads, head_dim=head_dim,
     )  # fmt: skip
 
 
 def _writer(layer: Attention) -> Write:
-    """vLLM's own operator of this layer."""
+    """As vLLM writes new tokens' K and V of this layer. Raises UnsupportedError."""
     impl = layer.impl
+    is_apart = not layer.attn_backend.forward_includes_kv_cache_update
+    if not (is_apart and hasattr(impl, "do_kv_cache_update")):
+        raise UnsupportedError(
+            f"{type(impl).__name__} writes K and V as a part of the attention, so where it puts "
+            "them cannot be found out"
+        )
 
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
-        blocks, heads, block_tokens, _ = cache.shape
-        halves = cache.view(blocks, heads, 2 * block_tokens, -1)
-        key_cache, value_cache = halves.chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(
-            key, value, key_cache, value_cache,
-            torch.arange(len(key), dtype=torch.int64), layer.isa,
-            k_scale=layer._k_scale_float, v_scale=layer._v_scale_float,
-            kv_cache_dtype=impl.kv_cache_dtype,
-        )  # fmt: skip
+        slots = torch.arange(len(key), dtype=torch.int64, device=cache.device)
+        try:
+            impl.do_kv_cache_update(layer, key, value, cache, slots)
+        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{type(impl).__name__} does not write K and V outside of a step: {error}"
+            ) from error
 
     return write

@@ -38,8 +38,8 @@ class Worker:
             beside the model; given the device's memory in bytes.
         by_layer: the forward pass calls its hooks once a layer.
         is_alone: no other connector writes to blocks.
-        rotation: says how this model's KV is moved to other positions; given one layer's KV
-            tensor. Raises UnsupportedError with the reason why it cannot be.
+        rotation: says how this model's KV is moved to other positions; given a block of one
+            layer's KV tensor. Raises UnsupportedError with the reason why it cannot be.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class Worker:
                 "kernel": kernel,
                 ROWS: engine.num_rows if engine.overlaps else None,
                 ALONE: self._is_alone,
-                WHY_NOT_MOVED: why_not,
+                # CudaEngine has tried it.
+                WHY_NOT_MOVED: why_not or getattr(engine, "why_not_moved", None),
             },
         )
 
@@ -120,10 +121,9 @@ class Worker:
         """How KV is moved, or why it cannot be."""
         if self._rotation is None:
             return None, "truncation is off"
-        if tensor.device.type != "cpu":
-            return None, "KV is moved on the CPU only so far"
+        kernel_blocks = len(tensor) // self._num_blocks  # the kernels' may be smaller
         try:
-            return self._rotation(tensor), None
+            return self._rotation(tensor[:kernel_blocks]), None
         except UnsupportedError as error:
             return None, str(error)
 
@@ -137,6 +137,7 @@ class Worker:
             return CudaEngine(
                 pool.address, pool.num_slots, self._rank, geometry, layouts, device,
                 num_rows=self._write_buffer_bytes(device_bytes) // row_bytes,
+                rotation=self._turns,
             )  # fmt: skip
         if device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {device}")

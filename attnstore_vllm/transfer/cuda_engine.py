@@ -28,9 +28,10 @@ from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatch, copy_error
 from attnstore_vllm.transfer.cuda_methods import RULES, Method, Move, Rule, Rules, choose
-from attnstore_vllm.transfer.cuda_selftest import check_engine
-from attnstore_vllm.transfer.cuda_tables import PAGES_AT_ONCE, TableRing
-from attnstore_vllm.transfer.engine import Event, Pages, Rows
+from attnstore_vllm.transfer.cuda_moves import TokenMover, rotation_numbers
+from attnstore_vllm.transfer.cuda_selftest import check_engine, check_moves
+from attnstore_vllm.transfer.cuda_tables import PAGES_AT_ONCE, TableRing, pack
+from attnstore_vllm.transfer.engine import Event, Pages, Rotation, Rows
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.moves import Moved
@@ -57,13 +58,17 @@ class CudaEngine:
         layouts: of the layers, in the order in which slots hold them; addresses on `device`.
         num_rows: of the write buffer, which takes layers * page_bytes of HBM each; 0: none.
         rules: which way copies go; may be assigned to at any time.
+        rotation: None where nothing is moved.
     Raises: UnsupportedError if this machine, or this build, cannot copy, or copies wrongly;
         ConfigError if there is too little memory that may be locked, or too little HBM.
-        IndexError from load(), save(), gather() and drain(), before anything is copied, for a slot,
-        block, row or layer that does not exist.
+        IndexError from load(), move(), save(), gather() and drain(), before anything is copied, for
+        a slot, token, block, row or layer that does not exist.
     """
 
     overlaps = True
+    why_not_moved: str | None = None
+    """`rotation` was given, but KV cannot be moved here, or was moved wrongly when that was tried:
+    nobody may call move()."""
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class CudaEngine:
         device: torch.device,
         num_rows: int,
         rules: Rules = RULES,
+        rotation: Rotation | None = None,
     ) -> None:
         self._native = _native_module()
         _refuse_without_gpu(device)
@@ -89,7 +95,10 @@ class CudaEngine:
             self._buffer = self._make_buffer(num_rows)
             seen = self._register(slots_base, num_slots * geometry.slot_bytes)
             undo.callback(self._native.unregister_host, slots_base)
-            self._mover = self._make_mover(seen + rank * geometry.rank_bytes, num_slots, layouts)
+            shape = self._make_shape(seen + rank * geometry.rank_bytes, num_slots, layouts)
+            self._mover = self._native.PageMover(
+                **shape, rows_base=self._buffer.data_ptr(), num_rows=num_rows
+            )
             self._loads, self._saves = self._make_streams()
             self._tables = {move: TableRing(self._device) for move in (Move.LOAD, Move.SAVE)}
             self._tables[Move.DRAIN] = self._tables[Move.SAVE]
@@ -104,7 +113,11 @@ class CudaEngine:
             self._spoilt: set[tuple[int, int]] = set()
             """(row, layer) that a failed gather was to fill."""
             self._chosen: dict[Move, tuple[Pages, Rows, Rules, Rule]] = {}
-            check_engine(self, geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
+            place = (geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
+            check_engine(self, *place)
+            self.token_mover = self._make_token_mover(shape, rotation)
+            if rotation is not None and self.token_mover is not None:
+                self.why_not_moved = check_moves(self, rotation, *place)
             undo.pop_all()
 
     # ---- transfer.engine.CopyEngine ----------------------------------------------------
@@ -121,7 +134,18 @@ class CudaEngine:
             return self._failed(self._loads, error)
 
     def move(self, moved: Moved, layers: range) -> Event:
-        raise AssertionError("only the CPU's engine moves KV so far")
+        assert self.token_mover is not None, "nobody has said how K is rotated"
+        token_bytes = self._geometry.page_bytes // self._geometry.block_tokens
+        num_bytes = int(moved[:, 2].sum()) * len(layers) * token_bytes
+        try:
+            self._loads.wait_stream(self._model())
+            start = self._load_times.start(self._loads)
+            ring = self._tables[Move.LOAD]
+            self.token_mover.give(moved, layers, ring, self._loads.cuda_stream)
+            stop = self._load_times.stop(start, self._loads, num_bytes)
+            return self._event(Move.LOAD, stop)
+        except RuntimeError as error:
+            return self._failed(self._loads, error)
 
     def save(self, pages: Pages, layers: range) -> Event:
         try:
@@ -214,7 +238,7 @@ class CudaEngine:
         ring = self._tables[move]
         for first in range(0, len(pages), PAGES_AT_ONCE):
             some = slice(first, first + PAGES_AT_ONCE)
-            staged = ring.stage(pages[some], rows[some] if len(rows) else None, handle)
+            staged = ring.stage(pack(pages[some], rows[some] if len(rows) else None), handle)
             self._mover.by_kernel(
                 native_move, pages[some], rows[some], *span,
                 staged.device, staged.host, rule.thread_blocks, handle,
@@ -279,8 +303,10 @@ class CudaEngine:
                 "--gpu-memory-utilization"
             ) from error
 
-    def _make_mover(self, slots_base: int, num_slots: int, layouts: Sequence[LayerLayout]) -> Any:
-        """The native one; `slots_base` as the device sees it, of this rank's part of slot 0."""
+    def _make_shape(
+        self, slots_base: int, num_slots: int, layouts: Sequence[LayerLayout]
+    ) -> dict[str, Any]:
+        """For the native code; `slots_base`: this rank's part of slot 0 as the device sees it."""
         g, shape = self._geometry, layouts[0]
         assert len(layouts) == g.num_layers
         assert all(layout.page_bytes == g.page_bytes for layout in layouts)
@@ -291,22 +317,33 @@ class CudaEngine:
         self._arrays = torch.tensor(
             [*bases, *shape.run_offsets], dtype=torch.int64, device=self._device
         )
-        return self._native.PageMover(
-            device=self._device.index,
-            slots_base=slots_base,
-            num_slots=num_slots,
-            slot_bytes=g.slot_bytes,
-            layer_bytes=g.layer_bytes,
-            page_bytes=g.page_bytes,
-            layer_bases=bases,
-            num_blocks=shape.num_blocks,
-            block_stride=shape.block_stride,
-            run_offsets=list(shape.run_offsets),
-            run_bytes=shape.run_bytes,
-            rows_base=self._buffer.data_ptr(),
-            num_rows=self.num_rows,
-            arrays=self._arrays.data_ptr(),
-        )
+        return {
+            "device": self._device.index,
+            "slots_base": slots_base,
+            "num_slots": num_slots,
+            "slot_bytes": g.slot_bytes,
+            "layer_bytes": g.layer_bytes,
+            "page_bytes": g.page_bytes,
+            "layer_bases": bases,
+            "num_blocks": shape.num_blocks,
+            "block_stride": shape.block_stride,
+            "run_offsets": list(shape.run_offsets),
+            "run_bytes": shape.run_bytes,
+            "arrays": self._arrays.data_ptr(),
+        }
+
+    def _make_token_mover(
+        self, shape: dict[str, Any], rotation: Rotation | None
+    ) -> TokenMover | None:
+        """None if there is no rotation, or it does not go with these pages."""
+        if rotation is None:
+            return None
+        numbers = rotation_numbers(rotation, self._geometry.block_tokens)
+        try:
+            return TokenMover(self._native.PageTurner(**shape, **numbers), len(numbers["theta"]))
+        except ValueError as error:
+            self.why_not_moved = str(error)
+            return None
 
     def _make_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """For loads and for saves. PyTorch hands streams out of a pool and begins again when it has

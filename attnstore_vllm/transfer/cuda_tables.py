@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the copy kernel gets its table of pages: through a ring of page-locked memory that has a twin
-on the device. A span of it is used again only when the copies that read it are over.
+"""How a kernel gets its table of pages or tokens: through a ring of page-locked memory that has a
+twin on the device. A span of it is used again only when the copies that read it are over.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ PAGES_AT_ONCE = 1 << 14
 _WORDS_PER_PAGE = 4
 _WORD_BYTES = 8
 _RING_WORDS = 4 * PAGES_AT_ONCE * _WORDS_PER_PAGE
+_ALIGNED_WORDS = 2
+"""Tables begin at multiples of 16 bytes, which a thread reads at once."""
 
 
 class Spans:
@@ -49,7 +51,7 @@ class Spans:
 
 
 class Staged(NamedTuple):
-    """Addresses of a table, for the native PageMover."""
+    """Addresses of a table, for the native code."""
 
     device: int
     host: int
@@ -78,19 +80,22 @@ class TableRing:
         self._staged: _Table | None = None
         """What stage() has just written."""
 
-    def stage(self, pages: Pages, rows: Rows | None, stream: int) -> Staged:
+    def stage(self, words: npt.NDArray[np.int64], stream: int) -> Staged:
         """Write the table of a copy that is given to `stream` next; was_given() follows, and, when
         the stream has all of the copy, used_until().
 
         Waits for the oldest copies if the ring is full. The layers of one load have one table,
         which goes to the device once.
+
+        Args:
+            words: flat; not changed afterwards.
         """
-        words = pack(pages, rows)
         newest, self._newest = self._newest, None
         if newest is not None and newest.stream == stream and np.array_equal(newest.words, words):
             self._staged, self._until[-1] = newest, None
             return Staged(self._address(self._twin, newest.start), 0)
-        while (start := self._spans.take(len(words))) is None:
+        num_words = -(-len(words) // _ALIGNED_WORDS) * _ALIGNED_WORDS
+        while (start := self._spans.take(num_words)) is None:
             self._wait(self._until.popleft())
             self._spans.give_back_oldest()
         self._until.append(None)

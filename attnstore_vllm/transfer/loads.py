@@ -143,7 +143,10 @@ class Loads:
             if len(table):
                 load.layers = [self._engine.load(table, self._all)] * len(self._all)
             if len(moved):  # behind the copies: they fill whole blocks
+                load.first = load.layers[0] if load.layers else None
                 load.layers = [self._engine.move(moved, self._all)] * len(self._all)
+                if load.first is not None:
+                    self._engine.model_waits(load.first)  # it may have failed where these did not
             return
         # A block that receives new tokens is complete in all layers before the forward pass: vLLM
         # may write them before it waits for the layer.

@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnstore_vllm.transfer.content import ContentMap, ContentSide
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
-from attnstore_vllm.transfer.engine import Pages
+from attnstore_vllm.transfer.engine import Pages, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe
+from attnstore_vllm.transfer.rope import Rope
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 256
@@ -86,9 +88,12 @@ class KvRig:
     Args:
         shape: KV is [blocks, 2, tokens, heads, dim] of bf16, one tensor a layer.
         num_rows: of the write buffer.
+        moves: the engine is told how K is rotated.
     """
 
-    def __init__(self, shape: KvShape, num_tokens: int, num_rows: int, seed: int = 1) -> None:
+    def __init__(
+        self, shape: KvShape, num_tokens: int, num_rows: int, seed: int = 1, moves: bool = False
+    ) -> None:
         assert num_tokens % CHUNK_TOKENS == 0
         self.shape = shape
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -103,8 +108,9 @@ class KvRig:
         layouts = [describe(f"layer {i}", kv, self.num_blocks) for i, kv in enumerate(self.kv)]
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.engine = CudaEngine(
-            address, self.num_slots, 0, self.geometry, layouts, self.device, num_rows
-        )
+            address, self.num_slots, 0, self.geometry, layouts, self.device, num_rows,
+            rotation=_rotation(shape) if moves else None,
+        )  # fmt: skip
         ids = np.random.default_rng(seed).permutation(self.num_blocks)
         places = np.arange(num_tokens // BLOCK_TOKENS)
         per_chunk = self.geometry.blocks_per_chunk
@@ -128,6 +134,17 @@ class KvRig:
         self.engine.close()
         self.kv.clear()
         torch.cuda.empty_cache()
+
+
+def _rotation(shape: KvShape) -> Rotation:
+    """Llama's, of the pages of KvRig."""
+    dim, pairs = shape.head_dim, shape.head_dim // 2
+    row = shape.kv_heads * dim
+    key, value = (
+        ContentSide(base, dim, BLOCK_TOKENS, 0, row, dim, 0, 1) for base in (0, BLOCK_TOKENS * row)
+    )
+    theta = 500_000.0 ** (-np.arange(pairs) / pairs)
+    return Rotation(Rope(theta, dim, True), ContentMap(key, value), shape.kv_heads, dim, "bfloat16")
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -12,27 +12,6 @@ namespace attnstore {
 
 namespace {
 
-// The thread's current device is `device` while this lives. PyTorch has a current device of its
-// own, which must be what it was when we return.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ == device) return;
-    check_cuda(cudaSetDevice(device), "cudaSetDevice");
-    is_changed_ = true;
-  }
-  ~OnDevice() {
-    if (is_changed_) static_cast<void>(cudaSetDevice(before_));
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int before_ = 0;
-  bool is_changed_ = false;
-};
-
 struct Places {
   Place source;
   Place target;
@@ -75,13 +54,8 @@ void PageMover::by_kernel(Move move, const PageTable& table, LayerRange layers, 
   const OnDevice on_device(device_);
   auto* const copies = reinterpret_cast<PageCopy*>(staged.device);
   auto* const rows = reinterpret_cast<std::int64_t*>(copies + table.copies.size());
-  if (staged.host != 0) {
-    const std::size_t num_bytes = table.copies.size() * sizeof(PageCopy) +
-                                  (has_rows(move) ? table.rows.size() * sizeof(std::int64_t) : 0);
-    check_cuda(cudaMemcpyAsync(copies, reinterpret_cast<const void*>(staged.host), num_bytes,
-                               cudaMemcpyHostToDevice, stream),
-               "cudaMemcpyAsync");
-  }
+  const std::size_t row_bytes = has_rows(move) ? table.rows.size() * sizeof(std::int64_t) : 0;
+  bring_table(staged, table.copies.size() * sizeof(PageCopy) + row_bytes, stream);
   PageMap map = shape_.map();
   map.layer_bases = arrays_;
   map.run_offsets = arrays_ + shape_.layer_bases.size();

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../page_runs.h"
+#include "on_device.h"
 
 namespace attnstore {
 
@@ -18,13 +19,6 @@ enum class Move : std::uint8_t {
   kDrain,   // rows to slots
 };
 
-// Where the kernel reads its table of pages: the pages, one after the other, and then the rows, if
-// rows take part. Both memories are the caller's, and unchanged until the copy is over.
-struct StagedTable {
-  std::uint64_t device;
-  std::uint64_t host;  // page-locked, brought to the device first; 0: the device has it already
-};
-
 class PageMover {
  public:
   // `shape` holds addresses as the device sees them. `arrays` is the address of its layer bases
@@ -32,7 +26,8 @@ class PageMover {
   // this. Throws std::invalid_argument if the shape contradicts itself. Calls nothing of CUDA.
   PageMover(int device, PageShape shape, std::uint64_t arrays);
 
-  // By the kernel, on at most `thread_blocks` multiprocessors. `staged` holds what `table` does.
+  // By the kernel, on at most `thread_blocks` multiprocessors. `staged` holds what `table` does:
+  // the pages, one after the other, and then the rows, if rows take part.
   void by_kernel(Move move, const PageTable& table, LayerRange layers, StagedTable staged,
                  std::uint32_t thread_blocks, cudaStream_t stream) const;
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -117,6 +118,12 @@ def content_map(
     return probe(write, cache, 2, block_tokens=tokens, num_heads=heads, head_dim=dim)
 
 
+class Loads(Protocol):
+    """What moves tokens: the native rotator, or something like it."""
+
+    def load(self, moved: npt.NDArray[np.int64], first_layer: int, stop_layer: int) -> None: ...
+
+
 class MovedMemory:
     """Slots and blocks full of random numbers.
 
@@ -148,7 +155,7 @@ class MovedMemory:
         layers = [describe("layer", kv, BLOCKS) for kv in self.kv]
         page_bytes = layers[0].page_bytes
         self.slots = self._fill_slots(page_bytes)
-        content = content_map(layout, block_tokens, heads, dim, dtype)
+        content = self.content = content_map(layout, block_tokens, heads, dim, dtype)
         self.arguments = {
             "slots_base": self.slots.ctypes.data,
             "num_slots": SLOTS,
@@ -169,7 +176,7 @@ class MovedMemory:
             "is_neox": is_neox,
             "theta": list(theta),
         }
-        self.native = PageRotator(**self.arguments)
+        self.native: Loads = PageRotator(**self.arguments)
 
     def _fill_slots(self, page_bytes: int) -> npt.NDArray[np.uint8]:
         slots = np.zeros((SLOTS, LAYERS * CHUNK_BLOCKS * page_bytes + 64), np.uint8)

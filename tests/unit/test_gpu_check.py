@@ -15,7 +15,15 @@ import torch
 
 from attnstore_vllm.transfer import cuda_engine
 from benchmarks import gpu_check
-from benchmarks.gpu import bandwidth, beside, correctness, first_logits, rig
+from benchmarks.gpu import (
+    bandwidth,
+    beside,
+    correctness,
+    first_logits,
+    moved_numbers,
+    moves,
+    rig,
+)
 from benchmarks.gpu.rig import KvShape, Row
 from benchmarks.gpu.transformer import BLOCK_TOKENS, ModelShape, Transformer
 from tests.cuda_helpers import install
@@ -95,7 +103,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     event = cuda.Event
     cuda.Event = lambda enable_timing=False: _OnModel(event(enable_timing), gpu.model)
     fake.cuda = cuda
-    for module in (bandwidth, beside, correctness, first_logits, rig):
+    for module in (bandwidth, beside, correctness, first_logits, moved_numbers, rig):
         monkeypatch.setattr(module, "torch", fake)
     monkeypatch.setattr(cuda_engine, "_refuse_without_gpu", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
@@ -124,13 +132,33 @@ def test_every_part_runs() -> None:
     rows = correctness.measure(CPU, rounds=1)
     rows += bandwidth.measure(shape, 512, rounds=1)
     rows += first_logits.measure(TINY, history=256, new=32, rounds=1)
+    rows += moved_numbers.measure(CPU, rounds=1)
+    rows += moves.measure(shape, 512, rounds=1)
     assert not any(row.is_wrong for row in rows)
-    assert {row.goal for row in rows} == {None, 1.0, 0.95, 1.10}
+    assert {row.goal for row in rows} == {None, 1.0, 0.95, 1.10, 1.02}
     assert len({(row.what, row.how) for row in rows}) == len(rows)
     json.dumps([row.to_json() for row in rows], allow_nan=False)
     assert correctness.LAYOUTS.keys() and all(
         len(row.cells()) == len(gpu_check.HEAD) for row in rows
     )
+
+
+@pytest.mark.usefixtures("eager")
+def test_wrong_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moved_numbers.Pages, "_look", _one_number_off)
+    (row,) = moved_numbers.measure(CPU, rounds=1)
+    assert row.is_wrong
+    assert row.value == 0.0
+
+
+def _one_number_off(pages: Any) -> Any:
+    found = _look(pages)
+    if hasattr(pages, "wanted"):  # it is not the first look
+        found[0, 0, 0] ^= 1 << 6
+    return found
+
+
+_look = moved_numbers.Pages._look
 
 
 @pytest.mark.usefixtures("eager")
