@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from unittest import mock
@@ -122,7 +122,7 @@ class EngineHost:
         return "\n".join([f"--- the end of {self.log} ---", *lines])
 
 
-def _forking() -> BaseContext:
+def _forking() -> ForkServerContext:
     """Engines are forked from one process that has imported vLLM."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.vllm.preload"])
