@@ -17,7 +17,7 @@ def read_plain(
     runner = worker.model_runner
     kv = runner.kv_caches[layer]
     layers = runner.vllm_config.compilation_config.static_forward_context
-    content = content_of(next(iter(layers.values())), kv)
+    content = content_of(next(iter(layers.values())), kv[:1])
     _, num_heads, block_tokens, width = kv.shape
     found = []
     for side in (content.key, content.value):
