@@ -87,7 +87,7 @@ def measure_served(
     with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as name:
         work = Path(name)
         config = work / "attnstore.yaml"
-        config.write_text("dram: 1GiB\ntruncation: {min_tokens: 64}\n")
+        config.write_text(f"dram: 1GiB\nnvme: {{path: {work / 'store'}, capacity: 1GiB}}\n")
         arguments = [
             "--max-model-len", str(window), "--kv-transfer-config", str(config),
             "--max-num-seqs", "4",

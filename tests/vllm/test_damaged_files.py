@@ -166,7 +166,10 @@ def test_records_damaged_at_random(disk: Disk) -> None:
         assert serving.is_healthy(server)
 
 
-@pytest.mark.parametrize("damaged", ["truncated", "segment headers", "another model's"])
+@pytest.mark.parametrize(
+    "damaged",
+    ["truncated", "segment headers", pytest.param("another model's", marks=pytest.mark.long)],
+)
 def test_the_whole_file(disk: Disk, damaged: str) -> None:
     disk.restore()
     rng, hit = Random(damaged), 0.0
