@@ -191,6 +191,23 @@ def test_only_who_asks_and_within_a_tenant(engine: EngineHost) -> None:
     assert moved >= kept - 1
 
 
+def within_a_chunk(engine: Engine) -> tuple[int, dict[str, int]]:
+    """Tokens moved to the beginning of a chunk, and what an exact request then finds of it."""
+    prompt = random_tokens("short", 400)
+    _store(engine, prompt, "short")
+    before = _moved(engine)
+    kept = prompt[300:] + random_tokens("short, new", 200)
+    _store(engine, kept, "short")
+    engine.ask(kept, salt="short", max_tokens=1)
+    return _moved(engine) - before, engine.loaded()
+
+
+def test_what_follows_in_the_same_chunk_is_not_found(engine: EngineHost) -> None:
+    moved, found = engine.call(within_a_chunk)
+    assert moved == 100
+    assert found == {"dram": 0, "nvme": 0}
+
+
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
     engine.call(Engine.check_quiet)
 
