@@ -118,7 +118,16 @@ def _leaves(statement: ast.stmt, key: str) -> bool:
             return isinstance(statement, ast.Assign) and _is_reshape(statement.value, key)
         if isinstance(node, ast.Call) and _is_in_place(node, key):
             return False
-    return True
+        # `k[...] = x`, `k.data = x`
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            if _names(node, key):
+                return False
+    # A call whose result nobody takes is made for what it does to its arguments.
+    return not (isinstance(statement, ast.Expr) and _names(statement, key))
+
+
+def _names(node: ast.AST, key: str) -> bool:
+    return any(isinstance(child, ast.Name) and child.id == key for child in ast.walk(node))
 
 
 def _is_reshape(value: ast.expr, key: str) -> bool:

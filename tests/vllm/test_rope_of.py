@@ -124,6 +124,20 @@ class InPlace(Layer):
         return self.attn(q, k, v)
 
 
+class PartOfIt(Layer):
+    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = self.rotary_emb(positions, q, k)
+        k[..., 0] = 1
+        return self.attn(q, k, v)
+
+
+class ByAnOperator(Layer):
+    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = self.rotary_emb(positions, q, k)
+        torch.relu_(k)
+        return self.attn(q, k, v)
+
+
 class Another(Layer):
     def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
         q, turned = self.rotary_emb(positions, q, k)
@@ -144,7 +158,8 @@ UNUSED = "does not cache K as it was rotated"
     (Sometimes, True, True, None), (Sometimes, False, True, UNUSED),
     (Normed, True, False, None), (Normed, True, True, "changes K after"),
     (ByChance, True, True, "in some cases only: if positions"),
-    (InPlace, True, True, "changes K after"), (Another, True, True, UNUSED),
+    (InPlace, True, True, "changes K after"), (PartOfIt, True, True, "changes K after"),
+    (ByAnOperator, True, True, "changes K after"), (Another, True, True, UNUSED),
     (Twice, True, True, "more than once"),
 ])  # fmt: skip
 def test_k_is_cached_as_it_was_rotated(
