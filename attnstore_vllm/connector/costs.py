@@ -77,6 +77,9 @@ class Costs:
         """How many layers of a load should be in HBM before the step that computes from `stop` on;
         0: the step itself hides it, or nothing is known of it.
 
+        By the means, with no margin for doubt: a layer too many keeps the request waiting for it,
+        while one too few is waited for in the forward pass, which ends no later for it.
+
         Args:
             num_bytes, queued_bytes: of the load, and of those that may be before it; a rank's.
             end: of the request's tokens.
@@ -84,7 +87,7 @@ class Costs:
         if not self._ahead_layers or not self._loads.is_known or not self._steps.is_known:
             return 0
         load_s = self._loads.seconds(num_bytes + queued_bytes)
-        compute_s = self._steps.seconds(stop, min(end, stop + self._step_tokens), -1.0)
+        compute_s = self._steps.step_seconds(stop, min(end, stop + self._step_tokens))
         return layers_before(load_s, compute_s, self._ahead_layers)
 
     def deadline(self, state: RequestState, now: float) -> float:

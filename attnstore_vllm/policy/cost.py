@@ -145,6 +145,10 @@ class StepCost:
         doubt = 1 + abs(spreads) * math.sqrt(self._spread)
         return mean * doubt if spreads >= 0 else mean / doubt
 
+    def step_seconds(self, start: int, stop: int) -> float:
+        """Of a whole step that computes tokens [start, stop), on the mean."""
+        return float(self._found[0]) + self.seconds(start, stop)
+
     def _fit(self) -> None:
         """Least squares over what no step can have less than none of."""
         self._since_fit = 0

@@ -62,7 +62,6 @@ class LoadRate:
         self._count = 0
         self._weight = 0.0
         self._mean = 0.0  # seconds a byte
-        self._squares = 0.0  # weighted squares of what a load differed from the mean by
 
     @property
     def is_known(self) -> bool:
@@ -78,15 +77,11 @@ class LoadRate:
         self._count += 1
         keep = 1 - 1 / LOADS_KEPT
         self._weight = keep * self._weight + num_bytes
-        error = rate - self._mean
-        self._mean += error * num_bytes / self._weight
-        self._squares = keep * self._squares + num_bytes * error * (rate - self._mean)
+        self._mean += (rate - self._mean) * num_bytes / self._weight
 
     def seconds(self, num_bytes: int) -> float:
-        """For a load of so many bytes, with one spread on top. Ask `is_known` first."""
-        if not self._count:
-            return 0.0
-        return num_bytes * (self._mean + math.sqrt(max(self._squares, 0.0) / self._weight))
+        """For a load of so many bytes, on the mean. Ask `is_known` first."""
+        return num_bytes * self._mean
 
 
 def default_write_buffer_bytes(

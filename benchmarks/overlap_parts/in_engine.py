@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 from unittest import mock
 
+from attnstore_vllm.connector.messages import StepPlan
 from attnstore_vllm.policy.overlap import LoadRate
 from attnstore_vllm.transfer.plan import LoadPlan
 from tests.vllm.engine import Engine, Tokens
@@ -26,15 +28,32 @@ TIMED: dict[str, Any] = {
     "logprobs": None,
     "extra_args": {"kv_transfer_params": {"attnstore": {"store": False}}},
 }
-CALIBRATIONS = 5
-UNDISTURBED = 24
-"""Tokens of the other request before the new one comes."""
+PREFILLS_FIRST, PREFILLS, PREFILLS_KEPT = 12, 3, 12
+"""Measured before the first round, before each later one, and of which the median counts."""
+UNDISTURBED = 8
+"""Tokens of the other request before the new one comes, and as many after it."""
+
+_prefills_ms: deque[float] = deque(maxlen=PREFILLS_KEPT)
 
 
 def settle(engine: Engine, history: Tokens) -> None:
-    """Store the history, computed as usual, and give model and copies their processors."""
+    """Store the history, computed as usual, give model and copies their processors, and have loads
+    submitted when a forward pass begins.
+
+    vLLM has loads ahead submitted when the forward pass is launched, which on a GPU is when it
+    begins; on this machine it is over by then.
+    """
     engine.ask([*history, 1])
     engine.settle()
+    worker = copies().worker
+    begin_step, start_load = worker.begin_step, worker.start_load
+
+    def begin_and_load(plan: StepPlan) -> None:
+        begin_step(plan)
+        start_load()
+
+    worker.begin_step = begin_and_load  # type: ignore[method-assign]
+    worker.start_load = lambda: None  # type: ignore[method-assign]
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     for stream in (copies().loads, copies().saves):
@@ -75,20 +94,25 @@ def empty_hbm(engine: Engine) -> None:
     assert engine.llm.reset_prefix_cache()
 
 
-def calibrate(engine: Engine, history: Tokens, num_new: int, times: float) -> dict[str, float]:
+def calibrate(
+    engine: Engine, history: Tokens, num_new: int, times: float, number: int
+) -> dict[str, float]:
     """Slow loads down so that one of `history` takes so many times the prefill of the new tokens.
 
-    The prefill is the TTFT of an HBM hit.
+    The prefill is the TTFT of an HBM hit as it has been of late, and is measured before each round:
+    a shared machine is half as fast for minutes, and for moments.
     """
-    new = [random_tokens(("calibrate", i), num_new) for i in range(CALIBRATIONS + 1)]
-    from_dram_ms(engine, history, new[0])
-    prefill_ms = statistics.median(from_hbm_ms(engine, history, n) for n in new[1:])
+    first_token_ms(engine, [*history, number + 1])  # then the history is in HBM
+    for i in range(PREFILLS if number else PREFILLS_FIRST):
+        new = random_tokens(("calibrate", number, i), num_new)
+        _prefills_ms.append(from_hbm_ms(engine, history, new))
+    prefill_ms = statistics.median(_prefills_ms)
     geometry = engine.side._geometry
     num_bytes = geometry.token_bytes() * len(history)
     rate = num_bytes / (times * prefill_ms / 1000)
     copies().loads.bytes_per_s = rate
-    return {"prefill_ms": round(prefill_ms, 2), "load_ms": round(times * prefill_ms, 2),
-            "load_mib": round(num_bytes / 2**20, 1), "load_bytes_per_s": round(rate)}  # fmt: skip
+    return {"prefill_ms": prefill_ms, "load_ms": times * prefill_ms,
+            "load_mib": num_bytes / 2**20, "load_bytes_per_s": rate}  # fmt: skip
 
 
 @contextmanager
@@ -139,20 +163,22 @@ def exposed_round(
     return found
 
 
-def learn(engine: Engine, history: Tokens, num_new: int, loads: int) -> dict[str, Any]:
+def learn(engine: Engine, history: Tokens, num_new: int, loads: int) -> None:
     """Let the cost model forget what loads took before they were slowed down, and see `loads` of
-    them. Of the lengths of steps it knows what it has seen. Returns what it says then."""
-    costs = engine.side._costs
-    costs._loads = LoadRate()
+    them. Of the lengths of steps it knows what it has seen."""
+    engine.side._costs._loads = LoadRate()
     with synchronous(engine):
-        for number in range(loads):
-            from_dram_ms(engine, history, random_tokens(("learn", number), num_new))
-    num_bytes, stop = int(engine.side._geometry.token_bytes() * len(history)), len(history)
+        for i in range(loads):
+            from_dram_ms(engine, history, random_tokens(("learn", i), num_new))
+
+
+def forecast(engine: Engine, history: Tokens, num_new: int) -> dict[str, float]:
+    """What the cost model says now."""
+    costs, stop = engine.side._costs, len(history)
+    num_bytes = int(engine.side._geometry.token_bytes() * stop)
     return {
-        "loads_seen": loads,
-        "load_forecast_ms": round(1000 * costs._loads.seconds(num_bytes), 2),
-        "prefill_forecast_ms": round(1000 * costs._steps.seconds(stop, stop + num_new, -1.0), 2),
-        "layers_before": costs.layers_before(num_bytes, 0, stop, stop + num_new),
+        "load_forecast_ms": 1000 * costs._loads.seconds(num_bytes),
+        "step_forecast_ms": 1000 * costs._steps.step_seconds(stop, stop + num_new),
     }
 
 
@@ -161,32 +187,37 @@ def arrival(
 ) -> dict[str, Any]:
     """A request with its history in DRAM comes while another one generates.
 
-    Returns its TTFT, and by how much the other's tokens came later until then than they had done
-    before: the sum of what each of the times between two exceeds their undisturbed median by.
+    Returns its TTFT, and by how much the other's tokens came later until then than so many usually
+    take: what a median step takes before the arrival and after it.
     """
     empty_hbm(engine)
     engine.loaded()
     other = engine.submit(random_tokens((number, "other"), 64), max_tokens=2000, **TIMED)
-    times: list[float] = []
-    while len(times) <= UNDISTURBED:
-        engine.step()
-        times.append(time.perf_counter())
-    usual_s = statistics.median(b - a for a, b in pairwise(times))
+    engine.step()
+    usual = _steps_s(engine)
     prompt = [*history, *random_tokens((number, has_buffer), num_new)]
-    stall_s, last, said = 0.0, times[-1], list[str]()
+    said, tokens = list[str](), 0
     with heard(engine) if has_buffer else synchronous(engine) as answers:
         began = time.perf_counter()
         asked = engine.submit(prompt, **TIMED)
         while asked not in said:
             said = engine.step()
-            now = time.perf_counter()
-            if other in said:
-                stall_s += max(0.0, now - last - usual_s)
-                last = now
-    engine.abort(other)
+            tokens += other in said
+        ttft_s = time.perf_counter() - began
     engine.finish(asked)
+    usual_s = statistics.median([*usual, *_steps_s(engine)])
+    engine.abort(other)
     engine.drain()
     engine.forget(other)
     assert engine.loaded() == {"dram": len(history), "nvme": 0}
-    return {"ttft_ms": 1000 * (now - began), "stall_ms": 1000 * stall_s,
+    return {"ttft_ms": 1000 * ttft_s, "stall_ms": 1000 * (ttft_s - tokens * usual_s),
             "usual_ms": 1000 * usual_s, "layers_before": max(answers, default=0)}  # fmt: skip
+
+
+def _steps_s(engine: Engine) -> list[float]:
+    """Lengths of steps in which the other request alone generates."""
+    times = [time.perf_counter()]
+    for _ in range(UNDISTURBED):
+        engine.step()
+        times.append(time.perf_counter())
+    return [b - a for a, b in pairwise(times)]

@@ -12,6 +12,8 @@ read_buffer  A load takes three times the prefill, and comes while another reque
              and the other's stall, with loads ahead as the cost model says, over none ahead. The
              model of loads is made to forget what it knew, and learns from some loads at that speed
              first; of steps it knows what it has seen.
+
+What a prefill takes is measured before each round, and the copies' speed set by it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from tests.vllm.slow_copies import transfer
 EXPOSED_GOAL, BUFFER_GOAL = 0.2, 0.75
 HISTORY_TOKENS = 15 * 128
 NEW_TOKENS = {"8 layers": 512, "24 layers": 256}
-ROUNDS = {"8 layers": 20, "24 layers": 8}
+ROUNDS = {"8 layers": 20, "24 layers": 16}
 LEARN_LOADS = 4
 
 
@@ -65,11 +67,10 @@ def measure_exposed(settings: Settings) -> dict[str, Any]:
     results = []
     for name in models(settings):
         with engine(settings, name, "exposed") as (host, history, new):
-            speeds = host.call(in_engine.calibrate, history, new, 1.0)
-            rounds = [
-                host.call(in_engine.exposed_round, history, new, number)
-                for number in tqdm(range(settings.rounds(ROUNDS[name])), desc=name, unit="round")
-            ]
+            speeds, rounds = [], []
+            for number in tqdm(range(settings.rounds(ROUNDS[name])), desc=name, unit="round"):
+                speeds.append(host.call(in_engine.calibrate, history, new, 1.0, number))
+                rounds.append(host.call(in_engine.exposed_round, history, new, number))
         exposed = {
             way: [one[way]["dram_ms"] - one[way]["hbm_ms"] for one in rounds]
             for way in ("layer_wise", "whole")
@@ -77,7 +78,8 @@ def measure_exposed(settings: Settings) -> dict[str, Any]:
         medians = {way: statistics.median(values) for way, values in exposed.items()}
         results.append(
             {
-                "model": name, "history_tokens": len(history), "new_tokens": new, **speeds,
+                "model": name, "history_tokens": len(history), "new_tokens": new,
+                **_side(speeds),
                 "hbm_ms": spread([one[way]["hbm_ms"] for one in rounds for way in one]),
                 "exposed_ms": {way: spread(values) for way, values in exposed.items()},
                 "layer_wise_over_whole": round(medians["layer_wise"] / medians["whole"], 3),
@@ -93,7 +95,8 @@ def exposed_lines(result: dict[str, Any]) -> list[Line]:
             one["layer_wise_over_whole"],
             f"<= {EXPOSED_GOAL}",
             f"{one['exposed_ms']['layer_wise']['median']:.0f} over "
-            f"{one['exposed_ms']['whole']['median']:.0f} ms of a load of {one['load_ms']:.0f}, "
+            f"{one['exposed_ms']['whole']['median']:.0f} ms of a load of "
+            f"{one['load_ms']['median']:.0f}, "
             f"{one['exposed_ms']['whole']['rounds']} rounds",
         )
         for one in result["models"]
@@ -104,12 +107,14 @@ def measure_buffer(settings: Settings) -> dict[str, Any]:
     results = []
     for name in models(settings):
         with engine(settings, name, "read_buffer") as (host, history, new):
-            speeds = host.call(in_engine.calibrate, history, new, 3.0)
-            learned = host.call(in_engine.learn, history, new, LEARN_LOADS)
+            speeds = []
             sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
             order = [True, False]
-            bar = tqdm(range(settings.rounds(ROUNDS[name])), desc=name, unit="round")
-            for number in bar:
+            for number in tqdm(range(settings.rounds(ROUNDS[name])), desc=name, unit="round"):
+                speed = host.call(in_engine.calibrate, history, new, 3.0, number)
+                if not number:
+                    host.call(in_engine.learn, history, new, LEARN_LOADS)
+                speeds.append({**speed, **host.call(in_engine.forecast, history, new)})
                 for has_buffer in order:
                     found = host.call(in_engine.arrival, history, new, number, has_buffer)
                     sides[has_buffer].append(found)
@@ -117,8 +122,8 @@ def measure_buffer(settings: Settings) -> dict[str, Any]:
         ratios = [_sum(a) / _sum(b) for a, b in zip(sides[True], sides[False], strict=True)]
         results.append(
             {
-                "model": name, "history_tokens": len(history), "new_tokens": new, **speeds,
-                "learned": learned,
+                "model": name, "history_tokens": len(history), "new_tokens": new,
+                "loads_seen": LEARN_LOADS, **_side(speeds),
                 "with": _side(sides[True]), "without": _side(sides[False]),
                 "with_over_without": spread(ratios),
             }
