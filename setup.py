@@ -19,7 +19,7 @@ from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import Extension, setup
 from setuptools.errors import CompileError, LinkError
 
-SOURCES = ["module", "page_copier", "page_runs", "copy_runs", "stream_copy", "omp_team"]
+SOURCES = ["module", "page_copier", "page_runs", "stream_copy", "omp_team"]
 SOURCES += ["prefix_index", "prefix_index_recovery", "prefix_index_sketch"]
 SOURCES += ["prefix_index_bindings"]
 SOURCES += ["bind_rotator", "page_rotator", "moved_tokens", "rotate_block"]

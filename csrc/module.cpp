@@ -49,7 +49,7 @@ PYBIND11_MODULE(_native, m) {
              std::int64_t stop_layer) {
             auto all = as_copies(copies);
             const py::gil_scoped_release release;
-            self.load(std::move(all), {first_layer, stop_layer});
+            self.load(all, {first_layer, stop_layer});
           },
           py::arg("copies"), py::arg("first_layer"), py::arg("stop_layer"),
           "Fill these layers of blocks from slots ([n, 3] int64); complete on return.")
@@ -59,7 +59,7 @@ PYBIND11_MODULE(_native, m) {
              std::int64_t stop_layer) {
             auto all = as_copies(copies);
             const py::gil_scoped_release release;
-            self.save(std::move(all), {first_layer, stop_layer});
+            self.save(all, {first_layer, stop_layer});
           },
           py::arg("copies"), py::arg("first_layer"), py::arg("stop_layer"),
           "Copy these layers of blocks ([n, 3] int64) into slots; complete on return.");

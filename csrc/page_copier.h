@@ -14,14 +14,16 @@ class PageCopier {
   // Throws std::invalid_argument if the shape contradicts itself.
   explicit PageCopier(PageShape shape);
 
-  // Fills blocks from slots, or slots from blocks, in these layers, and returns when that is done.
+  // Fills blocks from slots, or slots from blocks, in these layers, on the model's own threads
+  // (omp_team.h), and returns when that is done. Of the places that are filled none is named twice.
   // Throws std::out_of_range, before anything is copied, for a slot, block or layer that does not
   // exist.
-  void load(std::vector<PageCopy> copies, LayerRange layers) const;
-  void save(std::vector<PageCopy> copies, LayerRange layers) const;
+  void load(const std::vector<PageCopy>& copies, LayerRange layers) const;
+  void save(const std::vector<PageCopy>& copies, LayerRange layers) const;
 
  private:
-  void copy(Place source, Place target, std::vector<PageCopy> copies, LayerRange layers) const;
+  void copy(Place source, Place target, const std::vector<PageCopy>& copies,
+            LayerRange layers) const;
 
   const PageShape shape_;
 };

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "copy_runs.h"
 #include "page_map.h"
 
 namespace attnstore {
@@ -29,6 +28,12 @@ struct PageShape {
 
   // The map for the host; it points into this shape.
   [[nodiscard]] PageMap map() const;
+};
+
+struct Run {
+  const std::byte* source;
+  std::byte* target;
+  std::size_t num_bytes;
 };
 
 struct LayerRange {

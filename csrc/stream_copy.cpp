@@ -29,7 +29,6 @@ __attribute__((target("avx512f"))) void copy_lines_avx512(std::byte* target,
   for (std::size_t i = 0; i < lines; ++i, target += kLine, source += kLine) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(target), _mm512_loadu_si512(source));
   }
-  _mm_sfence();  // streaming stores are weakly ordered: they are complete before anyone is told
 }
 
 __attribute__((target("avx2"))) void copy_lines_avx2(std::byte* target, const std::byte* source,
@@ -42,7 +41,6 @@ __attribute__((target("avx2"))) void copy_lines_avx2(std::byte* target, const st
     _mm256_stream_si256(to, low);
     _mm256_stream_si256(to + 1, high);
   }
-  _mm_sfence();
 }
 #endif
 
@@ -69,6 +67,12 @@ void stream_copy(std::byte* target, const std::byte* source, std::size_t num_byt
   copy_lines(target + head, source + head, lines);
   const std::size_t done = head + lines * kLine;
   std::memcpy(target + done, source + done, num_bytes - done);
+}
+
+void end_stream_copies() {
+#if defined(__x86_64__)
+  _mm_sfence();  // streaming stores are weakly ordered: they are complete before anyone is told
+#endif
 }
 
 }  // namespace attnstore

@@ -10,8 +10,11 @@
 
 namespace attnstore {
 
-// The regions do not overlap; any alignment. When it returns, other threads that synchronise with
-// this one see the bytes.
+// The regions do not overlap; any alignment.
 void stream_copy(std::byte* target, const std::byte* source, std::size_t num_bytes);
+
+// Called by a thread after its last stream_copy(): other threads that synchronise with it from then
+// on see the bytes. It waits until they have left the processor, so not once a KV page.
+void end_stream_copies();
 
 }  // namespace attnstore

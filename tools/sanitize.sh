@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../csrc"
 out="$(mktemp -d)"
 trap 'rm -rf "$out"' EXIT
 CXX="${CXX:-g++}"
-copies="tests/test_copies.cpp copy_runs.cpp page_copier.cpp page_runs.cpp stream_copy.cpp"
+copies="tests/test_copies.cpp page_copier.cpp page_runs.cpp stream_copy.cpp"
 copies="$copies omp_team.cpp"
 content="tests/test_content.cpp content_index.cpp content_find.cpp content_anchors.cpp"
 content="$content prefix_index_sketch.cpp"

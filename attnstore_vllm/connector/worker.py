@@ -155,7 +155,6 @@ class Worker:
             plan.saves_before, plan.saves, plan.preempted,
             by_layer=self._by_layer and not self._whole,
         )  # fmt: skip
-        self._count(Flow.SAVE, [*plan.saves_before, *plan.saves])
 
     def start_load(self) -> None:
         self._loads.begin(self._plan.loads, whole=self._whole)
@@ -177,6 +176,8 @@ class Worker:
         self._has_hooks = self._has_hooks or len(self._hooked) == len(self._layers)
         self._loads.end_step()
         self._saves.end_step(self._plan.finished_saving)
+        # Here and not before the forward pass, which would wait for it.
+        self._count(Flow.SAVE, [*self._plan.saves_before, *self._plan.saves])
         # Here, since vLLM asks for the figures before it asks for the report.
         self._waited_s = self._loads.take_waited_s()
         self._measured = self.engine.measured()

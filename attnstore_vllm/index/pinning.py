@@ -68,6 +68,8 @@ class Pinning:
 
     def end(self, now: float) -> None:
         """Let go what is pinned no longer, as if it had been used now. Cost: bounded."""
+        if not self._dram.pins and not self._nvme.pins:
+            return
         renewed: dict[Run, Run] = {}
 
         def renew(run: Run) -> Run:

@@ -107,6 +107,7 @@ class PrefixIndex:
     """
 
     def __init__(self, chunk_tokens: int, seed: int = 0, expected: int = 0) -> None:
+        self._chunk_tokens = chunk_tokens
         self._entries = Entries(chunk_tokens, seed, expected)
         self._live: WeakValueDictionary[int, Chunk] = WeakValueDictionary()
         self._piece_tokens = self._entries.piece_tokens
@@ -206,9 +207,11 @@ class PrefixIndex:
     def extends(self, name: ChunkName) -> bool:
         """Whether a sibling already holds all the tokens of `name`, and more.
 
-        It may miss one whose tokens are on NVMe, or that stands among many: then a tail is
-        kept twice.
+        None has more than a whole chunk. It may miss one whose tokens are on NVMe, or that stands
+        among many: then a tail is kept twice.
         """
+        if name.num_tokens == self._chunk_tokens:
+            return False
         whole, rest = divmod(name.num_tokens, self._piece_tokens)
         near = self._entries.around(name.parent, name.extra, name.tokens, NEIGHBOURS_MAX)
         for entry, shared in near:
@@ -251,6 +254,9 @@ class PrefixIndex:
                 known = chunk is not None and bool(chunk.name.tokens)
                 shared = pieces * self._piece_tokens
                 if known and chunk is not None:
+                    # Most share nothing: a look at the tokens that make it better tells.
+                    if not chunk.name.tokens.startswith(tokens[: (most + exact) * TOKEN_BYTES]):
+                        continue
                     shared = common_tokens(chunk.name.tokens, tokens)
                 if shared > most or (shared == most > 0 and known > exact):
                     chunk = self.chunk(entry)

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "../copy_runs.h"
+#include "../page_runs.h"
 
 namespace attnstore {
 

@@ -1,24 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// copy_runs and the page copier under the sanitizers: races, bounds, and the right bytes.
+// The page copier under the sanitizers: races, bounds, and the right bytes.
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
-#include "../copy_runs.h"
 #include "../omp_team.h"
 #include "../page_copier.h"
 #include "check.h"
 
 namespace {
 
-using attnstore::copy_runs;
 using attnstore::LayerRange;
 using attnstore::PageCopier;
 using attnstore::PageCopy;
 using attnstore::PageShape;
-using attnstore::Run;
 
 // A team of three, as an OpenMP runtime has.
 void three(void (*body)(void*), void* data, unsigned /*num_threads*/, unsigned /*flags*/) {
@@ -27,27 +23,57 @@ void three(void (*body)(void*), void* data, unsigned /*num_threads*/, unsigned /
   for (auto& thread : threads) thread.join();
 }
 
-// Several threads copy; the targets are read as soon as copy_runs has returned.
+// Several threads copy, so many pages that a team takes them in several parts, of odd sizes and
+// places; the targets are read as soon as a copy is over. What stands beside them stays.
 void many_threads_copy() {
   std::vector<std::thread> callers;
-  for (int caller = 0; caller < 3; ++caller) {
+  for (std::uint64_t caller = 0; caller < 3; ++caller) {
     callers.emplace_back([caller] {
-      std::mt19937_64 random(static_cast<std::uint64_t>(caller));
-      for (int round = 0; round < 40; ++round) {
-        std::vector<std::size_t> sizes(1 + random() % 9);
-        for (auto& size : sizes) size = random() % 5000;
-        const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
-        std::vector<std::byte> source(total);
-        std::vector<std::byte> target(total);
-        fill(source.data(), total, random);
-        std::vector<Run> runs;
-        std::size_t at = 0;
-        for (const std::size_t size : sizes) {
-          runs.push_back({source.data() + at, target.data() + at, size});
-          at += size;
+      std::mt19937_64 random(caller);
+      for (int round = 0; round < 6; ++round) {
+        const std::size_t runs = 1 + random() % 4;
+        const std::size_t run_bytes = 1 + random() % 3000;
+        const std::size_t page_bytes = runs * run_bytes;
+        const std::size_t stride = page_bytes + random() % 70;
+        const std::size_t pages = 1 + random() % (600'000 / page_bytes + 1);
+        std::vector<std::byte> slots(2 * pages * page_bytes + 64);
+        std::vector<std::byte> layers[2] = {std::vector<std::byte>(pages * stride),
+                                            std::vector<std::byte>(pages * stride)};
+        fill(slots.data(), slots.size(), random);
+        const auto address = [](auto& bytes) {
+          return reinterpret_cast<std::uint64_t>(bytes.data());
+        };
+        std::vector<std::uint64_t> offsets;
+        for (std::size_t run = 0; run < runs; ++run) offsets.push_back(run * run_bytes);
+        const std::size_t from = random() % 64;
+        const PageCopier copier(PageShape{address(slots) + from,
+                                          1,
+                                          2 * pages * page_bytes,
+                                          pages * page_bytes,
+                                          page_bytes,
+                                          {address(layers[0]), address(layers[1])},
+                                          static_cast<std::int64_t>(pages),
+                                          stride,
+                                          offsets,
+                                          run_bytes});
+        std::vector<PageCopy> copies;
+        for (std::size_t page = 0; page < pages; ++page) {
+          const auto at = static_cast<std::int64_t>(page);
+          copies.push_back({0, at, static_cast<std::int64_t>(pages) - 1 - at});
         }
-        copy_runs(runs);
-        CHECK(source == target);
+        copier.load(copies, {0, 2});
+        const std::byte* wanted = slots.data() + from;
+        for (const auto& layer : layers) {
+          for (std::size_t page = pages; page-- > 0; wanted += page_bytes) {
+            const std::byte* const block = layer.data() + page * stride;
+            CHECK(std::memcmp(block, wanted, page_bytes) == 0);
+            for (std::size_t i = page_bytes; i < stride; ++i) CHECK(block[i] == std::byte{0});
+          }
+        }
+        const std::vector<std::byte> before = slots;
+        std::memset(slots.data() + from, 0, 2 * pages * page_bytes);
+        copier.save(copies, {0, 2});
+        CHECK(slots == before);
       }
     });
   }

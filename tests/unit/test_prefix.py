@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.keys import chunk_key, encode_tokens, root_key
 from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, PrefixIndex, common_tokens
 from attnstore_vllm.types import TOKEN_BYTES, Key
@@ -118,6 +118,27 @@ def test_a_chunk_that_cannot_be_loaded_is_no_match() -> None:
     assert index.best_match(ROOT, b"", encode_tokens([1, 2, 3])) is None
     saving.dram = Dram.READY
     assert index.best_match(ROOT, b"", encode_tokens([1, 2, 9])) == (saving, 2, True)
+
+
+def test_of_equal_matches_one_of_known_tokens_is_better() -> None:
+    wanted = encode_tokens([1, 2, 3, 4, 5, 6])
+    for seed in range(16):  # the order of the two among their siblings
+        index = PrefixIndex(CHUNK_TOKENS, seed)
+        known = ready(child([1, 2, 3, 4, 9]))
+        index.add(known)
+        elsewhere = Chunk(
+            child([1, 2, 3, 4, 8, 8]), nvme=Nvme.READY, nvme_slot=0, checksum=bytes(16)
+        )
+        index.add(elsewhere)
+        del elsewhere  # now an entry, whose tokens nobody knows
+        assert index.best_match(ROOT, b"", wanted) == (known, 4, True)
+
+
+def test_a_whole_chunk_is_extended_by_none() -> None:
+    whole = child(tokens_of(1, CHUNK_TOKENS))
+    index, _chunks = filled([tokens_of(1, CHUNK_TOKENS)])
+    assert not index.extends(whole)
+    assert index.extended_by(whole) == []
 
 
 def test_superseding_looks_at_a_bounded_number_of_neighbours() -> None:

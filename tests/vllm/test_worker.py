@@ -11,7 +11,9 @@ import pytest
 
 from attnstore_vllm.connector.transfers import KEPT_S
 from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_vllm.types import Flow
 from tests.vllm.scripted import ScriptedEngine
+from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV
 from tests.vllm.stepped import SteppedEngine, prompt
 from tests.vllm.test_async_scheduling import wait_until_quiet
 
@@ -56,6 +58,19 @@ def test_only_steps_that_load_say_what_loads_took(engine: ScriptedEngine) -> Non
     assert {name: len(seen) for name, seen in stats.data["observed"].items()} == {
         "load_seconds": 1, "load_wait_seconds": 1,
     }  # fmt: skip
+
+
+def test_bytes_of_saves_are_counted_once(engine: ScriptedEngine) -> None:
+    """A prompt's whole chunks as they are computed, and the rest when its request has ended."""
+    (worker,) = engine.workers
+    engine.add("first", PROMPT, 20)
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    stats = worker.side.take_stats()
+    assert stats is not None
+    blocks = -(-(len(PROMPT) + 19) // BLOCK)  # the last token's KV is never computed
+    counted = stats.data["counters"][f"bytes:{Flow.SAVE.value}"]
+    assert counted == blocks * BLOCK * TOKEN_KV * LAYERS
 
 
 def test_a_model_that_calls_no_hooks(model: Path, tmp_path: Path) -> None:
