@@ -28,15 +28,16 @@ import aiohttp
 from attnstore_vllm.bench.client import RequestError, RequestSettings, open_http
 from attnstore_vllm.bench.closed_loop import take_turns
 from attnstore_vllm.bench.conversations import Conversation, DatasetError, read_conversations
+from attnstore_vllm.bench.machine import machine
 from attnstore_vllm.bench.records import TurnRecord, failures
 from attnstore_vllm.bench.talk import Talk
 from attnstore_vllm.bench.tokens import fitting
+from attnstore_vllm.bench.traffic import traffic
 from attnstore_vllm.testing.tiny_model import SMALL, make_model
 from benchmarks.agreement import compare, gap_changes, rounding_bound
-from benchmarks.report import (
+from benchmarks.demo_report import (
     Side,
     Verdict,
-    machine,
     plot,
     report_table,
     summary,
@@ -45,7 +46,6 @@ from benchmarks.report import (
 )
 from benchmarks.sample import SAMPLE
 from benchmarks.server import Metrics, ServerError, VllmServer, read_metrics
-from benchmarks.sources import traffic
 
 ROOT: Final = Path(__file__).parent.parent
 NAMES: Final = ("vLLM alone", "with AttnStore")

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnstore_vllm.bench.machine import machine
 from attnstore_vllm.bench.summary import table
 from benchmarks import throughput
 from benchmarks.overlap_parts import block_reuse, hits, loads, picture
 from benchmarks.overlap_parts.common import Line, Settings, say
-from benchmarks.report import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 THROUGHPUT_GOAL = 0.98

@@ -1,242 +1,155 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's results: tables for the terminal, numbers for the JSON file, a picture."""
+"""docs/results.md: what the paper found, the bounds, what others do and what we do, side by side.
 
+    python -m benchmarks.report [--results DIR] [--out FILE]
+
+Made of results/experiments/*.json (python -m benchmarks.experiments). An experiment that was not
+run, or only quickly, says so in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
 import os
-import platform
-import statistics
-import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from attnstore_vllm.bench.records import TurnRecord, failures
-from attnstore_vllm.bench.summary import percentile, table
-from benchmarks.agreement import Agreement
-from benchmarks.sources import Traffic
+from attnstore_vllm.bench.machine import machine
+from benchmarks.experiments.spec import Experiment, Metric, read_all
 
-MIB: Final = 1 << 20
-ALWAYS_SHOWN: Final = ("dropped", "corrupt")  # chunk events, also when there were none
-_COLORS: Final = {
-    "computed": "#b0413e",
-    "HBM": "#c9a227",
-    "DRAM": "#3e7cb1",
-    "NVMe": "#81a4cd",
-    "other": "#999999",
+__all__ = ["machine", "main", "render"]
+
+ROOT: Final = Path(__file__).parent.parent
+PAPER: Final = "paper"
+BOUNDS: Final = ("bound", "belady", "infinite")
+OURS: Final = ("attnstore",)
+MARKS: Final = {
+    "simulated": "**simulated**, the store's own code over an assumed machine (docs/simulate.md)",
+    "CPU": "**measured on a CPU**, real servers",
+    "GPU": "**measured on a GPU**, real servers",
 }
+HEAD: Final = """\
+# Results
+
+The questions of CachedAttention's evaluation (USENIX ATC'24), asked of this store. Written by
+`python -m benchmarks.report` from `results/experiments/`; each section names its command.
+*paper*: as printed there, on its machines. **Bold**: a goal that was missed; why, below the table.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One replay against one server."""
+def render(experiments: Mapping[str, Experiment], results: Path, pictures: str) -> str:
+    """The whole document.
 
-    name: str
-    records: list[TurnRecord]
-    traffic: Traffic
-    seconds: float
-
-    def ttfts(self, turns: Callable[[int], bool]) -> list[float]:
-        """TTFT in ms of the requests that succeeded, of those turns."""
-        return [
-            r.ttft_ms
-            for r in self.records
-            if r.error is None and r.ttft_ms is not None and turns(r.turn)
-        ]
+    Args:
+        pictures: path of the results' directory, as the document names it.
+    """
+    parts = [HEAD, _contents(experiments, results)]
+    for name, experiment in experiments.items():
+        file = results / f"{name}.json"
+        result = json.loads(file.read_text()) if file.exists() else None
+        parts.append("\n".join(_section(experiment, result, pictures)))
+    return "\n".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How well two sides agree, and what rounding may explain."""
-
-    agreement: Agreement
-    bound: float  # nats
-    bound_positions: int  # measured at so many
-    largest_change: float  # between the two sides, nats
-    positions: int
-
-    @property
-    def unexplained(self) -> int:
-        return sum(not d.is_within(self.bound) for d in self.agreement.differences)
+def _contents(experiments: Mapping[str, Experiment], results: Path) -> str:
+    rows = ["| experiment | question | |", "|---|---|---|"]
+    for name, experiment in experiments.items():
+        file = results / f"{name}.json"
+        mark = json.loads(file.read_text())["kind"] if file.exists() else "not run yet"
+        anchor = name.replace("_", "-")
+        rows.append(f"| [{name}](#{anchor}) | {experiment.question} | {mark} |")
+    return "\n".join([*rows, ""])
 
 
-def is_first(turn: int) -> bool:
-    return turn == 1
+def _section(
+    experiment: Experiment, result: Mapping[str, Any] | None, pictures: str
+) -> Iterator[str]:
+    yield f"## {experiment.name.replace('_', ' ')}"
+    yield f"{experiment.question} Varied: {experiment.varied}."
+    yield f"Paper: {experiment.paper}.\n" if experiment.paper else ""
+    if result is None:
+        yield f"Not run yet: `{experiment.command}`\n"
+        return
+    yield f"`{result['command']}`: {MARKS[result['kind']]}. {_about(result)}"
+    if result["quick"]:
+        yield "\n**A quick run, on a small part of the load: these figures show that it runs.**"
+    for metric in experiment.metrics:
+        yield ""
+        yield from _table(metric, result["values"][metric.name])
+    for name, why in result.get("not_run", {}).items():
+        yield f"\nNot run: {name}: {why.splitlines()[0]}"
+    if experiment.notes:
+        yield f"\n{experiment.notes.strip()}"
+    yield f"\n![{experiment.question}]({pictures}/{experiment.name}.png)\n"
 
 
-def is_later(turn: int) -> bool:
-    return turn >= 2
+def _about(result: Mapping[str, Any]) -> str:
+    """Machine and configuration, in a line."""
+    here, body = result["machine"], result["body"]
+    told = [f"{result['data']}, seed {body.get('seed', 1)}"]
+    if result["kind"] != "simulated":
+        told.append(f"model {result['model']}, options `{' '.join(map(str, body['options']))}`")
+        told.append(f"{here['cores']} cores, {here['cpu']}, vLLM {here['vllm']}")
+    else:
+        told.append(f"{body.get('sessions', 9000):,} sessions")
+    told.append(f"commit {(here['commit'] or 'unknown')[:7]}, {result['seconds']:.0f} s")
+    return "; ".join(told) + "."
 
 
-def summary(side: Side) -> dict[str, Any]:
-    """The numbers of one side, names with units."""
-    first, later = side.ttfts(is_first), side.ttfts(is_later)
-    tpots = [r.tpot_ms for r in side.records if r.error is None and r.tpot_ms is not None]
-    return {
-        "name": side.name,
-        "requests": len(side.records),
-        "failed": len(failures(side.records)),
-        "replay_seconds": round(side.seconds, 2),
-        "ttft_first_turn_median_ms": _rounded(first, 50),
-        "ttft_later_turns_median_ms": _rounded(later, 50),
-        "ttft_later_turns_p95_ms": _rounded(later, 95),
-        "ttft_later_turns_mean_ms": round(statistics.mean(later), 2) if later else None,
-        "tpot_median_ms": _rounded(tpots, 50),
-        **side.traffic.to_json(),
-    }
-
-
-def report_table(sides: Sequence[Side]) -> str:
-    """Times, tokens by source, bytes and chunks; with two sides also the ratio of the times."""
-    numbers = [summary(side) for side in sides]
-    rows = [["", *(side.name for side in sides)] + (["ratio"] if len(sides) == 2 else [])]
-
-    def add(label: str, values: Sequence[str], ratio: str = "") -> None:
-        rows.append([label, *values] + ([ratio] if len(sides) == 2 else []))
-
-    for label, key in (
-        ("TTFT of turn 1, median, ms", "ttft_first_turn_median_ms"),
-        ("TTFT of turn 2 and later, median, ms", "ttft_later_turns_median_ms"),
-        ("TTFT of turn 2 and later, p95, ms", "ttft_later_turns_p95_ms"),
-        ("time per output token, median, ms", "tpot_median_ms"),
-        ("whole replay, s", "replay_seconds"),
-    ):
-        values = [n[key] for n in numbers]
-        both = len(values) == 2 and None not in values and values[1] > 0
-        ratio = f"{values[0] / values[1]:.2f}x" if both else ""
-        add(label, ["-" if v is None else f"{v:.1f}" for v in values], ratio)
-    for source in _union(side.traffic.prompt_tokens for side in sides):
-        cells = []
-        for side in sides:
-            count = side.traffic.prompt_tokens.get(source)
-            share = side.traffic.share(source)
-            cells.append("-" if count is None else f"{count:,} ({share:.0%})")
-        add(f"prompt tokens {'' if source == 'computed' else 'from '}{source}", cells)
-    for way in _union(side.traffic.moved_bytes for side in sides):
-        cells = [f"{s.traffic.moved_bytes[way] / MIB:.1f}" if s.traffic.has_store else "-"
-                 for s in sides]  # fmt: skip
-        add(f"{_named(way)}, MiB", cells)
-    for event in _union(side.traffic.chunks for side in sides):
-        counts = [s.traffic.chunks.get(event) for s in sides]
-        if event in ALWAYS_SHOWN or any(counts):
-            add(f"chunks {_named(event)}", ["-" if c is None else f"{c:,}" for c in counts])
-    for cause in _union(side.traffic.recomputations for side in sides):
-        counts = [s.traffic.recomputations.get(cause) for s in sides]
-        cells = ["-" if c is None else f"{c:,}" for c in counts]
-        add(f"recomputations, {_named(cause)}", cells)
-    return table(rows)
-
-
-def verdict_text(verdict: Verdict) -> str:
-    """Say how many answers are the same, and account for each one that is not."""
-    a = verdict.agreement
-    lines = [
-        f"Answers: {a.identical} of {a.compared} are identical"
-        + (f"; {a.not_compared} had another history and are not compared" * bool(a.not_compared))
-        + ".",
-        f"Rounding: the gap between the two best candidates moves by up to "
-        f"{verdict.largest_change:.3f} nats between the sides ({verdict.positions:,} places). "
-        f"Up to {verdict.bound:.3f} is put down to rounding: twice what the first server alone "
-        f"does when it is asked the same again ({verdict.bound_positions:,} places).",
+def _table(metric: Metric, by_point: Mapping[str, Mapping[str, float | None]]) -> Iterator[str]:
+    """Rows are points, columns the paper, bounds, others and ours, in this order."""
+    found = [name for values in by_point.values() for name in values]
+    names = [
+        n for n in dict.fromkeys(found) if any(v.get(n) is not None for v in by_point.values())
     ]
-    for d in a.differences:
-        gaps = "the other's choice was not among the candidates recorded"
-        if d.change is not None:
-            gaps = f"gaps {d.gap_a:.3f} and {d.gap_b:.3f} nats"
-        said = "within rounding" if d.is_within(verdict.bound) else "MORE THAN ROUNDING EXPLAINS"
-        lines.append(
-            f"  {d.conversation}, turn {d.turn}, token {d.position + 1}: "
-            f"{d.token_a} or {d.token_b}, {gaps}: {said}"
-        )
-    return "\n".join(lines)
+    bounds = [name for name in BOUNDS if name in names]
+    ours = [name for name in names if name.startswith(OURS)]
+    others = [name for name in names if name not in (*bounds, *ours)]
+    columns = [*([PAPER] if metric.paper else []), *bounds, *others, *ours]
+    unit = f", {metric.unit}" if metric.unit else ""
+    goal = metric.goal
+    said = f" (goal for {goal.system}: {goal.words(metric.unit)})" if goal else ""
+    yield f"| {metric.words}{unit}{said} | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
+    is_missed = False
+    for label, values in by_point.items():
+        cells = [_cell(metric.paper.get(label), "")] if metric.paper else []
+        for name in (*bounds, *others, *ours):
+            value = values.get(name)
+            cell = _cell(value, metric.unit)
+            if goal is not None and value is not None and name == goal.system:
+                if not goal.is_met(value):
+                    is_missed, cell = True, f"**{cell}**"
+            cells.append(cell)
+        yield f"| {label} | {' | '.join(cells)} |"
+    if is_missed:
+        yield f"\nMissed: {metric.missed or 'why has not been looked into yet'}."
 
 
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    a = verdict.agreement
-    return {
-        "compared": a.compared,
-        "identical": a.identical,
-        "not_compared": a.not_compared,
-        "rounding_bound_nats": verdict.bound,
-        "rounding_bound_positions": verdict.bound_positions,
-        "largest_gap_change_nats": verdict.largest_change,
-        "positions": verdict.positions,
-        "unexplained": verdict.unexplained,
-        "differences": [
-            asdict(d) | {"within_rounding": d.is_within(verdict.bound)} for d in a.differences
-        ],
-    }
+def _cell(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    if unit == "%":
+        return f"{100 * value:.1f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers depend on besides the settings."""
-    facts: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
-    facts["cores"] = len(os.sched_getaffinity(0))
-    with Path("/proc/cpuinfo").open() as info:
-        names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
-    facts["cpu"] = names[0] if names else platform.processor()
-    for package in ("vllm", "torch", "attnstore-vllm"):
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = None
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    facts["commit"] = commit.stdout.strip() if commit.returncode == 0 else None
-    return facts
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "experiments")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md")
+    args = parser.parse_args(argv)
+    pictures = os.path.relpath(args.results, args.out.parent)
+    args.out.write_text(render(read_all(), args.results, pictures), encoding="utf-8")
+    print(f"written: {args.out}", file=sys.stderr)
+    return 0
 
 
-def plot(sides: Sequence[Side], path: Path) -> None:
-    """Draw TTFT by turn (medians, and every request as a point) and tokens by source."""
-    import matplotlib  # noqa: PLC0415  (a second to import, and only here)
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained"
-    )
-    for n, side in enumerate(sides):
-        color = ("#b0413e", "#3e7cb1")[n]
-        turns = sorted({r.turn for r in side.records if r.error is None})
-        groups = [side.ttfts(lambda turn, t=t: turn == t) for t in turns]  # type: ignore[misc]
-        for turn, values in zip(turns, groups, strict=True):
-            left.scatter([turn + 0.1 * n] * len(values), values, s=8, color=color, alpha=0.35)
-        medians = [statistics.median(values) for values in groups]
-        left.plot(turns, medians, marker="o", color=color, label=f"{side.name} (median)")
-    left.set(xlabel="turn of the conversation", ylabel="time to first token, ms")
-    left.set_ylim(bottom=0)
-    left.set_title("Time to first token")
-    left.legend()
-    for n, side in enumerate(sides):
-        start = 0
-        for source, count in side.traffic.prompt_tokens.items():
-            label = source if n == len(sides) - 1 else None
-            right.barh(n, count, left=start, color=_COLORS[source], label=label)
-            start += count
-    right.set_yticks(range(len(sides)), [side.name for side in sides])
-    right.invert_yaxis()
-    right.set(xlabel="prompt tokens", title="Prompt tokens by source")
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _named(label: str) -> str:
-    """A label of a metric as a person writes it: "hbm_to_dram" is "HBM to DRAM"."""
-    names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe"}
-    return " ".join(names.get(word, word) for word in label.split("_"))
-
-
-def _rounded(values: Sequence[float], percent: float) -> float | None:
-    return round(percentile(values, percent), 2) if values else None
-
-
-def _union(dicts: Any) -> list[str]:
-    return list(dict.fromkeys(key for d in dicts for key in d))
+if __name__ == "__main__":
+    sys.exit(main())

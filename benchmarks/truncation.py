@@ -22,10 +22,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_vllm.bench.machine import machine
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.testing.tiny_model import MEDIUM, make_model
 from benchmarks.hit_latency import DEV, Client
-from benchmarks.report import machine
 from benchmarks.server import VllmServer, total
 
 ROOT = Path(__file__).resolve().parent.parent

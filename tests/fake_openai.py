@@ -20,14 +20,14 @@ CONTEXT_TOKENS = 20
 
 
 @asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
-    """Serve chat and completions by `handler`; model "m" has a context of 20 tokens, one a letter.
+async def serving(handler: Handler, model: str = "m") -> AsyncIterator[str]:
+    """Serve chat and completions by `handler`; the model has a context of 20 tokens, one a letter.
 
     The special token that begins a text has the id 1.
     """
 
     async def models(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"data": [{"id": "m", "max_model_len": CONTEXT_TOKENS}]})
+        return web.json_response({"data": [{"id": model, "max_model_len": CONTEXT_TOKENS}]})
 
     async def tokenize(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -56,13 +56,13 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
 
 
 @contextmanager
-def served_aside(handler: Handler) -> Iterator[str]:
+def served_aside(handler: Handler, model: str = "m") -> Iterator[str]:
     """The same server in a thread of its own, for programs that have an event loop of theirs."""
     started: Queue[tuple[str, Callable[[], object]]] = Queue()
 
     async def serve() -> None:
         end, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with serving(handler) as url:
+        async with serving(handler, model) as url:
             started.put((url, lambda: loop.call_soon_threadsafe(end.set)))
             await end.wait()
 

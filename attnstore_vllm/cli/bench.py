@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore bench replay`: hold conversations with a server, and say how long answers took."""
+"""`attnstore bench replay`: hold conversations with a server, and say how long answers took.
+
+`attnstore bench compare` is in cli/bench_compare.py, and asks by the same options.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import importlib.util
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +37,36 @@ not be done, 130 if it was interrupted.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    benches = parser.add_subparsers(dest="bench", required=True)
+def add_arguments(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     replay = benches.add_parser(
         "replay", help="hold conversations with any server that speaks the OpenAI API",
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=(__doc__ or "").partition("\n")[0], epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     replay.add_argument("--base-url", required=True, metavar="URL", help="http://127.0.0.1:8000")
     replay.add_argument("--model", required=True, metavar="NAME", help="as the server names it")
     replay.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="conversations, ShareGPT format"
     )
-    _add_requests(replay.add_argument_group("what is asked"))
-    _add_load(replay.add_argument_group("when it is asked"))
+    asked = replay.add_argument_group("what is asked")
+    add_requests(asked)
+    asked.add_argument(
+        "--fit", action="store_true",
+        help="leave out conversations longer than the model's context (asks vLLM's /tokenize)",
+    )  # fmt: skip
+    asked.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="the key alone; sent as a bearer token"
+    )
+    asked.add_argument("--no-usage", action="store_true", help="do not ask for usage")
+    add_load(replay.add_argument_group("when it is asked"))
     out = replay.add_argument_group("what is written")
     out.add_argument("--records", type=Path, metavar="FILE", help="JSON, one line a request")
     out.add_argument("--answers", action="store_true", help="in the records, the answers too")
     out.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
-def _add_requests(group: argparse._ArgumentGroup) -> None:
+def add_requests(group: argparse._ArgumentGroup) -> None:
+    """Without what only a server of others needs."""
     group.add_argument(
         "--api", choices=("chat", "completions"), default="chat",
         help="texts (default), or token ids, for models whose text does not tokenize back; texts "
@@ -70,22 +84,14 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "--ignore-eos", action="store_true", help="answers have exactly --max-tokens (vLLM, SGLang)"
     )
     group.add_argument("--turns", type=int, metavar="N", help="of a conversation, at most")
-    group.add_argument(
-        "--fit", action="store_true",
-        help="leave out conversations longer than the model's context (asks vLLM's /tokenize)",
-    )  # fmt: skip
     group.add_argument("--timeout", type=float, default=300.0, metavar="S", help="a request (300)")
-    group.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="the key alone; sent as a bearer token"
-    )
-    group.add_argument("--no-usage", action="store_true", help="do not ask for usage")
     group.add_argument(
         "--extra-body", default="{}", metavar="JSON",
         help="more fields of each request's body; null takes one out",
     )  # fmt: skip
 
 
-def _add_load(group: argparse._ArgumentGroup) -> None:
+def add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rate", type=float, default=1.0, metavar="R",
         help="sessions that begin in a second, a Poisson process (1); inf: all at once",
@@ -138,8 +144,8 @@ def load(args: argparse.Namespace) -> Load:
     )  # fmt: skip
 
 
-def settings(args: argparse.Namespace) -> RequestSettings:
-    """Raises: ConfigError, without aiohttp too; OSError if the key cannot be read."""
+def settings(args: argparse.Namespace, model: str) -> RequestSettings:
+    """Raises: ConfigError, without aiohttp too."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("aiohttp is not installed; pip install 'attnstore-vllm[bench]'")
     from attnstore_vllm.bench.client import RequestSettings  # noqa: PLC0415  wants aiohttp
@@ -155,26 +161,25 @@ def settings(args: argparse.Namespace) -> RequestSettings:
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError("--max-concurrency: expected 1 or more")
     return RequestSettings(
-        model=args.model,
+        model=model,
         api=args.api,
         history=args.history,
         max_tokens=None if args.max_tokens == "data" else int(args.max_tokens),
         ignore_eos=args.ignore_eos,
         timeout_s=args.timeout,
-        usage=not args.no_usage,
-        # From a file: a key on the command line is seen by everyone on the machine.
-        api_key=args.api_key_file.read_text().strip() if args.api_key_file else None,
         extra=extra,
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises: AttnStoreError, OSError."""
+    """Returns the exit code. Raises: AttnStoreError, OSError, also if the key cannot be read."""
     wanted = load(args)
-    asking = settings(args)
+    # From a file: a key on the command line is seen by everyone on the machine.
+    key = args.api_key_file.read_text().strip() if args.api_key_file else None
+    asking = replace(settings(args, args.model), usage=not args.no_usage, api_key=key)
     conversations = read_conversations(args.data)
     outcome = asyncio.run(_replay(args, conversations, wanted, asking))
-    result = outcome.to_json() | {"options": _options(args)}
+    result = outcome.to_json() | {"options": options(args)}
     print(json.dumps(result) if args.json else summary_text(result))
     if outcome.trouble:
         print(f"attnstore bench: {outcome.trouble}", file=sys.stderr)
@@ -210,7 +215,7 @@ async def _replay(
     )  # fmt: skip
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
+def options(args: argparse.Namespace) -> dict[str, Any]:
     """All that the result depends on, as JSON has it."""
     hidden = {"command", "bench", "json"}
     values = {name: value for name, value in vars(args).items() if name not in hidden}

@@ -9,7 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnstore_vllm.cli import bench, gc, inspect, plan, simulate, simulate_server, verify
+from attnstore_vllm.cli import (
+    bench,
+    bench_compare,
+    gc,
+    inspect,
+    plan,
+    simulate,
+    simulate_server,
+    verify,
+)
 from attnstore_vllm.config import format_size, parse_size
 from attnstore_vllm.errors import AttnStoreError
 
@@ -40,7 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     sizes = commands.add_parser("plan", help="how much DRAM and NVMe a load wants, for a budget")
     plan.add_arguments(sizes)
     simulate.add_trace_arguments(sizes)
-    bench.add_arguments(commands.add_parser("bench", help="measure a running server"))
+    benches = commands.add_parser("bench", help="measure servers").add_subparsers(
+        dest="bench", required=True
+    )
+    bench.add_arguments(benches)
+    bench_compare.add_arguments(benches)
     return parser
 
 
@@ -73,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "simulate":
         return _simulate(args)
     if args.command == "bench":
-        return bench.run(args)
+        return bench.run(args) if args.bench == "replay" else bench_compare.run(args)
     if args.command == "plan":
         trace = simulate.read(args)
         options = plan.plan(args, trace)

@@ -7,10 +7,10 @@ import pytest
 
 from attnstore_vllm.bench.conversations import read_conversations
 from attnstore_vllm.bench.records import Step, TurnRecord
+from attnstore_vllm.bench.traffic import traffic
 from benchmarks.agreement import compare, gap_changes, rounding_bound
 from benchmarks.sample import SAMPLE
 from benchmarks.server import parse_metrics, total
-from benchmarks.sources import traffic
 
 
 def test_sample_has_long_and_varied_conversations() -> None:

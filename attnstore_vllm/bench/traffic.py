@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where prompt tokens came from and what was moved, read from /metrics."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from benchmarks.server import Metrics, total
+from attnstore_vllm.bench.metrics import Metrics, total
 
 _STORE: Final = "vllm:attnstore_"
 _TIER_NAMES: Final = {"dram": "DRAM", "nvme": "NVMe"}

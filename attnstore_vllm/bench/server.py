@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real `vllm serve` as a child process. vLLM is not imported: it is run.
+
+The server runs in a session of its own, so that stopping it takes its workers with it and
+touches nothing else. Its output goes to a log file; when it dies, the end of it is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from attnstore_vllm.bench.metrics import Metrics, parse_metrics
+from attnstore_vllm.errors import AttnStoreError
+
+START_DEADLINE_S: Final = 300.0
+STOP_DEADLINE_S: Final = 30.0
+POLL_S: Final = 0.5
+HTTP_TIMEOUT_S: Final = 10.0
+LOG_TAIL_LINES: Final = 40
+
+
+class ServerError(AttnStoreError):
+    """The server did not start, or died. The message ends with the end of its log."""
+
+
+class Process:
+    """A program with a log file, in a session of its own.
+
+    Args:
+        environment: is added to this process's own.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        added = [f"{name}={value}" for name, value in (environment or {}).items()]
+        with log.open("wb") as output:
+            output.write((" ".join(command) + "\n").encode())
+            output.flush()
+            self._process = subprocess.Popen(
+                ["env", *added, *command],  # which becomes the program: its pid is the same
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """End it and everything it started: first politely, then not. Again does nothing."""
+        process = self._process
+        if process.returncode is not None and not _group_lives(process.pid):
+            return
+        try:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_DEADLINE_S)
+        finally:  # also if somebody did not want to wait and pressed Ctrl-C
+            with suppress(ProcessLookupError):  # its workers, should any have outlived it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"--- the end of {self.log} ---", *lines])
+
+
+class VllmServer:
+    """`vllm serve MODEL ARGUMENTS` on a free port of 127.0.0.1, as a context manager.
+
+    Entering starts it and waits until it is healthy; leaving stops it.
+    `environment` is added to this process's own.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
+    ) -> None:
+        self.model = model
+        self.log = log
+        self.port = free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self._arguments = list(arguments)
+        self._environment = dict(environment or {})
+        self._start_deadline_s = start_deadline_s
+        self._process: Process | None = None
+
+    def __enter__(self) -> VllmServer:
+        command = [
+            vllm_program(), "serve", self.model,
+            "--host", "127.0.0.1", "--port", str(self.port), *self._arguments,
+        ]  # fmt: skip
+        self._process = Process(command, self.log, quiet_cpu_environment() | self._environment)
+        is_healthy = False
+        try:
+            self._wait_until_healthy(self._process)
+            is_healthy = True
+        finally:
+            if not is_healthy:
+                self.stop()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    def stop(self) -> None:
+        """End the server and everything it started: first politely, then not."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.stop()
+
+    def metrics(self) -> Metrics:
+        """Read /metrics. Raises: ServerError if the server does not answer."""
+        try:
+            return read_metrics(self.base_url)
+        except OSError as error:
+            raise ServerError(f"no answer from /metrics: {error}\n{self.log_tail()}") from error
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"--- the end of {self.log} ---", *lines])
+
+    def _wait_until_healthy(self, process: Process) -> None:
+        deadline = time.monotonic() + self._start_deadline_s
+        while time.monotonic() < deadline:
+            if (code := process.exit_code) is not None:
+                raise ServerError(f"vllm serve ended with exit code {code}\n{self.log_tail()}")
+            try:
+                get(f"{self.base_url}/health")
+                return
+            except OSError:
+                time.sleep(POLL_S)
+        raise ServerError(
+            f"vllm serve is not healthy after {self._start_deadline_s:.0f} s\n{self.log_tail()}"
+        )
+
+
+def read_metrics(base_url: str) -> Metrics:
+    """Read /metrics of any server. Raises: OSError if it does not answer."""
+    return parse_metrics(get(f"{base_url}/metrics"))
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def vllm_program() -> str:
+    """The `vllm` of this very interpreter's environment, whatever PATH says."""
+    program = Path(sys.executable).with_name("vllm")
+    if not program.exists():
+        raise ServerError(f"there is no {program}; install vLLM beside this Python")
+    return str(program)
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that is installed beside this Python is its build for CPUs."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return False
+
+
+def quiet_cpu_environment() -> dict[str, str]:
+    """No downloads, no telemetry, and on the CPU build one thread a core that we may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+
+
+def get(url: str) -> str:
+    """Raises: OSError (URLError and HTTPError are ones) unless the answer is 200."""
+    with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S) as answer:
+        if answer.status != 200:
+            raise urllib.error.URLError(f"{url} answered {answer.status}")
+        text: str = answer.read().decode()
+        return text
+
+
+def _group_lives(pid: int) -> bool:
+    try:
+        os.killpg(pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

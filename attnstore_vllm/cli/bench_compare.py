@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnstore bench compare`: start one server after the other, ask each the same, compare."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from attnstore_vllm.bench.conversations import read_conversations
+from attnstore_vllm.bench.summary import table
+from attnstore_vllm.cli import bench
+from attnstore_vllm.cli.plan import kv_bytes_per_token
+from attnstore_vllm.config import format_size, parse_size
+from attnstore_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from attnstore_vllm.bench.compare.run import Comparison, Running
+    from attnstore_vllm.bench.compare.sizes import Sizes
+    from attnstore_vllm.bench.compare.systems import Here, System
+
+CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16
+LETTERS_A_TOKEN = 4
+NAMES = "re, vllm, attnstore, attnstore-lru, attnstore-fifo, bound, example, offloading, lmcache"
+EPILOG = f"""\
+Systems, in the order in which they run: {NAMES}.
+`re` has no prefix cache at all, `vllm` its own in HBM, `bound` the same with HBM for everything.
+Ratios are over `re` and over `bound`. What is measured, and how: docs/bench.md.
+Ctrl-C ends the server that runs and prints what there is. Exit code: 0, 1 if a request failed,
+2 if it could not be done, 130 if it was interrupted.
+"""
+LEGEND = """\
+TTFT in ms, from when a question was sent, of turn 1 and of turn 2 and later. hits: of all prompt
+tokens, those that were not computed. of unlimited: of what a cache that loses nothing would find,
+the history of each session. prefill: {prefill}."""
+PREFILL_BY = {
+    "steps": """length of the engine's steps that compute prompts, with
+what they generate for others (vLLM's --enable-logging-iteration-details)""",
+    "requests": """vLLM's request_prefill_time_seconds, from first scheduled
+to first token; requests that share a step count it several times""",
+}
+
+
+def add_arguments(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "compare", help="start servers with and without the store, and ask each the same",
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--model", required=True, metavar="MODEL", help="as for vllm serve")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="FILE", help="conversations, ShareGPT format"
+    )
+    parser.add_argument("--systems", default="all", metavar="A,B,...", help="see below (all)")
+    parser.add_argument(
+        "--serve", default="", metavar="ARGS", help="more for each vllm serve: '--dtype bfloat16'"
+    )
+    parser.add_argument("--store", default="{}", metavar="JSON", help="more settings of this store")
+    sizes = parser.add_argument_group("sizes (default: scaled to the working set of the load)")
+    sizes.add_argument("--max-model-len", type=int, metavar="N", help="(the model's)")
+    sizes.add_argument("--block-tokens", type=int, metavar="N", help="(16; CPU build: 128)")
+    sizes.add_argument("--hbm-tokens", type=int, metavar="N", help="KV of every server but bound")
+    sizes.add_argument("--dram", metavar="SIZE", help="of the store, as in 4GiB")
+    sizes.add_argument("--nvme", metavar="SIZE", help="of the store")
+    sizes.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="(from config.json)")
+    bench.add_requests(parser.add_argument_group("what is asked"))
+    bench.add_load(parser.add_argument_group("when it is asked"))
+    out = parser.add_argument_group("what is written")
+    out.add_argument(
+        "--out", type=Path, default=Path("compare"), metavar="DIR",
+        help="compare.json, compare.png, and of each system records and log (compare)",
+    )  # fmt: skip
+    out.add_argument("--workdir", type=Path, metavar="DIR", help="for KV on NVMe (--out)")
+    out.add_argument("--json", action="store_true", help="print the JSON, not the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code. Raises: AttnStoreError, OSError."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("aiohttp is not installed; pip install 'attnstore-vllm[bench]'")
+    from attnstore_vllm.bench.compare.run import Asked, Comparer  # noqa: PLC0415  want aiohttp
+    from attnstore_vllm.bench.compare.systems import SERVED_NAME, chosen, why_not  # noqa: PLC0415
+
+    systems = chosen(args.systems)
+    load, asking = bench.load(args), bench.settings(args, SERVED_NAME)
+    conversations = read_conversations(args.data)
+    here = look_around(args)
+    asked = Asked(
+        conversations=conversations, load=load, settings=asking,
+        max_concurrency=args.max_concurrency, step_times=here.is_cpu_build,
+    )  # fmt: skip
+    sizes = sizes_for(args, asked, here)
+    not_run = {s.name: why for s in systems if (why := why_not(s, sizes, here)) is not None}
+    args.out.mkdir(parents=True, exist_ok=True)
+    tell_sizes(sizes)
+    comparer = Comparer(
+        asked, starter(args, sizes, here), out=args.out, scratch=args.workdir or args.out, tell=_say
+    )
+    with _ended_by_sigterm():
+        result = comparer.run(systems, not_run)
+    return _finish(args, sizes, result)
+
+
+def look_around(args: argparse.Namespace) -> Here:
+    from attnstore_vllm.bench.compare.systems import Here  # noqa: PLC0415
+    from attnstore_vllm.bench.server import is_cpu_build  # noqa: PLC0415
+
+    where = (args.workdir or args.out).absolute()
+    while not where.exists():
+        where = where.parent
+    return Here(
+        is_cpu_build=is_cpu_build(),
+        free_bytes=shutil.disk_usage(where).free,
+        has_lmcache=importlib.util.find_spec("lmcache") is not None,
+    )
+
+
+def sizes_for(args: argparse.Namespace, asked: Any, here: Here) -> Sizes:
+    """Raises: ConfigError if the model's files do not say what is needed."""
+    from attnstore_vllm.bench.compare.sizes import sized  # noqa: PLC0415
+
+    config, count = _model_files(args.model)
+    text = config.get("text_config") or config
+    context = args.max_model_len or text.get("max_position_embeddings")
+    if not context:
+        raise ConfigError(f"{args.model}: its config.json has no length; say --max-model-len N")
+    for name in ("max_model_len", "block_tokens", "hbm_tokens", "kv_bytes_per_token"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected 1 or more")
+    kv_bytes = args.kv_bytes_per_token
+    if kv_bytes is None:
+        try:
+            kv_bytes = kv_bytes_per_token(config, args.model, None)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or say --kv-bytes-per-token N") from error
+    return sized(
+        asked.conversations, asked.load, asked.settings, count,
+        kv_bytes_per_token=kv_bytes,
+        context_tokens=int(context),
+        block_tokens=args.block_tokens
+        or (CPU_BLOCK_TOKENS if here.is_cpu_build else GPU_BLOCK_TOKENS),
+        hbm_tokens=args.hbm_tokens,
+        dram_bytes=parse_size("--dram", args.dram) if args.dram else None,
+        nvme_bytes=parse_size("--nvme", args.nvme) if args.nvme else None,
+    )  # fmt: skip
+
+
+def _model_files(model: str) -> tuple[dict[str, Any], Callable[[str], int]]:
+    """A model's config, and how many tokens a text has: by its tokenizer, or four letters each."""
+    config = _model_file(model, "config.json")
+    if config is None:
+        raise ConfigError(
+            f"--model: {model!r} is no directory with a config.json, and not among the downloaded "
+            "models; give a path, or download it first (huggingface-cli download)"
+        )
+    tokenizer = _model_file(model, "tokenizer.json")
+    if tokenizer is None or importlib.util.find_spec("tokenizers") is None:
+        return json.loads(config.read_text()), lambda text: len(text) // LETTERS_A_TOKEN + 1
+    from tokenizers import Tokenizer  # noqa: PLC0415  vLLM brings it
+
+    known = Tokenizer.from_file(str(tokenizer))
+    return json.loads(config.read_text()), lambda text: len(known.encode(text).ids)
+
+
+def _model_file(model: str, name: str) -> Path | None:
+    path = Path(model) / name
+    if path.exists():
+        return path
+    if Path(model).exists() or importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  vLLM brings it
+
+    try:
+        found = try_to_load_from_cache(model, name)
+    except ValueError:  # a path that is none of a repository
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def tell_sizes(sizes: Sizes) -> None:
+    _say(
+        f"working set: about {sizes.working_set_tokens:,} tokens, "
+        f"{format_size(sizes.working_set_tokens * sizes.kv_bytes_per_token)} of KV; HBM for "
+        f"{sizes.hbm_tokens:,} tokens (bound: {sizes.bound_tokens:,}), DRAM "
+        f"{format_size(sizes.dram_bytes)}, NVMe {format_size(sizes.nvme_bytes)}"
+    )
+    if sizes.hbm_holds_all:
+        _say("HBM holds the whole working set: nothing is lost from it, and all caches are alike. "
+             "Try more --sessions, or a smaller --hbm-tokens")  # fmt: skip
+
+
+def starter(
+    args: argparse.Namespace, sizes: Sizes, here: Here
+) -> Callable[[System, Path, Path], AbstractContextManager[Running]]:
+    """How a system is started. Raises: ConfigError."""
+    from attnstore_vllm.bench.compare.lmcache import with_daemon  # noqa: PLC0415
+    from attnstore_vllm.bench.compare.systems import arguments, environment  # noqa: PLC0415
+    from attnstore_vllm.bench.server import VllmServer, free_port  # noqa: PLC0415
+
+    try:
+        store = json.loads(args.store)
+    except ValueError as error:
+        raise ConfigError(f"--store: not JSON: {error}") from error
+    if not isinstance(store, dict):
+        raise ConfigError("--store: expected a JSON object")
+    more = shlex.split(args.serve)
+
+    def start(system: System, directory: Path, log: Path) -> AbstractContextManager[Running]:
+        port = free_port()
+        flags = arguments(system, sizes, str(directory), store=store, more=more, port=port)
+        server = VllmServer(args.model, flags, log, environment=environment(system, sizes))
+        if system.name != "lmcache":
+            return server
+        return with_daemon(server, sizes, directory, port)
+
+    return start
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: no server is left behind."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _finish(args: argparse.Namespace, sizes: Sizes, result: Comparison) -> int:
+    """Write, print; returns the exit code."""
+    from attnstore_vllm.bench.machine import machine  # noqa: PLC0415  runs git
+
+    found = {
+        "machine": machine(),
+        "options": bench.options(args),
+        "sizes": asdict(sizes),
+        **result.to_json(),
+    }
+    path = args.out / "compare.json"
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    _say(f"written: {path}")
+    if result.figures and importlib.util.find_spec("matplotlib") is not None:
+        from attnstore_vllm.bench.compare.plot import plot  # noqa: PLC0415
+
+        picture = path.with_suffix(".png")
+        plot(found["systems"], f"{args.data.name}, {Path(args.model).name}", picture)
+        _say(f"written: {picture}")
+    print(json.dumps(found) if args.json else compare_text(result))
+    if result.interrupted:
+        return bench.EXIT_INTERRUPTED
+    return bench.EXIT_FAILED if result.num_failed else bench.EXIT_OK
+
+
+def compare_text(result: Comparison) -> str:
+    """The table, and below it what its columns are and what was not run."""
+    from attnstore_vllm.bench.compare.figures import table_rows  # noqa: PLC0415
+
+    lines = []
+    if result.figures:
+        by = next(iter(result.figures.values())).prefill_by
+        lines += [table(table_rows(result.figures)), LEGEND.format(prefill=PREFILL_BY[by])]
+    lines += [f"not run: {name}: {why}" for name, why in result.not_run.items()]
+    if result.interrupted:
+        lines.append("interrupted: the other systems were not run")
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

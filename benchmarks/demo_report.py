@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's results: tables for the terminal, numbers for the JSON file, a picture."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from attnstore_vllm.bench.records import TurnRecord, failures
+from attnstore_vllm.bench.summary import percentile, table
+from attnstore_vllm.bench.traffic import Traffic
+from benchmarks.agreement import Agreement
+
+MIB: Final = 1 << 20
+ALWAYS_SHOWN: Final = ("dropped", "corrupt")  # chunk events, also when there were none
+_COLORS: Final = {
+    "computed": "#b0413e",
+    "HBM": "#c9a227",
+    "DRAM": "#3e7cb1",
+    "NVMe": "#81a4cd",
+    "other": "#999999",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One replay against one server."""
+
+    name: str
+    records: list[TurnRecord]
+    traffic: Traffic
+    seconds: float
+
+    def ttfts(self, turns: Callable[[int], bool]) -> list[float]:
+        """TTFT in ms of the requests that succeeded, of those turns."""
+        return [
+            r.ttft_ms
+            for r in self.records
+            if r.error is None and r.ttft_ms is not None and turns(r.turn)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How well two sides agree, and what rounding may explain."""
+
+    agreement: Agreement
+    bound: float  # nats
+    bound_positions: int  # measured at so many
+    largest_change: float  # between the two sides, nats
+    positions: int
+
+    @property
+    def unexplained(self) -> int:
+        return sum(not d.is_within(self.bound) for d in self.agreement.differences)
+
+
+def is_first(turn: int) -> bool:
+    return turn == 1
+
+
+def is_later(turn: int) -> bool:
+    return turn >= 2
+
+
+def summary(side: Side) -> dict[str, Any]:
+    """The numbers of one side, names with units."""
+    first, later = side.ttfts(is_first), side.ttfts(is_later)
+    tpots = [r.tpot_ms for r in side.records if r.error is None and r.tpot_ms is not None]
+    return {
+        "name": side.name,
+        "requests": len(side.records),
+        "failed": len(failures(side.records)),
+        "replay_seconds": round(side.seconds, 2),
+        "ttft_first_turn_median_ms": _rounded(first, 50),
+        "ttft_later_turns_median_ms": _rounded(later, 50),
+        "ttft_later_turns_p95_ms": _rounded(later, 95),
+        "ttft_later_turns_mean_ms": round(statistics.mean(later), 2) if later else None,
+        "tpot_median_ms": _rounded(tpots, 50),
+        **side.traffic.to_json(),
+    }
+
+
+def report_table(sides: Sequence[Side]) -> str:
+    """Times, tokens by source, bytes and chunks; with two sides also the ratio of the times."""
+    numbers = [summary(side) for side in sides]
+    rows = [["", *(side.name for side in sides)] + (["ratio"] if len(sides) == 2 else [])]
+
+    def add(label: str, values: Sequence[str], ratio: str = "") -> None:
+        rows.append([label, *values] + ([ratio] if len(sides) == 2 else []))
+
+    for label, key in (
+        ("TTFT of turn 1, median, ms", "ttft_first_turn_median_ms"),
+        ("TTFT of turn 2 and later, median, ms", "ttft_later_turns_median_ms"),
+        ("TTFT of turn 2 and later, p95, ms", "ttft_later_turns_p95_ms"),
+        ("time per output token, median, ms", "tpot_median_ms"),
+        ("whole replay, s", "replay_seconds"),
+    ):
+        values = [n[key] for n in numbers]
+        both = len(values) == 2 and None not in values and values[1] > 0
+        ratio = f"{values[0] / values[1]:.2f}x" if both else ""
+        add(label, ["-" if v is None else f"{v:.1f}" for v in values], ratio)
+    for source in _union(side.traffic.prompt_tokens for side in sides):
+        cells = []
+        for side in sides:
+            count = side.traffic.prompt_tokens.get(source)
+            share = side.traffic.share(source)
+            cells.append("-" if count is None else f"{count:,} ({share:.0%})")
+        add(f"prompt tokens {'' if source == 'computed' else 'from '}{source}", cells)
+    for way in _union(side.traffic.moved_bytes for side in sides):
+        cells = [f"{s.traffic.moved_bytes[way] / MIB:.1f}" if s.traffic.has_store else "-"
+                 for s in sides]  # fmt: skip
+        add(f"{_named(way)}, MiB", cells)
+    for event in _union(side.traffic.chunks for side in sides):
+        counts = [s.traffic.chunks.get(event) for s in sides]
+        if event in ALWAYS_SHOWN or any(counts):
+            add(f"chunks {_named(event)}", ["-" if c is None else f"{c:,}" for c in counts])
+    for cause in _union(side.traffic.recomputations for side in sides):
+        counts = [s.traffic.recomputations.get(cause) for s in sides]
+        cells = ["-" if c is None else f"{c:,}" for c in counts]
+        add(f"recomputations, {_named(cause)}", cells)
+    return table(rows)
+
+
+def verdict_text(verdict: Verdict) -> str:
+    """Say how many answers are the same, and account for each one that is not."""
+    a = verdict.agreement
+    lines = [
+        f"Answers: {a.identical} of {a.compared} are identical"
+        + (f"; {a.not_compared} had another history and are not compared" * bool(a.not_compared))
+        + ".",
+        f"Rounding: the gap between the two best candidates moves by up to "
+        f"{verdict.largest_change:.3f} nats between the sides ({verdict.positions:,} places). "
+        f"Up to {verdict.bound:.3f} is put down to rounding: twice what the first server alone "
+        f"does when it is asked the same again ({verdict.bound_positions:,} places).",
+    ]
+    for d in a.differences:
+        gaps = "the other's choice was not among the candidates recorded"
+        if d.change is not None:
+            gaps = f"gaps {d.gap_a:.3f} and {d.gap_b:.3f} nats"
+        said = "within rounding" if d.is_within(verdict.bound) else "MORE THAN ROUNDING EXPLAINS"
+        lines.append(
+            f"  {d.conversation}, turn {d.turn}, token {d.position + 1}: "
+            f"{d.token_a} or {d.token_b}, {gaps}: {said}"
+        )
+    return "\n".join(lines)
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    a = verdict.agreement
+    return {
+        "compared": a.compared,
+        "identical": a.identical,
+        "not_compared": a.not_compared,
+        "rounding_bound_nats": verdict.bound,
+        "rounding_bound_positions": verdict.bound_positions,
+        "largest_gap_change_nats": verdict.largest_change,
+        "positions": verdict.positions,
+        "unexplained": verdict.unexplained,
+        "differences": [
+            asdict(d) | {"within_rounding": d.is_within(verdict.bound)} for d in a.differences
+        ],
+    }
+
+
+def plot(sides: Sequence[Side], path: Path) -> None:
+    """Draw TTFT by turn (medians, and every request as a point) and tokens by source."""
+    import matplotlib  # noqa: PLC0415  (a second to import, and only here)
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained"
+    )
+    for n, side in enumerate(sides):
+        color = ("#b0413e", "#3e7cb1")[n]
+        turns = sorted({r.turn for r in side.records if r.error is None})
+        groups = [side.ttfts(lambda turn, t=t: turn == t) for t in turns]  # type: ignore[misc]
+        for turn, values in zip(turns, groups, strict=True):
+            left.scatter([turn + 0.1 * n] * len(values), values, s=8, color=color, alpha=0.35)
+        medians = [statistics.median(values) for values in groups]
+        left.plot(turns, medians, marker="o", color=color, label=f"{side.name} (median)")
+    left.set(xlabel="turn of the conversation", ylabel="time to first token, ms")
+    left.set_ylim(bottom=0)
+    left.set_title("Time to first token")
+    left.legend()
+    for n, side in enumerate(sides):
+        start = 0
+        for source, count in side.traffic.prompt_tokens.items():
+            label = source if n == len(sides) - 1 else None
+            right.barh(n, count, left=start, color=_COLORS[source], label=label)
+            start += count
+    right.set_yticks(range(len(sides)), [side.name for side in sides])
+    right.invert_yaxis()
+    right.set(xlabel="prompt tokens", title="Prompt tokens by source")
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=5, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _named(label: str) -> str:
+    """A label of a metric as a person writes it: "hbm_to_dram" is "HBM to DRAM"."""
+    names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe"}
+    return " ".join(names.get(word, word) for word in label.split("_"))
+
+
+def _rounded(values: Sequence[float], percent: float) -> float | None:
+    return round(percentile(values, percent), 2) if values else None
+
+
+def _union(dicts: Any) -> list[str]:
+    return list(dict.fromkeys(key for d in dicts for key in d))

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The questions that CachedAttention's evaluation asked, one file each: `*.yaml`."""

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run experiments of the paper's evaluation; each writes results/experiments/NAME.json and .png.
+
+python -m benchmarks.experiments                       what there is
+python -m benchmarks.experiments hit_rate ttft         some
+python -m benchmarks.experiments --all                 all: hours
+python -m benchmarks.experiments --all --quick         all, small: to see that they run
+python -m benchmarks.report                            then docs/results.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from attnstore_vllm.bench.machine import machine
+from attnstore_vllm.errors import AttnStoreError
+from benchmarks.experiments import served, simulated
+from benchmarks.experiments.picture import plot
+from benchmarks.experiments.spec import Experiment, SpecError, read_all
+from benchmarks.placement import DATASETS
+
+ROOT: Final = Path(__file__).parent.parent.parent
+RESULTS: Final = ROOT / "results" / "experiments"
+EXIT_OK, EXIT_ERROR = 0, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 2 if one could not be run."""
+    args = _arguments(argv)
+    try:
+        experiments = read_all()
+        names = list(experiments) if args.all else args.names
+        if not names:
+            show(experiments)
+            return EXIT_OK
+        for name in names:
+            if name not in experiments:
+                raise SpecError(f"{name!r} is unknown; there are {', '.join(experiments)}")
+        data = args.data or next(path for path in DATASETS if path.exists())
+        for name in names:
+            experiment = experiments[name].quickly() if args.quick else experiments[name]
+            _run(experiment, data, args)
+    except (AttnStoreError, OSError) as error:
+        print(f"benchmarks.experiments: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    return EXIT_OK
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experiments", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="small; proves nothing but itself")
+    parser.add_argument("--data", type=Path, help="conversations in ShareGPT format")
+    parser.add_argument("--model", help="for real servers, as for vllm serve (a small one is made)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    return parser.parse_args(argv)
+
+
+def show(experiments: Mapping[str, Experiment]) -> None:
+    for name, experiment in experiments.items():
+        how = "simulated" if experiment.kind == "simulate" else "real servers"
+        print(f"{name:20}{how:14}{experiment.question}")
+
+
+def _run(experiment: Experiment, data: Path, args: argparse.Namespace) -> None:
+    started = time.perf_counter()
+    if experiment.kind == "simulate":
+        found, kind = simulated.run(experiment, data), "simulated"
+    else:
+        found, kind = served.run(experiment, data, model=args.model), served.kind()
+    result: dict[str, Any] = {
+        "experiment": experiment.name,
+        "kind": kind,
+        "quick": args.quick,
+        "command": experiment.command + (" --quick" if args.quick else ""),
+        "seconds": round(time.perf_counter() - started, 1),
+        "machine": machine(),
+        "body": experiment.body,
+        **found,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{experiment.name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    plot(experiment, result, path.with_suffix(".png"))
+    print(f"{experiment.name}: {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experiments with real servers on this machine: `attnstore bench compare` at each point."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from attnstore_vllm.bench.server import is_cpu_build
+from attnstore_vllm.cli.main import main as attnstore
+from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, TINY, make_model
+from benchmarks.experiments.spec import Experiment, SpecError
+
+ROOT: Final = Path(__file__).parent.parent.parent
+WORK: Final = ROOT / ".cache" / "experiments"
+SHAPES: Final = {"tiny": TINY, "small": SMALL, "medium": MEDIUM}
+OK, FAILED = 0, 1
+IDS: Final = (300, 1000)
+"""Of ordinary tokens in each of the small models."""
+PER_SYSTEM: Final = ("ttft_first_p50", "ttft_first_p95", "ttft_later_p50", "ttft_later_p95",
+                     "prefill_tokens_per_s", "hit_share", "hit_over_unlimited", "prefill_s",
+                     "failed")  # fmt: skip
+RATIOS: Final = ("ttft_later_over_re", "ttft_later_over_bound", "throughput_over_re",
+                 "prefill_over_re", "prefill_over_bound")  # fmt: skip
+OVER_LMCACHE: Final = "ttft_later_over_lmcache"
+VALUES: Final = (*PER_SYSTEM, *RATIOS, OVER_LMCACHE)
+
+
+def kind() -> str:
+    return "CPU" if is_cpu_build() else "GPU"
+
+
+def run(experiment: Experiment, data: Path, *, model: str | None = None) -> dict[str, Any]:
+    """{metric: {point: {system: value}}}, and what it was made of.
+
+    Args:
+        model: as for vllm serve; in place of the small one that is made.
+    Raises: SpecError, InterruptedError if a comparison could not be done.
+    """
+    unknown = [m.name for m in experiment.metrics if m.name not in VALUES]
+    if unknown:
+        raise SpecError(f"{experiment.name}: no such metric: {unknown}; there are {list(VALUES)}")
+    body = experiment.body
+    path = model or _made(experiment.name, body.get("model", "medium"))
+    comparisons: dict[str, Any] = {}
+    for number, (label, given) in enumerate(body["points"].items()):
+        out = WORK / experiment.name / str(number)
+        if "history" in given:
+            data = made_of_ids(out, body["conversations"], given["history"], given["new"])
+        options = [*body.get("options", []), *given.get("options", [])]
+        code = attnstore([
+            "bench", "compare", "--model", path, "--data", str(data), "--out", str(out), "--json",
+            *map(str, options),
+        ])  # fmt: skip
+        if code not in (OK, FAILED):
+            raise InterruptedError(f"{experiment.name}, {label}: bench compare ended with {code}")
+        comparisons[label] = json.loads((out / "compare.json").read_text())
+    return {
+        "data": data.name,
+        "model": model or body.get("model", "medium"),
+        "values": values(experiment, comparisons),
+        "not_run": {k: v for c in comparisons.values() for k, v in c["not_run"].items()},
+        "comparisons": comparisons,
+    }
+
+
+def made_of_ids(directory: Path, conversations: int, history: int, new: int) -> Path:
+    """Conversations of two questions of random ids: `history` tokens, then `new` ones."""
+    rng = Random(f"{history}/{new}")
+    made = [
+        {"id": str(n), "conversations": [
+            {"from": "human", "value": [rng.randrange(*IDS) for _ in range(count)]}
+            for count in (history, new)
+        ]}
+        for n in range(conversations)
+    ]  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "conversations.json"
+    path.write_text(json.dumps(made))
+    return path
+
+
+def values(
+    experiment: Experiment, comparisons: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, dict[str, float | None]]]:
+    return {
+        metric.name: {
+            label: {
+                name: value_of(metric.name, found["systems"], name) for name in found["systems"]
+            }
+            for label, found in comparisons.items()
+        }
+        for metric in experiment.metrics
+    }
+
+
+def value_of(metric: str, systems: Mapping[str, Mapping[str, Any]], name: str) -> float | None:
+    """Of one system, among those of a comparison's JSON."""
+    system = systems[name]
+    if metric in RATIOS:
+        ratio: float | None = system["ratios"][metric]
+        return ratio
+    if metric != OVER_LMCACHE:
+        figure: float | None = system["figures"][metric]
+        return figure
+    theirs = systems.get("lmcache", {"figures": {}})["figures"].get("ttft_later_p50")
+    ours = system["figures"]["ttft_later_p50"]
+    return None if theirs is None or ours is None else round(ours / theirs, 4)
+
+
+def _made(name: str, shape: str) -> str:
+    if shape not in SHAPES:
+        raise SpecError(f"{name}: model {shape!r} is unknown; there are {', '.join(SHAPES)}")
+    return str(make_model(WORK / "models" / shape, SHAPES[shape]))

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experiments' files, their simulated runs on a tiny input, and the report made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.cli.main import _parser
+from attnstore_vllm.sim.outcome import Outcome
+from benchmarks import report
+from benchmarks.experiments import __main__ as runner
+from benchmarks.experiments import served, simulated
+from benchmarks.experiments.spec import Experiment, Goal, SpecError, parse, read_all
+from benchmarks.sample import SAMPLE
+
+ALL = read_all()
+SIMULATED = [e for e in ALL.values() if e.kind == "simulate"]
+SERVED = [e for e in ALL.values() if e.kind == "serve"]
+SPEC: dict[str, Any] = {
+    "question": "What?",
+    "varied": "size",
+    "simulate": {
+        "machine": "llama-13b-2xa100",
+        "points": {"small": {"nvme": "1TB"}, "large": {"nvme": "10TB"}},
+        "policies": ["attnstore", "recompute"],
+    },
+    "metrics": {"found": {"words": "what was found", "unit": "%", "paper": {"large": 86}}},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    spec: dict[str, Any] = json.loads(json.dumps(SPEC))
+    at = spec
+    *folders, last = path.split("/")
+    for folder in folders:
+        at = at[folder]
+    at[last] = value
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("asked", "x", "'asked' is unknown; known are metrics"),
+        ("serve", {}, "one of simulate and serve"),
+        ("question", "", "question is missing"),
+        ("simulate/points", [], "simulate.points"),
+        ("metrics/found", "x", "metrics.found"),
+        ("metrics/found/paper", {"huge": 1}, "'huge' is no point"),
+        ("metrics/found/colour", 1, "colour"),
+        ("metrics/found/goal", {"system": "attnstore", "at_best": 1}, "at_best"),
+    ],
+)
+def test_wrong_files_are_told(path: str, value: Any, said: str) -> None:
+    with pytest.raises(SpecError, match="x: ") as told:
+        parse("x", changed(path, value))
+    assert said in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("simulate/machine", "abacus", "abacus"),
+        ("simulate/policies", ["guess"], "'guess' is unknown"),
+        ("simulate/points/small", {"nvmee": "1TB"}, "nvmee"),
+        ("metrics/heat", {"words": "x"}, "no such metric"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told_before_it_runs(path: str, value: Any, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        simulated.run(parse("x", changed(path, value)), SAMPLE)
+
+
+@pytest.mark.parametrize("experiment", SERVED, ids=lambda e: e.name)
+def test_options_of_real_servers_are_options(experiment: Experiment) -> None:
+    for body in (experiment.body, experiment.quickly().body):
+        for given in body["points"].values():
+            options = [*body["options"], *given.get("options", ())]
+            args = ["bench", "compare", "--model", "m", "--data", "d", *map(str, options)]
+            assert _parser().parse_args(args).bench == "compare"
+    assert {m.name for m in experiment.metrics} <= set(served.VALUES)
+
+
+# ---- simulated runs ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[[Experiment], dict[str, Any]]:
+    """Runs an experiment with a few sessions."""
+
+    def run(experiment: Experiment) -> dict[str, Any]:
+        body = dict(experiment.body) | {"sessions": 6}
+        return simulated.run(replace(experiment, body=body), SAMPLE, cache=tmp_path / "cache")
+
+    return run
+
+
+@pytest.mark.parametrize("experiment", SIMULATED, ids=lambda e: e.name)
+def test_each_simulated_experiment_runs(
+    experiment: Experiment, tiny: Callable[[Experiment], dict[str, Any]]
+) -> None:
+    found = tiny(experiment)["values"]
+    assert set(found) == {m.name for m in experiment.metrics}
+    for metric in experiment.metrics:
+        assert set(found[metric.name]) == set(experiment.body["points"])
+        values = [v for row in found[metric.name].values() for v in row.values()]
+        assert any(value is not None for value in values)
+        for value in values:
+            assert value is None or value >= 0
+            assert value is None or metric.unit != "%" or value <= 1
+
+
+def test_the_same_run_is_simulated_once(
+    tiny: Callable[[Experiment], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = parse("x", SPEC)
+    first = tiny(experiment)
+    monkeypatch.setattr(simulated, "_simulate", lambda *_: pytest.fail("simulated again"))
+    assert tiny(experiment) == first
+    other = replace(experiment, body=dict(experiment.body) | {"rate": 0.5})
+    with pytest.raises(pytest.fail.Exception):
+        tiny(other)
+
+
+def point(**values: Any) -> simulated.Point:
+    experiment = parse("x", SPEC)
+    found = next(simulated._points(experiment, {"nvme": "10TB"}))
+    return replace(found, **values)
+
+
+def test_sizes_shrink_with_the_sessions_they_are_for() -> None:
+    experiment = parse("x", changed("simulate/sessions_of_sizes", 9000))
+    whole = next(simulated._points(experiment, {}))
+    tenth = next(simulated._points(experiment, {"sessions": 900}))
+    assert tenth.machine.dram == whole.machine.dram // 10 == 12_800_000_000
+    assert tenth.machine.nvme == whole.machine.nvme // 10
+    assert tenth.machine.hbm == whole.machine.hbm
+
+
+def test_cost_is_busy_accelerators_and_the_tiers_all_the_time() -> None:
+    prices = {"gpu_hour": 5.0, "dram_gb_hour": 0.01, "nvme_gb_hour": 0.0001}
+    ours = Outcome("attnstore", busy_s=1800, duration_s=7200)
+    re = Outcome("recompute", busy_s=3600, duration_s=7200)
+    body = {"prices": prices}
+    money = 0.5 * 2 * 5 + 2 * (128 * 0.01 + 10_000 * 0.0001)
+    assert simulated.cost(ours, re, point(gpus=2), body) == pytest.approx(money / (2 * 5))
+    assert simulated.cost(re, re, point(gpus=2), body) == 1.0
+    assert simulated.cost(ours, Outcome("recompute"), point(gpus=2), body) is None
+
+
+def test_the_bound_is_of_histories_as_the_others_are() -> None:
+    ours = Outcome("attnstore", prompt_tokens=1000, history_tokens=800, stored_history=400)
+    bound = Outcome("belady", prompt_tokens=2000, dram_tokens=1200)
+    found = simulated._of_history({"attnstore": ours, "belady": bound})
+    assert found["belady"].stored_history_share == 1200 / 1600
+    assert simulated.says("belady", "found")
+    assert not simulated.says("belady", "ttft_s")
+
+
+# ---- real servers, whose comparison is given ---------------------------------------------
+
+
+def test_values_of_a_comparison() -> None:
+    systems = {
+        "attnstore": {"figures": {"ttft_later_p50": 30.0}, "ratios": {"prefill_over_re": 0.2}},
+        "lmcache": {"figures": {"ttft_later_p50": 60.0}, "ratios": {"prefill_over_re": 0.4}},
+    }
+    assert served.value_of("prefill_over_re", systems, "lmcache") == 0.4
+    assert served.value_of("ttft_later_over_lmcache", systems, "attnstore") == 0.5
+    del systems["lmcache"]
+    assert served.value_of("ttft_later_over_lmcache", systems, "attnstore") is None
+
+
+def test_ids_are_as_many_as_were_asked_for(tmp_path: Path) -> None:
+    path = served.made_of_ids(tmp_path, 3, 600, 400)
+    made = json.loads(path.read_text())
+    assert [[len(t["value"]) for t in c["conversations"]] for c in made] == [[600, 400]] * 3
+    assert made[0]["conversations"][0]["value"] != made[1]["conversations"][0]["value"]
+
+
+# ---- the commands ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Results of one quick run of an experiment, by its command."""
+    small = parse("x", changed("quick", {"sessions": 12}))
+    with_goal = changed("metrics/found/goal", {"system": "attnstore", "at_least": 1.5})
+    missed = parse("missed", with_goal | {"quick": {"sessions": 12}})
+    monkeypatch.setattr(runner, "read_all", lambda: {"x": small, "missed": missed})
+    monkeypatch.setattr(simulated.run, "__kwdefaults__", {"cache": tmp_path / "cache"})
+    out = tmp_path / "results"
+    assert runner.main(["x", "missed", "--quick", "--data", str(SAMPLE), "--out", str(out)]) == 0
+    return out
+
+
+def test_a_run_writes_json_and_a_picture(quick: Path) -> None:
+    found = json.loads((quick / "x.json").read_text())
+    assert found["kind"] == "simulated"
+    assert found["command"] == "python -m benchmarks.experiments x --quick"
+    assert found["body"]["sessions"] == 12
+    assert found["machine"]["cores"] >= 1
+    assert (quick / "x.png").stat().st_size > 1000
+
+
+def test_names_are_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main([]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(ALL)
+    assert runner.main(["hit_ratee"]) == 2
+    assert "'hit_ratee' is unknown; there are hit_rate," in capsys.readouterr().err
+
+
+def test_report_has_paper_and_us_side_by_side(quick: Path) -> None:
+    spec = {"x": parse("x", SPEC), "absent": parse("absent", SPEC)}
+    text = report.render(spec, quick, "../r")
+    assert "| what was found, % | paper | attnstore |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| large |"))
+    assert row.split("|")[2].strip() == "86"
+    assert "**simulated**" in text
+    assert "A quick run" in text
+    assert "Not run yet: `python -m benchmarks.experiments absent`" in text
+    assert "![What?](../r/x.png)" in text
+
+
+def test_report_marks_goals_that_were_missed(quick: Path) -> None:
+    text = report.render({"missed": parse("missed", changed(
+        "metrics/found/goal", {"system": "attnstore", "at_least": 1.5}
+    ))}, quick, "r")  # fmt: skip
+    assert "(goal for attnstore: at least 150)" in text
+    assert "| **" in text
+    assert "Missed: why has not been looked into yet." in text
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "met"),
+    [
+        (Goal("a", at_most=0.12), 0.12, True),
+        (Goal("a", at_most=0.12), 0.121, False),
+        (Goal("a", at_least=8), 8.0, True),
+        (Goal("a", at_least=8), 7.9, False),
+    ],
+)
+def test_goals(goal: Goal, value: float, met: bool) -> None:
+    assert goal.is_met(value) is met
+
+
+def test_not_run_systems_are_told(quick: Path) -> None:
+    result: Mapping[str, Any] = json.loads((quick / "x.json").read_text()) | {
+        "not_run": {"offloading": "needs a GPU\nmore"}
+    }
+    (quick / "x.json").write_text(json.dumps(result))
+    text = report.render({"x": parse("x", SPEC)}, quick, "r")
+    assert "Not run: offloading: needs a GPU\n" in text
