@@ -1,56 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Sequence
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
+from typing_extensions import Buffer, Unpack
 
 from attnstore_vllm.types import Key
 
 Copies = npt.NDArray[np.int64]
 
+class _Pages(TypedDict):
+    """Where pages are in slots and in blocks."""
+
+    slots_base: int
+    num_slots: int
+    slot_bytes: int
+    layer_bytes: int
+    page_bytes: int
+    layer_bases: list[int]
+    num_blocks: int
+    block_stride: int
+    run_offsets: list[int]
+    run_bytes: int
+
+class _Rotation(TypedDict):
+    """Where K and V are in a page, and how K turns."""
+
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    num_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: str
+    """"bfloat16", "float16" or "float32"."""
+    is_neox: bool
+    theta: list[float]
+
+class _TurnedPages(_Pages, _Rotation): ...
+
 class PageCopier:
-    def __init__(
-        self,
-        *,
-        slots_base: int,
-        num_slots: int,
-        slot_bytes: int,
-        layer_bytes: int,
-        page_bytes: int,
-        layer_bases: list[int],
-        num_blocks: int,
-        block_stride: int,
-        run_offsets: list[int],
-        run_bytes: int,
-    ) -> None: ...
+    def __init__(self, **pages: Unpack[_Pages]) -> None: ...
     def load(self, copies: Copies, first_layer: int, stop_layer: int) -> None: ...
     def save(self, copies: Copies, first_layer: int, stop_layer: int) -> None: ...
 
 class PageRotator:
-    def __init__(
-        self,
-        *,
-        slots_base: int,
-        num_slots: int,
-        slot_bytes: int,
-        layer_bytes: int,
-        page_bytes: int,
-        layer_bases: list[int],
-        num_blocks: int,
-        block_stride: int,
-        run_offsets: list[int],
-        run_bytes: int,
-        key: tuple[int, ...],
-        value: tuple[int, ...],
-        num_heads: int,
-        head_dim: int,
-        block_tokens: int,
-        dtype: str,
-        is_neox: bool,
-        theta: list[float],
-    ) -> None:
-        """`dtype`: "bfloat16", "float16" or "float32"."""
+    def __init__(self, **pages: Unpack[_TurnedPages]) -> None: ...
     def load(self, moved: Copies, first_layer: int, stop_layer: int) -> None: ...
 
 def omp_team_size() -> int:

@@ -3,6 +3,9 @@
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Unpack
+
+from attnstore_vllm._native import _Pages, _TurnedPages
 
 Copies = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int64]
@@ -27,19 +30,10 @@ class PageMover:
         self,
         *,
         device: int,
-        slots_base: int,
-        num_slots: int,
-        slot_bytes: int,
-        layer_bytes: int,
-        page_bytes: int,
-        layer_bases: list[int],
-        num_blocks: int,
-        block_stride: int,
-        run_offsets: list[int],
-        run_bytes: int,
         rows_base: int,
         num_rows: int,
         arrays: int,
+        **pages: Unpack[_Pages],
     ) -> None: ...
     def by_kernel(
         self,
@@ -74,30 +68,7 @@ class MoveTable:
     def num_tokens(self) -> int: ...
 
 class PageTurner:
-    def __init__(
-        self,
-        *,
-        device: int,
-        slots_base: int,
-        num_slots: int,
-        slot_bytes: int,
-        layer_bytes: int,
-        page_bytes: int,
-        layer_bases: list[int],
-        num_blocks: int,
-        block_stride: int,
-        run_offsets: list[int],
-        run_bytes: int,
-        arrays: int,
-        key: tuple[int, ...],
-        value: tuple[int, ...],
-        num_heads: int,
-        head_dim: int,
-        block_tokens: int,
-        dtype: str,
-        is_neox: bool,
-        theta: list[float],
-    ) -> None: ...
+    def __init__(self, *, device: int, arrays: int, **pages: Unpack[_TurnedPages]) -> None: ...
     def check(self, moved: Moved, first_layer: int, stop_layer: int) -> None:
         """Raises IndexError for what does not exist, and for a place that is named twice."""
     def table(self, moved: Moved) -> MoveTable:

@@ -13,12 +13,6 @@ namespace attnstore {
 
 namespace {
 
-std::uint64_t load64(const std::uint8_t* from) {
-  std::uint64_t value = 0;
-  std::memcpy(&value, from, sizeof(value));
-  return value;
-}
-
 std::uint32_t checked(std::uint32_t chunk_tokens) {
   constexpr std::uint32_t kMost = 65536;  // an anchor's offset has 16 bits
   if (chunk_tokens == 0 || chunk_tokens > kMost) {
@@ -37,14 +31,6 @@ std::size_t checked(std::size_t max_chunks) {
   return max_chunks;
 }
 
-// Cells of an IdTable that was made for so many.
-std::size_t table_bytes(std::size_t expected) {
-  constexpr std::size_t kCellBytes = 8;
-  std::size_t size = 64;
-  while (size / 10 * 7 < expected) size *= 2;
-  return size * kCellBytes;
-}
-
 }  // namespace
 
 ContentIndex::ContentIndex(std::uint32_t chunk_tokens, std::size_t max_chunks, std::uint64_t seed)
@@ -61,25 +47,11 @@ ContentIndex::ContentIndex(std::uint32_t chunk_tokens, std::size_t max_chunks, s
 std::size_t ContentIndex::bytes() const {
   std::size_t siblings = siblings_.capacity() * sizeof(Siblings);
   for (const Siblings& some : siblings_) siblings += some.capacity() * sizeof(Id);
-  return token_bytes_ + blocks_.size() * kBlockChunks * sizeof(Chunk) + siblings +
-         anchors_.bytes() + 2 * table_bytes(max_chunks_ + 1);
+  return token_bytes_ + entries_.bytes() + siblings + anchors_.bytes() + keys_.bytes() +
+         groups_.bytes();
 }
 
 // ---- entries -------------------------------------------------------------------------------
-
-Id ContentIndex::take_entry() {
-  if (first_free_ == kNone) {
-    const Id first = static_cast<Id>(blocks_.size() * kBlockChunks);
-    blocks_.push_back(std::make_unique<Chunk[]>(kBlockChunks));
-    for (Id id = first + kBlockChunks; id-- > first;) {
-      raw(id).older = first_free_;
-      first_free_ = id;
-    }
-  }
-  const Id id = first_free_;
-  first_free_ = raw(id).older;
-  return id;
-}
 
 void ContentIndex::link_newest(Id id) {
   Chunk& chunk = raw(id);
@@ -141,7 +113,7 @@ void ContentIndex::add(const ContentName& name) {
   const std::size_t num_bytes = name.num_tokens * kTokenBytes;
   std::unique_ptr<std::uint8_t[]> tokens(new std::uint8_t[num_bytes]);
   std::memcpy(tokens.get(), name.tokens, num_bytes);
-  const Id id = take_entry();
+  const Id id = entries_.take();
   Chunk& chunk = raw(id);
   chunk.key = name.key;
   chunk.parent = name.parent;
@@ -175,14 +147,13 @@ void ContentIndex::remove(Id id) {
   domains_.release(chunk.domain);
   token_bytes_ -= chunk.num_tokens * kTokenBytes;
   chunk.tokens.reset();
-  chunk.older = first_free_;
-  first_free_ = id;
+  entries_.give_back(id);
   --size_;
 }
 
 void ContentIndex::clear() {
-  blocks_.clear();
-  first_free_ = newest_ = oldest_ = kNone;
+  entries_.clear();
+  newest_ = oldest_ = kNone;
   size_ = token_bytes_ = 0;
   anchors_.clear();
   keys_.clear();

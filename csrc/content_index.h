@@ -124,7 +124,7 @@ class ContentIndex {
     std::uint32_t native_from;
     std::uint32_t domain;
     Id newer;  // in the order of departure
-    Id older;  // of a free one: the next that is free
+    Id older;
     bool is_exact;
   };
   // The chunks after one parent that are native from their first token on, in the order of their
@@ -148,8 +148,7 @@ class ContentIndex {
     bool operator==(const Tried& other) const { return id == other.id && origin == other.origin; }
   };
 
-  Chunk& raw(Id id) const { return blocks_[id / kBlockChunks][id % kBlockChunks]; }
-  Id take_entry();
+  Chunk& raw(Id id) const { return entries_[id]; }
   void link_newest(Id id);
   void unlink(Id id);
   void touch(Id id);
@@ -178,7 +177,6 @@ class ContentIndex {
                  AnchorTable::Place place);
   void walk_on(const ContentQuery& query);
 
-  static constexpr std::size_t kBlockChunks = 4096;
   const std::uint32_t chunk_tokens_;
   const std::uint32_t stride_;
   const std::size_t max_chunks_;
@@ -186,8 +184,7 @@ class ContentIndex {
   const std::uint64_t seed_;
   const WindowHash hash_;
   AnchorTable anchors_;
-  std::vector<std::unique_ptr<Chunk[]>> blocks_;
-  Id first_free_ = kNone;
+  Entries<Chunk, &Chunk::older> entries_;
   Id newest_ = kNone;
   Id oldest_ = kNone;
   std::size_t size_ = 0;

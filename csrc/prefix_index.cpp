@@ -2,7 +2,6 @@
 #include "prefix_index.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -10,12 +9,6 @@
 namespace attnstore {
 
 namespace {
-
-std::uint64_t load64(const std::uint8_t* from) {
-  std::uint64_t value = 0;
-  std::memcpy(&value, from, sizeof(value));
-  return value;
-}
 
 Pieces leading(const Pieces& pieces, std::size_t count) {
   Pieces cut{};
@@ -35,7 +28,7 @@ PrefixIndex::PrefixIndex(std::uint32_t chunk_tokens, std::uint64_t seed, std::si
 // ---- entries -------------------------------------------------------------------------------
 
 const Entry& PrefixIndex::at(Id id) const {
-  if (id / kBlockEntries >= blocks_.size() || raw(id).num_tokens == 0) {
+  if (id >= entries_.stop() || raw(id).num_tokens == 0) {
     throw std::out_of_range("no entry " + std::to_string(id));
   }
   return raw(id);
@@ -44,22 +37,8 @@ const Entry& PrefixIndex::at(Id id) const {
 Entry& PrefixIndex::at(Id id) { return const_cast<Entry&>(std::as_const(*this).at(id)); }
 
 std::uint64_t PrefixIndex::sequence(Id id) const {
-  const bool exists = id / kBlockEntries < blocks_.size() && raw(id).num_tokens != 0;
+  const bool exists = id < entries_.stop() && raw(id).num_tokens != 0;
   return exists ? raw(id).sequence : 0;
-}
-
-Id PrefixIndex::take_entry() {
-  if (first_free_ == kNone) {
-    const Id first = static_cast<Id>(blocks_.size() * kBlockEntries);
-    blocks_.push_back(std::make_unique<Entry[]>(kBlockEntries));
-    for (Id id = first + kBlockEntries; id-- > first;) {
-      raw(id).left = first_free_;
-      first_free_ = id;
-    }
-  }
-  const Id id = first_free_;
-  first_free_ = raw(id).left;
-  return id;
 }
 
 std::uint64_t PrefixIndex::priority(const Entry& entry) const {
@@ -92,7 +71,7 @@ Id PrefixIndex::find(const Bytes32& key) const {
 std::vector<Id> PrefixIndex::ids() const {
   std::vector<Id> all;
   all.reserve(size_);
-  for (Id id = 0; id < blocks_.size() * kBlockEntries; ++id) {
+  for (Id id = 0; id < entries_.stop(); ++id) {
     if (raw(id).num_tokens != 0) all.push_back(id);
   }
   return all;
@@ -107,7 +86,7 @@ Id PrefixIndex::add(const Name& name) {
 }
 
 Id PrefixIndex::add(const Name& name, const Sketch& sketch) {
-  const Id id = take_entry();
+  const Id id = entries_.take();
   Entry& entry = raw(id);
   entry = {name.key,
            name.parent,
@@ -147,14 +126,12 @@ void PrefixIndex::remove(Id id) {
   extras_.release(entry.extra);
   tenants_.release(entry.tenant);
   entry.num_tokens = 0;
-  entry.left = first_free_;
-  first_free_ = id;
+  entries_.give_back(id);
   --size_;
 }
 
 void PrefixIndex::clear() {
-  blocks_.clear();
-  first_free_ = kNone;
+  entries_.clear();
   size_ = 0;
   keys_.clear();
   groups_.clear();

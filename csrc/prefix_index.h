@@ -6,14 +6,13 @@
 //                              order of their sketches, so that none of their number can make an
 //                              insertion or a look-up slow
 //
-// An entry's id is its place, and is given to another chunk after remove(). Entries lie in blocks
-// that never move. Not thread-safe: the store's lock covers it.
+// An entry's id is its place, and is given to another chunk after remove(). Not thread-safe: the
+// store's lock covers it.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -123,14 +122,13 @@ class PrefixIndex {
   };
   static Place place_of(const Entry& entry);
 
-  Entry& raw(Id id) const { return blocks_[id / kBlockEntries][id % kBlockEntries]; }
+  Entry& raw(Id id) const { return entries_[id]; }
   std::uint64_t priority(const Entry& entry) const;
   std::uint32_t key_hash(const Bytes32& key) const;
   std::uint32_t group_hash(const Bytes32& parent, std::uint32_t extra) const;
   Id* find_group(const Bytes32& parent, std::uint32_t extra) const;
   Id group_root(const Bytes32& parent, const Bytes32& extra) const;
 
-  Id take_entry();
   void split(Id node, const Place& place, Id* below, Id* above);
   Id merge(Id below, Id above);
   Id insert(Id root, Id id);
@@ -143,11 +141,9 @@ class PrefixIndex {
   Id add(const Name& name, const Sketch& sketch);
   void adopt_one(const Name& name, const std::uint8_t* header, std::uint32_t slot, Adoption* done);
 
-  static constexpr std::size_t kBlockEntries = 4096;
   const Sketcher sketcher_;
   const std::uint64_t seed_;
-  std::vector<std::unique_ptr<Entry[]>> blocks_;
-  Id first_free_ = kNone;
+  Entries<Entry, &Entry::left> entries_;
   std::size_t size_ = 0;
   IdTable keys_;
   IdTable groups_;

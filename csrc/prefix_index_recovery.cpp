@@ -13,12 +13,6 @@ namespace {
 
 constexpr std::size_t kSupersedeLooks = 32;
 
-std::uint64_t load64(const std::uint8_t* from) {
-  std::uint64_t value = 0;
-  std::memcpy(&value, from, sizeof(value));
-  return value;
-}
-
 std::uint32_t load32(const std::uint8_t* from) {
   std::uint32_t value = 0;
   std::memcpy(&value, from, sizeof(value));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two small containers of the prefix index: a flat hash table of entry ids, and 32-byte values that
+// Small containers of the indexes: entries by id, a flat hash table of ids, and 32-byte values that
 // many entries share, counted.
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <new>
@@ -18,6 +19,49 @@ namespace attnstore {
 using Id = std::uint32_t;
 using Bytes32 = std::array<std::uint8_t, 32>;
 constexpr Id kNone = 0xffffffff;
+
+inline std::uint64_t load64(const std::uint8_t* from) {
+  std::uint64_t value = 0;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+// Entries in blocks that never move; an id is an entry's place, and is given out again after
+// give_back(). `kNextFree` is a member that means nothing else while an entry is free.
+template <typename Entry, Id Entry::* kNextFree>
+class Entries {
+ public:
+  Entry& operator[](Id id) const { return blocks_[id / kBlock][id % kBlock]; }
+  // Ids below it have a place, in use or free.
+  std::size_t stop() const { return blocks_.size() * kBlock; }
+  std::size_t bytes() const { return stop() * sizeof(Entry); }
+
+  Id take() {
+    if (first_free_ == kNone) {
+      const Id first = static_cast<Id>(stop());
+      blocks_.push_back(std::make_unique<Entry[]>(kBlock));
+      for (Id id = first + kBlock; id-- > first;) give_back(id);
+    }
+    const Id id = first_free_;
+    first_free_ = (*this)[id].*kNextFree;
+    return id;
+  }
+
+  void give_back(Id id) {
+    (*this)[id].*kNextFree = first_free_;
+    first_free_ = id;
+  }
+
+  void clear() {
+    blocks_.clear();
+    first_free_ = kNone;
+  }
+
+ private:
+  static constexpr Id kBlock = 4096;
+  std::vector<std::unique_ptr<Entry[]>> blocks_;
+  Id first_free_ = kNone;
+};
 
 // Ids by a 32-bit hash, with linear probing. The caller knows what is equal. Cells come from
 // calloc, so that a table with room for much costs nothing before it is used.
@@ -67,6 +111,8 @@ class IdTable {
     allocate(mask_ + 1);
     size_ = 0;
   }
+
+  std::size_t bytes() const { return (mask_ + 1) * sizeof(Cell); }
 
  private:
   struct Cell {

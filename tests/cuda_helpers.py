@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -89,6 +89,23 @@ class CudaRig(Rig):
             torch.cuda.synchronize()
         else:
             self.gpu.synchronize()
+
+
+Opens = Callable[..., CudaRig]
+
+
+def rigs(gpu: FakeGpu | None, **always: Any) -> Iterator[Opens]:
+    """The body of a fixture: open_rig(*arguments of CudaRig), closed when the test ends."""
+    opened: list[CudaRig] = []
+
+    def open_rig(*arguments: Any, **options: Any) -> CudaRig:
+        opened.append(CudaRig(gpu, *arguments, **{**options, **always}))
+        assert opened[-1].cuda.why_not_moved is None
+        return opened[-1]
+
+    yield open_rig
+    for rig in opened:
+        rig.engine.close()
 
 
 def rotation_of(order: tuple[int, ...]) -> Rotation:

@@ -10,14 +10,16 @@ from attnstore_vllm.bench.summary import table
 RATIO_GOAL = 1.005  # perplexity, CA over TT
 POINTS_GOAL = 2.0  # recall, TT minus CA
 RECALL_GOAL = 0.9  # of TT
+METHODS = ("TT", "CA", "NKVT")
 
 
 def tables(result: dict[str, Any]) -> str:
+    cells = result["cells"]
     return "\n\n".join(
         (
             _about(result),
-            _perplexity(result["cells"]),
-            _recall(result["cells"]),
+            _by_method(cells, "perplexity", ".2f", "perplexity_ratio", (4, 2), "{} over TT"),
+            _by_method(cells, "recall", ".1%", "recall_points_lost", (2, 1), "TT - {}, points"),
             _curve(result["curve"]),
             _layers(result["layers"]),
             *([_served(result["served"])] if result["served"] else []),
@@ -59,37 +61,28 @@ def _spread(value: dict[str, float], digits: int) -> str:
     return f"{value['value']:.{digits}f} ({value['low']:.{digits}f} to {value['high']:.{digits}f})"
 
 
-def _perplexity(cells: list[dict[str, Any]]) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("perplexity: cut", "overflows", "TT", "CA", "NKVT", "CA over TT", "NKVT over TT")
-    ]
+def _by_method(
+    cells: list[dict[str, Any]], measure: str, form: str, change: str, digits: tuple[int, int],
+    heading: str,
+) -> str:  # fmt: skip
+    """A row a cell: a measure of each method, and how far CA and NKVT are from TT.
+
+    Args:
+        digits: of the two changes.
+        heading: of the changes, with a place for the method.
+    """
+    changes = [heading.format(name) for name in METHODS[1:]]
+    rows: list[tuple[str, ...]] = [(f"{measure}: cut", "overflows", *METHODS, *changes)]
     for cell in cells:
-        methods, ratio = cell["methods"], cell["perplexity_ratio"]
         rows.append(
             (
                 f"{cell['ratio']:.0%}",
                 str(cell["overflows"]),
-                *(f"{methods[name]['perplexity']:.2f}" for name in ("TT", "CA", "NKVT")),
-                _spread(ratio["CA"], 4),
-                _spread(ratio["NKVT"], 2),
-            )
-        )
-    return table(rows)
-
-
-def _recall(cells: list[dict[str, Any]]) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("recall: cut", "overflows", "TT", "CA", "NKVT", "TT - CA, points", "TT - NKVT, points")
-    ]
-    for cell in cells:
-        methods, lost = cell["methods"], cell["recall_points_lost"]
-        rows.append(
-            (
-                f"{cell['ratio']:.0%}",
-                str(cell["overflows"]),
-                *(f"{methods[name]['recall']:.1%}" for name in ("TT", "CA", "NKVT")),
-                _spread(lost["CA"], 2),
-                _spread(lost["NKVT"], 1),
+                *(format(cell["methods"][name][measure], form) for name in METHODS),
+                *(
+                    _spread(cell[change][name], n)
+                    for name, n in zip(METHODS[1:], digits, strict=True)
+                ),
             )
         )
     return table(rows)
@@ -111,8 +104,8 @@ def _curve(curve: list[dict[str, Any]]) -> str:
 
 
 def _layers(layers: list[dict[str, Any]]) -> str:
-    rows = [("CA from TT: cut", "overflows", "of", *map(str, range(len(layers[0]["k"]))))]
-    rows[0] = (*rows[0][:3], *(f"layer {n}" for n in rows[0][3:]))
+    numbers = range(len(layers[0]["k"]))
+    rows = [("CA from TT: cut", "overflows", "of", *(f"layer {n}" for n in numbers))]
     for line in layers:
         for name in ("k", "v"):
             rows.append(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores over memory, and what must hold when a test ends."""
+"""Stores over memory, and what must hold when a test ends; GPUs that are none."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.testing.devices import MemoryDevice
+from tests.cuda_helpers import install
+from tests.fake_cuda import FakeGpu
 from tests.helpers import Rig, Rigs, found_slab, memory_rig
 
 
@@ -40,3 +42,18 @@ def open_rig() -> Iterator[Rigs]:
             rig.store.residency.check_integrity()
             assert rig.store.residency.num_held() == 0
         rig.close()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Under each CudaEngine of the test."""
+    return install(monkeypatch)
+
+
+@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.cuda)])
+def gpu(request: pytest.FixtureRequest) -> FakeGpu | None:
+    """A fake, and None: a real one, where there is one."""
+    found: FakeGpu | None = None
+    if request.param == "fake":
+        found = request.getfixturevalue("fake")
+    return found

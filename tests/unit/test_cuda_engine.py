@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer import cuda_engine, cuda_tables
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.layout import describe
-from tests.cuda_helpers import METHODS, CudaRig, Story, install
+from tests.cuda_helpers import METHODS, Opens, Story, rigs
 from tests.engine_helpers import (
     ALL,
     BLOCKS,
@@ -29,26 +28,10 @@ from tests.engine_helpers import (
 )
 from tests.fake_cuda import FakeGpu
 
-Opens = Callable[..., CudaRig]
-
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return install(monkeypatch)
-
-
-@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.cuda)])
-def open_rig(request: pytest.FixtureRequest) -> Iterator[Opens]:
-    gpu = request.getfixturevalue("fake") if request.param == "fake" else None
-    rigs: list[CudaRig] = []
-
-    def open_rig(*arguments: Any, **options: Any) -> CudaRig:
-        rigs.append(CudaRig(gpu, *arguments, **options))
-        return rigs[-1]
-
-    yield open_rig
-    for rig in rigs:
-        rig.engine.close()
+def open_rig(gpu: FakeGpu | None) -> Iterator[Opens]:
+    yield from rigs(gpu)
 
 
 all_orders = pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -98,8 +81,8 @@ def test_every_copy_in_a_range_of_layers(
 
 
 def test_ranks_have_their_own_part_of_a_slot(open_rig: Opens) -> None:
-    rigs = [open_rig(num_ranks=2, rank=rank) for rank in range(2)]
-    for rank, rig in enumerate(rigs):
+    for rank in range(2):
+        rig = open_rig(num_ranks=2, rank=rank)
         rig.save(table((1, 2, 8)))
         parts = rig.slots[1, : 2 * rig.geometry.rank_bytes].reshape(2, LAYERS, WITHIN, PAGE_BYTES)
         assert np.array_equal(parts[rank, :, 2], rig.hbm()[:, 8])

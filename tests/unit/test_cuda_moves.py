@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from attnstore_vllm.transfer.cuda_moves import TokenMover
 from attnstore_vllm.transfer.loads import Loads
 from attnstore_vllm.transfer.moves import MovedRun, moved_table
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan
-from tests.cuda_helpers import CudaRig, Story, install, move_expected, moves, rotation_of
+from tests.cuda_helpers import CudaRig, Opens, Story, move_expected, moves, rigs, rotation_of
 from tests.engine_helpers import (
     ALL,
     BLOCK_TOKENS,
@@ -35,34 +36,10 @@ from tests.unit.moved_cuda import CudaMoved
 from tests.unit.moved_memory import LAYOUTS
 from tests.unit.test_moved_load import BF16, SHIFTS, layouts_and_types, theta_of
 
-Opens = Callable[..., CudaRig]
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return install(monkeypatch)
-
-
-@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.cuda)])
-def gpu(request: pytest.FixtureRequest) -> FakeGpu | None:
-    found: FakeGpu | None = None
-    if request.param == "fake":
-        found = request.getfixturevalue("fake")
-    return found
-
 
 @pytest.fixture
 def open_rig(gpu: FakeGpu | None) -> Iterator[Opens]:
-    rigs: list[CudaRig] = []
-
-    def open_rig(*arguments: Any, **options: Any) -> CudaRig:
-        rigs.append(CudaRig(gpu, *arguments, **{**options, "moves": True}))
-        assert rigs[-1].cuda.why_not_moved is None
-        return rigs[-1]
-
-    yield open_rig
-    for rig in rigs:
-        rig.engine.close()
+    yield from rigs(gpu, moves=True)
 
 
 # ---- the numbers -----------------------------------------------------------------------
@@ -258,7 +235,7 @@ def test_where_it_cannot_be_moved_everything_else_works(
         return turner
 
     monkeypatch.setattr(cuda_engine, "_native_module", lambda: native)
-    rigs = []
+    made = []
     for turner, why in (
         (make, "this GPU cannot move KV to other positions: .* the test says so"),
         (damaged, r"KV that was moved .* on this GPU is wrong in the layers \[0, 1, 2\]"),
@@ -268,7 +245,7 @@ def test_where_it_cannot_be_moved_everything_else_works(
         if turner is make:
             fake.failing["move"] = 0
         rig = CudaRig(fake, moves=True)
-        rigs.append(rig)
+        made.append(rig)
         assert re.fullmatch(why + ".*", str(rig.cuda.why_not_moved))
         before = Rig(ORDERS[2], None).hbm()
         assert np.array_equal(rig.hbm(), before)
@@ -289,7 +266,8 @@ def test_no_table_is_longer_than_it_may_be() -> None:
         "layer_bytes": 1 << 14, "page_bytes": 1 << 13, "layer_bases": [1 << 30], "num_blocks": 999,
         "block_stride": 1 << 13, "run_offsets": [0], "run_bytes": 1 << 13, "arrays": 0,
     }  # fmt: skip
-    for pairs in (0, 1, 7, 64):
+    # Where all turn alike, only the first part's own runs begin a turn, and each table has it.
+    for pairs, alike in itertools.product((0, 1, 7, 64), (False, True)):
         turner = native.PageTurner(
             **pages, key=(0, 256, 16, 0, 256, 128, 0, 1), value=(128, 256, 16, 0, 256, 128, 0, 1),
             num_heads=1, head_dim=128, block_tokens=16, dtype="bfloat16", is_neox=True,
@@ -297,12 +275,14 @@ def test_no_table_is_longer_than_it_may_be() -> None:
         )  # fmt: skip
         mover = TokenMover(turner, pairs)
         mover.words_at_once = 400
-        runs = [
+        moved = moved_table(
             MovedRun(0, 0, int(rng.integers(1, 17)), i, 0, int(rng.choice([0, 5, 5, 5, -7, i])))
             for i in range(900)
-        ]
-        parts = mover._parts(moved_table(runs))
-        assert np.array_equal(np.concatenate(parts), moved_table(runs))
+        )
+        if alike:
+            moved[:, 5] = 5
+        parts = mover._parts(moved)
+        assert np.array_equal(np.concatenate(parts), moved)
         sizes = [len(turner.table(part).words) for part in parts]
         assert max(sizes) <= 400
         assert np.mean(sizes) > 200

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
 from attnstore_vllm.config import TruncationConfig
+from attnstore_vllm.connector.requests import make_state
 from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.hints import Hints
+from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.testing.tiny_model import TINY
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
@@ -174,6 +180,37 @@ def test_a_conversation_that_is_cut_again_and_again(engine: EngineHost) -> None:
     assert all(kept - moved <= 16 for moved, kept in found), found
 
 
+def two_ways(engine: Engine) -> tuple[list[int], list[bool]]:
+    """The end of a text, moved by two cuts and by one: tokens moved, and by layer whether K and V
+    are the same. Before the second cut most of the text's last chunk is moved KV."""
+    text = random_tokens("one rotation", LENGTH)
+    added = [random_tokens(("one rotation", turn), 100) for turn in range(2)]
+    kept = text[780:]
+    served, moved = [], []
+    for salt, cuts in (("twice", (250, 530)), ("at once", (780,))):
+        _store(engine, text, salt)
+        said = text
+        for cut, new in zip(cuts, added, strict=False):
+            said = said[cut:] + new
+            kv, tokens = _kv_of(engine, said, salt, extra_args=ASKS)
+            engine.forget_hbm()
+            moved.append(tokens)
+        served.append(kv)
+    num_bytes = len(kept) * TINY.kv_heads * TINY.head_dim * 4
+    same = [
+        all(a[:num_bytes] == b[:num_bytes] for a, b in zip(*sides, strict=True))
+        for sides in zip(*served, strict=True)
+    ]
+    return moved, same
+
+
+def test_cut_twice_is_one_rotation(engine: EngineHost) -> None:
+    """The chunk that the first cut leaves has the tokens too, but moved: it is never the source."""
+    moved, same = engine.call(two_ways)
+    assert moved == [750, 220 + 100, 220]
+    assert all(same), same
+
+
 def unasked(engine: Engine) -> tuple[int, int, int]:
     prompt = random_tokens("unasked", LENGTH)
     _store(engine, prompt, "unasked")
@@ -268,6 +305,37 @@ def test_enabled_for_all_with_sinks(start_engine: StartEngine) -> None:
         "truncation": {"enabled": True, "sinks": 16}})  # fmt: skip
     found = host.call(settings)
     assert found == [LENGTH - 300 - 1, 0, LENGTH - 302 - 1], "only behind 16 tokens in place"
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_names_of_blocks(first: int) -> None:
+    """Hidden from the first moved token on, also where no block is full yet; each time others, and
+    given back with the offer."""
+    init_none_hash(sha256)
+    length = 5 * BLOCK + 3
+    request = Request(
+        "request", list(range(length)), SamplingParams(max_tokens=1), None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )  # fmt: skip
+    state = make_state(request, bytes(32), b"", 2 * BLOCK)
+    truncation = Truncation(None, TruncationConfig(), None)  # type: ignore[arg-type]
+    manager: Any = SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=BLOCK))
+    chunk: Any = None
+    pieces = [Piece(chunk, 0, first * BLOCK), Piece(chunk, first * BLOCK, length, first=3)]
+    exact = list(request.block_hashes)
+    hidden: list[Any] = []
+    for number in (6, 7):
+        truncation.offer(state, pieces, manager)
+        request.append_output_token_ids(list(range(BLOCK)))
+        assert request.block_hashes[:first] == exact[:first]
+        hidden += request.block_hashes[first:]
+        truncation.take_back(state)
+        assert state.moved is None
+        assert request.block_hashes[: len(exact)] == exact
+        exact = list(request.block_hashes)
+        assert len(exact) == number
+    assert len(set(hidden)) == len(hidden) == 6 + 7 - 2 * first
+    assert not set(hidden) & set(exact)
 
 
 def test_off() -> None:
