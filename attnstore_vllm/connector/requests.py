@@ -122,7 +122,7 @@ class RequestState:
         if self._sequence is None or self.request.resumable:
             # The next input of a streaming session may replace tokens that were not computed.
             tokens = self.request.all_token_ids
-            root = self.root if self.moved is None else moved_root(self.root)
+            root = self.root if self.moved is None else moved_root(self.root, self.moved.stop)
             self._sequence = SequenceKeys(
                 root, tokens, self.chunk_tokens, self.spans, finds_moved=self.may_find_moved
             )

@@ -267,7 +267,7 @@ class Scheduler:
         self._truncation.taken(state, used, stop)
         self._stats.add("moved_tokens", "dram", moves.num_tokens(moved))
         for piece in placed:
-            self._truncation.saved(state, piece.chunk.name)
+            self._truncation.found(state, piece.chunk.name)
 
     def sources(self, request: Request) -> dict[Tier, int]:
         """Tokens of the request's last load, by the tier they were in."""

@@ -93,12 +93,18 @@ class Truncation:
             self.take_back(state)
             return
         state.begin_lineage(range(moved[0].start, stop))
-        state.moved_tokens += stop - moved[0].start
+        # Not a sum: a request that was preempted may be served so again.
+        state.moved_tokens = max(state.moved_tokens, stop - moved[0].start)
         # What lies between is stored already, where it was computed.
         state.num_chunks_seen = stop // state.chunk_tokens
 
+    def found(self, state: RequestState, name: ChunkName) -> None:
+        """A chunk is stored, and the request has KV of it in its place: so it is exact."""
+        if state.may_find_moved:
+            self._store.may_be_moved(name, state.root)
+
     def saved(self, state: RequestState, name: ChunkName) -> None:
-        """A chunk that the request has computed, or has found in its place, is stored."""
+        """A chunk that the request has computed is stored."""
         if state.may_find_moved:
             stop = state.moved.stop if state.moved is not None else 0
             native_from = max(0, stop - name.position)

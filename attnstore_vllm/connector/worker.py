@@ -126,6 +126,8 @@ class Worker:
             return self._rotation(tensor[:kernel_blocks]), None
         except UnsupportedError as error:
             return None, str(error)
+        except Exception as error:  # of any model's code; a server that never moves KV must start
+            return None, f"it could not be found out: {type(error).__name__}: {error}"
 
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
         pool, geometry = self._pool, self._geometry

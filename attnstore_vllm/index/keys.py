@@ -45,9 +45,14 @@ def root_key(namespace: bytes, cache_salt: str | None, lora: bytes) -> Key:
     return Key(_hash(b"root", namespace, salt, lora))
 
 
-def moved_root(root: Key) -> Key:
-    """The parent of what was computed behind moved KV: exact requests never match its lineage."""
-    return Key(_hash(b"moved", root))
+def moved_root(root: Key, stop: int) -> Key:
+    """The parent of what was computed behind moved KV: exact requests never match its lineage.
+
+    Args:
+        stop: of the moved tokens. Chunks of one key have the same tokens that were moved: which
+            may be moved again is a property of the key, whoever stores it and wherever.
+    """
+    return Key(_hash(b"moved", root, stop.to_bytes(8, "big")))
 
 
 def tenant_hash(cache_salt: str | None) -> bytes:

@@ -108,31 +108,42 @@ def test_layer_0_is_what_vllm_computes(engine: EngineHost, cut: str) -> None:
     assert deeper > 8.0, "the deeper layers have seen what was cut"
 
 
+STORED = 900  # of the tokens that others ask for; the rest is computed again
+
+
 def others(engine: Engine, seed: str) -> dict[str, Any]:
-    """After a truncated request: what the very same tokens get from everybody else."""
+    """After a truncated request: KV of the very same tokens as everybody else gets it, and tokens
+    that came from the store."""
     prompt = random_tokens(seed, LENGTH)
     kept = prompt[300:] + random_tokens((seed, "new"), 300)
-    expected = engine.ask(kept, salt="reference", max_tokens=8)
+    num_bytes = STORED * TINY.kv_heads * TINY.head_dim * 4
+
+    def kv(salt: str, **how: Any) -> tuple[list[tuple[bytes, bytes]], int, int]:
+        engine.loaded()
+        layers, moved = _kv_of(engine, kept, salt, **how)
+        return [(k[:num_bytes], v[:num_bytes]) for k, v in layers], moved, engine.loaded()["dram"]
+
+    found: dict[str, Any] = {"expected": kv("reference")}
     engine.forget_hbm()
     _store(engine, prompt, seed)
-    moved = _moved(engine)
-    served = engine.ask(kept, salt=seed, max_tokens=8, extra_args=ASKS)
-    moved = _moved(engine) - moved
-    found: dict[str, Answer] = {}
-    found["hbm"] = engine.ask(kept, salt=seed, max_tokens=8)
+    found["served"] = kv(seed, extra_args=ASKS)
+    found["hbm"] = kv(seed)
     engine.forget_hbm()
-    found["again"] = engine.ask(kept, salt=seed, max_tokens=8)
-    return {"expected": expected, "served": served, "moved": moved, **found}
+    found["again"] = kv(seed)
+    return found
 
 
 def test_others_get_exact_kv(engine: EngineHost) -> None:
+    """Bit by bit, in all layers, and both while the moved KV is in HBM and when it is stored."""
     found = engine.call(others, "others")
-    assert found["moved"] == LENGTH - 300
-    assert found["served"].logprobs != found["expected"].logprobs, "it is approximate"
-    assert found["hbm"].cached_tokens == 0
-    assert found["hbm"].content == found["expected"].content
-    assert found["again"].cached_tokens > 900, "from the store, exact"
-    assert found["again"].tokens == found["expected"].tokens
+    expected, _, _ = found["expected"]
+    served, moved, _ = found["served"]
+    assert moved == LENGTH - 300
+    assert served != expected, "it is approximate"
+    assert found["hbm"] == (expected, 0, 0), "nothing of it is found"
+    again, moved, loaded = found["again"]
+    assert (moved, loaded > STORED) == (0, True), "from the store, exact"
+    assert again == expected
 
 
 def at_once(engine: Engine, seed: str) -> tuple[Answer, Answer, int]:
@@ -245,6 +256,23 @@ def test_what_follows_in_the_same_chunk_is_not_found(engine: EngineHost) -> None
     assert found == {"dram": 0, "nvme": 0}
 
 
+def used_in_place(engine: Engine) -> tuple[int, int]:
+    """Tokens moved behind a prompt's beginning, and then of nearly all of that prompt."""
+    prompt = random_tokens("in place", LENGTH)
+    _store(engine, prompt, "in place")
+    before = _moved(engine)
+    short = prompt[:170] + prompt[431:500] + random_tokens("in place, new", 40)
+    _store(engine, short, "in place")
+    between = _moved(engine)
+    engine.ask(prompt[100:], salt="in place", max_tokens=1, extra_args=ASKS)
+    engine.forget_hbm()
+    return between - before, _moved(engine) - between
+
+
+def test_a_chunk_that_is_used_in_its_place_stays_exact(engine: EngineHost) -> None:
+    assert engine.call(used_in_place) == (69, LENGTH - 100 - 1)
+
+
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
     engine.call(Engine.check_quiet)
 
@@ -336,6 +364,20 @@ def test_names_of_blocks(first: int) -> None:
         assert len(exact) == number
     assert len(set(hidden)) == len(hidden) == 6 + 7 - 2 * first
     assert not set(hidden) & set(exact)
+
+
+def test_a_chunk_is_known_by_the_tokens_that_were_moved_before_it() -> None:
+    """Served again with fewer of them, a prompt leaves other chunks: what was noted of the first,
+    which of their tokens may be moved, stays right."""
+    sampling = SamplingParams(max_tokens=1)
+    state = make_state(Request("request", list(range(900)), sampling, None), bytes(32), b"", 256)
+    names = []
+    for moved in (None, range(800), range(600), range(100, 600)):
+        state.begin_lineage(moved)
+        names.append(state.sequence.name(2, bytes(32)).key)
+    exact, more, less, also = names
+    assert len({exact, more, less}) == 3
+    assert less == also, "where they begin is in the chunks before"
 
 
 def test_off() -> None:

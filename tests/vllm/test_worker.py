@@ -8,8 +8,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from attnstore_vllm.connector.transfers import KEPT_S
+from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.types import Flow
 from tests.vllm.scripted import ScriptedEngine
@@ -101,3 +103,14 @@ def test_blocks_are_not_waited_for_without_end(model: Path, tmp_path: Path) -> N
     engine.settle()
     assert not engine.ours.keeps_blocks()
     engine.close()
+
+
+def test_a_model_that_cannot_be_looked_at_is_not_moved() -> None:
+    """Whatever its code does when it is: the server starts, and computes truncated prompts."""
+    worker = object.__new__(Worker)
+    worker._num_blocks = 2
+    for error in (AssertionError("a lambda"), RuntimeError("a tensor has no truth"), KeyError(1)):
+        worker._rotation = mock.Mock(side_effect=error)
+        turns, why = worker._find_rotation(torch.zeros(2, 4))
+        assert turns is None
+        assert why is not None and type(error).__name__ in why
