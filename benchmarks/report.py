@@ -28,8 +28,8 @@ BOUNDS: Final = ("bound", "belady", "infinite")
 OURS: Final = ("attnstore",)
 MARKS: Final = {
     "simulated": "**simulated**, the store's own code over an assumed machine (docs/simulate.md)",
-    "CPU": "**measured on a CPU**, real servers",
-    "GPU": "**measured on a GPU**, real servers",
+    "CPU": "**measured on a CPU**",
+    "GPU": "**measured on a GPU**",
 }
 HEAD: Final = """\
 # Results
@@ -89,12 +89,13 @@ def _section(
 def _about(result: Mapping[str, Any]) -> str:
     """Machine and configuration, in a line."""
     here, body = result["machine"], result["body"]
-    told = [f"{result['data']}, seed {body.get('seed', 1)}"]
+    told = [f"{result['data']}"]
     if result["kind"] != "simulated":
-        told.append(f"model {result['model']}, options `{' '.join(map(str, body['options']))}`")
+        if "model" in result:
+            told.append(f"model {result['model']}, options `{' '.join(map(str, body['options']))}`")
         told.append(f"{here['cores']} cores, {here['cpu']}, vLLM {here['vllm']}")
     else:
-        told.append(f"{body.get('sessions', 9000):,} sessions")
+        told.append(f"{body.get('sessions', 9000):,} sessions, seed {body.get('seed', 1)}")
     told.append(f"commit {(here['commit'] or 'unknown')[:7]}, {result['seconds']:.0f} s")
     return "; ".join(told) + "."
 

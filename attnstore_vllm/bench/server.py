@@ -27,6 +27,8 @@ from attnstore_vllm.errors import AttnStoreError
 
 START_DEADLINE_S: Final = 300.0
 STOP_DEADLINE_S: Final = 30.0
+GROUP_DEADLINE_S: Final = 5.0
+"""For what a program leaves behind it: Python's resource tracker removes its shared memory then."""
 POLL_S: Final = 0.5
 HTTP_TIMEOUT_S: Final = 10.0
 LOG_TAIL_LINES: Final = 40
@@ -79,6 +81,8 @@ class Process:
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_DEADLINE_S)
+            if process.returncode is not None:
+                _wait_for_group(process.pid)
         finally:  # also if somebody did not want to wait and pressed Ctrl-C
             with suppress(ProcessLookupError):  # its workers, should any have outlived it
                 os.killpg(process.pid, signal.SIGKILL)
@@ -229,3 +233,9 @@ def _group_lives(pid: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def _wait_for_group(pid: int) -> None:
+    deadline = time.monotonic() + GROUP_DEADLINE_S
+    while _group_lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)

@@ -62,7 +62,7 @@ def add_arguments(benches: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--systems", default="all", metavar="A,B,...", help="see below (all)")
     parser.add_argument(
-        "--serve", default="", metavar="ARGS", help="more for each vllm serve: '--dtype bfloat16'"
+        "--serve", default="", metavar="ARGS", help="for each server: --serve='--dtype half'"
     )
     parser.add_argument("--store", default="{}", metavar="JSON", help="more settings of this store")
     sizes = parser.add_argument_group("sizes (default: scaled to the working set of the load)")
@@ -272,7 +272,9 @@ def compare_text(result: Comparison) -> str:
     if result.figures:
         by = next(iter(result.figures.values())).prefill_by
         lines += [table(table_rows(result.figures)), LEGEND.format(prefill=PREFILL_BY[by])]
-    lines += [f"not run: {name}: {why}" for name, why in result.not_run.items()]
+    for name, why in result.not_run.items():
+        first, _, log = why.partition("\n")
+        lines.append(f"not run: {name}: {first}" + (f" (see {name}.log)" if log else ""))
     if result.interrupted:
         lines.append("interrupted: the other systems were not run")
     return "\n".join(lines)

@@ -20,14 +20,17 @@ from typing import Any, Final
 
 from attnstore_vllm.bench.machine import machine
 from attnstore_vllm.errors import AttnStoreError
-from benchmarks.experiments import served, simulated
+from benchmarks.experiments import scripted, served, simulated
 from benchmarks.experiments.picture import plot
-from benchmarks.experiments.spec import Experiment, SpecError, read_all
+from benchmarks.experiments.spec import Experiment, Kind, SpecError, read_all
 from benchmarks.placement import DATASETS
 
 ROOT: Final = Path(__file__).parent.parent.parent
 RESULTS: Final = ROOT / "results" / "experiments"
 EXIT_OK, EXIT_ERROR = 0, 2
+HOW: Final[Mapping[Kind, str]] = {
+    "simulate": "simulated", "serve": "real servers", "script": "measured",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +63,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--quick", action="store_true", help="small; proves nothing but itself")
+    parser.add_argument(
+        "--kept", action="store_true",
+        help="of experiments that another benchmark answers: take what it left in results/",
+    )  # fmt: skip
     parser.add_argument("--data", type=Path, help="conversations in ShareGPT format")
     parser.add_argument("--model", help="for real servers, as for vllm serve (a small one is made)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
@@ -68,21 +75,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def show(experiments: Mapping[str, Experiment]) -> None:
     for name, experiment in experiments.items():
-        how = "simulated" if experiment.kind == "simulate" else "real servers"
-        print(f"{name:20}{how:14}{experiment.question}")
+        print(f"{name:20}{HOW[experiment.kind]:14}{experiment.question}")
 
 
 def _run(experiment: Experiment, data: Path, args: argparse.Namespace) -> None:
     started = time.perf_counter()
     if experiment.kind == "simulate":
         found, kind = simulated.run(experiment, data), "simulated"
-    else:
+    elif experiment.kind == "serve":
         found, kind = served.run(experiment, data, model=args.model), served.kind()
+    else:
+        found, kind = scripted.run(experiment, kept=args.kept), served.kind()
     result: dict[str, Any] = {
         "experiment": experiment.name,
         "kind": kind,
         "quick": args.quick,
-        "command": experiment.command + (" --quick" if args.quick else ""),
+        "command": experiment.command
+        + "".join(f" --{name}" for name in ("quick", "kept") if getattr(args, name)),
         "seconds": round(time.perf_counter() - started, 1),
         "machine": machine(),
         "body": experiment.body,

@@ -52,12 +52,15 @@ def run(experiment: Experiment, data: Path, *, model: str | None = None) -> dict
             data = made_of_ids(out, body["conversations"], given["history"], given["new"])
         options = [*body.get("options", []), *given.get("options", [])]
         code = attnstore([
-            "bench", "compare", "--model", path, "--data", str(data), "--out", str(out), "--json",
+            "bench", "compare", "--model", path, "--data", str(data), "--out", str(out),
             *map(str, options),
         ])  # fmt: skip
         if code not in (OK, FAILED):
             raise InterruptedError(f"{experiment.name}, {label}: bench compare ended with {code}")
-        comparisons[label] = json.loads((out / "compare.json").read_text())
+        found = json.loads((out / "compare.json").read_text())
+        # Options are in `body`; here they have paths of this machine, as the logs' ends have.
+        found["not_run"] = {k: why.splitlines()[0] for k, why in found["not_run"].items()}
+        comparisons[label] = {k: v for k, v in found.items() if k not in ("options", "machine")}
     return {
         "data": data.name,
         "model": model or body.get("model", "medium"),

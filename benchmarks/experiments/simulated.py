@@ -90,7 +90,7 @@ VALUES: Final[Mapping[str, Value]] = {
     "found": lambda out, re, point, body: out.stored_history_share,
     "loaded": lambda out, re, point, body: out.history_hit_share,
     "hits": lambda out, re, point, body: out.hit_tokens_share,
-    "hits_in_dram": lambda out, re, point, body: out.dram_share,
+    "wanted_in_dram": lambda out, re, point, body: out.ready_share,
     "ttft_over_re": lambda out, re, point, body: over(mean(out.ttft_s), mean(re.ttft_s)),
     "ttft_p50_over_re": lambda out, re, point, body: over(out.ttft(50), re.ttft(50)),
     "later_ttft_p50_over_re": lambda out, re, point, body: over(
@@ -127,7 +127,7 @@ def run(experiment: Experiment, data: Path, *, cache: Path = CACHE) -> dict[str,
             for metric, by_label in values.items():
                 by_label[label] = {
                     policy: VALUES[metric](out, re, by_policy[policy], body)
-                    for policy, out in _of_history(found).items()
+                    for policy, out in found.items()
                     if says(policy, metric)
                 }
     return {"data": data.name, "values": values}
@@ -138,26 +138,8 @@ def says(policy: str, metric: str) -> bool:
     and who stores nothing finds nothing."""
     if policy == simulate_server.BOUND:
         return metric in HITS_ALONE
-    is_known = metric in ("found", "hits_in_dram") or metric.endswith("_over_re")
+    is_known = metric in ("found", "wanted_in_dram") or metric.endswith("_over_re")
     return not (policy == RECOMPUTE and is_known)
-
-
-def _of_history(found: Mapping[str, Outcome]) -> dict[str, Outcome]:
-    """The bound, which counts all prompt tokens, by those of histories, as the others do.
-
-    What share of the prompts is history is taken from another run of the same requests.
-    """
-    known = next((o for o in found.values() if o.history_tokens), None)
-    bound = found.get(simulate_server.BOUND)
-    if bound is None or known is None:
-        return dict(found)
-    history = round(bound.prompt_tokens * known.history_tokens / known.prompt_tokens)
-    hits = min(bound.hit_tokens, history)
-    return dict(found) | {
-        bound.policy: replace(
-            bound, history_tokens=history, found_history=hits, stored_history=hits
-        )
-    }
 
 
 def _points(experiment: Experiment, given: Mapping[str, Any]) -> Iterator[Point]:
@@ -222,10 +204,21 @@ def _simulate(point: Point, data: Path) -> Outcome:
         dram = max(machine.chunk_bytes, int(DRAM_SHARE * total))
         machine = machine.with_sizes(dram=dram, nvme=max(machine.chunk_bytes, int(total) - dram))
     if point.policy == simulate_server.BOUND:
-        return simulate_server.bound(trace, machine)
+        return _bound(trace, machine)
     warmup = int(point.warmup * len(trace.requests))
     with tqdm(total=len(trace.requests), unit="request", leave=False, disable=None) as bar:
         return Server(trace, machine, point.policy, warmup=warmup, step=bar.update).run()
+
+
+def _bound(trace: Trace, machine: Machine) -> Outcome:
+    """Its hits are of all prompt tokens; here they are of histories, as the others' are."""
+    bound = simulate_server.bound(trace, machine)
+    said: dict[int, int] = {}
+    for request in trace.requests:
+        bound.history_tokens += min(said.get(request.session, 0), request.num_tokens)
+        said[request.session] = request.known_tokens
+    bound.found_history = bound.stored_history = min(bound.hit_tokens, bound.history_tokens)
+    return bound
 
 
 def _code() -> str:

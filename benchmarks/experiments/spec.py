@@ -4,7 +4,8 @@
     question: How much of a conversation's history is found?
     varied: model
     paper: figure 13; 9,000 ShareGPT sessions, 128 GB of DRAM, 10 TB of SSD
-    simulate:                     # or `serve`: real servers, by `attnstore bench compare`
+    simulate:                     # or `serve`: real servers, by `attnstore bench compare`; or
+                                  # `script`: another benchmark of this repository
       points:                     # what is varied: a label, and what is different there
         LLaMA-13B: {machine: llama-13b-2xa100}
       policies: [attnstore, lru, belady]
@@ -32,8 +33,8 @@ import yaml
 from attnstore_vllm.errors import AttnStoreError
 
 FOLDER: Final = Path(__file__).parent
-KINDS: Final = ("simulate", "serve")
-Kind = Literal["simulate", "serve"]
+Kind = Literal["simulate", "serve", "script"]
+KINDS: Final[tuple[Kind, ...]] = ("simulate", "serve", "script")
 
 
 class SpecError(AttnStoreError):
@@ -124,9 +125,9 @@ def parse(name: str, given: Any) -> Experiment:
     for key in given:
         if key not in known:
             raise SpecError(f"{name}: {key!r} is unknown; known are {', '.join(sorted(known))}")
-    kinds: list[Kind] = [kind for kind in ("simulate", "serve") if kind in given]
+    kinds = [kind for kind in KINDS if kind in given]
     if len(kinds) != 1:
-        raise SpecError(f"{name}: one of {' and '.join(KINDS)} is expected")
+        raise SpecError(f"{name}: one of {', '.join(KINDS)} is expected")
     for key in ("question", "varied", "metrics"):
         if not given.get(key):
             raise SpecError(f"{name}: {key} is missing")

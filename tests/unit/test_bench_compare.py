@@ -9,19 +9,23 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import pytest
 
+from attnstore_vllm.bench import server as server_module
 from attnstore_vllm.bench.client import RequestError, RequestSettings
+from attnstore_vllm.bench.compare import lmcache
 from attnstore_vllm.bench.compare.run import Asked, Comparer
+from attnstore_vllm.bench.compare.sizes import Sizes
 from attnstore_vllm.bench.compare.systems import SERVED_NAME, System, chosen
 from attnstore_vllm.bench.conversations import Conversation
 from attnstore_vllm.bench.metrics import Metrics, parse_metrics
 from attnstore_vllm.bench.schedule import Load
-from attnstore_vllm.bench.server import Process, ServerError
+from attnstore_vllm.bench.server import Process, ServerError, VllmServer, free_port
 from attnstore_vllm.cli import bench_compare
 from attnstore_vllm.cli.main import main
 from tests.fake_openai import Fake, served_aside
@@ -240,6 +244,15 @@ def test_json_alone_is_printed(
     assert json.loads(capsys.readouterr().out)["systems"]["re"]["figures"]["requests"] == 3
 
 
+def test_a_server_that_did_not_start_is_told_below_the_table(
+    tmp_path: Path, model: Path, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fakes.broken = ("vllm",)
+    assert command(tmp_path, model, "--systems", "re,vllm") == OK
+    said = "not run: vllm: vllm serve ended with exit code 1 (see vllm.log)"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
 def test_exit_codes(tmp_path: Path, model: Path, fakes: Fakes) -> None:
     fakes.fake = {"fails": frozenset({2})}
     assert command(tmp_path, model, "--systems", "re") == FAILED
@@ -280,7 +293,10 @@ def test_wrong_options_are_told_before_anything_starts(
 # ---- processes ---------------------------------------------------------------------------
 
 
-def test_a_process_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_a_process_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "GROUP_DEADLINE_S", 0.1)
     child = "import time; time.sleep(60)"
     code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)"
     code += f"; sys.stdout.flush(); {child}"
@@ -296,9 +312,39 @@ def test_a_process_is_ended_with_what_it_started(tmp_path: Path) -> None:
         psutil.Process(orphan).wait(timeout=10)
 
 
+def test_what_outlives_a_process_may_tidy_up(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    late = f"import time; time.sleep(0.5); open({str(done)!r}, 'w')"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {late!r}])"
+    code += "; print('up', flush=True); time.sleep(60)"
+    process = Process([sys.executable, "-c", code], tmp_path / "log")
+    while "up" not in process.log.read_text().splitlines():
+        assert process.exit_code is None
+    process.stop()
+    assert done.exists()
+
+
 def test_a_process_gets_its_environment(tmp_path: Path) -> None:
     code = "import os; print(os.environ['NAME'], 'PATH' in os.environ)"
     process = Process([sys.executable, "-c", code], tmp_path / "log", {"NAME": "a value"})
     os.waitpid(process.pid, 0)
     assert process.log.read_text().splitlines()[-1] == "a value True"
     process.stop()
+
+
+@pytest.mark.skipif(find_spec("lmcache") is not None, reason="its daemon would start")
+def test_a_daemon_that_does_not_start_is_told_and_no_server_is_started(tmp_path: Path) -> None:
+    sizes = Sizes(
+        kv_bytes_per_token=1024, context_tokens=512, block_tokens=16, working_set_tokens=1,
+        hbm_tokens=1024, bound_tokens=1024, dram_bytes=3 << 20, nvme_bytes=1 << 30, written_bytes=1,
+    )  # fmt: skip
+    given = lmcache.command(sizes, tmp_path, 5, 6)
+    assert given[given.index("--l1-size-gb") + 1] == str((3 << 20) / 1e9)
+    assert str(tmp_path) in given[given.index("--l2-adapter") + 1]
+    server = VllmServer("no-model", [], tmp_path / "server.log")
+    with (
+        pytest.raises(ServerError, match=r"daemon did not start\n(.|\n)*No module named"),
+        lmcache.with_daemon(server, sizes, tmp_path, free_port()),
+    ):
+        pytest.fail("a server was started")
+    assert not server.log.exists()

@@ -15,7 +15,7 @@ from attnstore_vllm.cli.main import _parser
 from attnstore_vllm.sim.outcome import Outcome
 from benchmarks import report
 from benchmarks.experiments import __main__ as runner
-from benchmarks.experiments import served, simulated
+from benchmarks.experiments import scripted, served, simulated
 from benchmarks.experiments.spec import Experiment, Goal, SpecError, parse, read_all
 from benchmarks.sample import SAMPLE
 
@@ -48,7 +48,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "said"),
     [
         ("asked", "x", "'asked' is unknown; known are metrics"),
-        ("serve", {}, "one of simulate and serve"),
+        ("serve", {}, "one of simulate, serve, script"),
         ("question", "", "question is missing"),
         ("simulate/points", [], "simulate.points"),
         ("metrics/found", "x", "metrics.found"),
@@ -155,10 +155,9 @@ def test_cost_is_busy_accelerators_and_the_tiers_all_the_time() -> None:
 
 
 def test_the_bound_is_of_histories_as_the_others_are() -> None:
-    ours = Outcome("attnstore", prompt_tokens=1000, history_tokens=800, stored_history=400)
-    bound = Outcome("belady", prompt_tokens=2000, dram_tokens=1200)
-    found = simulated._of_history({"attnstore": ours, "belady": bound})
-    assert found["belady"].stored_history_share == 1200 / 1600
+    bound = simulated._simulate(point(policy="belady", sessions=6), SAMPLE)
+    assert 0 < bound.history_tokens < bound.prompt_tokens
+    assert bound.stored_history_share == pytest.approx(1.0, abs=0.01)  # there is room for all
     assert simulated.says("belady", "found")
     assert not simulated.says("belady", "ttft_s")
 
@@ -175,6 +174,67 @@ def test_values_of_a_comparison() -> None:
     assert served.value_of("ttft_later_over_lmcache", systems, "attnstore") == 0.5
     del systems["lmcache"]
     assert served.value_of("ttft_later_over_lmcache", systems, "attnstore") is None
+
+
+SCRIPTED = [e for e in ALL.values() if e.kind == "script"]
+
+
+@pytest.mark.parametrize("experiment", SCRIPTED, ids=lambda e: e.name)
+def test_what_other_benchmarks_left_is_read(experiment: Experiment) -> None:
+    found = scripted.run(experiment, kept=True)
+    assert set(found["values"]) == {m.name for m in experiment.metrics}
+    assert all(found["values"].values())
+    assert found["machine"]["cores"] >= 1
+
+
+def test_a_benchmark_is_run_and_its_failure_told(tmp_path: Path) -> None:
+    script = {
+        "module": "tests.unit.no_such",
+        "out": "--out",
+        "results": "x.json",
+        "points": {"a": {}},
+    }
+    spec = {k: v for k, v in SPEC.items() if k != "simulate"} | {"script": script, "metrics": {
+        "m": {"words": "w"}
+    }}  # fmt: skip
+    with pytest.raises(InterruptedError, match=r"-m tests.unit.no_such ended with 1"):
+        scripted.run(parse("x", spec), kept=False)
+    (tmp_path / "x.json").write_text('{"machine": {}, "took_s": 1, "m": [1, 2]}')
+    script["points"] = {"a": {"m": {"attnstore": "m/1"}}, "b": {}}
+    found = scripted.run(parse("x", spec), kept=True, results=tmp_path)
+    assert found["values"] == {"m": {"a": {"attnstore": 2.0}}}
+    script["points"] = {"a": {"m": {"attnstore": "m/2"}}}
+    with pytest.raises(SpecError, match="x: m/2: there is no '2'"):
+        scripted.run(parse("x", spec), kept=True, results=tmp_path)
+
+
+def test_each_point_is_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def compare(arguments: list[str]) -> int:
+        asked.append(arguments)
+        out = Path(arguments[arguments.index("--out") + 1])
+        out.mkdir(parents=True)
+        found = {"options": {"out": str(out)}, "not_run": {"lmcache": f"not here\n{out}"},
+                 "systems": {"re": {"figures": {"failed": len(asked)}, "ratios": {}}}}  # fmt: skip
+        (out / "compare.json").write_text(json.dumps(found))
+        return 0
+
+    monkeypatch.setattr(served, "attnstore", compare)
+    monkeypatch.setattr(served, "WORK", tmp_path)
+    points = {"slow": {"options": ["--rate", 1]}, "fast": {"options": ["--rate", 2]}}
+    experiment = parse("x", {
+        "question": "What?", "varied": "rate", "metrics": {"failed": {"words": "w"}},
+        "serve": {"model": "tiny", "points": points, "options": ["--turns", 3]},
+    })  # fmt: skip
+    found = served.run(experiment, SAMPLE, model="m")
+    assert [a[-4:] for a in asked] == [["--turns", "3", "--rate", n] for n in ("1", "2")]
+    assert found["values"] == {"failed": {"slow": {"re": 1}, "fast": {"re": 2}}}
+    assert found["not_run"] == {"lmcache": "not here"}
+    assert str(tmp_path) not in json.dumps(found)
+    monkeypatch.setattr(served, "attnstore", lambda _: 130)
+    with pytest.raises(InterruptedError, match="x, slow: bench compare ended with 130"):
+        served.run(experiment, SAMPLE, model="m")
 
 
 def test_ids_are_as_many_as_were_asked_for(tmp_path: Path) -> None:
