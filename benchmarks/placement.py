@@ -7,7 +7,7 @@
 paper   CachedAttention's set-up: its four models, 128 GB of DRAM, 10 TB of SSD, 1.0 sessions/s
 sweep   one of them at 0.3 to 1.3 of what it can serve: TTFT and accelerator time over LRU's,
         and how much of what was wanted was in DRAM in time
-exposed the same where no load hides behind computation: this release's loads do not
+exposed the same where no load hides behind computation, as on the CPU
 slow    an NVMe of 0.3 GB/s: TTFT over that of a server that computes everything
 
 ShareGPT conversations (or the sample of this repository), each session with KV of its own.

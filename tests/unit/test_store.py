@@ -194,7 +194,7 @@ def test_at_most_half_of_the_depth_writes_and_reads_go_first(open_rig: Rigs) -> 
 
 
 def test_writes_go_beside_reads_before_saves_are_lost(open_rig: Rigs) -> None:
-    """With more than half of DRAM dirty, waiting for an idle device would cost chunks."""
+    """With more than an eighth of DRAM dirty, waiting for an idle device would cost chunks."""
     rig, device = open_rig()
     tokens = nvme_only(rig, device)
     device.hold()
