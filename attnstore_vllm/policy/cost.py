@@ -5,10 +5,11 @@
     arrival(k)    = reads that are before it * seconds a read       until piece k is in DRAM
 
 The c are fitted to the lengths of the engine's own steps (least squares, recent ones count more),
-the seconds of a read to the disk's own completions. Both come with their spread (a copy from DRAM
-is a mean without one), and the doubt speaks for computing: what is waited for must come sooner even if the disk is a spread slower, and
+the seconds of a read to the disk's own completions. Both come with their spread, and the doubt
+speaks for computing: what is waited for must come sooner even if the disk is a spread slower, and
 computing a spread faster, than they are on the mean. As long as one of the two was not
-seen often enough, nothing is said, and a request waits until its deadline.
+seen often enough, nothing is said, and a request waits until its deadline. What a copy from DRAM
+costs is a mean without a spread.
 """
 
 from __future__ import annotations
