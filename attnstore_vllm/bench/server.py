@@ -3,20 +3,23 @@
 
 The server runs in a session of its own, so that stopping it takes its workers with it and
 touches nothing else. Its output goes to a log file; when it dies, the end of it is shown.
+Should this program be killed, the kernel sends the server SIGTERM, and vLLM ends its workers.
 """
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -32,14 +35,50 @@ GROUP_DEADLINE_S: Final = 5.0
 POLL_S: Final = 0.5
 HTTP_TIMEOUT_S: Final = 10.0
 LOG_TAIL_LINES: Final = 40
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a program: Ctrl-C, kill, a closed terminal."""
+ENDS_WITH_PARENT: Final = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; exec keeps it
+if os.getppid() == int(sys.argv[1]):  # else it has died already
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""A program that becomes another one. (Popen's preexec_fn is not safe beside threads.)"""
 
 
 class ServerError(AttnStoreError):
     """The server did not start, or died. The message ends with the end of its log."""
 
 
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """What would end this program comes when the block is left: no process is lost in it.
+
+    A signal mask would not do: another thread takes the signal, and its handler runs in this one.
+    """
+    if threading.current_thread() is not threading.main_thread():  # handlers run in that one
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in ENDING}
+    # The others are ignored, or end us without our help.
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
+
+
 class Process:
     """A program with a log file, in a session of its own.
+
+    It gets SIGTERM when the thread that made this ends, however that ends. To be made in
+    `unbroken`, or a signal could lose it.
 
     Args:
         environment: is added to this process's own.
@@ -51,11 +90,12 @@ class Process:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         added = [f"{name}={value}" for name, value in (environment or {}).items()]
+        first = [sys.executable, "-ISc", ENDS_WITH_PARENT, str(os.getpid())]
         with log.open("wb") as output:
             output.write((" ".join(command) + "\n").encode())
             output.flush()
             self._process = subprocess.Popen(
-                ["env", *added, *command],  # which becomes the program: its pid is the same
+                [*first, "env", *added, *command],  # each becomes the next: the pid is the same
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -123,14 +163,13 @@ class VllmServer:
             vllm_program(), "serve", self.model,
             "--host", "127.0.0.1", "--port", str(self.port), *self._arguments,
         ]  # fmt: skip
-        self._process = Process(command, self.log, quiet_cpu_environment() | self._environment)
-        is_healthy = False
-        try:
+        environment = quiet_cpu_environment() | self._environment
+        with ExitStack() as undo:
+            undo.callback(self.stop)
+            with unbroken():
+                self._process = Process(command, self.log, environment)
             self._wait_until_healthy(self._process)
-            is_healthy = True
-        finally:
-            if not is_healthy:
-                self.stop()
+            undo.pop_all()
         return self
 
     def __exit__(
@@ -148,9 +187,9 @@ class VllmServer:
 
     def stop(self) -> None:
         """End the server and everything it started: first politely, then not."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.stop()
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
 
     def metrics(self) -> Metrics:
         """Read /metrics. Raises: ServerError if the server does not answer."""
@@ -219,12 +258,15 @@ def quiet_cpu_environment() -> dict[str, str]:
 
 
 def get(url: str) -> str:
-    """Raises: OSError (URLError and HTTPError are ones) unless the answer is 200."""
-    with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S) as answer:
-        if answer.status != 200:
-            raise urllib.error.URLError(f"{url} answered {answer.status}")
-        text: str = answer.read().decode()
-        return text
+    """Raises: OSError (URLError and HTTPError are ones) unless the answer is 200, and whole."""
+    try:
+        with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S) as answer:
+            if answer.status != 200:
+                raise urllib.error.URLError(f"{url} answered {answer.status}")
+            text: str = answer.read().decode()
+            return text
+    except http.client.HTTPException as error:  # as of a server that dies while it answers
+        raise urllib.error.URLError(f"{url}: {error!r}") from error
 
 
 def _group_lives(pid: int) -> bool:

@@ -36,8 +36,8 @@ EPILOG = f"""\
 Systems, in the order in which they run: {NAMES}.
 `re` has no prefix cache at all, `vllm` its own in HBM, `bound` the same with HBM for everything.
 Ratios are over `re` and over `bound`. What is measured, and how: docs/bench.md.
-Ctrl-C ends the server that runs and prints what there is. Exit code: 0, 1 if a request failed,
-2 if it could not be done, 130 if it was interrupted.
+Ctrl-C ends the server that runs and prints what there is; so do SIGTERM and SIGHUP. Exit code: 0,
+1 if a request failed, 2 if it could not be done, 130 if it was interrupted.
 """
 LEGEND = """\
 TTFT in ms, from when a question was sent, of turn 1 and of turn 2 and later. hits: of all prompt
@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("aiohttp is not installed; pip install 'attnstore-vllm[bench]'")
     from attnstore_vllm.bench.compare.run import Asked, Comparer  # noqa: PLC0415  want aiohttp
     from attnstore_vllm.bench.compare.systems import SERVED_NAME, chosen, why_not  # noqa: PLC0415
+    from attnstore_vllm.bench.machine import machine  # noqa: PLC0415  runs git
 
     systems = chosen(args.systems)
     load, asking = bench.load(args), bench.settings(args, SERVED_NAME)
@@ -102,12 +103,14 @@ def run(args: argparse.Namespace) -> int:
     not_run = {s.name: why for s in systems if (why := why_not(s, sizes, here)) is not None}
     args.out.mkdir(parents=True, exist_ok=True)
     tell_sizes(sizes)
+    head = {"machine": machine(), "options": bench.options(args), "sizes": asdict(sizes)}
     comparer = Comparer(
-        asked, starter(args, sizes, here), out=args.out, scratch=args.workdir or args.out, tell=_say
-    )
-    with _ended_by_sigterm():
+        asked, starter(args, sizes, here), out=args.out, scratch=args.workdir or args.out,
+        tell=_say, keep=lambda result: _write(args.out, head | result.to_json()),
+    )  # fmt: skip
+    with _ended_by_signals():
         result = comparer.run(systems, not_run)
-    return _finish(args, sizes, result)
+    return _finish(args, head | result.to_json(), result)
 
 
 def look_around(args: argparse.Namespace) -> Here:
@@ -203,7 +206,11 @@ def starter(
 ) -> Callable[[System, Path, Path], AbstractContextManager[Running]]:
     """How a system is started. Raises: ConfigError."""
     from attnstore_vllm.bench.compare.lmcache import with_daemon  # noqa: PLC0415
-    from attnstore_vllm.bench.compare.systems import arguments, environment  # noqa: PLC0415
+    from attnstore_vllm.bench.compare.systems import (  # noqa: PLC0415
+        arguments,
+        check_more,
+        environment,
+    )
     from attnstore_vllm.bench.server import VllmServer, free_port  # noqa: PLC0415
 
     try:
@@ -212,7 +219,11 @@ def starter(
         raise ConfigError(f"--store: not JSON: {error}") from error
     if not isinstance(store, dict):
         raise ConfigError("--store: expected a JSON object")
-    more = shlex.split(args.serve)
+    try:
+        more = shlex.split(args.serve)
+    except ValueError as error:
+        raise ConfigError(f"--serve: {error}") from error
+    check_more(more)
 
     def start(system: System, directory: Path, log: Path) -> AbstractContextManager[Running]:
         port = free_port()
@@ -226,39 +237,49 @@ def starter(
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: no server is left behind."""
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal are as Ctrl-C: no server is left behind."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # nohup: the terminal may go
+                signal.signal(number, end)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _finish(args: argparse.Namespace, sizes: Sizes, result: Comparison) -> int:
+def _write(out: Path, found: dict[str, Any]) -> bool:
+    """compare.json, the new one whole or the one before. Returns whether it could be written."""
+    path = out / "compare.json"
+    new = path.with_suffix(".json.new")
+    try:
+        new.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        _say(f"{path}: {error.strerror or error}")
+        return False
+    return True
+
+
+def _finish(args: argparse.Namespace, found: dict[str, Any], result: Comparison) -> int:
     """Write, print; returns the exit code."""
-    from attnstore_vllm.bench.machine import machine  # noqa: PLC0415  runs git
-
-    found = {
-        "machine": machine(),
-        "options": bench.options(args),
-        "sizes": asdict(sizes),
-        **result.to_json(),
-    }
-    path = args.out / "compare.json"
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    _say(f"written: {path}")
+    is_written = _write(args.out, found)
+    print(json.dumps(found) if args.json else compare_text(result))
+    if not is_written:
+        return bench.EXIT_ERROR
+    _say(f"written: {args.out / 'compare.json'}")
     if result.figures and importlib.util.find_spec("matplotlib") is not None:
         from attnstore_vllm.bench.compare.plot import plot  # noqa: PLC0415
 
-        picture = path.with_suffix(".png")
+        picture = args.out / "compare.png"
         plot(found["systems"], f"{args.data.name}, {Path(args.model).name}", picture)
         _say(f"written: {picture}")
-    print(json.dumps(found) if args.json else compare_text(result))
     if result.interrupted:
         return bench.EXIT_INTERRUPTED
     return bench.EXIT_FAILED if result.num_failed else bench.EXIT_OK

@@ -26,6 +26,10 @@ ROWS = "write_buffer_rows"
 ALONE = "is_alone"
 WHY_NOT_MOVED = "why_not_moved"
 """None: it can load KV to other positions."""
+_OF_A_MODELS_CODE = (
+    AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
 
 
 class Worker:
@@ -126,7 +130,7 @@ class Worker:
             return self._rotation(tensor[:kernel_blocks]), None
         except UnsupportedError as error:
             return None, str(error)
-        except Exception as error:  # of any model's code; a server that never moves KV must start
+        except _OF_A_MODELS_CODE as error:  # a server that never moves KV must start
             return None, f"it could not be found out: {type(error).__name__}: {error}"
 
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:

@@ -3,29 +3,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import pytest
+from aiohttp import web
 
-from attnstore_vllm.bench import server as server_module
 from attnstore_vllm.bench.client import RequestError, RequestSettings
-from attnstore_vllm.bench.compare import lmcache
 from attnstore_vllm.bench.compare.run import Asked, Comparer
-from attnstore_vllm.bench.compare.sizes import Sizes
 from attnstore_vllm.bench.compare.systems import SERVED_NAME, System, chosen
 from attnstore_vllm.bench.conversations import Conversation
 from attnstore_vllm.bench.metrics import Metrics, parse_metrics
 from attnstore_vllm.bench.schedule import Load
-from attnstore_vllm.bench.server import Process, ServerError, VllmServer, free_port
+from attnstore_vllm.bench.server import ServerError
 from attnstore_vllm.cli import bench_compare
 from attnstore_vllm.cli.main import main
 from tests.fake_openai import Fake, served_aside
@@ -40,13 +36,16 @@ STEP = (
 class FakeServer:
     """Stands for `vllm serve`; its log has a step before the run, and one in it."""
 
-    def __init__(self, url: str, log: Path) -> None:
+    def __init__(self, url: str, log: Path, dies: bool = False) -> None:
         self.base_url = url
         self.log = log
+        self.dies = dies
         self._looks = 0
 
     def metrics(self) -> Metrics:
         self._looks += 1
+        if self._looks == 2 and self.dies:
+            raise OSError("it died")
         if self._looks == 2:
             with self.log.open("a") as log:
                 log.write(STEP)
@@ -60,11 +59,16 @@ class Fakes:
 
     Args:
         broken: systems that do not start.
+        dying: systems that do not answer after the run.
         tokens, fails: of Fake.
     """
 
-    def __init__(self, broken: tuple[str, ...] = (), **fake: Any) -> None:
+    def __init__(
+        self, broken: tuple[str, ...] = (), dying: tuple[str, ...] = (), **fake: Any
+    ) -> None:
         self.broken = broken
+        self.dying = dying
+        self.kind = Fake
         self.fake = fake
         self.began: list[str] = []
         self.ended: list[str] = []
@@ -82,10 +86,10 @@ class Fakes:
         try:
             if system.name in self.broken:
                 raise ServerError(f"vllm serve ended with exit code 1\n{log}")
-            self.asked[system.name] = fake = Fake(**self.fake)
+            self.asked[system.name] = fake = self.kind(**self.fake)
             with served_aside(fake, model=SERVED_NAME) as url:
                 self.then()
-                yield FakeServer(url, log)
+                yield FakeServer(url, log, system.name in self.dying)
         finally:
             self.ended.append(system.name)
 
@@ -158,6 +162,36 @@ def test_if_the_first_does_not_start_none_is_tried(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="exit code 1"):
         comparer(fakes, tmp_path).run(chosen("re,vllm"), {})
     assert fakes.ended == ["re"]
+    assert not any(directory.exists() for directory in fakes.directories)
+
+
+def test_a_server_that_dies_in_its_run_is_told_and_the_others_are_kept(tmp_path: Path) -> None:
+    fakes = Fakes(dying=("vllm",))
+    result = comparer(fakes, tmp_path).run(chosen("re,vllm,attnstore"), {})
+    assert list(result.figures) == ["re", "attnstore"]
+    assert result.not_run == {"vllm": "it died"}
+    with pytest.raises(OSError, match="it died"):
+        comparer(Fakes(dying=("re",)), tmp_path).run(chosen("re,vllm"), {})
+
+
+def test_a_full_disk_is_told_and_the_others_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "vllm.jsonl").symlink_to("/dev/full")
+    result = comparer(Fakes(), tmp_path).run(chosen("re,vllm,attnstore"), {})
+    assert list(result.figures) == ["re", "attnstore"]
+    assert "No space left on device" in result.not_run["vllm"]
+
+
+def test_directories_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "kv-re").mkdir()
+    (tmp_path / "kv-re" / "theirs").touch()
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "theirs").touch()
+    (tmp_path / "kv-vllm").symlink_to(tmp_path / "far")
+    fakes = Fakes()
+    comparer(fakes, tmp_path).run(chosen("re,vllm"), {})
+    assert (tmp_path / "kv-re" / "theirs").exists()
+    assert (tmp_path / "kv-vllm" / "theirs").exists()
+    assert len(fakes.directories) == 2
     assert not any(directory.exists() for directory in fakes.directories)
 
 
@@ -263,6 +297,73 @@ def test_exit_codes(tmp_path: Path, model: Path, fakes: Fakes) -> None:
     assert command(tmp_path, model, "--systems", "re") == ERROR
 
 
+@pytest.fixture
+def hung_up() -> Iterator[list[int]]:
+    """The SIGHUPs that nobody but the test has handled."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, _: found.append(number))
+    yield found
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_is_as_ctrl_c(
+    tmp_path: Path, model: Path, fakes: Fakes, hung_up: list[int]
+) -> None:
+    fakes.then = lambda: signal.raise_signal(signal.SIGHUP)
+    assert command(tmp_path, model, "--systems", "re,vllm") == INTERRUPTED
+    assert fakes.began == fakes.ended == ["re"]
+    signal.raise_signal(signal.SIGHUP)
+    assert len(hung_up) == 1  # the handler is theirs again
+
+
+def test_a_terminal_that_closes_in_a_run_is_as_ctrl_c(
+    tmp_path: Path, model: Path, fakes: Fakes, hung_up: list[int]
+) -> None:
+    class Closing(Fake):
+        async def __call__(self, request: web.Request) -> web.StreamResponse:
+            if len(self.came_s) == 2:  # those that warm up
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.sleep(5)
+            return await super().__call__(request)
+
+    fakes.kind = Closing
+    assert command(tmp_path, model, "--systems", "re,vllm") == INTERRUPTED
+    assert fakes.began == fakes.ended == ["re"]
+    assert not hung_up
+
+
+def test_nohup_stays_nohup(tmp_path: Path, model: Path, fakes: Fakes, hung_up: list[int]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    fakes.then = lambda: signal.raise_signal(signal.SIGHUP)
+    assert command(tmp_path, model, "--systems", "re,vllm") == OK
+
+
+def test_what_is_finished_is_written_before_the_next_one_starts(
+    tmp_path: Path, model: Path, fakes: Fakes
+) -> None:
+    path = tmp_path / "out" / "compare.json"
+    written: list[list[str]] = []
+
+    def look() -> None:
+        if path.exists():
+            written.append(list(json.loads(path.read_text())["systems"]))
+
+    fakes.then = look
+    assert command(tmp_path, model, "--systems", "re,vllm,attnstore") == OK
+    assert written == [["re"], ["re", "vllm"]]
+
+
+def test_a_table_is_printed_also_if_it_cannot_be_written(
+    tmp_path: Path, model: Path, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "compare.json.new").symlink_to("/dev/full")
+    assert command(tmp_path, model, "--systems", "re,vllm") == ERROR
+    printed = capsys.readouterr()
+    assert {line.split()[0] for line in printed.out.splitlines()[2:4]} == {"re", "vllm"}
+    assert "compare.json: No space left on device" in printed.err
+
+
 def test_a_model_whose_kv_is_not_known_says_what_to_do(
     tmp_path: Path, model: Path, fakes: Fakes, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +382,10 @@ def test_a_model_whose_kv_is_not_known_says_what_to_do(
         (["--hbm-tokens", "20"], "--hbm-tokens is 20"),
         (["--dram", "much"], "--dram is 'much'"),
         (["--model", "no/such"], "no directory with a config.json"),
+        (["--serve", "--dtype 'x"], "--serve: No closing quotation"),
+        (["--serve", "--port 1"], "--serve: '--port' is not for it"),
+        (["--serve", "--dtype auto --kv_transfer_config.kv_role=x"], "'--kv_transfer_config.kv"),
+        (["--serve=--no-enable-prefix"], "'--no-enable-prefix' is not for it"),
     ],
 )
 def test_wrong_options_are_told_before_anything_starts(
@@ -288,63 +393,3 @@ def test_wrong_options_are_told_before_anything_starts(
 ) -> None:
     assert command(tmp_path, model, *options) == ERROR
     assert said in capsys.readouterr().err
-
-
-# ---- processes ---------------------------------------------------------------------------
-
-
-def test_a_process_is_ended_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "GROUP_DEADLINE_S", 0.1)
-    child = "import time; time.sleep(60)"
-    code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)"
-    code += f"; sys.stdout.flush(); {child}"
-    process = Process([sys.executable, "-c", code], tmp_path / "log", {"NAME": "a value"})
-    lines: list[str] = []
-    while len(lines) < 2:
-        lines = process.log.read_text().splitlines()
-    process.stop()
-    process.stop()
-    assert process.exit_code == -signal.SIGTERM
-    assert not psutil.pid_exists(process.pid)
-    if psutil.pid_exists(orphan := int(lines[1])):  # killed; somebody else reaps it
-        psutil.Process(orphan).wait(timeout=10)
-
-
-def test_what_outlives_a_process_may_tidy_up(tmp_path: Path) -> None:
-    done = tmp_path / "done"
-    late = f"import time; time.sleep(0.5); open({str(done)!r}, 'w')"
-    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {late!r}])"
-    code += "; print('up', flush=True); time.sleep(60)"
-    process = Process([sys.executable, "-c", code], tmp_path / "log")
-    while "up" not in process.log.read_text().splitlines():
-        assert process.exit_code is None
-    process.stop()
-    assert done.exists()
-
-
-def test_a_process_gets_its_environment(tmp_path: Path) -> None:
-    code = "import os; print(os.environ['NAME'], 'PATH' in os.environ)"
-    process = Process([sys.executable, "-c", code], tmp_path / "log", {"NAME": "a value"})
-    os.waitpid(process.pid, 0)
-    assert process.log.read_text().splitlines()[-1] == "a value True"
-    process.stop()
-
-
-@pytest.mark.skipif(find_spec("lmcache") is not None, reason="its daemon would start")
-def test_a_daemon_that_does_not_start_is_told_and_no_server_is_started(tmp_path: Path) -> None:
-    sizes = Sizes(
-        kv_bytes_per_token=1024, context_tokens=512, block_tokens=16, working_set_tokens=1,
-        hbm_tokens=1024, bound_tokens=1024, dram_bytes=3 << 20, nvme_bytes=1 << 30, written_bytes=1,
-    )  # fmt: skip
-    given = lmcache.command(sizes, tmp_path, 5, 6)
-    assert given[given.index("--l1-size-gb") + 1] == str((3 << 20) / 1e9)
-    assert str(tmp_path) in given[given.index("--l2-adapter") + 1]
-    server = VllmServer("no-model", [], tmp_path / "server.log")
-    with (
-        pytest.raises(ServerError, match=r"daemon did not start\n(.|\n)*No module named"),
-        lmcache.with_daemon(server, sizes, tmp_path, free_port()),
-    ):
-        pytest.fail("a server was started")
-    assert not server.log.exists()

@@ -17,6 +17,7 @@ from attnstore_vllm.bench.compare.systems import (
     SYSTEMS,
     Here,
     arguments,
+    check_more,
     chosen,
     environment,
     why_not,
@@ -201,6 +202,17 @@ def test_users_settings_of_the_store_count() -> None:
     found = connector(arguments(ours, sizes(), "/d", store={"look_ahead": False}))
     assert found is not None
     assert found["kv_connector_extra_config"]["look_ahead"] is False
+
+
+def test_what_compare_sets_itself_is_not_for_users() -> None:
+    flags = {"--host", "--port"}
+    for system in SYSTEMS:
+        flags.update(f for f in arguments(system, sizes(), "/d") if f.startswith("--"))
+    assert "--kv-transfer-config" in flags
+    for flag in flags:
+        with pytest.raises(ConfigError, match=f"--serve: '{flag}=1' is not for it"):
+            check_more([f"{flag}=1"])
+    check_more(["--dtype", "auto", "-tp", "2", "--model-impl=x", "--enforce-eager"])
 
 
 def test_names_are_checked_and_run_in_one_order() -> None:

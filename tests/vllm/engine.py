@@ -19,6 +19,7 @@ import torch
 from attnstore_vllm.connector.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.tiny_model import TINY, ModelShape, make_model
+from tests.vllm.queues import check_queue
 
 DEADLINE_S = 240.0
 BLOCK = 128
@@ -89,6 +90,8 @@ class Engine:
         self.llm = LLM(**arguments)
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.done: set[str] = set()
+        self.holding: set[str] = set()
+        """Requests that were seen to wait and to have blocks."""
         self._heard: dict[str, dict[int, tuple[Any, Any]]] = {}
         self._numbers = itertools.count()
         self._loaded_before = {"dram": 0, "nvme": 0}
@@ -136,7 +139,7 @@ class Engine:
         """One step of vLLM. Returns the requests that have said something."""
         outputs: list[Any] = self.llm.llm_engine.step()
         if self.spec.store is not None:
-            self._check_queue()
+            self.holding |= check_queue(self.scheduler, self.side)
         for output in outputs:
             # Each of n answers comes in outputs of its own.
             parts = self._heard.setdefault(output.request_id, {})
@@ -144,11 +147,6 @@ class Engine:
             if output.finished:
                 self.done.add(output.request_id)
         return [output.request_id for output in outputs]
-
-    def _check_queue(self) -> None:
-        """Our view of the waiting queue is vLLM's own."""
-        ours = list(self.store.residency.look_ahead)
-        assert ours == [request.request_id for request in self.scheduler.waiting]
 
     def answers(self, number: str) -> list[Answer]:
         """What a request has answered so far: n answers, or those that have begun."""

@@ -35,6 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool, pool_name
+from tests.vllm.queues import check_queue
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV, MakeEngine, ScriptedWorker
 
 CHUNK = 32
@@ -104,6 +105,8 @@ class ScriptedEngine:
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.before_update: Callable[[], object] = lambda: None
         """Called when a step has run and the scheduler does not know of it yet."""
+        self.holding: set[str] = set()
+        """Requests that were seen to wait and to have blocks."""
 
     @property
     def ours(self) -> Any:
@@ -112,9 +115,14 @@ class ScriptedEngine:
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int, priority: int = 0,
-        params: Any = None,
+        params: Any = None, *, resumable: bool = False,
     ) -> None:  # fmt: skip
-        """Args: params: kv_transfer_params."""
+        """A request; or, if there is one of this name, the next input of a streaming session, and
+        one that is not resumable ends it.
+
+        Args:
+            params: kv_transfer_params.
+        """
         sampling = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, temperature=0,
             extra_args={"kv_transfer_params": params} if params is not None else None,
@@ -126,6 +134,7 @@ class ScriptedEngine:
             pooling_params=None,
             priority=priority,
             block_hasher=self._hasher,
+            resumable=resumable,
         )
         self.scheduler.add_request(request)
 
@@ -150,9 +159,8 @@ class ScriptedEngine:
         return result
 
     def check_queue(self) -> None:
-        """Our view of the waiting queue is vLLM's own."""
-        ours = list(self.ours.store.residency.look_ahead)
-        assert ours == [request.request_id for request in self.scheduler.waiting]
+        """Our view of the queues is vLLM's own."""
+        self.holding |= check_queue(self.scheduler, self.ours)
 
     def drain(self, steps_max: int = 5000) -> None:
         for _ in range(steps_max):

@@ -13,6 +13,7 @@ import torch
 from attnstore_vllm.connector.transfers import KEPT_S
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.types import Flow
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV
@@ -109,8 +110,12 @@ def test_a_model_that_cannot_be_looked_at_is_not_moved() -> None:
     """Whatever its code does when it is: the server starts, and computes truncated prompts."""
     worker = object.__new__(Worker)
     worker._num_blocks = 2
+
+    def fail(_: torch.Tensor) -> Rotation:
+        raise error
+
+    worker._rotation = fail
     for error in (AssertionError("a lambda"), RuntimeError("a tensor has no truth"), KeyError(1)):
-        worker._rotation = mock.Mock(side_effect=error)
         turns, why = worker._find_rotation(torch.zeros(2, 4))
         assert turns is None
         assert why is not None and type(error).__name__ in why

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from attnstore_vllm.bench.compare.sizes import CHUNK_TOKENS, Sizes
-from attnstore_vllm.bench.server import Process, ServerError, VllmServer, free_port
+from attnstore_vllm.bench.server import Process, ServerError, VllmServer, free_port, unbroken
 
 DEADLINE_S: Final = 120.0
 GB: Final = 1e9
@@ -36,8 +36,10 @@ def command(sizes: Sizes, directory: Path, port: int, http_port: int) -> list[st
 @contextmanager
 def _daemon(sizes: Sizes, directory: Path, port: int, log: Path) -> Iterator[None]:
     (directory / "kv").mkdir()
-    daemon = Process(command(sizes, directory, port, free_port()), log, QUIET)
+    daemon: Process | None = None
     try:
+        with unbroken():
+            daemon = Process(command(sizes, directory, port, free_port()), log, QUIET)
         deadline = time.monotonic() + DEADLINE_S
         while not _listens(port):
             if daemon.exit_code is not None or time.monotonic() > deadline:
@@ -45,7 +47,8 @@ def _daemon(sizes: Sizes, directory: Path, port: int, log: Path) -> Iterator[Non
             time.sleep(0.2)
         yield
     finally:
-        daemon.stop()
+        if daemon is not None:
+            daemon.stop()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -98,8 +99,9 @@ class Comparer:
 
     Args:
         out: directory of logs and records; what had their names is replaced.
-        scratch: directory that gets one for each server's KV, which is removed after it.
+        scratch: directory that gets a new one for each server's KV, which is removed after it.
         tell: is told what begins.
+        keep: gets what there is after each system that ran to its end.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Comparer:
         out: Path,
         scratch: Path,
         tell: Callable[[str], None] = lambda _: None,
+        keep: Callable[[Comparison], object] = lambda _: None,
         progress: bool = True,
     ) -> None:
         self._asked = asked
@@ -117,6 +120,7 @@ class Comparer:
         self._out = out
         self._scratch = scratch
         self._tell = tell
+        self._keep = keep
         self._progress = progress
         self._chosen: list[Conversation] | None = None
         self.result = Comparison()
@@ -124,9 +128,9 @@ class Comparer:
     def run(self, systems: Sequence[System], not_run: dict[str, str]) -> Comparison:
         """Run those of the systems that can be.
 
-        A server that does not start, or dies, is told among those that were not run.
-        Raises: ServerError or RequestError of the first one, since then none will do better;
-        ConfigError; OSError if nothing can be written.
+        A server that does not start, or dies, or whose records cannot be written, is told among
+        those that were not run. Raises: ServerError, RequestError or OSError if none has run
+        before it, since then none will do better; ConfigError.
         """
         self.result.not_run |= not_run
         here = [system for system in systems if system.name not in not_run]
@@ -134,9 +138,11 @@ class Comparer:
             self._tell(f"{number}/{len(here)}  {system.name}: {system.words}")
             try:
                 self._one(system)
+                if not self.result.interrupted:
+                    self._keep(self.result)
             except KeyboardInterrupt:
                 self.result.interrupted = True
-            except (ServerError, RequestError) as error:
+            except (ServerError, RequestError, OSError) as error:
                 if not self.result.figures:
                     raise
                 self.result.not_run[system.name] = str(error)
@@ -146,9 +152,8 @@ class Comparer:
         return self.result
 
     def _one(self, system: System) -> None:
-        directory = (self._scratch / f"kv-{system.name}").resolve()
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=f"kv-{system.name}-", dir=self._scratch)).resolve()
         try:
             with self._start(system, directory, self._out / f"{system.name}.log") as server:
                 self._tell(f"     up; log: {server.log}")

@@ -13,6 +13,17 @@ from attnstore_vllm.errors import ConfigError
 
 SERVED_NAME: Final = "bench"
 DISK_SPARE: Final = 1.2
+NOT_FOR_USERS: Final = (
+    "--host", "--port", "--served-model-name", "--max-model-len", "--block-size",
+    "--num-gpu-blocks-override", "--enable-prefix-caching", "--no-enable-prefix-caching",
+    "--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details",
+    "--enable-logging-iteration-details", "--no-enable-logging-iteration-details",
+    "--kv-transfer-config",
+    "--kv-offloading-size",  # another connector
+    "--uds", "--headless", "--api-key", "--ssl-keyfile", "--ssl-certfile",  # not to be asked
+    "--config",  # a file with any of these
+)  # fmt: skip
+"""Of `vllm serve`: what makes the systems what they are, and where each listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,22 @@ def chosen(names: str) -> list[System]:
     return [system for system in SYSTEMS if system.name in names.split(",")]
 
 
+def check_more(more: Sequence[str]) -> None:
+    """Refuse arguments that would come after those of `arguments`, and count in their place.
+
+    Raises: ConfigError.
+    """
+    for word in more:
+        name = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        # vLLM takes the beginning of a name for the name.
+        if len(name) > 2 and any(taken.startswith(name) for taken in NOT_FOR_USERS):
+            raise ConfigError(
+                f"--serve: {word!r} is not for it: where a server listens, its sizes, its cache "
+                "and its connector are set by compare itself; its own options are "
+                "--max-model-len, --block-tokens, --hbm-tokens and --store"
+            )
+
+
 def why_not(system: System, sizes: Sizes, here: Here) -> str | None:
     """Why a system cannot run here; None if it can."""
     if system.needs_gpu and here.is_cpu_build:
@@ -112,7 +139,7 @@ def arguments(
     Args:
         directory: of this server's own, empty.
         store: settings of this store, over those that are made here.
-        more: arguments of the user's own; they come last, so they count.
+        more: arguments of the user's own, which `check_more` has seen.
         port: of LMCache's daemon.
     """
     found = [

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming sessions: requests that end a turn, keep their blocks, and get more input.
+
+Goal: our view of the queue stays vLLM's own, and only KV of a session's true tokens is stored. Its
+next input replaces the token that was sampled last: no KV was computed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from attnstore_vllm.connector.requests import RequestState
+from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_vllm.types import KEY_BYTES, Key
+from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
+from tests.vllm.stepped import prompt
+from tests.vllm.test_async_scheduling import check_stored, wait_until_quiet
+
+WAITS = RequestStatus.WAITING_FOR_STREAMING_REQ
+Start = Callable[..., ScriptedEngine]
+
+
+@pytest.fixture(scope="module")
+def model(models: Path) -> Path:
+    return make_model(models / "scripted", TINY, weights=False)
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[Start]:
+    started: list[ScriptedEngine] = []
+
+    def start(**options: Any) -> ScriptedEngine:
+        options = {"num_blocks": 60, "seed": 3, "limits": Limits(sequences=3), **options}
+        started.append(ScriptedEngine(model, tmp_path / f"{len(started)}", **options))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+def status(engine: ScriptedEngine, name: str) -> RequestStatus:
+    return engine.scheduler.requests[name].status
+
+
+def step_until(engine: ScriptedEngine, ready: Callable[[], bool]) -> None:
+    for _ in range(100):
+        if ready():
+            return
+        engine.step()
+    raise AssertionError("not ready within 100 steps")
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_turns_of_a_session(start: Start, depth: int, policy: str) -> None:
+    """Others run, and wait, all the time. The queue is compared after each step."""
+    engine = start(depth=depth, policy=policy)
+    scheduler = engine.scheduler
+    engine.add("session", prompt("turn 0", 49), 5, resumable=True)
+    for number in range(4):
+        engine.add(f"{number}", prompt(f"{number}", 30), 60)
+    said: list[int] = []
+    for turn in range(1, 4):
+        step_until(engine, lambda: status(engine, "session") == WAITS)
+        session = scheduler.requests["session"]
+        assert session in scheduler.kv_holding_waiting
+        engine.step()
+        engine.step()
+        computed = session.num_computed_tokens
+        said = list(session.all_token_ids)
+        assert computed == len(said) - 1
+        engine.add("session", prompt(f"turn {turn}", 37), 5, resumable=True)
+        engine.check_queue()
+        assert list(session.all_token_ids) == [*said[:computed], *prompt(f"turn {turn}", 37)]
+        engine.step()
+        assert session in scheduler.running
+    step_until(engine, lambda: status(engine, "session") == WAITS)
+    said = list(session.all_token_ids)[: session.num_computed_tokens]
+    engine.add("session", [1], 1)  # the end of it
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    assert check_stored(engine) > len(said) // CHUNK
+    assert scheduler.reset_prefix_cache()
+    before = engine.worker.loaded_tokens
+    engine.add("again", [*said, 1, 2, 3], 1)
+    engine.drain()
+    assert engine.worker.loaded_tokens - before == len(said) == 49 + 3 * 37 + 4 * 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_session_that_is_preempted(start: Start, depth: int) -> None:
+    """In a later turn: it is looked up anew, under the tokens that it has then."""
+    engine = start(depth=depth)
+    scheduler = engine.scheduler
+    engine.add("session", prompt("turn 0", 60), 5, resumable=True)
+    step_until(engine, lambda: status(engine, "session") == WAITS)
+    engine.add("session", prompt("turn 1", 60), 20, resumable=True)
+    engine.add("other", prompt("other", 30), 50)
+    for _ in range(6):
+        engine.step()
+    while engine._in_flight:
+        engine._finish_oldest()
+    session = scheduler.requests["session"]
+    assert session in scheduler.running
+    scheduler.reset_prefix_cache(reset_running_requests=True)
+    before = engine.worker.loaded_tokens
+    step_until(engine, lambda: status(engine, "session") == WAITS)
+    assert engine.worker.loaded_tokens - before > 2 * CHUNK
+    engine.add("session", [1], 1)
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    assert check_stored(engine) > 4
+
+
+# ---- the names of its KV --------------------------------------------------------------------
+
+
+def state_of(tokens: list[int], *, resumable: bool) -> RequestState:
+    request: Any = SimpleNamespace(all_token_ids=tokens, resumable=resumable)
+    root = Key(bytes(KEY_BYTES))
+    return RequestState(request, root, b"", (), CHUNK, finds_moved=True)
+
+
+def test_tokens_that_are_replaced_have_keys_of_their_own() -> None:
+    """Also where the key of a chunk with such a token was asked for before."""
+    tokens = prompt("session", 2 * CHUNK)
+    state = state_of(tokens, resumable=True)
+    before = [state.sequence.key(0), state.sequence.key(1)]
+    tokens[-1:] = [tokens[-1] + 1, *prompt("turn 1", CHUNK)]
+    anew = state_of(list(tokens), resumable=False).sequence
+    assert state.sequence.keys(0, 3) == anew.keys(0, 3)
+    assert state.sequence.key(0) == before[0]
+    assert state.sequence.key(1) != before[1]
+
+
+def test_the_keys_of_other_requests_are_kept() -> None:
+    state = state_of(prompt("plain", CHUNK), resumable=False)
+    assert state.sequence is state.sequence
+
+
+def test_a_session_finds_no_moved_kv() -> None:
+    """What is moved is worked out of tokens that may still be replaced."""
+    assert not state_of(prompt("session", CHUNK), resumable=True).sequence.finds_moved
+    assert state_of(prompt("plain", CHUNK), resumable=False).sequence.finds_moved
