@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,3 +58,11 @@ def gpu(request: pytest.FixtureRequest) -> FakeGpu | None:
     if request.param == "fake":
         found = request.getfixturevalue("fake")
     return found
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """As on a terminal: a test run in the background may have SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
