@@ -4,10 +4,12 @@
     python -m benchmarks.burst [--conversations 40] [--rounds 3]
 
 Two real `vllm serve` side by side, one with `look_ahead: false`; histories lie on NVMe, DRAM has
-room for an eighth of them. Each round asks all conversations' next turns of one server at once,
-then of the other; then a few of each one at a time, when no queue tells anything. Both bind the
-same processors, and the order of the two servers changes from round to round. Then both are
-started again in the other order: the one that starts first is the slower one by some per cent.
+room for an eighth of them. Each round asks a few conversations' next turns of one server one at a
+time, when no queue tells anything, then of the other; when all these are over, rounds ask all next
+turns at once: what a burst leaves in DRAM is not the same on both sides. HBM is emptied before each
+turn of a server. Both bind the same processors, and the order of the two servers changes from
+round to round. Then both are started again in the other order: the one that starts first is the
+slower one by some per cent.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class Turn:
     def singles(self, random: Random) -> None:
         """A few next turns, one at a time."""
         client = Client(self.server)
+        client.empty_hbm()
         chosen = random.sample(self.histories, SINGLES)
         self.side.single_ms.append(
             [client.ttft_ms(h + _tokens(random, NEW_TOKENS), ANSWER_TOKENS) for h in chosen]
@@ -94,7 +97,7 @@ def measure(num_conversations: int, rounds: int) -> dict[str, Any]:
     sides = {"with": Side(), "without": Side()}
     with (
         tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as work,
-        tqdm(total=2 * (rounds + 1), desc="bursts", unit="round") as bar,
+        tqdm(total=4 * (rounds + 1), desc="turns", unit="round") as bar,
     ):
         model = str(make_model(Path(work) / "small", SMALL))
         for names in (("with", "without"), ("without", "with")):
@@ -103,13 +106,12 @@ def measure(num_conversations: int, rounds: int) -> dict[str, Any]:
                 for name in names:
                     server = servers.enter_context(_server(Path(work), model, name, histories))
                     turns.append(Turn(sides[name], server, histories))
-                for number in range(rounds + 1):
-                    for turn in turns:
-                        turn.burst(Random(number))
-                    for turn in turns:
-                        turn.singles(Random(number))
-                    turns.reverse()
-                    bar.update()
+                for ask in (Turn.singles, Turn.burst):
+                    for number in range(rounds + 1):
+                        for turn in turns:
+                            ask(turn, Random(number))
+                        turns.reverse()
+                        bar.update()
             for side in sides.values():  # the first round of each start taught the cost model
                 first = -1 - rounds
                 del side.burst_ms[first], side.single_ms[first], side.in_dram[first]
