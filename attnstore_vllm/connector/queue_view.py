@@ -42,11 +42,14 @@ class QueueView:
             self._waiting[request.request_id] = request
         if back:
             self._enter(back, preempted=True)
-        new = [name for name in output.num_scheduled_tokens if name not in self._running]
+        # A streaming session's next input is scheduled as a new request, behind all that run.
+        begun = {new.req_id for new in output.scheduled_new_reqs}
+        new = [name for name in output.num_scheduled_tokens
+               if name in begun or name not in self._running]  # fmt: skip
         if new or self._placed:
             self._store.leave_queue([*new, *self._placed])
             for name in new:
-                request = self._waiting.pop(name, None)
+                request = self._running.pop(name, None) or self._waiting.pop(name, None)
                 if request is not None:
                     self._running[name] = request
         for request in back:

@@ -119,6 +119,21 @@ def test_a_session_that_is_preempted(start: Start, depth: int) -> None:
     assert check_stored(engine) > 4
 
 
+def test_the_order_of_those_that_are_preempted(start: Start) -> None:
+    """A session that gets its next input runs behind those that came meanwhile."""
+    engine = start(depth=1)
+    engine.add("session", prompt("turn 0", 41), 2, resumable=True)
+    step_until(engine, lambda: status(engine, "session") == WAITS)
+    engine.add("other", prompt("other", 30), 60)
+    engine.step()
+    engine.add("session", prompt("turn 1", 37), 20, resumable=True)
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["other", "session"]
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.scheduler.max_num_active_reqs = 0  # nobody is scheduled again, so that all are seen
+    engine.step()
+
+
 # ---- the names of its KV --------------------------------------------------------------------
 
 
