@@ -144,6 +144,17 @@ def load(args: argparse.Namespace) -> Load:
     )  # fmt: skip
 
 
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """What was given for `option`. Raises ConfigError, which names it."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{option}: expected a JSON object")
+    return found
+
+
 def settings(args: argparse.Namespace, model: str) -> RequestSettings:
     """Raises: ConfigError, without aiohttp too."""
     if importlib.util.find_spec("aiohttp") is None:
@@ -152,12 +163,7 @@ def settings(args: argparse.Namespace, model: str) -> RequestSettings:
 
     if args.max_tokens != "data" and not args.max_tokens.isdecimal():
         raise ConfigError(f"--max-tokens: {args.max_tokens!r} was found; expected N or data")
-    try:
-        extra = json.loads(args.extra_body)
-    except ValueError as error:
-        raise ConfigError(f"--extra-body: not JSON: {error}") from error
-    if not isinstance(extra, dict):
-        raise ConfigError("--extra-body: expected a JSON object")
+    extra = json_object("--extra-body", args.extra_body)
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError("--max-concurrency: expected 1 or more")
     return RequestSettings(

@@ -213,12 +213,7 @@ def starter(
     )
     from attnstore_vllm.bench.server import VllmServer, free_port  # noqa: PLC0415
 
-    try:
-        store = json.loads(args.store)
-    except ValueError as error:
-        raise ConfigError(f"--store: not JSON: {error}") from error
-    if not isinstance(store, dict):
-        raise ConfigError("--store: expected a JSON object")
+    store = bench.json_object("--store", args.store)
     try:
         more = shlex.split(args.serve)
     except ValueError as error:

@@ -211,9 +211,20 @@ def ask_and_count(server: VllmServer, text: str) -> tuple[Answer, dict[str, floa
 
 def ask_and_store(server: VllmServer, text: str) -> Answer:
     """Ask, and wait until all that was saved is on NVMe."""
+    answers: list[Answer] = []
+
+    def store() -> int:
+        answers.append(ask(server, text))
+        return answers[0].prompt_tokens
+
+    do_and_store(server, store)
+    return answers[0]
+
+
+def do_and_store(server: VllmServer, store: Callable[[], int]) -> None:
+    """Wait until all that was saved is on NVMe; `store` asks, and says how long the prompt was."""
     before = count(server, "chunks", event="written")
-    answer = ask(server, text)
-    chunks = answer.prompt_tokens // CHUNK  # and a tail, where it is long enough
+    chunks = store() // CHUNK  # and a tail, where it is long enough
 
     def is_stored() -> bool:
         nudge(server)
@@ -224,7 +235,6 @@ def ask_and_store(server: VllmServer, text: str) -> Answer:
         return written >= before + chunks and written >= saved - superseded
 
     wait_until(is_stored, "what was saved is on NVMe")
-    return answer
 
 
 def assert_no_region() -> None:

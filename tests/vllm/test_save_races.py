@@ -11,13 +11,16 @@ are carried out at the end of two steps, in all ways, and the rest when others u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from attnstore_vllm.connector import transfers
 from attnstore_vllm.errors import CopyError
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted_worker import LAYERS
@@ -163,6 +166,37 @@ def test_it_is_preempted(start: Start, depth: int) -> None:
         assert request.num_preemptions > 0
         unsaved += engine.count("chunks:unsaved")
     assert unsaved > 0, "nobody was preempted while its saves were queued"
+
+
+@steps_in_flight
+def test_blocks_that_come_free_spare_a_preemption(start: Start, depth: int) -> None:
+    """One that has ended leaves more saves than rows, and another needs a block meanwhile: vLLM
+    waits for those of the former, since we say that they come free; else it preempts."""
+    engine = start(depth, num_blocks=1 + 1 + 8)
+    preempted: dict[bool, list[bool]] = {True: [], False: []}
+    for says_so, length in product((True, False), range(8, 15)):
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        engine.begin_case()
+        engine.add("older", prompt(f"older {length}", length), 14, params=NOT_STORED)
+        engine.add("leaves", prompt(f"{says_so}, {length}", LENGTH), 1)
+        older = engine.scheduler.requests["older"]
+        with ExitStack() as stack:
+            # However slow this machine is.
+            stack.enter_context(mock.patch.object(transfers, "KEPT_S", 1e9))
+            if not says_so:
+                connector = engine.scheduler.connector
+                stack.enter_context(
+                    mock.patch.object(connector, "has_pending_block_frees", return_value=False)
+                )
+            for step in range(14):
+                engine.saves[0].go_on(step % 2)
+                engine.step()
+            engine.settle()
+        assert check_stored(engine) == CHUNKS
+        assert engine.num_freed == 1, "its blocks were not kept"
+        preempted[says_so].append(older.num_preemptions > 0)
+    assert not any(preempted[True])
+    assert any(preempted[False]), "there was a block for everybody"
 
 
 @steps_in_flight

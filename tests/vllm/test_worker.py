@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.transfers import KEPT_S
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.testing.tiny_model import TINY, make_model
@@ -35,6 +36,17 @@ def engine(model: Path, tmp_path: Path) -> Iterator[ScriptedEngine]:
     engine.close()
 
 
+def stats_of(engine: ScriptedEngine, max_tokens: int) -> AttnStoreStats:
+    """The worker's, when PROMPT was answered with so many tokens and all is saved."""
+    (worker,) = engine.workers
+    engine.add("first", PROMPT, max_tokens)
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    stats: AttnStoreStats | None = worker.side.take_stats()
+    assert stats is not None
+    return stats
+
+
 def ask_again(engine: ScriptedEngine, name: str) -> None:
     """What is stored, once nothing of it is in HBM."""
     assert engine.scheduler.reset_prefix_cache()
@@ -44,12 +56,7 @@ def ask_again(engine: ScriptedEngine, name: str) -> None:
 
 def test_only_steps_that_load_say_what_loads_took(engine: ScriptedEngine) -> None:
     (worker,) = engine.workers
-    engine.add("first", PROMPT, 4)
-    engine.drain()
-    wait_until_quiet(engine.ours)
-    stats = worker.side.take_stats()
-    assert stats is not None
-    assert stats.data["observed"] == {}
+    assert stats_of(engine, 4).data["observed"] == {}
     engine.add("other", prompt("b", 20), 1)
     engine.step()
     engine.step()
@@ -65,14 +72,8 @@ def test_only_steps_that_load_say_what_loads_took(engine: ScriptedEngine) -> Non
 
 def test_bytes_of_saves_are_counted_once(engine: ScriptedEngine) -> None:
     """A prompt's whole chunks as they are computed, and the rest when its request has ended."""
-    (worker,) = engine.workers
-    engine.add("first", PROMPT, 20)
-    engine.drain()
-    wait_until_quiet(engine.ours)
-    stats = worker.side.take_stats()
-    assert stats is not None
     blocks = -(-(len(PROMPT) + 19) // BLOCK)  # the last token's KV is never computed
-    counted = stats.data["counters"][f"bytes:{Flow.SAVE.value}"]
+    counted = stats_of(engine, 20).data["counters"][f"bytes:{Flow.SAVE.value}"]
     assert counted == blocks * BLOCK * TOKEN_KV * LAYERS
 
 
