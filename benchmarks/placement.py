@@ -128,6 +128,7 @@ def sweep(dataset: Path, sessions: int, *, overlap: bool = True) -> Iterator[dic
             "ttft_p99_over_lru": round(ours.ttft(99) / lru.ttft(99), 4),
             "prefill_over_lru": round(ours.prefill_s / lru.prefill_s, 4),
             "busy_over_lru": round(ours.busy_s / lru.busy_s, 4),
+            "lru_prefill_share": round(lru.prefill_s / lru.busy_s, 4),
             "ttft_s": [round(ours.ttft(q), 4) for q in (50, 99)],
             "lru_ttft_s": [round(lru.ttft(q), 4) for q in (50, 99)],
         }
@@ -162,7 +163,8 @@ COLUMNS = {
               "dram_share", "ready_share", "queued_ready_share", "waited_s", "prefill_s",
               "accelerator_s", "seconds"),
     "sweep": ("load", "ready_share", "lru_ready_share", "hit_share", "lru_hit_share",
-              "ttft_p50_over_lru", "ttft_p99_over_lru", "prefill_over_lru", "busy_over_lru"),
+              "ttft_p50_over_lru", "ttft_p99_over_lru", "prefill_over_lru", "busy_over_lru",
+              "lru_prefill_share"),
     "exposed": (),
     "slow": ("model", "load", "hit_share", "ttft_p50_over_recompute", "ttft_p90_over_recompute",
              "ttft_p99_over_recompute"),

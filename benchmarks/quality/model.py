@@ -27,7 +27,7 @@ class Shape:
     window: int = 512
     layers: int = 6
     hidden: int = 256
-    intermediate: int = 704
+    intermediate: int = 768
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64

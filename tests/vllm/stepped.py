@@ -7,6 +7,7 @@ begun. What a load ahead of its step waits for is the test's choice, and so is w
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.testing.copy_streams import Piece
 from attnstore_vllm.testing.memory_engine import MemoryEngine, SteppedStream
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
@@ -31,12 +33,30 @@ class Copies(SteppedStream):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_late = False
+        """What is over because the model waits for it, and what is behind that, is not said to be
+        over before hear(): as with a GPU, whose host goes on meanwhile."""
         self._begun = 0
         self._before = 0
+        self._heard = math.inf
+        """That many, from the first on, may be said to be over."""
 
     def submit(self, work: Callable[[], None], num_bytes: int) -> Any:
         self._begun += 1
-        return super().submit(work, num_bytes)
+        number = self._begun
+        piece: Any = super().submit(work, num_bytes)
+        done = piece.done
+        piece.done = lambda: number <= self._heard and done()
+        return piece
+
+    def is_waited_for(self, piece: Piece) -> None:
+        if self.is_late:
+            self._heard = min(self._heard, self._begun - self.pending)
+        super().is_waited_for(piece)
+
+    def hear(self) -> None:
+        """The news come, and are not late any more."""
+        self.is_late, self._heard = False, math.inf
 
     @property
     def over(self) -> int:

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations_with_replacement, product
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
 
 from attnstore_vllm.errors import CopyError
 from attnstore_vllm.testing.tiny_model import TINY, make_model
-from tests.vllm.scripted_worker import LAYERS
+from tests.vllm.scripted_worker import BLOCK, LAYERS
 from tests.vllm.stepped import SteppedEngine, prompt
 from tests.vllm.test_async_scheduling import wait_until_quiet
 
@@ -232,6 +233,82 @@ def test_it_is_reset_and_then_aborted(start: Start, depth: int) -> None:
     race = RaceAfterReset(start(depth))
     race.engine.layers_before = 1
     race.abort_in_all_ways(PLACES[::2])
+
+
+class RaceAfterPreemption(Race):
+    """The request ran, was preempted while its load was open since the news of it are late, and
+    loads anew. Three older ones need a block each in the same step; two of them end with it."""
+
+    def __init__(self, engine: SteppedEngine, layers_before: int) -> None:
+        super().__init__(engine)
+        self._layers_before = layers_before
+        """Of the load that is open."""
+        self._random = Random(0)
+
+    def begin(self, max_tokens: int = 3) -> str:
+        self._number += 1
+        engine, name = self.engine, f"{self._number}"
+        (loads,) = engine.loads
+        engine.begin_case()
+        engine.layers_before, loads.is_late = self._layers_before, True
+        # It runs first in step 2; or `depth` after 3, in which its load is told.
+        first = 3 + engine.depth if self._layers_before else 2
+        full = first + self._random.randrange(1, 3)  # then the older ones' blocks are
+        length = BLOCK + 1 - full  # step 0 computes it, and each one after it a token
+        for older, more in (("runs", 12), ("older 1", 0), ("older 2", 0)):
+            engine.add(older, prompt(older, length), full + 1 + more, params=NOT_STORED)
+        engine.step()
+        engine.step()
+        tokens = [*prompt("A", HISTORY), *prompt(name, 9)]
+        engine.add(name, tokens, max_tokens + 5, params=NOT_STORED)
+        request = engine.scheduler.requests[name]
+        is_open = (False, False)
+        for step in range(2, full + engine.depth):  # its steps in flight end first
+            assert not request.num_preemptions
+            if step == 3:
+                loads.go_on_to(1 + self._layers_before)
+            is_open = (
+                name in engine.ours._transfers._loading,
+                bool(engine.worker.side._loads._open),
+            )
+            engine.step()
+        assert request.num_preemptions
+        assert is_open == (True, True), "for the scheduler side, and for the worker"
+        if self._random.random() < 0.5:
+            loads.hear()
+        history = prompt("nothing stored", HISTORY)
+        engine.add("other", [*history, *prompt(f"beside {name}", 10)], 6, params=NOT_STORED)
+        assert engine.reported == ({name: 1} if self._layers_before else {})
+        engine.reported.clear()
+        loads.mark()
+        engine.layers_before = 1
+        while not loads.pending:
+            engine.step()
+        self.check_begun(name)
+        return name
+
+    def play(
+        self, places: Places, when: When | None = None, event: Callable[[], None] | None = None
+    ) -> None:
+        self.engine.loads[0].hear()
+        super().play(places, when, event)
+
+
+@steps_in_flight
+@pytest.mark.parametrize("layers_before", [0, 1])
+def test_it_is_preempted(start: Start, depth: int, layers_before: int) -> None:
+    """And finishes, or is aborted; the news of the load that it has lost come before the next one
+    is begun, or behind it.
+
+    Only where news are late: what vLLM preempts has run, and no step of it is in flight. Its first
+    pass has waited for all layers, and with news that are not late that step's report says so.
+    """
+    race = RaceAfterPreemption(start(depth, num_blocks=1 + 3 + 5), layers_before)
+    race.abort_in_all_ways(PLACES[::4])
+    for places in PLACES[::2]:
+        name = race.begin()
+        race.play(places)
+        assert race.engine.reported == {name: 1}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
