@@ -329,4 +329,4 @@ def poison(worker: Any) -> None:
     It is finite, since the CPU kernels multiply what is masked out by zero.
     """
     for kv in worker.model_runner.kv_caches:
-        kv.fill_(1e30)
+        kv.fill_(6e4 if kv.dtype == torch.float16 else 1e30)

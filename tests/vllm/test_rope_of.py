@@ -60,6 +60,8 @@ STATIC: dict[str, dict[str, Any]] = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 1024,
     },
+    "NTK": {"rope_type": "ntk", "factor": 4.0},
+    "mixed NTK": {"rope_type": "ntk", "factor": 4.0, "mixed_b": 0.3},
     "YaRN": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
 }  # fmt: skip
 
