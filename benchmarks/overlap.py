@@ -27,25 +27,10 @@ from typing import Any
 
 from attnstore_vllm.bench.machine import machine
 from attnstore_vllm.bench.summary import table
-from benchmarks import throughput
-from benchmarks.overlap_parts import block_reuse, hits, loads, picture
+from benchmarks.overlap_parts import block_reuse, hits, loads, picture, throughput
 from benchmarks.overlap_parts.common import Line, Settings, say
 
 ROOT = Path(__file__).resolve().parent.parent
-THROUGHPUT_GOAL = 0.98
-THROUGHPUT_ROUNDS = 16
-
-
-def measure_throughput(settings: Settings) -> dict[str, Any]:
-    say("throughput: two servers, by turns (benchmarks/throughput.py)")
-    return throughput.measure("small", settings.rounds(THROUGHPUT_ROUNDS))
-
-
-def throughput_lines(result: dict[str, Any]) -> list[Line]:
-    speeds = result["tokens_per_s"]
-    detail = f"{speeds['store']} over {speeds['plain']} tokens/s, {result['rounds']} rounds"
-    what = "throughput, all saved, nothing reused, over no connector"
-    return [Line(what, result["ratio_median"], f">= {THROUGHPUT_GOAL}", detail)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,7 @@ PARTS = {
     "hits": Part(hits.measure, hits.lines),
     "exposed": Part(loads.measure_exposed, loads.exposed_lines),
     "read_buffer": Part(loads.measure_buffer, loads.buffer_lines),
-    "throughput": Part(measure_throughput, throughput_lines),
+    "throughput": Part(throughput.measure, throughput.lines),
     "block_reuse": Part(block_reuse.measure, block_reuse.lines),
 }
 
