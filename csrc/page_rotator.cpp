@@ -29,6 +29,7 @@ struct Batch {
   const std::vector<BlockRuns>& blocks;
   const std::size_t first_layer;
   const std::size_t num_jobs;
+  const std::size_t num_threads;
   std::atomic<std::size_t> next{0};
 };
 
@@ -45,13 +46,13 @@ void fill_block(const Batch& batch, std::size_t job) {
 }
 
 // Several blocks that follow each other are one thread's, fewer towards the end: of the page that
-// two blocks get tokens from it then has the second part in its cache.
+// two blocks get tokens from it then has the second part in its cache. The first of them has not.
 void take_blocks(void* data) {
-  constexpr std::size_t kBlocksMax = 8;
+  constexpr std::size_t kBlocksMax = 16;
   Batch& batch = *static_cast<Batch*>(data);
   std::size_t first = batch.next;
   while (first < batch.num_jobs) {
-    const std::size_t fair = (batch.num_jobs - first) / 16;
+    const std::size_t fair = (batch.num_jobs - first) / (3 * batch.num_threads);
     const std::size_t stop = first + std::clamp(fair, std::size_t{1}, kBlocksMax);
     if (!batch.next.compare_exchange_weak(first, stop)) continue;
     for (std::size_t job = first; job < stop; ++job) fill_block(batch, job);
@@ -124,7 +125,14 @@ void PageRotator::load(std::vector<MovedTokens> moved, LayerRange layers) const 
             [](const BlockRuns& a, const BlockRuns& b) { return a.order < b.order; });
   const auto first = static_cast<std::size_t>(layers.first);
   const auto stop = static_cast<std::size_t>(layers.stop);
-  Batch batch{block_, pages_, rotate_block_, runs, blocks, first, (stop - first) * blocks.size()};
+  Batch batch{block_,
+              pages_,
+              rotate_block_,
+              runs,
+              blocks,
+              first,
+              (stop - first) * blocks.size(),
+              static_cast<std::size_t>(omp_team_size())};
   on_omp_team(take_blocks, &batch);
 }
 

@@ -14,30 +14,42 @@ namespace {
 
 constexpr std::uintptr_t kLine = 64;
 
-// What is computed with is fetched so far ahead; the processor's own prefetch is late where runs
-// are as short as these.
-inline void fetch(const void* from, std::size_t num_bytes) {
-  const auto* const first = static_cast<const std::byte*>(from);
-  const auto* const last = first + num_bytes - 1;
-  for (const std::byte* at = first; at < last; at += kLine) __builtin_prefetch(at);
-  __builtin_prefetch(last);
-}
+// A page of a slot, in the order in which it stands. Tokens of a block are read in another one, in
+// short pieces of two pages, which the processor does not foresee. So whoever writes a line of the
+// block has a line of the page brought into the second cache, a while before it is read.
+class Ahead {
+ public:
+  Ahead(const std::byte* page, std::int64_t num_bytes)
+      : next_(page + (num_bytes < kBytes ? num_bytes : kBytes)), stop_(page + num_bytes) {}
+
+  void fetch(std::int64_t num_lines) {
+    const std::byte* stop = next_ + num_lines * static_cast<std::int64_t>(kLine);
+    if (stop > stop_) stop = stop_;
+    for (; next_ < stop; next_ += kLine) __builtin_prefetch(next_, 0, 2);
+  }
+
+ private:
+  static constexpr std::int64_t kBytes = 4096;
+  const std::byte* next_;
+  const std::byte* stop_;
+};
 
 // Two elements of 16 bits, wherever they are.
 using Word = std::uint32_t __attribute__((may_alias, aligned(2)));
 
-// Words of which each has two elements of the first or of the second dims of two pairs: NeoX, and
-// tokens side by side.
+constexpr std::int64_t kWords = 16;  // of a line
+
+// A line each of the first and of the second dims. Each word has two elements of the same pair or
+// of two, which have an angle each: NeoX, and tokens side by side.
 template <typename Element>
 void rotate_words(const Word* __restrict x1, const Word* __restrict x2, Word* __restrict y1,
-                  Word* __restrict y2, std::int64_t count, const float* cosines,
-                  const float* sines) {
+                  Word* __restrict y2, const float* cosines, const float* sines) {
   using Two = Halves<Element>;
   const float low_cosine = cosines[0];
   const float high_cosine = cosines[1];
   const float low_sine = sines[0];
   const float high_sine = sines[1];
-  for (std::int64_t i = 0; i < count; ++i) {
+  for (std::int64_t i = 0; i < kWords; ++i) {
     const float low1 = Two::low(x1[i]);
     const float low2 = Two::low(x2[i]);
     const float high1 = Two::high(x1[i]);
@@ -47,12 +59,11 @@ void rotate_words(const Word* __restrict x1, const Word* __restrict x2, Word* __
   }
 }
 
-// Words of which each is a pair.
+// A line of words of which each is a pair.
 template <typename Element>
-void rotate_pairs(const Word* __restrict x, Word* __restrict y, std::int64_t count, float cosine,
-                  float sine) {
+void rotate_pairs(const Word* __restrict x, Word* __restrict y, float cosine, float sine) {
   using Two = Halves<Element>;
-  for (std::int64_t i = 0; i < count; ++i) {
+  for (std::int64_t i = 0; i < kWords; ++i) {
     const float low = Two::low(x[i]);
     const float high = Two::high(x[i]);
     y[i] = Two::join(low * cosine - high * sine, high * cosine + low * sine);
@@ -101,6 +112,23 @@ inline void put(void* to, const void* from, std::size_t num_bytes) {
   if (done != num_bytes) __builtin_memcpy(target + done, source + done, num_bytes - done);
 }
 
+// A long piece of a page.
+inline void put_long(void* to, const void* from, std::int64_t num_bytes, Ahead* ahead) {
+  constexpr std::uintptr_t kPiece = 1024;
+  auto* target = static_cast<std::byte*>(to);
+  const auto* source = static_cast<const std::byte*>(from);
+  while (num_bytes > 0) {
+    auto size =
+        static_cast<std::int64_t>(kPiece - reinterpret_cast<std::uintptr_t>(target) % kPiece);
+    if (size > num_bytes) size = num_bytes;
+    put(target, source, static_cast<std::size_t>(size));
+    ahead->fetch(size / static_cast<std::int64_t>(kLine));
+    target += size;
+    source += size;
+    num_bytes -= size;
+  }
+}
+
 #if defined(ATTNSTORE_AVX512_BF16)
 // What the loops above do, where the processor rounds. It makes zeros of numbers below 2^-126.
 
@@ -117,49 +145,51 @@ inline __m512i join(__m512 low, __m512 high) {
   return _mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
 }
 
-template <>
-inline void rotate_words<Bfloat16>(const Word* __restrict x1, const Word* __restrict x2,
-                                   Word* __restrict y1, Word* __restrict y2, std::int64_t count,
-                                   const float* cosines, const float* sines) {
-  const __m512 low_cosine = _mm512_set1_ps(cosines[0]);
-  const __m512 high_cosine = _mm512_set1_ps(cosines[1]);
-  const __m512 low_sine = _mm512_set1_ps(sines[0]);
-  const __m512 high_sine = _mm512_set1_ps(sines[1]);
-  for (std::int64_t i = 0; i < count; i += 16) {
-    const std::int64_t left = count - i;
-    const auto mask = static_cast<__mmask16>(left >= 16 ? 0xFFFFU : (1U << left) - 1U);
-    const __m512i words1 = _mm512_maskz_loadu_epi32(mask, x1 + i);
-    const __m512i words2 = _mm512_maskz_loadu_epi32(mask, x2 + i);
-    const __m512 low1 = low_of(words1);
-    const __m512 low2 = low_of(words2);
-    const __m512 high1 = high_of(words1);
-    const __m512 high2 = high_of(words2);
-    const __m512i turned1 =
-        join(_mm512_fmsub_ps(low1, low_cosine, _mm512_mul_ps(low2, low_sine)),
-             _mm512_fmsub_ps(high1, high_cosine, _mm512_mul_ps(high2, high_sine)));
-    const __m512i turned2 =
-        join(_mm512_fmadd_ps(low2, low_cosine, _mm512_mul_ps(low1, low_sine)),
-             _mm512_fmadd_ps(high2, high_cosine, _mm512_mul_ps(high1, high_sine)));
-    _mm512_mask_storeu_epi32(y1 + i, mask, turned1);
-    _mm512_mask_storeu_epi32(y2 + i, mask, turned2);
-  }
+// The angles of the low and of the high halves of words.
+struct WordAngles {
+  WordAngles(const float* cosines, const float* sines)
+      : low_cosine(_mm512_set1_ps(cosines[0])),
+        high_cosine(_mm512_set1_ps(cosines[1])),
+        low_sine(_mm512_set1_ps(sines[0])),
+        high_sine(_mm512_set1_ps(sines[1])) {}
+  __m512 low_cosine;
+  __m512 high_cosine;
+  __m512 low_sine;
+  __m512 high_sine;
+};
+
+ATTNSTORE_ALWAYS_INLINE void turn_words(__m512i* one, __m512i* two, const WordAngles& angles) {
+  const __m512 low1 = low_of(*one);
+  const __m512 low2 = low_of(*two);
+  const __m512 high1 = high_of(*one);
+  const __m512 high2 = high_of(*two);
+  *one = join(_mm512_fmsub_ps(low1, angles.low_cosine, _mm512_mul_ps(low2, angles.low_sine)),
+              _mm512_fmsub_ps(high1, angles.high_cosine, _mm512_mul_ps(high2, angles.high_sine)));
+  *two = join(_mm512_fmadd_ps(low2, angles.low_cosine, _mm512_mul_ps(low1, angles.low_sine)),
+              _mm512_fmadd_ps(high2, angles.high_cosine, _mm512_mul_ps(high1, angles.high_sine)));
 }
 
 template <>
-inline void rotate_pairs<Bfloat16>(const Word* __restrict x, Word* __restrict y, std::int64_t count,
-                                   float cosine, float sine) {
+inline void rotate_words<Bfloat16>(const Word* __restrict x1, const Word* __restrict x2,
+                                   Word* __restrict y1, Word* __restrict y2, const float* cosines,
+                                   const float* sines) {
+  __m512i one = _mm512_loadu_si512(x1);
+  __m512i two = _mm512_loadu_si512(x2);
+  turn_words(&one, &two, WordAngles(cosines, sines));
+  _mm512_storeu_si512(y1, one);
+  _mm512_storeu_si512(y2, two);
+}
+
+template <>
+inline void rotate_pairs<Bfloat16>(const Word* __restrict x, Word* __restrict y, float cosine,
+                                   float sine) {
   const __m512 cosines = _mm512_set1_ps(cosine);
   const __m512 sines = _mm512_set1_ps(sine);
-  for (std::int64_t i = 0; i < count; i += 16) {
-    const std::int64_t left = count - i;
-    const auto mask = static_cast<__mmask16>(left >= 16 ? 0xFFFFU : (1U << left) - 1U);
-    const __m512i words = _mm512_maskz_loadu_epi32(mask, x + i);
-    const __m512 low = low_of(words);
-    const __m512 high = high_of(words);
-    const __m512i turned = join(_mm512_fmsub_ps(low, cosines, _mm512_mul_ps(high, sines)),
-                                _mm512_fmadd_ps(high, cosines, _mm512_mul_ps(low, sines)));
-    _mm512_mask_storeu_epi32(y + i, mask, turned);
-  }
+  const __m512i words = _mm512_loadu_si512(x);
+  const __m512 low = low_of(words);
+  const __m512 high = high_of(words);
+  _mm512_storeu_si512(y, join(_mm512_fmsub_ps(low, cosines, _mm512_mul_ps(high, sines)),
+                              _mm512_fmadd_ps(high, cosines, _mm512_mul_ps(low, sines))));
 }
 #endif
 
@@ -172,6 +202,7 @@ struct Job {
   std::size_t num_runs;
   const std::byte* slots;
   std::byte* block;
+  Ahead* ahead;  // the page that the block before did not get tokens from
 
   [[nodiscard]] const Bits* source(const TokenRun& run) const {
     return reinterpret_cast<const Bits*>(slots + run.page);
@@ -287,17 +318,26 @@ void rotate_elements(const Job<Element>& job) {
   }
 }
 
+template <typename Element>
+void rotate_block_of(const BlockShape& shape, const TokenRun* runs, std::size_t num_runs,
+                     const std::byte* slots, std::byte* block) {
+  const std::int64_t elements = 2 * shape.num_heads * shape.block_tokens * shape.head_dim;
+  Ahead ahead(slots + runs[num_runs - 1].page,
+              elements * static_cast<std::int64_t>(sizeof(typename Element::Bits)));
+  rotate_elements(Job<Element>{shape, runs, num_runs, slots, block, &ahead});
+}
+
 void rotate_block(const BlockShape& shape, const TokenRun* runs, std::size_t num_runs,
                   const std::byte* slots, std::byte* block) {
   switch (shape.type) {
     case ElementType::kBfloat16:
-      rotate_elements(Job<Bfloat16>{shape, runs, num_runs, slots, block});
+      rotate_block_of<Bfloat16>(shape, runs, num_runs, slots, block);
       break;
     case ElementType::kFloat16:
-      rotate_elements(Job<Float16>{shape, runs, num_runs, slots, block});
+      rotate_block_of<Float16>(shape, runs, num_runs, slots, block);
       break;
     case ElementType::kFloat32:
-      rotate_elements(Job<Float32>{shape, runs, num_runs, slots, block});
+      rotate_block_of<Float32>(shape, runs, num_runs, slots, block);
   }
   finish_stream();
 }

@@ -21,7 +21,11 @@ struct Span {
   std::uint32_t stop;
   std::int64_t target;  // where the line is in the block, in bytes
   const float* angles;
+  bool begins_row;  // it and those behind it are kAtOnce whole lines, side by side, that turn alike
 };
+
+// Lines that are done together, where that is done by hand.
+constexpr std::size_t kAtOnce = 4;
 
 struct Spans {
   Span spans[kSpansMax];
@@ -47,6 +51,10 @@ inline LineShape line_shape(const BlockShape& shape) {
 inline std::uint32_t halves_of(std::int64_t first_byte, std::int64_t stop_byte) {
   const auto below = [](std::int64_t bytes) { return (std::uint64_t{1} << (bytes / 2)) - 1; };
   return static_cast<std::uint32_t>(below(stop_byte) & ~below(first_byte));
+}
+
+inline bool is_whole(const Span& span) {
+  return span.first == 0 && span.stop == kLine && span.angles != nullptr;
 }
 
 // Cuts what is left of the runs into spans, as many as there is room for. Run `*i` is the first of
@@ -89,13 +97,22 @@ void find_spans(const Job<Element>& job, std::size_t* i, std::int64_t* token, Sp
                                static_cast<std::uint32_t>(first),
                                static_cast<std::uint32_t>(stop),
                                target,
-                               run.angles};
+                               run.angles,
+                               false};
       parts = 1;
     }
     *token += length;
     if (*token == run.target + run.count) ++*i;
   }
   found->count = count;
+  for (std::size_t k = 0; k + kAtOnce <= count; ++k) {
+    Span* const row = &found->spans[k];
+    row->begins_row = true;
+    for (std::size_t n = 0; n < kAtOnce; ++n) {
+      row->begins_row &= is_whole(row[n]) && row[n].angles == row->angles &&
+                         row[n].target == row->target + static_cast<std::int64_t>(n * kLine);
+    }
+  }
 }
 
 // Puts one line together; `offset` is the line's, in bytes.
@@ -125,11 +142,6 @@ inline void put_line(const Span& span, std::byte* target, std::int64_t offset, c
       reinterpret_cast<const std::byte*>(line) + span.first, span.stop - span.first);
 }
 
-inline void fetch_line(const Span& span, std::int64_t offset) {
-  __builtin_prefetch(span.source[0] + offset + span.first);
-  __builtin_prefetch(span.source[1] + offset + span.stop - 1);
-}
-
 // One line of each of a pair's dims. In a tile of NeoX two pairs are side by side.
 template <typename Element>
 inline void turn_two_lines(const Span& span, std::byte* target, std::int64_t one, std::int64_t two,
@@ -139,7 +151,7 @@ inline void turn_two_lines(const Span& span, std::byte* target, std::int64_t one
   gather_line(span, one, x[0]);
   gather_line(span, two, x[1]);
   if constexpr (sizeof(typename Element::Bits) == 2) {
-    rotate_words<Element>(x[0], x[1], y[0], y[1], 16, cosines, sines);
+    rotate_words<Element>(x[0], x[1], y[0], y[1], cosines, sines);
   } else {
     for (int i = 0; i < 16; ++i) {
       std::uint32_t first = 0;
@@ -159,94 +171,169 @@ inline void copy_line(const Span& span, std::byte* target, std::int64_t offset) 
   put_line(span, target, offset, line);
 }
 
+// Where whole lines are turned in registers: kAtOnce pairs of lines, all of which are loaded before
+// the first one is stored.
+
+template <typename Element>
+constexpr bool kInRegisters = false;
+
+template <typename Element>
+void turn_row(const Span* spans, std::byte* target, std::int64_t one, std::int64_t two,
+              float cosine, float sine);
+
+template <typename Element>
+void turn_tiles(const Span& span, std::byte* target, std::int64_t one, std::int64_t two,
+                const float* cosines, const float* sines);
+
+#if defined(ATTNSTORE_AVX512_BF16)
+template <>
+constexpr bool kInRegisters<Bfloat16> = true;
+
+ATTNSTORE_ALWAYS_INLINE __m512i load_line(const Span& span, std::int64_t offset) {
+  if (__builtin_expect(span.halves[1] == 0, 1)) return _mm512_loadu_si512(span.source[0] + offset);
+  const __m512i first = _mm512_maskz_loadu_epi16(span.halves[0], span.source[0] + offset);
+  return _mm512_mask_loadu_epi16(first, span.halves[1], span.source[1] + offset);
+}
+
+ATTNSTORE_ALWAYS_INLINE void store_lines(std::byte* target, const __m512i* lines) {
+#pragma GCC unroll 4
+  for (std::size_t i = 0; i < kAtOnce; ++i) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i * kLine), lines[i]);
+  }
+}
+
+// Lines of two dims.
+template <>
+ATTNSTORE_ALWAYS_INLINE void turn_row<Bfloat16>(const Span* spans, std::byte* target,
+                                                std::int64_t one, std::int64_t two, float cosine,
+                                                float sine) {
+  const float cosines[] = {cosine, cosine};
+  const float sines[] = {sine, sine};
+  const WordAngles angles(cosines, sines);
+  __m512i x[2][kAtOnce];
+#pragma GCC unroll 4
+  for (std::size_t i = 0; i < kAtOnce; ++i) {
+    x[0][i] = load_line(spans[i], one);
+    x[1][i] = load_line(spans[i], two);
+  }
+#pragma GCC unroll 4
+  for (std::size_t i = 0; i < kAtOnce; ++i) turn_words(&x[0][i], &x[1][i], angles);
+  store_lines(target + spans->target + one, x[0]);
+  store_lines(target + spans->target + two, x[1]);
+}
+
+// Tiles of one span, which stand side by side.
+template <>
+ATTNSTORE_ALWAYS_INLINE void turn_tiles<Bfloat16>(const Span& span, std::byte* target,
+                                                  std::int64_t one, std::int64_t two,
+                                                  const float* cosines, const float* sines) {
+  __m512i x[2][kAtOnce];
+#pragma GCC unroll 4
+  for (std::size_t i = 0; i < kAtOnce; ++i) {
+    x[0][i] = load_line(span, one + static_cast<std::int64_t>(i * kLine));
+    x[1][i] = load_line(span, two + static_cast<std::int64_t>(i * kLine));
+  }
+#pragma GCC unroll 4
+  for (std::size_t i = 0; i < kAtOnce; ++i) {
+    turn_words(&x[0][i], &x[1][i], WordAngles(cosines + 2 * i, sines + 2 * i));
+  }
+  store_lines(target + span.target + one, x[0]);
+  store_lines(target + span.target + two, x[1]);
+}
+#endif
+
+inline bool is_aligned(const std::byte* target, std::int64_t step) {
+  return ((reinterpret_cast<std::uintptr_t>(target) | static_cast<std::uintptr_t>(step)) % kLine) ==
+         0;
+}
+
 // K of one head, dim by dim. `at` is the head's, in bytes; `target` is where it is in the block.
 template <typename Element>
-void key_rows(const BlockShape& shape, const Spans& found, std::int64_t at, std::byte* target) {
-  constexpr std::int64_t kPairsAhead = 4;
+void key_rows(const BlockShape& shape, const Spans& found, std::int64_t at, std::byte* target,
+              Ahead* ahead) {
   const std::int64_t step =
       shape.key.side.dim_inner * static_cast<std::int64_t>(sizeof(typename Element::Bits));
   const std::int64_t pairs = shape.num_pairs;
+  std::byte* const to = target - at;
+  [[maybe_unused]] const bool rows_are_lines = is_aligned(target, step);
   for (std::int64_t pair = 0; pair < pairs; ++pair) {
     const DimPair dims = pair_dims(shape.pairing, pairs, pair);
-    const DimPair ahead = pair_dims(shape.pairing, pairs, pair + kPairsAhead);
+    const std::int64_t one = at + dims.first * step;
+    const std::int64_t two = at + dims.second * step;
+    ahead->fetch(2 * static_cast<std::int64_t>(found.count));
     for (std::size_t i = 0; i < found.count; ++i) {
       const Span& span = found.spans[i];
-      if (pair + kPairsAhead < pairs) {
-        fetch_line(span, at + ahead.first * step);
-        fetch_line(span, at + ahead.second * step);
-      }
-      std::byte* const to = target - at;
       if (span.angles == nullptr) {
-        copy_line(span, to, at + dims.first * step);
-        copy_line(span, to, at + dims.second * step);
+        copy_line(span, to, one);
+        copy_line(span, to, two);
         continue;
       }
       const float cosines[] = {span.angles[pair], span.angles[pair]};
       const float sines[] = {span.angles[pairs + pair], span.angles[pairs + pair]};
-      turn_two_lines<Element>(span, to, at + dims.first * step, at + dims.second * step, cosines,
-                              sines);
+      if constexpr (kInRegisters<Element>) {
+        if (span.begins_row && rows_are_lines) {
+          turn_row<Element>(&span, to, one, two, cosines[0], sines[0]);
+          i += kAtOnce - 1;
+          continue;
+        }
+      }
+      turn_two_lines<Element>(span, to, one, two, cosines, sines);
     }
   }
   for (std::int64_t dim = 2 * pairs; dim < shape.head_dim; ++dim) {
-    for (std::size_t i = 0; i < found.count; ++i) {
-      copy_line(found.spans[i], target - at, at + dim * step);
+    for (std::size_t i = 0; i < found.count; ++i) copy_line(found.spans[i], to, at + dim * step);
+  }
+}
+
+// NeoX pairs of one span of tiles, two in a tile.
+template <typename Element>
+void key_tile_pairs(const Span& span, std::byte* target, std::int64_t at, std::int64_t step,
+                    std::int64_t pairs, Ahead* ahead) {
+  const float* const cosines = span.angles;
+  const float* const sines = cosines + pairs;
+  const std::int64_t num_tiles = pairs / 2;
+  std::int64_t j = 0;
+  if constexpr (kInRegisters<Element>) {
+    constexpr auto kTiles = static_cast<std::int64_t>(kAtOnce);
+    const bool is_row =
+        is_whole(span) && step == kLine && is_aligned(target + at + span.target, step);
+    for (; is_row && j + kTiles <= num_tiles; j += kTiles) {
+      ahead->fetch(2 * kTiles);
+      turn_tiles<Element>(span, target, at + j * step, at + (j + num_tiles) * step, cosines + 2 * j,
+                          sines + 2 * j);
     }
+  }
+  for (; j < num_tiles; ++j) {
+    ahead->fetch(2);
+    turn_two_lines<Element>(span, target, at + j * step, at + (j + num_tiles) * step,
+                            cosines + 2 * j, sines + 2 * j);
   }
 }
 
 // K of one head, tile by tile.
 template <typename Element>
-void key_tiles(const BlockShape& shape, const Spans& found, std::int64_t at, std::byte* target) {
+void key_tiles(const BlockShape& shape, const Spans& found, std::int64_t at, std::byte* target,
+               Ahead* ahead) {
   const std::int64_t step = shape.key.side.dim_outer * 2;
   for (std::size_t i = 0; i < found.count; ++i) {
     const Span& span = found.spans[i];
-    const Span& next = found.spans[i + 1 < found.count ? i + 1 : i];
     std::byte* const to = target - at;
-    const auto fetch = [&](std::int64_t j) {
-      __builtin_prefetch(next.source[1] + at + j * step + next.stop - 1);
-    };
     const std::int64_t pairs = span.angles == nullptr ? 0 : shape.num_pairs;
-    const float* const cosines = span.angles;
-    const float* const sines = cosines + pairs;
     if (shape.pairing == Pairing::kNeox) {
-      for (std::int64_t j = 0; j < pairs / 2; ++j) {
-        fetch(j);
-        fetch(j + pairs / 2);
-        turn_two_lines<Element>(span, to, at + j * step, at + (j + pairs / 2) * step,
-                                cosines + 2 * j, sines + 2 * j);
-      }
+      key_tile_pairs<Element>(span, to, at, step, pairs, ahead);
     } else {
       for (std::int64_t j = 0; j < pairs; ++j) {
         alignas(64) Word x[16] = {};
         alignas(64) Word y[16];
-        fetch(j);
+        ahead->fetch(1);
         gather_line(span, at + j * step, x);
-        rotate_pairs<Element>(x, y, 16, cosines[j], sines[j]);
+        rotate_pairs<Element>(x, y, span.angles[j], span.angles[pairs + j]);
         put_line(span, to, at + j * step, y);
       }
     }
     for (std::int64_t j = pairs; j < shape.head_dim / 2; ++j) {
-      fetch(j);
+      ahead->fetch(1);
       copy_line(span, to, at + j * step);
-    }
-  }
-}
-
-// What is read first of a head.
-template <typename Element>
-void fetch_lines(const BlockShape& shape, const Spans& found, std::int64_t at) {
-  constexpr std::int64_t kBytes = sizeof(typename Element::Bits);
-  if (shape.key.order == Order::kTiles) {
-    for (std::int64_t j = 0; j < shape.head_dim / 2; ++j) {
-      fetch_line(found.spans[0], at + j * shape.key.side.dim_outer * kBytes);
-    }
-    return;
-  }
-  for (std::int64_t pair = 0; pair < 4 && pair < shape.num_pairs; ++pair) {
-    const DimPair dims = pair_dims(shape.pairing, shape.num_pairs, pair);
-    for (std::size_t i = 0; i < found.count; ++i) {
-      fetch_line(found.spans[i], at + dims.first * shape.key.side.dim_inner * kBytes);
-      fetch_line(found.spans[i], at + dims.second * shape.key.side.dim_inner * kBytes);
     }
   }
 }
@@ -266,12 +353,9 @@ void move_lines(const Job<Element>& job, const Values& values) {
       const std::int64_t at = (side.base + head * side.head_step) * kBytes;
       auto* const target = reinterpret_cast<std::byte*>(job.target(at / kBytes));
       if (shape.key.order == Order::kTokens) {
-        key_rows<Element>(shape, found, at, target);
+        key_rows<Element>(shape, found, at, target, job.ahead);
       } else if constexpr (kBytes == 2) {
-        key_tiles<Element>(shape, found, at, target);
-      }
-      if (head + 1 < shape.num_heads) {
-        fetch_lines<Element>(shape, found, at + side.head_step * kBytes);
+        key_tiles<Element>(shape, found, at, target, job.ahead);
       }
       if (is_first) values(head);
     }

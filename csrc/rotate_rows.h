@@ -113,8 +113,8 @@ void value_dims(const Job<Element>& job, std::int64_t at) {
     const TokenRun& run = job.runs[i];
     const Bits* const source = job.source(run) + at;
     if (is_contiguous) {
-      put(target + run.target * shape.head_dim, source + run.source * shape.head_dim,
-          static_cast<std::size_t>(run.count) * row_bytes);
+      put_long(target + run.target * shape.head_dim, source + run.source * shape.head_dim,
+               run.count * static_cast<std::int64_t>(row_bytes), job.ahead);
       continue;
     }
     for (std::int64_t token = 0; token < run.count; ++token) {
@@ -126,7 +126,6 @@ void value_dims(const Job<Element>& job, std::int64_t at) {
 // K and V of which both are rows of dims: in the order in which they stand.
 template <typename Element>
 void token_rows(const Job<Element>& job) {
-  constexpr std::int64_t kTokensAhead = 8;
   const BlockShape& shape = job.shape;
   const SideOffsets& keys = shape.key;
   const SideOffsets& values = shape.value;
@@ -139,9 +138,7 @@ void token_rows(const Job<Element>& job) {
       const auto* const source = job.source(run);
       const std::int64_t from = run.source + token;
       const std::int64_t to = run.target + token;
-      if (token + kTokensAhead < run.count) {
-        fetch(source + key_at + keys.tokens[from + kTokensAhead], row_bytes);
-      }
+      job.ahead->fetch(static_cast<std::int64_t>(2 * row_bytes / kLine));
       key_row<Element>(shape, run.angles, source + key_at + keys.tokens[from],
                        job.target(key_at) + keys.tokens[to]);
       put(job.target(value_at) + values.tokens[to], source + value_at + values.tokens[from],

@@ -6,16 +6,15 @@ namespace attnstore {
 namespace ATTNSTORE_PROCESSOR {
 namespace {
 
-constexpr std::int64_t kWords = 16;
-
 // Tiles whose first token is the second one of a tile of the source.
 __attribute__((noinline)) void put_odd_tiles(std::uint16_t* target, const std::uint16_t* source,
-                                             std::int64_t num_tiles) {
-  alignas(64) Word tile[kWords];
+                                             std::int64_t num_tiles, Ahead* ahead) {
   const auto* words = reinterpret_cast<const Word*>(source);
   for (std::int64_t j = 0; j < num_tiles; ++j, words += kWords, target += 2 * kWords) {
+    alignas(kLine) Word tile[kWords];
     for (std::int64_t i = 0; i < kWords; ++i) tile[i] = words[i] >> 16 | words[i + kWords] << 16;
     put(target, tile, sizeof(tile));
+    ahead->fetch(1);
   }
 }
 
@@ -38,10 +37,10 @@ inline void value_group(const Job<Element>& job, std::int64_t at) {
     const std::int64_t from = run.source + odd;
     auto* const to = target + (run.target + odd) / 2 * kTile;
     if (from % 2 == 0) {
-      put(to, source + from / 2 * kTile,
-          static_cast<std::size_t>(num_tiles * kTile) * sizeof(std::uint16_t));
+      put_long(to, source + from / 2 * kTile,
+               num_tiles * kTile * static_cast<std::int64_t>(sizeof(std::uint16_t)), job.ahead);
     } else {
-      put_odd_tiles(to, source + from / 2 * kTile, num_tiles);
+      put_odd_tiles(to, source + from / 2 * kTile, num_tiles, job.ahead);
     }
     // A tile that is shared with the run before, or with a token that stays as it is.
     if (odd != 0) {

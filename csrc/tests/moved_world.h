@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -38,6 +39,24 @@ inline std::int64_t below(std::mt19937_64& random, std::int64_t stop) {
   return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(stop));
 }
 
+// As KV tensors are, from a line on: whole lines are stored in another way.
+template <typename Element>
+struct OnLines {
+  using value_type = Element;
+  OnLines() = default;
+  template <typename Other>
+  explicit OnLines(const OnLines<Other>& /*other*/) {}
+  static Element* allocate(std::size_t count) {
+    return static_cast<Element*>(::operator new(count * sizeof(Element), std::align_val_t{64}));
+  }
+  static void deallocate(Element* at, std::size_t /*count*/) {
+    ::operator delete(at, std::align_val_t{64});
+  }
+  bool operator==(const OnLines& /*other*/) const { return true; }
+  bool operator!=(const OnLines& /*other*/) const { return false; }
+};
+using Bytes = std::vector<std::byte, OnLines<std::byte>>;
+
 enum class Kind { kVec, kAmx, kRows, kRowsByToken, kApart, kOdd };
 constexpr Kind kKinds[] = {Kind::kVec,         Kind::kAmx,   Kind::kRows,
                            Kind::kRowsByToken, Kind::kApart, Kind::kOdd};
@@ -69,8 +88,7 @@ inline attnstore::ContentMap content_of(Kind kind, std::int64_t heads, std::int6
 }
 
 // Numbers of the middle of the range; any bits would be infinite now and then.
-inline void fill_numbers(std::vector<std::byte>& memory, ElementType type,
-                         std::mt19937_64& random) {
+inline void fill_numbers(Bytes& memory, ElementType type, std::mt19937_64& random) {
   const std::size_t size = type == ElementType::kFloat32 ? 4 : 2;
   for (std::size_t at = 0; at + size <= memory.size(); at += size) {
     const float value = static_cast<float>(below(random, 2'000'001) - 1'000'000) * 1e-6F;
@@ -98,7 +116,7 @@ struct Sizes {
 // That all kinds of contents have.
 inline Sizes some_sizes(std::mt19937_64& random) {
   const std::int64_t heads = 1 + below(random, 3);
-  const std::int64_t tokens = 16 << below(random, 3);
+  const std::int64_t tokens = 16 << below(random, 4);
   const std::int64_t dims = 16 * (1 + below(random, 6));
   return {heads, tokens, dims, below(random, dims / 2 + 1)};
 }
@@ -110,8 +128,8 @@ struct World {
   std::size_t slot_bytes;
   std::size_t stride;
   std::vector<std::uint64_t> run_offsets;
-  std::vector<std::byte> slots;
-  std::vector<std::byte> layers[kLayers];
+  Bytes slots;
+  Bytes layers[kLayers];
 
   World(Kind kind, ElementType type, Pairing pairing, Sizes sizes, std::mt19937_64& random) {
     std::vector<double> theta(static_cast<std::size_t>(sizes.pairs));

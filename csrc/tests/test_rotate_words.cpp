@@ -108,9 +108,9 @@ int tokens_arrive(Kind kind, ElementType type, Pairing pairing, Sizes sizes,
     const std::vector<MovedTokens> moved = some_tokens(world, random);
     const auto first = static_cast<std::int64_t>(random() % kLayers);
     const LayerRange layers{first, static_cast<std::int64_t>(kLayers) - below(random, 2)};
-    const std::vector<std::byte> before[kLayers] = {world.layers[0], world.layers[1]};
+    const moved_world::Bytes before[kLayers] = {world.layers[0], world.layers[1]};
     rotator.load(moved, layers);
-    const std::vector<std::byte> wanted[kLayers] = {world.layers[0], world.layers[1]};
+    const moved_world::Bytes wanted[kLayers] = {world.layers[0], world.layers[1]};
     for (std::size_t i = 0; i < kLayers; ++i) {
       std::memcpy(world.layers[i].data(), before[i].data(), before[i].size());
     }
