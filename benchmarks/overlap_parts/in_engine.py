@@ -30,6 +30,8 @@ TIMED: dict[str, Any] = {
 }
 PREFILLS_FIRST, PREFILLS, PREFILLS_KEPT = 12, 3, 12
 """Measured before the first round, before each later one, and of which the median counts."""
+LATEST = 3
+"""Of these, those that say how fast the machine is at this moment."""
 UNDISTURBED = 8
 """Tokens of the other request before the new one comes, and as many after it."""
 
@@ -106,9 +108,14 @@ def calibrate(
     for i in range(PREFILLS if number else PREFILLS_FIRST):
         new = random_tokens(("calibrate", number, i), num_new)
         _prefills_ms.append(from_hbm_ms(engine, history, new))
-    prefill_ms = statistics.median(_prefills_ms)
-    geometry = engine.side._geometry
-    num_bytes = geometry.token_bytes() * len(history)
+    return slow_down(engine, history, statistics.median(_prefills_ms), times)
+
+
+def slow_down(
+    engine: Engine, history: Tokens, prefill_ms: float, times: float = 1.0
+) -> dict[str, float]:
+    """Let a load of `history` take so many times a prefill of `prefill_ms`."""
+    num_bytes = engine.side._geometry.token_bytes() * len(history)
     rate = num_bytes / (times * prefill_ms / 1000)
     copies().loads.bytes_per_s = rate
     return {"prefill_ms": prefill_ms, "load_ms": times * prefill_ms,
@@ -152,14 +159,23 @@ def whole_requests() -> Iterator[None]:
 def exposed_round(
     engine: Engine, history: Tokens, num_new: int, number: int
 ) -> dict[str, dict[str, float]]:
-    """TTFT in ms by way of loading, from DRAM and then from HBM. The order changes by `number`."""
+    """By way of loading: TTFT in ms from DRAM, of a load as long as the prefill, and from HBM.
+
+    The machine's speed changes from one pass to the next. So HBM hits stand before and after each
+    DRAM hit, whose `hbm_ms` is their mean; and what a load takes is the median of the last three.
+    The order of ways changes by `number`. The history is in HBM before and after.
+    """
     ways = ["layer_wise", "whole"][:: 1 - 2 * (number % 2)]
     found = {}
+    hits = [from_hbm_ms(engine, history, random_tokens((number, "first"), num_new))]
     for way in ways:
+        _prefills_ms.append(hits[-1])
+        speed = slow_down(engine, history, statistics.median(list(_prefills_ms)[-LATEST:]))
         new = [random_tokens((number, way, i), num_new) for i in range(2)]
         with synchronous(engine), whole_requests() if way == "whole" else nullcontext():
             dram_ms = from_dram_ms(engine, history, new[0])
-        found[way] = {"dram_ms": dram_ms, "hbm_ms": from_hbm_ms(engine, history, new[1])}
+        hits.append(from_hbm_ms(engine, history, new[1]))
+        found[way] = {"dram_ms": dram_ms, "hbm_ms": sum(hits[-2:]) / 2, **speed}
     return found
 
 

@@ -13,7 +13,7 @@ read_buffer  A load takes three times the prefill, and comes while another reque
              model of loads is made to forget what it knew, and learns from some loads at that speed
              first; of steps it knows what it has seen.
 
-What a prefill takes is measured before each round, and the copies' speed set by it.
+What a prefill takes is measured before each load that is timed, and the copies' speed set by it.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ def measure_exposed(settings: Settings) -> dict[str, Any]:
     results = []
     for name in models(settings):
         with engine(settings, name, "exposed") as (host, history, new):
-            speeds, rounds = [], []
-            for number in tqdm(range(settings.rounds(ROUNDS[name])), desc=name, unit="round"):
-                speeds.append(host.call(in_engine.calibrate, history, new, 1.0, number))
-                rounds.append(host.call(in_engine.exposed_round, history, new, number))
+            host.call(in_engine.calibrate, history, new, 1.0, 0)
+            numbers = tqdm(range(settings.rounds(ROUNDS[name])), desc=name, unit="round")
+            rounds = [host.call(in_engine.exposed_round, history, new, n) for n in numbers]
         exposed = {
             way: [one[way]["dram_ms"] - one[way]["hbm_ms"] for one in rounds]
             for way in ("layer_wise", "whole")
@@ -79,8 +78,8 @@ def measure_exposed(settings: Settings) -> dict[str, Any]:
         results.append(
             {
                 "model": name, "history_tokens": len(history), "new_tokens": new,
-                **_side(speeds),
-                "hbm_ms": spread([one[way]["hbm_ms"] for one in rounds for way in one]),
+                **{key: spread([one[way][key] for one in rounds for way in one])
+                   for key in ("prefill_ms", "load_ms", "load_mib", "load_bytes_per_s", "hbm_ms")},
                 "exposed_ms": {way: spread(values) for way, values in exposed.items()},
                 "layer_wise_over_whole": round(medians["layer_wise"] / medians["whole"], 3),
             }
