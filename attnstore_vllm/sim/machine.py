@@ -40,9 +40,11 @@ class Machine:
     prefix_cache: bool = True
     """vLLM's own, in HBM."""
     hbm_bandwidth: int = 26_000_000_000
-    """DRAM to HBM."""
+    """DRAM to HBM, and back."""
     overlap: bool = True
     """Loads hide behind the step's computation, layer by layer."""
+    asynchronous_saving: bool = True
+    """Saves hide behind the steps that follow; else the engine waits for them after each step."""
     nvme_read: int = 5_000_000_000
     nvme_write: int = 2_500_000_000
     nvme_latency_s: float = 0.0002
@@ -74,6 +76,12 @@ class Machine:
     def with_sizes(self, **sizes: int) -> Machine:
         return replace(self, **sizes)  # type: ignore[arg-type]
 
+    def saving_s(self, num_tokens: int) -> float:
+        """What the engine waits for, until these are saved."""
+        if self.asynchronous_saving:
+            return 0.0
+        return num_tokens * self.kv_bytes_per_token / self.hbm_bandwidth
+
     @property
     def chunk_bytes(self) -> int:
         return self.kv_bytes_per_token * self.chunk_tokens
@@ -96,7 +104,7 @@ class Machine:
 def _value(where: str, key: str, value: object) -> Any:
     if key in _SIZES:
         return parse_size(f"{where}: {key}", value)
-    if key in ("prefix_cache", "overlap"):
+    if key in ("prefix_cache", "overlap", "asynchronous_saving"):
         if not isinstance(value, bool):
             raise ConfigError(f"{where}: {key} is {value!r}; it must be true or false")
         return value

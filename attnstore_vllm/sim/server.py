@@ -83,6 +83,7 @@ class Server:
         self._arrivals: list[tuple[float, int, Request, int]] = []
         self._warmup = warmup
         self._until_s = until_s
+        self._saved_tokens = 0
         begun: set[int] = set()
         for number, request in enumerate(trace.requests):
             if request.session >= 0 and request.session in begun:
@@ -119,7 +120,12 @@ class Server:
                 continue
             began = self.now
             self._pass_until(began + self._seconds(step))
+            is_counting = self._is_counting
             self._end(step)
+            saving_s, self._saved_tokens = self._machine.saving_s(self._saved_tokens), 0
+            if saving_s > 0:
+                self._out.busy_s += saving_s if is_counting else 0.0
+                self._pass_until(self.now + saving_s)
         out, chunk = self._out, self._machine.chunk_bytes
         out.duration_s = self.now
         self._turn()
@@ -379,6 +385,7 @@ class Server:
             chunk = self._store.begin_save(name, run, again=again)
             if chunk is not None:
                 saved.append(chunk)
+        self._saved_tokens += sum(chunk.name.num_tokens for chunk in saved)
         if saved:
             self._store.finish_saves(saved)
 

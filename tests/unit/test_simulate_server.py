@@ -109,6 +109,20 @@ def test_loading_takes_time_and_hides_behind_computing() -> None:
     assert seconds[True, KV * 1_000] == pytest.approx(1.002, abs=1e-3)
 
 
+def test_saving_takes_time_where_the_engine_waits_for_it() -> None:
+    chunks = np.arange(16, dtype=np.int64)
+    trace = make_trace("t", SIZE, [Request(0.0, chunks, 1000, 5, 1005, 1, 0.0)])
+    outs = {}
+    for asynchronous in (True, False):
+        machine = replace(MACHINE, hbm_bandwidth=KV * 1_000, asynchronous_saving=asynchronous)
+        outs[asynchronous] = run(trace, "attnstore", machine)
+    # 15 whole chunks after the prompt and 44 tokens at the end; a thousand take a second.
+    assert outs[False].busy_s == pytest.approx(outs[True].busy_s + 1.004, abs=1e-6)
+    assert outs[False].duration_s == pytest.approx(outs[True].duration_s + 1.004, abs=1e-6)
+    assert outs[False].prefill_s == outs[True].prefill_s
+    assert outs[False].ttft_s == outs[True].ttft_s, "nobody came after it"
+
+
 def test_the_same_trace_gives_the_same() -> None:
     trace = chats(60, rate=1.0)
     assert run(trace, "attnstore").as_json() == run(trace, "attnstore").as_json()
