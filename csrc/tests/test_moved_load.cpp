@@ -21,6 +21,7 @@ using moved_world::Kind;
 using moved_world::kKinds;
 using moved_world::kLayers;
 using moved_world::kPages;
+using moved_world::Sizes;
 using moved_world::some_sizes;
 using moved_world::some_tokens;
 using moved_world::World;
@@ -96,9 +97,8 @@ void compare(const World& world, const std::vector<MovedTokens>& moved, std::siz
 }
 
 void tokens_move(RotateBlock rotate_block, Kind kind, ElementType type, Pairing pairing,
-                 std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  World world(kind, type, pairing, some_sizes(random), random);
+                 Sizes sizes, std::mt19937_64& random) {
+  World world(kind, type, pairing, sizes, random);
   const PageRotator rotator(world.pages(), world.rotation, rotate_block);
   for (int round = 0; round < 2; ++round) {
     const std::vector<MovedTokens> moved = some_tokens(world, random);
@@ -136,7 +136,21 @@ int main() {
       for (const ElementType type :
            {ElementType::kBfloat16, ElementType::kFloat16, ElementType::kFloat32}) {
         for (const Pairing pairing : {Pairing::kNeox, Pairing::kGptj}) {
-          for (int i = 0; i < kWorlds; ++i) tokens_move(rotate_block, kind, type, pairing, ++seed);
+          for (int i = 0; i < kWorlds; ++i) {
+            std::mt19937_64 random(++seed);
+            const Sizes sizes = some_sizes(random);
+            tokens_move(rotate_block, kind, type, pairing, sizes, random);
+          }
+        }
+      }
+    }
+    // As models are served: these go through the ways that are short and quick.
+    for (const Kind kind : {Kind::kVec, Kind::kAmx}) {
+      for (const std::int64_t dims : {64, 128}) {
+        for (int i = 0; i < kWorlds; ++i) {
+          std::mt19937_64 random(++seed);
+          tokens_move(rotate_block, kind, ElementType::kBfloat16, Pairing::kNeox,
+                      {2, 128, dims, dims / 2}, random);
         }
       }
     }
