@@ -255,6 +255,7 @@ def test_an_engine_counts_what_it_decides(engine: EngineHost) -> None:
     # Where computing is sooner and the settings wait all the same, no time is said.
     assert [d["wait_over_forecast, number"] for d in differences] == [0, 0, 1, 0]
     forecast_s = waited["wait_seconds"] / waited["wait_over_forecast"]
-    assert READ_S < forecast_s < 6 * READ_S
+    # Of a machine that others use, waits are long and differ, and so are forecasts.
+    assert READ_S < forecast_s < 5 * learned["wait_seconds"] / len(LEARNED)
     assert slower["step_over_forecast, number"] >= len(SLOWER)
     assert slower["step_over_forecast"] > 0
