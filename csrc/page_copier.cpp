@@ -28,19 +28,23 @@ struct Batch {
   const std::size_t num_taken;
   std::atomic<std::size_t> next{0};  // the first page that nobody has taken
 
-  void copy(std::size_t page, std::size_t next_page) const {
-    const std::size_t layer = first_layer + page / copies.size();
-    const std::size_t next_layer = first_layer + next_page / copies.size();
-    const PageCopy& places = copies[page % copies.size()];
-    const PageCopy& next_places = copies[next_page % copies.size()];
-    for (std::size_t run = 0; run < num_runs; ++run) {
-      // The processor foresees nothing beyond a run: it is told where the next page's begins.
-      const auto ahead = run_address(map, source, next_places, 0, next_layer, run);
-      __builtin_prefetch(reinterpret_cast<const void*>(ahead));
-      const auto from = run_address(map, source, places, 0, layer, run);
-      const auto to = run_address(map, target, places, 0, layer, run);
-      stream_copy(reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from),
-                  map.run_bytes);
+  // `run` counts from the first page's first one, through all pages.
+  [[nodiscard]] std::uint64_t address(Place place, std::size_t run) const {
+    const std::size_t page = run / num_runs;
+    return run_address(map, place, copies[page % copies.size()], 0,
+                       first_layer + page / copies.size(), run % num_runs);
+  }
+
+  void copy(std::size_t first, std::size_t stop) const {
+    for (std::size_t run = first; run < stop; ++run) {
+      // The processor foresees nothing beyond a run: it is told where the next one begins. In the
+      // target that is for the address' translation, whose tables are as far away as the memory:
+      // a streaming store would wait for it (loads of short runs: 10 to 16 GiB/s on a Zen 4).
+      const std::size_t next = std::min(run + 1, stop - 1);
+      __builtin_prefetch(reinterpret_cast<const void*>(address(source, next)));
+      __builtin_prefetch(reinterpret_cast<const void*>(address(target, next)), 0, 0);
+      stream_copy(reinterpret_cast<std::byte*>(address(target, run)),
+                  reinterpret_cast<const std::byte*>(address(source, run)), map.run_bytes);
     }
   }
 };
@@ -51,9 +55,7 @@ void take_pages(void* data) {
     const std::size_t first = batch.next.fetch_add(batch.num_taken, std::memory_order_relaxed);
     if (first >= batch.num_pages) break;
     const std::size_t stop = std::min(first + batch.num_taken, batch.num_pages);
-    for (std::size_t page = first; page < stop; ++page) {
-      batch.copy(page, std::min(page + 1, stop - 1));
-    }
+    batch.copy(first * batch.num_runs, stop * batch.num_runs);
   }
   end_stream_copies();
 }

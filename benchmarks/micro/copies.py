@@ -308,11 +308,10 @@ def show(results: list[dict[str, Any]], num_threads: int) -> str:
 
 
 def bind_openmp() -> None:
-    """As vLLM does for its workers; before PyTorch is loaded."""
+    """A thread on each processor, as vLLM does for its workers; before PyTorch is loaded."""
     cores = sorted(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(len(cores))
-    os.environ["OMP_PLACES"] = "{" + ",".join(map(str, cores)) + "}"
-    os.environ["OMP_PROC_BIND"] = "true"
+    os.environ["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
 
 
 def main() -> None:

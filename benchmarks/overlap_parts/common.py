@@ -66,16 +66,15 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 def model_threads(cores: Sequence[int]) -> dict[str, str]:
     """The environment of a process in which a model runs on these processors.
 
-    What vLLM sets for its own workers; with the engine in one process it sets nothing.
+    What vLLM sets for its own workers; with the engine in one process it sets nothing. Each thread
+    has a processor of its own: where they may choose, two of them wake up on one again and again.
     """
-    ids = ",".join(map(str, cores))
     preloaded = [found for name in ("libgomp", "libtcmalloc") for found in _libraries(name)]
     return {
         "OMP_NUM_THREADS": str(len(cores)),
-        "OMP_PLACES": f"{{{ids}}}",
-        "OMP_PROC_BIND": "true",
+        "GOMP_CPU_AFFINITY": " ".join(map(str, cores)),
         "LD_PRELOAD": ":".join(preloaded),
-        "VLLM_CPU_OMP_THREADS_BIND": ids,
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": "4",
     }
 
