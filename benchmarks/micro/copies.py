@@ -19,8 +19,8 @@ only after it has been through a gigabyte and a half. All are timed in each roun
 changes; a ratio is of one round. 1 means as fast as the memcpy, more is faster.
 
 Where a page is many short runs of bytes, a memcpy of each run would not reach the one large memcpy
-either: a C loop over the same runs, two threads that take 64 KiB of them at a time, on the machine
-of results/copies.json: 0.75 of it with runs of 2 KiB, 0.65 to 0.7 with runs of 1 KiB.
+either: a C loop over the same runs, two threads that take 64 KiB of them at a time, on a Xeon: 0.75
+of it with runs of 2 KiB, 0.65 to 0.7 with runs of 1 KiB.
 """
 
 from __future__ import annotations
