@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/results.md: what the paper found, the bounds, what others do and what we do, side by side.
 
-    python -m benchmarks.report [--results DIR] [--out FILE]
+    python -m benchmarks.report [--results DIR] [--out FILE] [--pictures]
 
 Made of results/experiments/*.json (python -m benchmarks.experiments). An experiment that was not
 run, or only quickly, says so in its place.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from attnstore_vllm.bench.machine import machine
+from benchmarks.experiments.picture import plot
 from benchmarks.experiments.spec import Experiment, Metric, read_all
 
 __all__ = ["machine", "main", "render"]
@@ -145,9 +146,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "experiments")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--pictures", action="store_true", help="draw them again, too")
     args = parser.parse_args(argv)
+    experiments = read_all()
+    if args.pictures:
+        for name, experiment in experiments.items():
+            file = args.results / f"{name}.json"
+            if file.exists():
+                plot(experiment, json.loads(file.read_text()), file.with_suffix(".png"))
     pictures = os.path.relpath(args.results, args.out.parent)
-    args.out.write_text(render(read_all(), args.results, pictures), encoding="utf-8")
+    args.out.write_text(render(experiments, args.results, pictures), encoding="utf-8")
     print(f"written: {args.out}", file=sys.stderr)
     return 0
 

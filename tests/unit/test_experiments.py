@@ -288,6 +288,18 @@ def test_report_has_paper_and_us_side_by_side(quick: Path) -> None:
     assert "![What?](../r/x.png)" in text
 
 
+def test_report_draws_pictures_again(
+    quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "read_all", lambda: {"x": parse("x", SPEC)})
+    (tmp_path / "x.json").write_bytes((quick / "x.json").read_bytes())
+    asked = ["--results", str(tmp_path), "--out", str(tmp_path / "results.md")]
+    assert report.main(asked) == 0
+    assert not (tmp_path / "x.png").exists()
+    assert report.main([*asked, "--pictures"]) == 0
+    assert (tmp_path / "x.png").read_bytes() == (quick / "x.png").read_bytes()
+
+
 def test_report_marks_goals_that_were_missed(quick: Path) -> None:
     text = report.render({"missed": parse("missed", changed(
         "metrics/found/goal", {"system": "attnstore", "at_least": 1.5}
