@@ -35,7 +35,7 @@ def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
         axes.set_title("\n".join(title), fontsize="small")
     for axes in panels:  # a place without a metric
         axes.set_axis_off()
-    found = {}
+    found: dict[str, Any] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
