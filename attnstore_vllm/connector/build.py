@@ -16,9 +16,10 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.namespace import fingerprint
+from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.rope import rotation_of
 from attnstore_vllm.connector.scheduler import Scheduler
-from attnstore_vllm.connector.worker import ALONE, ROWS, WHY_NOT_MOVED, Worker
+from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
 from attnstore_vllm.io.choose import open_device
@@ -158,7 +159,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     geometry = _geometry(vllm_config, kv_cache_config, config)
     lock = lock_directory(config.nvme.path)
     pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
-    layouts = []
+    ranks = []
     for rank in range(geometry.num_ranks):
         description = pool.description(rank)
         if description is None:
@@ -166,11 +167,10 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
                 f"rank {rank} has not said what its KV looks like; this vLLM makes its "
                 "connectors in an order that AttnStore does not know"
             )
-        layouts.append(description)
-    rows = [layout.pop(ROWS) for layout in layouts]
-    alone = [layout.pop(ALONE) for layout in layouts]
-    why_not_moved = next(filter(None, [layout.pop(WHY_NOT_MOVED) for layout in layouts]), None)
-    namespace = fingerprint(vllm_config, geometry, layouts, vllm.__version__)
+        ranks.append(RankDescription.of_json(description))
+    rows = [r.rows for r in ranks]
+    why_not_moved = next(filter(None, [r.why_not_moved for r in ranks]), None)
+    namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__)
     shape = SegmentHeader(
         number=-1,
         chunk_tokens=geometry.chunk_tokens,
@@ -214,9 +214,9 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             config.ttl_s, pinning.longest_s if pinning is not None else None,
             keeps_terms=config.eviction == "attnstore", may_truncate=truncation is not None,
         ),
-        rows=None if None in rows else min(rows),
+        rows=None if None in rows else min(row for row in rows if row is not None),
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
-        gives_blocks_away=None in rows or all(alone),
+        gives_blocks_away=None in rows or all(r.is_alone for r in ranks),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         truncation=(truncation, why_not_moved), replays=_replays(vllm_config),
     )  # fmt: skip

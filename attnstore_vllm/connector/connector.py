@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from attnstore_vllm.connector.build import build_scheduler, build_worker
+from attnstore_vllm.connector.live_facts import live_facts
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
 from attnstore_vllm.connector.scheduler import Scheduler
@@ -34,6 +35,7 @@ from attnstore_vllm.connector.support import (
 )
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.plugin import check_early, log_as_vllm
+from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.types import Tier
 
 if TYPE_CHECKING:
@@ -51,6 +53,10 @@ logger = logging.getLogger(__name__)
 check_interface(KVConnectorBase_V1)
 
 _SOURCES = {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
+
+
+def _kernel_of(layer: Any) -> str:
+    return f"{layer.attn_backend.get_name()}/{getattr(layer, 'isa', '')}"
 
 
 class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -95,13 +101,23 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is not None:
-            self._worker.register_kv_caches(kv_caches, self._kernel_name())
+            self._worker.register_kv_caches(
+                kv_caches,
+                self._kernel_name(),
+                str(getattr(self._kv_cache_config, "kv_cache_layout", None)),
+                self._live_facts,
+            )
+
+    def _layers(self) -> dict[str, Any]:
+        """The attention layers, in the order of the slots."""
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return {name: layers[name] for name in self._kv_cache_config.kv_cache_groups[0].layer_names}
 
     def _kernel_name(self) -> str:
-        layers = self._vllm_config.compilation_config.static_forward_context
-        name = self._kv_cache_config.kv_cache_groups[0].layer_names[0]
-        backend = layers[name].attn_backend.get_name()
-        return f"{backend}/{getattr(layers[name], 'isa', '')}"
+        return ", ".join(sorted({_kernel_of(layer) for layer in self._layers().values()}))
+
+    def _live_facts(self, first: torch.Tensor, layout: LayerLayout) -> dict[str, str]:
+        return live_facts(self._layers(), first, layout, self._kv_cache_config.num_blocks)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The one hook that comes before every forward pass, and before vLLM binds the plan."""

@@ -12,19 +12,23 @@ import logging
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from attnstore_vllm.connector.model_files import files_of
+from attnstore_vllm.connector.rank import KvFacts
+from attnstore_vllm.connector.settings import environment, settings_of
 from attnstore_vllm.transfer.geometry import Geometry
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raise it whenever the same namespace would mean other bytes."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _SAMPLE_BYTES = 1 << 20
@@ -32,39 +36,34 @@ _SAMPLES = 8
 
 
 def fingerprint(
-    vllm_config: VllmConfig, geometry: Geometry, layouts: Sequence[dict[str, Any]], version: str
+    vllm_config: VllmConfig, geometry: Geometry, ranks: Sequence[KvFacts], version: str
 ) -> bytes:
     """32 bytes. Cost: reads up to 8 MiB of each weight file, once at start.
 
     Args:
-        layouts: what each rank published of its KV tensors.
+        ranks: what each rank says of its KV tensors.
         version: vLLM's; its kernels decide the order of bytes within a page.
+    Raises: UnsupportedError for a setting that cannot be told from others.
     """
+    facts = facts_of(vllm_config, geometry, ranks, version)
     model = vllm_config.model_config
-    facts = {
-        "format": FORMAT,
-        "vllm": version,
-        "model": _config_text(model),
-        "weights": weights_identity(model.model, model.revision, _load_format(vllm_config)),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
-        "geometry": [
-            geometry.num_ranks, geometry.num_layers, geometry.block_tokens, geometry.page_bytes,
-            geometry.chunk_tokens,
-        ],
-        "layouts": list(layouts),
-    }  # fmt: skip
+    facts["weights"] = weights_identity(model.model, model.revision, _load_format(vllm_config))
     return blake3(json.dumps(facts, sort_keys=True).encode()).digest()
 
 
-def _config_text(model: ModelConfig) -> str:
-    """The model's configuration as vLLM uses it: RoPE parameters and overrides included."""
-    config = model.hf_config.to_dict()
-    for volatile in ("transformers_version", "_name_or_path"):
-        config.pop(volatile, None)
-    return json.dumps(config, sort_keys=True, default=str)
+def facts_of(
+    vllm_config: VllmConfig, geometry: Geometry, ranks: Sequence[KvFacts], version: str
+) -> dict[str, Any]:
+    """All that is in the namespace but the weights, as plain data."""
+    return {
+        "format": FORMAT,
+        "vllm": version,
+        "settings": settings_of(vllm_config),
+        "environment": environment(),
+        "files": files_of(vllm_config),
+        "geometry": asdict(geometry),
+        "ranks": [asdict(rank) for rank in ranks],
+    }
 
 
 def _load_format(vllm_config: VllmConfig) -> str:

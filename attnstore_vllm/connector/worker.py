@@ -9,10 +9,11 @@ import torch
 
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.connector.rank import KvFacts, RankDescription
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.layout import LayerLayout, describe
+from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes
 from attnstore_vllm.transfer.loads import Loads
 from attnstore_vllm.transfer.moves import num_tokens
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
@@ -20,12 +21,6 @@ from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.transfer.saves import Saves
 from attnstore_vllm.types import Flow
 
-# What a rank says of itself that its bytes do not depend on.
-ROWS = "write_buffer_rows"
-"""None: copies do not run beside the model, and are over when they are begun."""
-ALONE = "is_alone"
-WHY_NOT_MOVED = "why_not_moved"
-"""None: it can load KV to other positions."""
 _OF_A_MODELS_CODE = (
     AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError,
     ValueError,
@@ -81,11 +76,19 @@ class Worker:
         self._waited_s = 0.0
         self._measured: list[tuple[int, float]] = []
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], kernel: str) -> None:
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        kernel: str,
+        layout: str = "",
+        live: Callable[[torch.Tensor, LayerLayout], Mapping[str, str]] | None = None,
+    ) -> None:
         """Take the KV tensors, and tell the scheduler side what they look like.
 
         Args:
             kernel: names whatever else decides the order of bytes within a page.
+            layout: vLLM's name of the tensors' layout.
+            live: says of the first layer's tensor what its bytes depend on and no setting tells.
         """
         missing = self._layers.keys() - kv_caches.keys()
         if missing:
@@ -100,25 +103,32 @@ class Worker:
                 f"pages have {sorted({x.page_bytes for x in layouts})} bytes, but vLLM's cache "
                 f"configuration says {self._geometry.page_bytes}; this layout is not known"
             )
-        self._turns, why_not = self._find_rotation(tensors[0])
-        engine = self._engine = self._make_engine(tensors[0].device, layouts)
+        first = tensors[0]
+        facts = live(first, layouts[0]) if live is not None else {}
+        self._turns, why_not = self._find_rotation(first)
+        engine = self._engine = self._make_engine(first.device, layouts)
         self._loads = Loads(engine, len(self._layers))
         self._saves = Saves(engine, len(self._layers), queue_blocks=engine.num_rows)
-        shape = layouts[0]
+        axes, strides = order_of_axes(first)
         self._pool.publish(
             self._rank,
-            {
-                "device": tensors[0].device.type,
-                "dtype": str(tensors[0].dtype),
-                "shape": list(tensors[0].shape[1:]),
-                "run_bytes": shape.run_bytes,
-                "run_order": [offset > 0 for offset in shape.run_offsets],
-                "kernel": kernel,
-                ROWS: engine.num_rows if engine.overlaps else None,
-                ALONE: self._is_alone,
+            RankDescription(
+                KvFacts(
+                    device=_name_of(first.device),
+                    dtype=str(first.dtype),
+                    shape=tuple(first.shape[1:]),
+                    run_bytes=layouts[0].run_bytes,
+                    axes=axes,
+                    strides=strides,
+                    layout=layout,
+                    kernel=kernel,
+                    live=tuple(sorted(facts.items())),
+                ),
+                rows=engine.num_rows if engine.overlaps else None,
+                is_alone=self._is_alone,
                 # CudaEngine has tried it.
-                WHY_NOT_MOVED: why_not or getattr(engine, "why_not_moved", None),
-            },
+                why_not_moved=why_not or getattr(engine, "why_not_moved", None),
+            ).to_json(),
         )
 
     def _find_rotation(self, tensor: torch.Tensor) -> tuple[Rotation | None, str | None]:
@@ -231,3 +241,10 @@ class Worker:
         moved = sum(num_tokens(p.moves) for p in plans if isinstance(p, LoadPlan))
         num_bytes += moved * self._geometry.rank_bytes // self._geometry.chunk_tokens
         self._stats.add("bytes", flow.value, num_bytes)
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"cuda {major}.{minor}"

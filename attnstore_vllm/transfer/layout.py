@@ -56,3 +56,20 @@ def describe(layer: str, kv: torch.Tensor, num_blocks: int) -> LayerLayout:
     steps = [range(0, stride * size, stride) for stride, size in reversed(inner)]
     offsets = tuple(sum(at) * item for at in itertools.product(*steps))
     return LayerLayout(kv.data_ptr(), num_blocks, kv.stride(0) * item, offsets, run * item)
+
+
+def order_of_axes(kv: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of a layer's KV tensor from the outermost in memory to the innermost, and their
+    strides in elements.
+
+    A page's bytes stand in this order of the axes; shapes and lengths of runs do not tell it. The
+    stride of an axis outside of the blocks' (axis 0) is given for one block, so nothing of it
+    depends on the number of blocks. Axes of size 1 are left out: their strides mean nothing.
+    """
+    shape, strides = tuple(kv.shape), kv.stride()
+    axes = [axis for axis in range(kv.dim()) if shape[axis] != 1 or axis == 0]
+    axes.sort(key=lambda axis: (-strides[axis], axis))
+    outside = axes[: axes.index(0)]
+    return tuple(axes), tuple(
+        strides[axis] // shape[0] if axis in outside else strides[axis] for axis in axes
+    )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker tells the scheduler side of its KV tensors, once, through the pool.
+
+The fields of KvFacts decide what the bytes are: all of them go into the namespace, whichever they
+are, so a new one cannot be forgotten. Those of RankDescription say how the rank works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+REASON_MAX = 500
+"""Characters of a reason: PyTorch's messages are longer than the place that a rank has."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvFacts:
+    """Of the first layer's tensor, which stands for all: they are of one kind."""
+
+    device: str
+    """Its type and, on a GPU, its compute capability: kernels differ."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Without the number of blocks."""
+    run_bytes: int
+    """Of the contiguous runs that a page is cut into."""
+    axes: tuple[int, ...]
+    """The tensor's axes, from the outermost in memory to the innermost."""
+    strides: tuple[int, ...]
+    """In elements, of each axis; of those outside of the blocks' axis for one block."""
+    layout: str
+    """vLLM's name of it."""
+    kernel: str
+    live: tuple[tuple[str, str], ...]
+    """See connector/live_facts.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankDescription:
+    """A rank, as the scheduler side knows it."""
+
+    kv: KvFacts
+    rows: int | None
+    """Of the write buffer. None: copies do not run beside the model, and are over when begun."""
+    is_alone: bool
+    """No other connector writes to blocks."""
+    why_not_moved: str | None
+    """None: it can load KV to other positions."""
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        if self.why_not_moved is not None and len(self.why_not_moved) > REASON_MAX:
+            found["why_not_moved"] = self.why_not_moved[:REASON_MAX] + " ..."
+        return found
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> RankDescription:
+        rest = dict(found)
+        kv = dict(rest.pop("kv"))
+        kv["live"] = tuple((str(name), str(value)) for name, value in kv["live"])
+        for name in ("shape", "axes", "strides"):
+            kv[name] = tuple(kv[name])
+        return cls(KvFacts(**kv), **rest)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's whole configuration in a form that is equal whenever it means the same.
+
+All fields of all sections are in, and the environment variables that vLLM's own compile hash knows,
+but for what connector/left_out.py names. So a setting that nobody thought of costs a prefill when
+it changes, and never an answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from attnstore_vllm.connector.left_out import FIELDS, SECTIONS, VARIABLES
+from attnstore_vllm.errors import UnsupportedError
+
+VOLATILE = frozenset({"transformers_version", "_name_or_path"})
+"""Of a model's config.json: who wrote it, and where it was."""
+_BY_TYPE = (
+    "CompilationConfig.inductor_compile_config", "CompilationConfig.inductor_passes"
+)  # fmt: skip
+"""What vLLM puts objects of its own into: they are told by their types."""
+
+
+def settings_of(vllm_config: object) -> Any:
+    """The configuration as plain data. Raises UnsupportedError for a value that cannot be told."""
+    return _plain(vllm_config, "VllmConfig")
+
+
+def environment() -> dict[str, Any]:
+    """The variables that may change what is computed, as plain data."""
+    from vllm import envs  # noqa: PLC0415
+
+    factors: Mapping[str, Any] = envs.compile_factors()
+    out = names_left_out(VARIABLES)
+    return {k: _plain(v, k) for k, v in sorted(factors.items()) if k not in out}
+
+
+@functools.cache
+def _left_out_of(section: str) -> frozenset[str]:
+    whole = {k.partition(".")[2] for k in SECTIONS if k.startswith(f"{section}.")}
+    return frozenset(whole | names_left_out(FIELDS.get(section, {})))
+
+
+def names_left_out(reasons: Mapping[str, str]) -> set[str]:
+    return {name for names in reasons.values() for name in names.split()}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` as what JSON knows. Args: where: names it, for messages."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return repr(value)  # also nan and inf, which JSON lacks
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, torch.dtype | torch.device | pathlib.PurePath):
+        return str(value)
+    if isinstance(value, PretrainedConfig) or hasattr(value, "to_dict"):
+        found = {k: v for k, v in value.to_dict().items() if k not in VOLATILE}
+        return _plain(found, where)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _section(value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v, where) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(v, where) for v in value), key=repr)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    if where.startswith(_BY_TYPE):
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    raise UnsupportedError(
+        f"vLLM's setting {where} is a {type(value).__name__}, which AttnStore cannot tell from "
+        "another; KV that depends on it would have no name"
+    )
+
+
+def _section(config: Any) -> dict[str, Any]:
+    name = type(config).__name__
+    out = _left_out_of(name)
+    return {
+        field.name: _plain(getattr(config, field.name, None), f"{name}.{field.name}")
+        for field in dataclasses.fields(config)
+        if field.name not in out
+    }
