@@ -207,7 +207,8 @@ def _settings_of_vllm() -> Iterator[str]:
         for value in vars(module).values():
             is_here = isinstance(value, type) and value.__module__ == module.__name__
             if is_here and dataclasses.is_dataclass(value):
-                yield from (f"{value.__name__}.{field.name}" for field in dataclasses.fields(value))
+                name = value.__qualname__
+                yield from (f"{name}.{field.name}" for field in dataclasses.fields(value))
 
 
 def _seen() -> set[str]:
