@@ -146,8 +146,9 @@ class Scheduler:
 
     def _look_up(self, state: RequestState) -> None:
         request = state.request
+        num_tokens = max(1, min(request.num_tokens, state.usable_tokens()))
         pieces, state.visit = self.store.arrive(
-            request.request_id, state.sequence, request.num_tokens, MIN_LOAD_TOKENS, state.terms
+            request.request_id, state.sequence, num_tokens, MIN_LOAD_TOKENS, state.terms
         )
         state.expect(pieces)
         state.coming = pieces
@@ -174,7 +175,7 @@ class Scheduler:
             count_wanted(self._stats, state, state.coming)
             return None, False
         # One token is left to compute: vLLM needs its logits.
-        stop = request.num_tokens - 1
+        stop = max(num_computed_tokens, min(request.num_tokens - 1, state.usable_tokens()))
         pieces = self.store.find(
             state.sequence, num_computed_tokens, stop, MIN_LOAD_TOKENS,
             request_id=request.request_id, visit=state.visit,

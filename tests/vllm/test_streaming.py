@@ -138,9 +138,9 @@ def test_the_order_of_those_that_are_preempted(start: Start) -> None:
 
 
 def state_of(tokens: list[int], *, resumable: bool) -> RequestState:
-    request: Any = SimpleNamespace(all_token_ids=tokens, resumable=resumable)
+    request: Any = SimpleNamespace(all_token_ids=tokens, resumable=resumable, mm_features=[])
     root = Key(bytes(KEY_BYTES))
-    return RequestState(request, root, b"", (), CHUNK, finds_moved=True)
+    return RequestState(request, root, b"", CHUNK, finds_moved=True)
 
 
 def test_tokens_that_are_replaced_have_keys_of_their_own() -> None:
