@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,8 +24,16 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData
 
-from attnstore_vllm.index.chunk import Dram
+from attnstore_vllm.index.chunk import ChunkName, Dram
+from attnstore_vllm.index.keys import (
+    MultimodalSpan,
+    SequenceKeys,
+    encode_tokens,
+    root_key,
+    tenant_hash,
+)
 from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_vllm.types import Key
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
 from tests.vllm.scripted_worker import LAYERS, TOKEN_KV, VOCAB, Picture, Row, in_layer
 from tests.vllm.stepped import SteppedEngine, leave_to_chance
@@ -34,7 +42,9 @@ from tests.vllm.test_async_scheduling import wait_until_quiet
 PICTURES = {"cat": 40, "dog": 40, "bird": 7, "fish": 20}
 """Tokens that each takes."""
 PLACEHOLDER = VOCAB - 1
-LENGTH_MAX = 360
+LENGTH_MAX = 340
+SECRET = 24
+"""Tokens; of which one half at least is in one chunk."""
 FILES = b"the weights of the files"
 Input = tuple[list[int], list[Picture]]
 
@@ -55,10 +65,10 @@ class Shape:
 
     @classmethod
     def draw(cls, random: Random) -> Shape:
-        depth, beside = random.choice((1, 2, 3)), random.random() < 0.3
-        drafts = random.choice((0, 0, 3)) if not beside else 0
+        depth, beside = random.choice((1, 1, 2, 3)), random.random() < 0.25
+        drafts = random.choice((0, 3)) if not beside else 0
         return cls(
-            depth, drafts, random.choice(("fcfs", "priority")), random.choice((44, 60, 200)),
+            depth, drafts, random.choice(("fcfs", "priority")), random.choice((32, 44, 200)),
             random.choice((8, 64)), beside, random.random() < 0.2,
         )  # fmt: skip
 
@@ -79,6 +89,8 @@ class World:
 
     salt: str | None = None
     adapter: int = 0
+    is_secret: bool = False
+    """It has asked that nothing of it is stored."""
 
 
 class Adapters:
@@ -108,6 +120,10 @@ class Adapters:
         self._versions[3] += 1
         self._write(3)
 
+    def root(self, namespace: bytes, world: World) -> Key | None:
+        """The parent of this world's first chunks, where it can be said from here."""
+        return None if world.adapter else root_key(namespace, world.salt, b"")
+
     def request(self, number: int) -> LoRARequest | None:
         if not number:
             return None
@@ -132,6 +148,7 @@ class Mix:
         self._worlds: dict[str, World] = {}
         self._asked: list[tuple[World, Row]] = []
         """All that ever ran, on any engine."""
+        self._secrets: list[bytes] = []
         self._number = 0
         self._start()
 
@@ -191,15 +208,19 @@ class Mix:
         for _ in range(self.random.randrange(4)):
             if self.random.random() < 0.5:
                 name = self.random.choice(list(PICTURES))
-                pictures.append(Picture(name, len(tokens), PICTURES[name]))
-                tokens += [PLACEHOLDER] * PICTURES[name]
+                before = self.random.choice((0, 0, 1, 5))  # a user may write placeholders as well
+                pictures.append(Picture(name, len(tokens) + before, PICTURES[name]))
+                tokens += [PLACEHOLDER] * (PICTURES[name] + 5)
             else:
                 tokens += self._some_text()
         return cut((tokens or self._some_text(), pictures), room)
 
     def _continued(self, room: int) -> tuple[Input, World]:
         """What somebody has said before, as a rule cut somewhere, and more."""
-        world, row = self.random.choice(self._asked[-30:])
+        now = [(self._worlds[row.name], row) for row in self.engine.worker.rows]
+        world, row = self.random.choice([*self._asked, *now][-30:])
+        if world.is_secret or not row.tokens:
+            return self._some_input(room), self._some_world()
         stop = self.random.randrange(1, min(room, len(row.tokens)) + 1)
         tokens, pictures = cut((list(row.tokens), list(row.pictures)), stop)
         more, seen = self._some_input(room - len(tokens))
@@ -221,8 +242,14 @@ class Mix:
         world = self._worlds[name]
         draw = self.random.random()
         params = None
-        if draw < 0.2:
-            hints = ({"store": False}, {"priority": "high"}, {"ttl": "1h"}, {"pin": True}, "odd")
+        if draw < 0.08:
+            params = {"attnstore": {"store": False}}
+            secret = [self.random.randrange(PLACEHOLDER) for _ in range(SECRET)]
+            asked = ([*asked[0], *secret], asked[1])
+            world = self._worlds[name] = replace(world, is_secret=True)
+            self._secrets += [encode_tokens(secret[:SECRET // 2]), encode_tokens(secret[SECRET // 2:])]
+        elif draw < 0.2:
+            hints = ({"priority": "high"}, {"ttl": "1h"}, {"pin": True}, "odd")
             params = {"attnstore": self.random.choice(hints)}
         elif draw < 0.25:
             how["prompt_logprobs"] = 1
@@ -240,11 +267,11 @@ class Mix:
 
     def ask(self) -> None:
         """An ordinary request."""
-        if self._asked and self.random.random() < 0.6:
+        if (self._asked or self.engine.worker.rows) and self.random.random() < 0.6:
             asked, world = self._continued(LENGTH_MAX)
         else:
             asked, world = self._some_input(LENGTH_MAX), self._some_world()
-        self._submit(self._new_name("request", world), asked, self.random.randrange(1, 50))
+        self._submit(self._new_name("request", world), asked, self.random.choice((1, 10, 50, 120)))
 
     def open_session(self) -> None:
         if len(self._sessions) < 2:
@@ -261,7 +288,7 @@ class Mix:
                 self._say(name)
 
     def _say(self, name: str) -> None:
-        new_tokens = self.random.randrange(1, 20)
+        new_tokens = self.random.choice((1, 2, 10, 40))
         room = LENGTH_MAX - self._sessions[name] - new_tokens
         if room < 60 or self.random.random() < 0.1:
             self.end_session(name)
@@ -269,7 +296,7 @@ class Mix:
         # vLLM's drafts beyond a stop may be more than a short input, and then it dies.
         asked = self._some_input(room - 10)
         asked = (asked[0] + self._texts[1][:10], asked[1])
-        self._sessions[name] += len(asked[0]) + new_tokens
+        self._sessions[name] += len(asked[0]) + SECRET + new_tokens
         self.counts["inputs of sessions"] += 1
         self._submit(name, asked, new_tokens, resumable=True)
 
@@ -319,12 +346,18 @@ class Mix:
         engine = self.engine
         for name in list(self._sessions):
             self.end_session(name)
+        for _ in range(100):
+            engine.step()
+        # Two sessions with blocks may stand in each other's way: vLLM preempts what runs alone.
+        for name in [n for n in engine.scheduler.requests if n.startswith("session")]:
+            engine.abort(name)
         if isinstance(engine, SteppedEngine):
             engine.settle()
         engine.drain()
         wait_until_quiet(engine.ours)
         assert engine.scheduler.reset_prefix_cache()
         self._remember()
+        self._check_stored()
 
     def new_weights(self) -> None:
         """While requests run, which begin anew."""
@@ -378,37 +411,59 @@ class Mix:
             self.random.choice(kinds)()
             self.steps()
         self.settle()
-        self._check_stored()
         self._ask_all_again()
 
     def _check_stored(self) -> None:
-        """Each chunk in DRAM has the KV that some request had at these tokens, in all layers."""
-        index = self.engine.ours.store.residency.index
-        had: dict[tuple[int, bytes], set[bytes]] = {}
-        for _, row in self._asked:
-            if not row.is_deluded:
-                row.extend()
-                for at in range(0, len(row.tokens), CHUNK):
-                    had.setdefault((at, row.kv[at]), set()).add(b"".join(row.kv[at : at + CHUNK]))
-        for chunk in index:
+        """Each chunk in DRAM has the KV that some request had, in all layers, and says so."""
+        ours = self.engine.ours
+        had: dict[tuple[int, bytes], list[tuple[World, Row]]] = {}
+        for world, row in self._asked:
+            row.extend()
+            for at in range(0, len(row.tokens) if not row.is_deluded else 0, CHUNK):
+                had.setdefault((at, row.kv[at]), []).append((world, row))
+        for chunk in ours.store.residency.index:
+            name = chunk.name
+            assert not any(secret in name.tokens for secret in self._secrets), "said store: false"
             if chunk.dram is not Dram.READY:
                 continue
-            name, slot = chunk.name, np.frombuffer(self.engine.pool.slot(chunk.dram_slot), np.uint8)
-            num_bytes = name.num_tokens * TOKEN_KV
-            kv = slot[:num_bytes].tobytes()
-            runs = had.get((name.position, kv[:TOKEN_KV]), ())
-            assert any(run.startswith(kv) for run in runs), "KV that no request had is stored"
-            rows = [kv[i : i + TOKEN_KV] for i in range(0, num_bytes, TOKEN_KV)]
+            slot = np.frombuffer(self.engine.pool.slot(chunk.dram_slot), np.uint8)
+            kv = [slot[i : i + TOKEN_KV].tobytes() for i in range(0, CHUNK * TOKEN_KV, TOKEN_KV)]
+            kv = kv[: name.num_tokens]
+            stop = name.position + name.num_tokens
+            found = [
+                (world, row)
+                for world, row in had.get((name.position, kv[0]), ())
+                if row.kv[name.position : stop] == kv
+            ]
+            assert found, "KV that no request had is stored"
+            assert any(self._is_named(name, *of) for of in found), "KV is stored as another's"
             for layer in range(LAYERS):
                 at = layer * CHUNK * TOKEN_KV
-                assert slot[at : at + num_bytes].tobytes() == in_layer(rows, layer).tobytes()
+                in_slot = slot[at : at + len(kv) * TOKEN_KV].tobytes()
+                assert in_slot == in_layer(kv, layer).tobytes()
             self.counts["chunks checked"] += 1
+            self.counts["with pictures"] += any(p.offset < stop for p in found[0][1].pictures)
+
+    def _is_named(self, name: ChunkName, world: World, row: Row) -> bool:
+        """Whether this is the name of the row's KV, by all that it depends on."""
+        stop = name.position + name.num_tokens
+        if self.shape.counted and any(p.offset < stop for p in row.pictures):
+            return False
+        root = self._adapters.root(self.engine.ours._namespace, world)
+        spans = [MultimodalSpan(p.content, p.offset, p.length) for p in row.pictures]
+        keys = SequenceKeys(root, row.tokens, CHUNK, spans) if root is not None else None
+        number = name.position // CHUNK
+        return keys is None or (
+            (name.parent, name.extra) == (keys.parent(number), keys.extra(number))
+            and (not name.tokens or name.tokens == keys.tokens(name.position, stop))
+            and name.tenant == tenant_hash(world.salt)
+        )
 
     def _ask_all_again(self) -> None:
         """Whoever asks for the same gets the KV of now, or none."""
         asked = self._asked[-60:]
         for world, row in asked:
-            if self.random.random() < 0.5:
+            if world.is_secret or self.random.random() < 0.5:
                 continue
             self._worlds[name := self._new_name("again", world)] = world
             tokens, pictures = cut((list(row.tokens), list(row.pictures)), LENGTH_MAX)
