@@ -206,7 +206,7 @@ class Mix:
         if self.random.random() < 0.5:  # many begin alike, so that the picture alone differs
             tokens += self._texts[0][: self.random.choice((20, CHUNK, 50))]
         for _ in range(self.random.randrange(4)):
-            if self.random.random() < 0.5:
+            if self.random.random() < 0.6:
                 name = self.random.choice(list(PICTURES))
                 before = self.random.choice((0, 0, 1, 5))  # a user may write placeholders as well
                 pictures.append(Picture(name, len(tokens) + before, PICTURES[name]))
@@ -221,7 +221,9 @@ class Mix:
         world, row = self.random.choice([*self._asked, *now][-30:])
         if world.is_secret or not row.tokens:
             return self._some_input(room), self._some_world()
-        stop = self.random.randrange(1, min(room, len(row.tokens)) + 1)
+        stop = min(room, len(row.tokens))
+        if self.random.random() < 0.5:
+            stop = self.random.randrange(1, stop + 1)
         tokens, pictures = cut((list(row.tokens), list(row.pictures)), stop)
         more, seen = self._some_input(room - len(tokens))
         pictures += [Picture(p.content, p.offset + len(tokens), p.length) for p in seen]
@@ -402,7 +404,7 @@ class Mix:
     # ---- a run -------------------------------------------------------------------------
 
     def run(self, events: int) -> None:
-        often = (self.ask, self.ask, self.open_session, self.go_on, self.go_on, self.steps)
+        often = (self.ask, self.ask, self.open_session, self.go_on, self.go_on, self.go_on)
         seldom = (self.abort, self.pause, self.reset_running, self.reset_connector)
         rarely = (self.settle, self.settle, self.new_weights, self.replace_adapter, self.restart)
         for _ in range(events):
