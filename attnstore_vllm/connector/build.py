@@ -15,6 +15,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
+from attnstore_vllm.connector.media import MediaNames, counts_media
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.rope import rotation_of
@@ -219,6 +220,9 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         gives_blocks_away=None in rows or all(r.is_alone for r in ranks),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         truncation=(truncation, why_not_moved), replays=_replays(vllm_config),
+        media=MediaNames(counted=counts_media(vllm_config)),
+        overcounts_drafts=vllm_config.speculative_config is not None
+        and not vllm_config.scheduler_config.async_scheduling,
     )  # fmt: skip
 
 

@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from attnstore_vllm.index.keys import (
-    MultimodalSpan,
-    SequenceKeys,
-    moved_root,
-    root_key,
-    tenant_hash,
-)
+from attnstore_vllm.connector.media import MediaNames, spans_of
+from attnstore_vllm.hints import HintReader
+from attnstore_vllm.index.keys import SequenceKeys, moved_root, root_key, tenant_hash
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.by_return import Visit
 from attnstore_vllm.policy.returns import NO_TERMS, Run, Terms
@@ -44,8 +40,10 @@ class RequestState:
     request: Request
     root: Key
     tenant: bytes
-    spans: Sequence[MultimodalSpan]
     chunk_tokens: int
+    media: MediaNames = field(default_factory=MediaNames)
+    came_with: tuple[object, object] = (None, None)
+    """The salt and the adapter that are in `root`."""
     visit: Visit | None = None
     """What of the store it uses; set when it has come."""
     stores: bool = True
@@ -104,6 +102,22 @@ class RequestState:
         """It was preempted: it may wait again, and will have other blocks."""
         self.deadline, self.is_answered, self.scheduled_stop = None, False, 0
 
+    def usable_tokens(self) -> int:
+        """How many of its tokens, from the first on, the store may know: whole chunks of them.
+
+        Asked at each look-up and each save, since the next input of a streaming session brings
+        media, sampling parameters and hints of its own. One that says `store: false` ends what
+        the session leaves: all that follows it tells of it.
+        """
+        request = self.request
+        if request.resumable:
+            lora = request.lora_request
+            now = (request.cache_salt, lora.lora_int_id if lora is not None else None)
+            if bypasses(request) or now != self.came_with:
+                return 0
+            self.stores = self.stores and _says_store(request)
+        return self.media.named_tokens(request) // self.chunk_tokens * self.chunk_tokens
+
     @property
     def may_save(self) -> bool:
         return self.stores and not self.outdated
@@ -120,17 +134,19 @@ class RequestState:
     def sequence(self) -> SequenceKeys:
         """The keys of the request's tokens."""
         if self._sequence is None or self.request.resumable:
-            # The next input of a streaming session may replace tokens that were not computed.
+            # The next input of a streaming session may replace tokens that were not computed,
+            # and bring pictures.
             tokens = self.request.all_token_ids
             root = self.root if self.moved is None else moved_root(self.root, self.moved.stop)
             self._sequence = SequenceKeys(
-                root, tokens, self.chunk_tokens, self.spans, finds_moved=self.may_find_moved
+                root, tokens, self.chunk_tokens, spans_of(self.request),
+                finds_moved=self.may_find_moved,
             )
         return self._sequence
 
     @property
     def may_find_moved(self) -> bool:
-        return self.finds_moved and not self.spans and not self.request.resumable
+        return self.finds_moved and not self.request.mm_features and not self.request.resumable
 
     def begin_lineage(self, moved: range | None) -> None:
         """From now on what it computes is behind moved KV, or is not any more (None)."""
@@ -152,6 +168,7 @@ def bypasses(request: Request) -> bool:
         or request.prompt_token_ids is None
         or sampling is None
         or sampling.prompt_logprobs is not None
+        or bool(sampling.skip_reading_prefix_cache)  # of a session's next input
     )
 
 
@@ -220,16 +237,29 @@ class LoraIdentities:
         return hasher.digest()
 
 
-def make_state(request: Request, namespace: bytes, lora: bytes, chunk_tokens: int) -> RequestState:
+def _says_store(request: Request) -> bool:
+    """Of a session's last input; vLLM keeps the hints of the first."""
+    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+    return _STORE.read((extra or {}).get("kv_transfer_params")).store
+
+
+_STORE = HintReader()
+
+
+def make_state(
+    request: Request,
+    namespace: bytes,
+    lora: bytes,
+    chunk_tokens: int,
+    media: MediaNames | None = None,
+) -> RequestState:
     """What the store keeps of a request that does not bypass it."""
-    spans = []
-    for feature in request.mm_features:
-        at = feature.mm_position
-        spans.append(MultimodalSpan(feature.identifier, at.offset, at.length))
+    adapter = request.lora_request
     return RequestState(
         request=request,
         root=root_key(namespace, request.cache_salt, lora),
         tenant=tenant_hash(request.cache_salt),
-        spans=tuple(spans),
         chunk_tokens=chunk_tokens,
+        media=media or MediaNames(),
+        came_with=(request.cache_salt, adapter.lora_int_id if adapter is not None else None),
     )

@@ -39,11 +39,16 @@ class Saving:
         """Whole chunks up to `computed` tokens that were not offered to the store yet."""
         if self._loras.is_unclear(state.request.lora_request):
             return
+        computed = min(computed, state.usable_tokens())
+        if not state.may_save:
+            return
         size = self._geometry.chunk_tokens
+        if computed // size <= state.num_chunks_seen:
+            return
         sequence = state.sequence
         for number in range(state.num_chunks_seen, computed // size):
             self._save(state, sequence.name(number, state.tenant), number, block_ids)
-        state.num_chunks_seen = max(state.num_chunks_seen, computed // size)
+        state.num_chunks_seen = computed // size
 
     def save_rest(self, state: RequestState, block_ids: Sequence[int]) -> None:
         """What is left of a request that has ended, the tail included."""
@@ -54,7 +59,8 @@ class Saving:
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         computed = min(computed, request.num_tokens, len(block_ids) * self._geometry.block_tokens)
         computed = min(computed, state.scheduled_stop)  # else another connector may be loading it
-        if computed > 0:
+        computed = min(computed, state.usable_tokens())
+        if computed > 0 and state.may_save:
             self.save_chunks(state, computed, block_ids)
             self._save_tail(state, computed, block_ids)
 

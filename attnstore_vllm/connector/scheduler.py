@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnstore_vllm.config import TruncationConfig
+from attnstore_vllm.connector.block_names import hide_session
 from attnstore_vllm.connector.costs import Costs
 from attnstore_vllm.connector.counting import (
     StoreFigures,
@@ -24,6 +25,7 @@ from attnstore_vllm.connector.counting import (
     count_recomputation,
     count_wanted,
 )
+from attnstore_vllm.connector.media import MediaNames
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.queue_view import QueueView
@@ -72,6 +74,8 @@ class Scheduler:
         truncation: of the store's settings, and why KV cannot be moved here, or None.
         replays: of the tokens of each of a step's requests, whether the step may be a CUDA graph
             that calls no hook.
+        media: says which pictures and sounds have names.
+        overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
     """
 
     def __init__(
@@ -91,6 +95,8 @@ class Scheduler:
         step_tokens: int = 1 << 30,
         truncation: tuple[TruncationConfig | None, str | None] = (None, None),
         replays: Callable[[Collection[int]], bool] = lambda _: False,
+        media: MediaNames | None = None,
+        overcounts_drafts: bool = False,
     ) -> None:
         self.store = store
         self._lock = lock
@@ -106,6 +112,8 @@ class Scheduler:
         self._truncation = Truncation(store, *truncation)
         self._saving = Saving(store, geometry, self._transfers, self._loras, self._truncation)
         self._replays = replays
+        self._media = media or MediaNames()
+        self._overcounts_drafts = overcounts_drafts
         self._stats = AttnStoreStats.empty()
         self._figures = StoreFigures(store, geometry.token_bytes())
         self._kv_cache_manager: KVCacheManager | None = None
@@ -129,15 +137,21 @@ class Scheduler:
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
+        is_doubtful = request.resumable and self._overcounts_drafts
+        if is_doubtful and self._kv_cache_manager is not None:
+            hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
         if bypasses(request):
             return
         lora = self._loras.identify(request.lora_request)
         if lora is None:
             return
-        state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
+        state = make_state(
+            request, self._namespace, lora, self._geometry.chunk_tokens, self._media
+        )
         self._requests[request.request_id] = state
         hints = self._hints.read(request.kv_transfer_params)
-        state.stores, state.terms, state.reports = hints.store, hints.terms, hints.report
+        state.stores = hints.store and not is_doubtful
+        state.terms, state.reports = hints.terms, hints.report
         self._truncation.note(state, hints)
         self._stats.add("hints", "applied", hints.applied)
         self._stats.add("hints", "ignored", hints.ignored)
@@ -146,8 +160,9 @@ class Scheduler:
 
     def _look_up(self, state: RequestState) -> None:
         request = state.request
+        num_tokens = max(1, min(request.num_tokens, state.usable_tokens()))
         pieces, state.visit = self.store.arrive(
-            request.request_id, state.sequence, request.num_tokens, MIN_LOAD_TOKENS, state.terms
+            request.request_id, state.sequence, num_tokens, MIN_LOAD_TOKENS, state.terms
         )
         state.expect(pieces)
         state.coming = pieces
@@ -174,7 +189,7 @@ class Scheduler:
             count_wanted(self._stats, state, state.coming)
             return None, False
         # One token is left to compute: vLLM needs its logits.
-        stop = request.num_tokens - 1
+        stop = max(num_computed_tokens, min(request.num_tokens - 1, state.usable_tokens()))
         pieces = self.store.find(
             state.sequence, num_computed_tokens, stop, MIN_LOAD_TOKENS,
             request_id=request.request_id, visit=state.visit,

@@ -12,13 +12,11 @@ Moved KV is approximate: its deeper layers have seen what was cut. So of a reque
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
-
 from attnstore_vllm.config import TruncationConfig
+from attnstore_vllm.connector.block_names import hide_blocks, show_blocks
 from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.hints import Hints
 from attnstore_vllm.index.chunk import ChunkName
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-KEY_BYTES = 32
 
 
 class Truncation:
@@ -122,27 +118,13 @@ class Truncation:
 
     def _hide(self, request: Request, first: int) -> None:
         """Name the blocks from `first` on, also those to come, so that nobody else finds them."""
-        hasher = request._block_hasher
-        if hasher is None or request.request_id in self._shown:
-            return
-        key = secrets.token_bytes(KEY_BYTES)
-
-        def hide(name: bytes) -> bytes:
-            return blake3(name, key=key).digest()
-
-        # vLLM names a block by its tokens and the name of the one before: what follows a hidden
-        # one would be hidden by that alone, but there may be none yet.
-        def hidden(given: Request) -> list[Any]:
-            return [hide(name) for name in hasher(given)]
-
-        self._shown[request.request_id] = (first, hasher)
-        request.block_hashes[first:] = [hide(name) for name in request.block_hashes[first:]]
-        request._block_hasher = hidden
+        if request.request_id not in self._shown:
+            hasher = hide_blocks(request, first)
+            if hasher is not None:
+                self._shown[request.request_id] = (first, hasher)
 
     def _show(self, request: Request) -> None:
         """Name the blocks as vLLM does: what it computes from here on is exact."""
         found = self._shown.pop(request.request_id, None)
         if found is not None:
-            first, request._block_hasher = found
-            del request.block_hashes[first:]
-            request.update_block_hashes()
+            show_blocks(request, *found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ from blake3 import blake3
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -36,7 +39,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool, pool_name
 from tests.vllm.queues import check_queue
-from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV, MakeEngine, ScriptedWorker
+from tests.vllm.scripted_worker import (
+    BLOCK,
+    LAYERS,
+    TOKEN_KV,
+    MakeEngine,
+    Picture,
+    ScriptedWorker,
+)
 
 CHUNK = 32
 
@@ -98,6 +108,9 @@ class ScriptedEngine:
             hash_block_size=BLOCK,
             log_stats=True,
         )
+        # The model takes no pictures, so vLLM plans no room for what an encoder makes of them.
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1 << 20)
+        self.scheduler.max_num_encoder_input_tokens = 1 << 20
         init_none_hash(_digest)
         self._hasher = get_request_block_hasher(BLOCK, _digest)
         self._depth = depth
@@ -115,23 +128,35 @@ class ScriptedEngine:
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int, priority: int = 0,
-        params: Any = None, *, resumable: bool = False,
+        params: Any = None, *, resumable: bool = False, pictures: Sequence[Picture] = (),
+        named: Callable[[str], str] = str, salt: str | None = None, lora: LoRARequest | None = None,
+        **sampling: Any,
     ) -> None:  # fmt: skip
         """A request; or, if there is one of this name, the next input of a streaming session, and
         one that is not resumable ends it.
 
         Args:
             params: kv_transfer_params.
+            named: what vLLM calls a picture of this content.
+            sampling: more sampling parameters.
         """
-        sampling = SamplingParams(
+        how = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, temperature=0,
-            extra_args={"kv_transfer_params": params} if params is not None else None,
+            extra_args={"kv_transfer_params": params} if params is not None else None, **sampling,
         )  # fmt: skip
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
-            sampling_params=sampling,
+            sampling_params=how,
             pooling_params=None,
+            mm_features=[
+                MultiModalFeatureSpec(
+                    None, "image", named(p.content), PlaceholderRange(p.offset, p.length), p.content
+                )
+                for p in pictures
+            ],
+            lora_request=lora,
+            cache_salt=salt,
             priority=priority,
             block_hasher=self._hasher,
             resumable=resumable,

@@ -2,13 +2,15 @@
 """A worker whose model is a script, with our real worker side in it.
 
 "KV" of a token is a digest of all tokens up to it, which is what causal KV depends on; so the
-forward pass can tell of every byte it attends to whether it is the right one. The worker keeps its
-own record of tokens, as a worker does, which is ahead of the scheduler's where steps are in flight.
+forward pass can tell of every byte it attends to whether it is the right one. It digests also the
+pictures that stand there, and whatever else the request's KV may depend on (ScriptedWorker.base).
+The worker keeps its own record of tokens, as a worker does, which is ahead of the scheduler's where
+steps are in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -16,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from blake3 import blake3
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from attnstore_vllm.connector.messages import StepPlan
@@ -37,11 +40,25 @@ MakeEngine = Callable[[SharedPool, int, Geometry, list[LayerLayout]], CopyEngine
 """Of the pool, the rank, the slots' shape and the layers."""
 
 
-def extend_kv(kv: list[bytes], tokens: list[int]) -> None:
+@dataclass(frozen=True)
+class Picture:
+    """An input that takes the place of tokens: what is to be seen, and which tokens."""
+
+    content: str
+    offset: int
+    length: int
+
+
+def extend_kv(
+    kv: list[bytes], tokens: list[int], base: bytes = b"", pictures: Sequence[Picture] = ()
+) -> None:
     """Append the KV of the tokens that `kv` lacks: each digests the one before it."""
-    for token in tokens[len(kv) :]:
-        before = kv[-1] if kv else b""
-        kv.append(blake3(before + token.to_bytes(4, "little")).digest(length=TOKEN_KV))
+    for at in range(len(kv), len(tokens)):
+        seen = "".join(
+            f"{p.content} {at - p.offset}" for p in pictures if 0 <= at - p.offset < p.length
+        )
+        own = tokens[at].to_bytes(4, "little") + seen.encode()
+        kv.append(blake3((kv[-1] if kv else base) + own).digest(length=TOKEN_KV))
 
 
 def in_layer(kv: list[bytes], layer: int) -> Kv:
@@ -50,19 +67,32 @@ def in_layer(kv: list[bytes], layer: int) -> Kv:
 
 
 @dataclass
-class _Row:
+class Row:
     """A request as the worker knows it."""
 
     tokens: list[int]
     block_ids: list[int]
     kv: list[bytes] = field(default_factory=list)
+    base: bytes = b""
+    pictures: Sequence[Picture] = ()
+    name: str = ""
+    is_deluded: bool = False
+    """See ScriptedWorker.deluded."""
+
+    def extend(self) -> None:
+        extend_kv(self.kv, self.tokens, self.base, self.pictures)
+
+
+def _picture(feature: MultiModalFeatureSpec) -> Picture:
+    at = feature.mm_position
+    return Picture(feature.mm_hash or feature.identifier, at.offset, at.length)
 
 
 @dataclass
 class _Run:
     """What one request computes in a step: [start, stop), of which it wrote `written`."""
 
-    row: _Row
+    row: Row
     start: int
     kv: list[bytes]
     written: list[bytes]
@@ -98,13 +128,21 @@ class ScriptedWorker:
         self.rejected_tokens = 0
         self.sequences: list[list[int]] = []
         """The true tokens of every request that ever ran."""
+        self.rows: list[Row] = []
+        """What else they were, in the same order."""
+        self.base: Callable[[NewRequestData], bytes] = lambda _: b""
+        """What the KV of a request depends on, but tokens and pictures."""
+        self.deluded: Callable[[str], bool] = lambda _: False
+        """Requests that vLLM itself may serve with wrong KV. They are not checked, and what they
+        compute continues what is in HBM, right or wrong: as a model's KV does."""
         self.between: Callable[[], object] = lambda: None
         """Called wherever a copy beside the model may go on."""
         self.at_end: Callable[[], object] = lambda: None
         """Called after the forward pass, before the step's end."""
         self.reports_first = False
         """The step's end comes after its report, as where a draft model runs in between."""
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, Row] = {}
+        self._news: dict[str, NewRequestData] = {}
         self._random = Random(seed)
         self._first_layer = rank * geometry.num_layers
         self.side = _Worker(pool, rank, geometry, self.names, num_blocks,
@@ -151,6 +189,19 @@ class ScriptedWorker:
             kv_connector_worker_meta=self.side.take_report(),
         )  # fmt: skip
 
+    def change_base(self) -> None:
+        """What `base` says has changed. All that runs has lost its blocks, and begins anew."""
+        for request_id, row in self._rows.items():
+            kept = Row(list(row.tokens), [], [], row.base, row.pictures, row.name, row.is_deluded)
+            self.rows[self._index(row)] = kept
+            row.kv.clear()
+            row.base = self.base(self._news[request_id])
+            self.rows.append(row)
+            self.sequences.append(row.tokens)
+
+    def _index(self, row: Row) -> int:
+        return next(i for i, other in enumerate(self.rows) if other is row)
+
     def close(self) -> None:
         self.side.close()
 
@@ -167,9 +218,17 @@ class ScriptedWorker:
         starts: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             (block_ids,) = new.block_ids
-            row = _Row(list(new.prompt_token_ids), list(block_ids))
+            assert new.prompt_token_ids is not None
+            # Also of a streaming session that goes on: the next input replaces what was known.
+            pictures = [_picture(feature) for feature in new.mm_features]
+            row = Row(
+                list(new.prompt_token_ids), list(block_ids), [], self.base(new), pictures,
+                new.req_id, self.deluded(new.req_id),
+            )  # fmt: skip
+            self._news[new.req_id] = new
             self._rows[new.req_id] = row
             self.sequences.append(row.tokens)
+            self.rows.append(row)
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -197,7 +256,7 @@ class ScriptedWorker:
         return sampled
 
     def _run(
-        self, row: _Row, start: int, num_tokens: int, drafts: list[int]
+        self, row: Row, start: int, num_tokens: int, drafts: list[int]
     ) -> tuple[_Run, list[int]]:
         """What is written for `num_tokens` and the drafts; and what was accepted, and one more.
 
@@ -205,7 +264,9 @@ class ScriptedWorker:
         """
         stop = start + num_tokens
         assert stop <= len(row.tokens), "the scheduler runs a token that was not sampled yet"
-        extend_kv(row.kv, row.tokens)
+        if row.is_deluded and start:
+            self._believe(row, start)
+        row.extend()
         run = _Run(row, start, row.kv[:start], row.kv[start:stop])
         if stop < len(row.tokens):
             return run, []
@@ -213,11 +274,17 @@ class ScriptedWorker:
         new = [d if d >= 0 else self._random.randrange(VOCAB) for d in drafts[:accepted]]
         new.append(self._random.randrange(VOCAB))
         row.tokens += new
-        extend_kv(row.kv, row.tokens)
+        row.extend()
         run.written += row.kv[stop : stop + accepted]
         run.written += [b"rejected".ljust(TOKEN_KV)] * (len(drafts) - accepted)
         self.rejected_tokens += len(drafts) - accepted
         return run, new
+
+    def _believe(self, row: Row, start: int) -> None:
+        """Continue from what is in HBM, whatever it is."""
+        found = self.hbm[0][np.array(row.block_ids)].reshape(-1, TOKEN_KV)[:start]
+        in_hbm = found ^ in_layer([bytes(TOKEN_KV)], self._first_layer)
+        row.kv[:] = [kv.tobytes() for kv in in_hbm]
 
     def _compute(self, layer: int, runs: list[_Run], *, replays: bool) -> None:
         """One layer, as with kernels that do not write their own KV: the new tokens' comes before
@@ -234,7 +301,7 @@ class ScriptedWorker:
             found = hbm[np.array(run.row.block_ids)].reshape(-1, TOKEN_KV)
             wanted = in_layer(run.kv + run.written, named)
             wrong = (found[: len(wanted)] != wanted).any(axis=1)
-            assert not wrong.any(), (
+            assert run.row.is_deluded or not wrong.any(), (
                 f"wrong KV at position {int(wrong.argmax())} of {run.start} computed tokens, "
                 f"layer {layer}"
             )

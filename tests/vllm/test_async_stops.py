@@ -63,7 +63,7 @@ class _Weights:
     version = 0
 
 
-def _extend_kv(kv: list[bytes], tokens: list[int]) -> None:
+def _extend_kv(kv: list[bytes], tokens: list[int], *_: object) -> None:
     for token in tokens[len(kv) :]:
         before = kv[-1] if kv else _Weights.version.to_bytes(4, "little")
         kv.append(blake3(before + token.to_bytes(4, "little")).digest(length=TOKEN_KV))

@@ -8,6 +8,7 @@ next input replaces the token that was sampled last: no KV was computed for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.types import KEY_BYTES, Key
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
+from tests.vllm.scripted_worker import BLOCK, VOCAB, Picture
 from tests.vllm.stepped import prompt
 from tests.vllm.test_async_scheduling import check_stored, wait_until_quiet
 
@@ -134,13 +136,166 @@ def test_the_order_of_those_that_are_preempted(start: Start) -> None:
     engine.step()
 
 
+# ---- pictures, and what else an input brings ------------------------------------------------
+
+CAT, DOG = Picture("cat", 3, 40), Picture("dog", 3, 40)
+
+
+def shown(picture: Picture, *, first: str) -> list[int]:
+    """An input: three words, the picture, and more."""
+    return [*prompt(first, 3), *[VOCAB - 1] * picture.length, *prompt("what is it?", 40)]
+
+
+def talk(engine: ScriptedEngine, name: str, picture: Picture, *, preempted: bool = False) -> int:
+    """A session whose second input has a picture. Returns how many tokens were loaded then."""
+    engine.add(name, prompt("hello", 34), 1, resumable=True)
+    step_until(engine, lambda: status(engine, name) == WAITS)
+    before = engine.worker.loaded_tokens
+    engine.add(name, shown(picture, first="look"), 9, resumable=True, pictures=[picture])
+    if preempted:
+        engine.step()
+        while engine._in_flight:
+            engine._finish_oldest()
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    step_until(engine, lambda: status(engine, name) == WAITS)
+    engine.add(name, [1], 1)
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    assert engine.scheduler.reset_prefix_cache()
+    return engine.worker.loaded_tokens - before
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pictures_of_later_inputs_are_in_the_names(start: Start, depth: int) -> None:
+    """The same words with another picture, after a preemption: not the KV of the first one."""
+    engine = start(depth=depth)
+    talk(engine, "a", CAT)
+    talk(engine, "b", DOG, preempted=True)  # the worker looks at what it is given
+    assert talk(engine, "c", DOG, preempted=True) >= 3 * CHUNK
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_session_and_a_request_share_pictures(start: Start, depth: int) -> None:
+    """Offsets count from the session's beginning, so names are those of an ordinary request."""
+    engine = start(depth=depth)
+    talk(engine, "a", CAT)
+    for picture, most in ((DOG, CHUNK), (CAT, 1000)):
+        before = engine.worker.loaded_tokens
+        tokens = [*prompt("hello", 34), *shown(picture, first="look")]
+        engine.add(picture.content, tokens, 1, pictures=[replace(picture, offset=34 + 3)])
+        engine.drain()
+        assert engine.scheduler.reset_prefix_cache()
+        loaded = engine.worker.loaded_tokens - before
+        assert loaded <= most
+    assert loaded >= len(tokens) - BLOCK
+
+
+def saved_after(engine: ScriptedEngine, **second: Any) -> int:
+    """Chunks of a session whose second input asks for something."""
+    engine.add("session", prompt("hello", 20), 1, resumable=True)
+    step_until(engine, lambda: status(engine, "session") == WAITS)
+    engine.add("session", prompt("more", 90), 9, resumable=True, **second)
+    step_until(engine, lambda: status(engine, "session") == WAITS)
+    engine.add("session", prompt("and more", 20), 9, resumable=True)
+    step_until(engine, lambda: status(engine, "session") == WAITS)
+    assert list(engine.ours._requests) == ["session"]
+    found = len(engine.ours.store.residency.index)
+    engine.add("session", [1], 1)
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    return found
+
+
+def test_what_a_later_input_asks_counts(start: Start) -> None:
+    assert saved_after(start(depth=1)) == 4
+    assert saved_after(start(depth=1), params={"attnstore": {"store": False}}) == 0
+    assert saved_after(start(depth=1), params={"attnstore": {"store": True}}) == 4
+
+
+def test_a_later_input_that_wants_all_computed(start: Start) -> None:
+    """It is loaded no stored KV when it is preempted."""
+    for how, loads in (({}, True), ({"prompt_logprobs": 1}, False)):
+        engine = start(depth=1)
+        engine.add("before", prompt("hello", 90), 1)
+        engine.drain()
+        wait_until_quiet(engine.ours)
+        engine.add("session", prompt("hello", 90), 1, resumable=True)
+        step_until(engine, lambda: status(engine, "session") == WAITS)
+        engine.add("session", prompt("more", 20), 20, resumable=True, **how)
+        engine.step()
+        before = engine.worker.loaded_tokens
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.step()
+        assert (engine.worker.loaded_tokens > before) is loads
+        engine.abort("session")
+        engine.drain()
+
+
+def test_a_session_that_changes_its_tenant_is_left_alone(start: Start) -> None:
+    """vLLM 0.32 keeps the first input's; a version that does not must not mix tenants here."""
+    engine = start(depth=1)
+    engine.add("session", prompt("hello", 40), 1, resumable=True, salt="a")
+    state = engine.ours._requests["session"]
+    assert state.usable_tokens() > 1000
+    state.request.cache_salt = "b"
+    assert state.usable_tokens() == 0
+    engine.abort("session")
+    engine.drain()
+
+
+# ---- drafts ---------------------------------------------------------------------------------
+
+
+def overcounted(engine: ScriptedEngine) -> list[int]:
+    """A session of which vLLM counts drafts beyond its stop as computed. Returns its tokens."""
+    for number in range(40):
+        name = f"session {number}"
+        engine.add(name, prompt(name, 30), 9, resumable=True)
+        step_until(engine, lambda name=name: status(engine, name) == WAITS)  # type: ignore[misc]
+        session = engine.scheduler.requests[name]
+        is_found = session.num_computed_tokens >= session.num_tokens
+        if is_found:
+            engine.add(name, prompt("next", 80), 2, resumable=True)
+            step_until(engine, lambda name=name: status(engine, name) == WAITS)  # type: ignore[misc]
+            return list(session.all_token_ids)
+        engine.abort(name)
+    raise AssertionError("vLLM counts right: away with what guards against it")
+
+
+def test_drafts_beyond_a_stop_are_not_stored(start: Start) -> None:
+    """Nor what others would make of them: they do not find the blocks in vLLM's cache."""
+    engine = start(depth=1, drafts=3)
+    engine.worker.deluded = lambda name: name.startswith("session")
+    tokens = overcounted(engine)
+    engine.add("other", tokens, 1)
+    engine.step()
+    for name in list(engine.scheduler.requests):
+        if name.startswith("session"):
+            engine.abort(name)
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("again", tokens, 1)
+    engine.drain()
+
+
+def test_drafts_of_other_schedulers_and_requests_are_stored(start: Start) -> None:
+    """What the guard does not need to forbid: drafts without sessions, sessions without drafts."""
+    engine = start(depth=2, drafts=3)
+    engine.add("session", prompt("hello", 90), 9, resumable=True)
+    step_until(engine, lambda: status(engine, "session") == WAITS)
+    assert len(engine.ours.store.residency.index) >= 2
+    engine.abort("session")
+    engine.drain()
+
+
 # ---- the names of its KV --------------------------------------------------------------------
 
 
 def state_of(tokens: list[int], *, resumable: bool) -> RequestState:
-    request: Any = SimpleNamespace(all_token_ids=tokens, resumable=resumable)
+    request: Any = SimpleNamespace(all_token_ids=tokens, resumable=resumable, mm_features=[])
     root = Key(bytes(KEY_BYTES))
-    return RequestState(request, root, b"", (), CHUNK, finds_moved=True)
+    return RequestState(request, root, b"", CHUNK, finds_moved=True)
 
 
 def test_tokens_that_are_replaced_have_keys_of_their_own() -> None:

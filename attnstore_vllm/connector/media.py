@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What names the pictures and sounds of a request, and which of these names are none.
+
+vLLM names an input by a digest of its content, or by the `uuid` that its user gives. Where nobody
+of its own needs a name (no prefix caching, no processor cache) it counts: such a name means another
+picture after a restart. Everything from an input without a name on is neither stored nor found.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING
+
+from attnstore_vllm.index.keys import MultimodalSpan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+ALL_TOKENS = 1 << 60
+_COUNTED = re.compile(r"(?:.*:)?renderer\d+-mm-\d+-.*-\d+", re.DOTALL)
+"""As vLLM 0.32 counts (renderers/base.py); an adapter's name may stand before it."""
+
+
+def spans_of(request: Request) -> tuple[MultimodalSpan, ...]:
+    """Of all inputs that the request has now: a streaming session's next one brings more."""
+    return tuple(
+        MultimodalSpan(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+        for feature in request.mm_features
+    )
+
+
+def counts_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names inputs by a counter. Their users' own uuids look the same to us."""
+    media = vllm_config.model_config.multimodal_config
+    return (
+        media is not None
+        and media.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
+
+
+class MediaNames:
+    """Says how much of a request has names.
+
+    Args:
+        counted: vLLM names inputs by a counter. Names that look so are refused in any case: what
+            reads the prompts may be another process, with settings of its own.
+    """
+
+    def __init__(self, *, counted: bool = False) -> None:
+        self._counted = counted
+        self._has_said = False
+
+    def named_tokens(self, request: Request) -> int:
+        """Tokens before the first input that has no name. Cost: one match for each input."""
+        for feature in request.mm_features:  # in the order of their offsets
+            name = feature.identifier
+            if self._counted or not name or _COUNTED.fullmatch(name):
+                self._say(name)
+                return int(feature.mm_position.offset)
+        return ALL_TOKENS
+
+    def _say(self, name: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "AttnStore leaves prompts alone from their first picture or sound on: vLLM names "
+                "it %r, which means another one after a restart. Names by content need "
+                "--enable-prefix-caching, or --mm-processor-cache-gb above 0", name,
+            )  # fmt: skip

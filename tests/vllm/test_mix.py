@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some seeds of the mix; a long run is python -m tests.vllm.mix. And: it sees what is planted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.connector import media, requests, scheduler
+from attnstore_vllm.index import keys
+from attnstore_vllm.testing.tiny_model import TINY, make_model
+from tests.vllm.mix import play
+
+SEEDS_TO_FIND = 40
+
+
+@pytest.fixture(scope="module")
+def model(models: Path) -> Path:
+    return make_model(models / "scripted", TINY, weights=False)
+
+
+def test_seeds(model: Path) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(20):
+        try:
+            counts += play(model, seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+    assert counts["loaded tokens"] > 5000
+    for kind in ("chunks checked", "with pictures", "inputs of sessions", "rows"):
+        assert counts[kind] > 100, kind
+    assert min(counts["restarts"], counts["new weights"]) > 3
+
+
+# ---- faults ---------------------------------------------------------------------------------
+
+Patch = pytest.MonkeyPatch
+
+
+def spans_are_taken_once(patch: Patch) -> None:
+    seen: dict[tuple[int, str], Any] = {}
+    now = media.spans_of
+    patch.setattr(
+        requests, "spans_of", lambda r: seen.setdefault((id(r), r.request_id), now(r))
+    )  # fmt: skip
+
+
+def the_salt_is_left_out(patch: Patch) -> None:
+    root_key = keys.root_key
+    patch.setattr(requests, "root_key", lambda space, _, lora: root_key(space, None, lora))
+
+
+def the_adapter_is_left_out(patch: Patch) -> None:
+    root_key = keys.root_key
+    patch.setattr(requests, "root_key", lambda space, salt, _: root_key(space, salt, b""))
+
+
+def a_reset_does_nothing(patch: Patch) -> None:
+    patch.setattr(scheduler.Scheduler, "reset", lambda _: True)
+
+
+def counted_names_are_names(patch: Patch) -> None:
+    patch.setattr(media, "_COUNTED", re.compile("none is"))
+
+
+def drafts_are_not_looked_at(patch: Patch) -> None:
+    begin = scheduler.Scheduler.__init__
+
+    def without(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **{**options, "overcounts_drafts": False})
+
+    patch.setattr(scheduler.Scheduler, "__init__", without)
+
+
+def pictures_are_all_one(patch: Patch) -> None:
+    extra = keys.chunk_extra
+
+    def one(spans: Any, start: int, stop: int) -> bytes:
+        return extra([keys.MultimodalSpan("", s.offset, s.num_tokens) for s in spans], start, stop)
+
+    patch.setattr(keys, "chunk_extra", one)
+
+
+def pictures_have_no_place(patch: Patch) -> None:
+    extra = keys.chunk_extra
+
+    def anywhere(spans: Any, start: int, stop: int) -> bytes:
+        inside = [s for s in spans if extra([s], start, stop)]
+        return extra([keys.MultimodalSpan(s.identifier, start, 1) for s in inside], start, stop)
+
+    patch.setattr(keys, "chunk_extra", anywhere)
+
+
+def hints_of_later_inputs_are_ignored(patch: Patch) -> None:
+    patch.setattr(requests, "_says_store", lambda _: True)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        the_salt_is_left_out, the_adapter_is_left_out, a_reset_does_nothing,
+        *(
+            pytest.param(fault, marks=pytest.mark.long)
+            for fault in (
+                spans_are_taken_once, counted_names_are_names, drafts_are_not_looked_at,
+                pictures_are_all_one, pictures_have_no_place, hints_of_later_inputs_are_ignored,
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_is_seen(
+    fault: Callable[[Patch], None], model: Path, monkeypatch: Patch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed in range(SEEDS_TO_FIND):
+            play(model, seed)
