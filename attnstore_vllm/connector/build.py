@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,8 +158,19 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """The scheduler side, with the store. Raises ConfigError, UnsupportedError."""
     config = _config(vllm_config)
     geometry = _geometry(vllm_config, kv_cache_config, config)
-    lock = lock_directory(config.nvme.path)
-    pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
+    with ExitStack() as undo:  # a failed start leaves no lock to one that this process tries next
+        lock = lock_directory(config.nvme.path)
+        undo.callback(os.close, lock)
+        pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
+        undo.callback(pool.close)
+        scheduler = _scheduler(vllm_config, config, geometry, pool, lock)
+        undo.pop_all()
+    return scheduler
+
+
+def _scheduler(
+    vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry, pool: SharedPool, lock: int
+) -> Scheduler:
     layouts = []
     for rank in range(geometry.num_ranks):
         description = pool.description(rank)
