@@ -19,7 +19,7 @@ from attnstore_vllm.cli import (
     simulate_server,
     verify,
 )
-from attnstore_vllm.config import parse_size
+from attnstore_vllm.config import SIZE_MIN, parse_size
 from attnstore_vllm.errors import AttnStoreError
 
 EXIT_OK, EXIT_BAD, EXIT_ERROR = 0, 1, 2
@@ -124,11 +124,14 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _gc(args: argparse.Namespace) -> int:
+    size = args.to_size
+    # A unit may be forgotten here too: all would go.
+    least = SIZE_MIN if size is not None and size.strip().isdecimal() else 1
     rules = gc.Rules(
         older_than_s=None if args.older_than is None else gc.parse_age(args.older_than),
         namespace=args.namespace,
         tenant=args.tenant,
-        to_size=None if args.to_size is None else parse_size("--to-size", args.to_size),
+        to_size=None if size is None else parse_size("--to-size", size, least),
     )
     if rules == gc.Rules():
         print("attnstore gc: say what is to go: --older-than, --namespace, --tenant or --to-size",

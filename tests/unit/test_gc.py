@@ -138,6 +138,7 @@ def test_a_person_is_told_what_would_go_and_of_whom(
         (("--older-than", "soon"), ("'soon'", "7d")),
         (("--older-than", ""), ("7d",)),
         (("--to-size", "0"), ("--to-size", "64GiB")),
+        (("--to-size", "500"), ("--to-size is 500: 500 bytes", "did you mean 500GiB?")),
         ((), ("say what is to go",)),
         (("--yes",), ("say what is to go",)),
     ],
