@@ -23,18 +23,37 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
     _UNITS[f"{_letter}b"] = 1000**_power
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*")
 
 
-def parse_size(key: str, value: object) -> int:
-    """Bytes of "64GiB", "1.5 TB" or a plain integer. Raises ConfigError naming `key`."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
-        number, unit = match.groups()
-        num_bytes = int(float(number) * _UNITS.get(unit.lower(), 0))
-        if num_bytes > 0:
+SIZE_MIN = 1 << 20
+"""Of memory and files: less is a unit that was forgotten, and would be found out at the first
+chunk, after the model has loaded."""
+_SCRUB_MIN = 64 << 10
+
+
+def parse_size(key: str, value: object, least: int = 1, unit: str = "GiB") -> int:
+    """Bytes of "64GiB", "1.5 TB" or a plain integer.
+
+    Args:
+        least: that makes sense, in bytes.
+        unit: that who writes less probably means.
+    Raises: ConfigError naming `key`.
+    """
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(text, str) and (match := _SIZE.fullmatch(text)):
+        number, given = match.groups()
+        unit_bytes = _UNITS.get(given.lower(), 0)
+        num_bytes = (
+            int(number) * unit_bytes if number.isdecimal() else int(float(number) * unit_bytes)
+        )
+        if num_bytes >= least:
             return num_bytes
+        if num_bytes > 0:
+            raise ConfigError(
+                f"{key} is {value}: {num_bytes} bytes, and less than {format_size(least)} makes no "
+                f"sense; did you mean {number}{unit}?"
+            )
     raise ConfigError(
         f"{key} is {value!r}, which is no size; write a number and a unit, as in 64GiB or 2TiB"
     )
@@ -101,9 +120,9 @@ def _integer(key: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def _off_or_size(key: str, value: object) -> int | None:
+def _off_or_size(key: str, value: object, least: int, unit: str) -> int | None:
     """Bytes, or None where the value is `off` (YAML reads that as False)."""
-    return None if value is False or value == "off" else parse_size(key, value)
+    return None if value is False or value == "off" else parse_size(key, value, least, unit)
 
 
 IO_KINDS = ("auto", "uring", "aiofiles")
@@ -146,11 +165,11 @@ class NvmeConfig:
         writes, scrub = given.get("daily_writes", False), given.get("scrub", "8MiB")
         return cls(
             path=path,
-            capacity_bytes=parse_size("nvme.capacity", given["capacity"]),
+            capacity_bytes=parse_size("nvme.capacity", given["capacity"], SIZE_MIN),
             io=io,
             io_deadline_ms=_integer("nvme.io_deadline_ms", deadline, 100, 600_000),
-            daily_writes_bytes=_off_or_size("nvme.daily_writes", writes),
-            scrub_bytes_per_s=_off_or_size("nvme.scrub", scrub),
+            daily_writes_bytes=_off_or_size("nvme.daily_writes", writes, SIZE_MIN, "GiB"),
+            scrub_bytes_per_s=_off_or_size("nvme.scrub", scrub, _SCRUB_MIN, "MiB"),
         )
 
     def share(self, rank: int, ranks: int) -> NvmeConfig:
@@ -286,12 +305,14 @@ class StoreConfig:
                 f"ttl is {ttl!r} and eviction {eviction!r}; only eviction: attnstore knows when "
                 "each chunk was used last"
             )
-        dram = parse_size("dram", given["dram"])
+        dram = parse_size("dram", given["dram"], SIZE_MIN)
         nvme = NvmeConfig.parse(given["nvme"])
         pinning = PinningConfig.parse(given.get("pinning", False))
         truncation = TruncationConfig.parse(given.get("truncation", {}))
         buffer = given.get("write_buffer", "auto")
-        buffer_bytes = None if buffer == "auto" else parse_size("write_buffer", buffer)
+        buffer_bytes = (
+            None if buffer == "auto" else parse_size("write_buffer", buffer, SIZE_MIN, "MiB")
+        )
         return cls(
             dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead,
             compute_if_sooner=compute_if_sooner, ttl_s=ttl_s, pinning=pinning,

@@ -2,7 +2,7 @@
 """Does the machine have what the settings ask for? Asked before the model loads.
 
 These checks take nothing: the pool and the slab file are allocated, and the directory is
-locked, by the engine itself, which checks again.
+locked, by the engine itself, which checks again. They give back what killed starts left.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from attnstore_vllm.config import NvmeConfig, StoreConfig, format_size
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.transfer import region
 
 SHM_DIR = Path("/dev/shm")
 LOCK_NAME = "lock"
@@ -42,6 +43,7 @@ def check_machine(
         engines = [config.share(rank) for rank in here]
     dram_bytes = sum(engine.dram_bytes for engine in engines)
     _check_directory(config.nvme.path)
+    region.sweep(SHM_DIR)  # a killed start's pool would count as used
     missing = lacks_memory(dram_bytes, shared_memory(SHM_DIR), _memory_available())
     if missing is None and pins_memory and engines:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

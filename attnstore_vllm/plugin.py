@@ -24,7 +24,8 @@ import yaml
 
 from attnstore_vllm.config import StoreConfig
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
-from attnstore_vllm.machine import check_machine
+from attnstore_vllm.machine import SHM_DIR, check_machine
+from attnstore_vllm.transfer.region import sweep_at_exit
 
 CONNECTOR = "AttnStoreConnector"
 MODULE = "attnstore_vllm.connector"
@@ -87,6 +88,8 @@ def check_early(extra: object) -> None:
 
 def _check(config: StoreConfig, ranks: Sequence[int] | None, *, pins_memory: bool) -> None:
     check_machine(config, ranks, pins_memory=pins_memory)
+    if not _checked:
+        sweep_at_exit(SHM_DIR)  # vLLM kills engines that were starting when it was told to end
     _checked.add(config)
 
 

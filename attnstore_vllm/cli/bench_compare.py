@@ -21,7 +21,7 @@ from attnstore_vllm.bench.conversations import read_conversations
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.cli import bench
 from attnstore_vllm.cli.plan import kv_bytes_per_token
-from attnstore_vllm.config import format_size, parse_size
+from attnstore_vllm.config import SIZE_MIN, format_size, parse_size
 from attnstore_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def sizes_for(args: argparse.Namespace, asked: Any, here: Here) -> Sizes:
         block_tokens=args.block_tokens
         or (CPU_BLOCK_TOKENS if here.is_cpu_build else GPU_BLOCK_TOKENS),
         hbm_tokens=args.hbm_tokens,
-        dram_bytes=parse_size("--dram", args.dram) if args.dram else None,
-        nvme_bytes=parse_size("--nvme", args.nvme) if args.nvme else None,
+        dram_bytes=parse_size("--dram", args.dram, SIZE_MIN) if args.dram else None,
+        nvme_bytes=parse_size("--nvme", args.nvme, SIZE_MIN) if args.nvme else None,
     )  # fmt: skip
 
 

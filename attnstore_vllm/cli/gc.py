@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore gc DIR`: delete by age, namespace, tenant or size. The server must be stopped.
+"""`attnstore gc DIR`: delete by age, namespace, tenant or size. Says what would go; --yes does it.
 
-What is deleted is punched out of the file: the bytes are gone, and the file system has the
-space back until the next server start reserves it again.
+What goes is what all given rules name. It is punched out of the file, with all that holds nothing:
+the bytes are gone, and the file system has the space until the next server start reserves it.
+Looking is safe beside a running server; to delete, it must be stopped.
 """
 
 from __future__ import annotations
@@ -11,128 +12,292 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from attnstore_vllm.cli.slab_file import Record, SlabFile, State, opened, slab_files
+from attnstore_vllm.cli.slab_file import SlabFile, State, opened, slab_files
+from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.machine import lock_directory
 from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 
-_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d|w)")
-_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)")
+_SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_SHOWN = 16
+"""Characters of a name that a person is shown; as many as tell namespaces apart."""
 
 
 def parse_age(text: str) -> float:
-    """Seconds of "7d", "12h", "30min". Raises: ConfigError."""
+    """Seconds of "7d", "12h", "30m". Raises: ConfigError."""
     match = _AGE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(
-            f"--older-than is {text!r}; write a number and a unit (s, min, h, d, w), as in 7d"
+            f"--older-than is {text!r}; write a number and a unit (s, m, h, d, w), as in 7d"
         )
     return float(match[1]) * _SECONDS[match[2]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is to go: records for which any rule holds; then segments, down to `to_size`."""
+    """What is to go: records for which all rules hold."""
 
     older_than_s: float | None = None
     namespace: str | None = None
-    """A prefix of its hexadecimal name, as `attnstore inspect` shows it."""
+    """The beginning of its hexadecimal name, as `attnstore inspect` shows it; of one only."""
     tenant: str | None = None
     """The cache_salt; the store has only a hash of it."""
     to_size: int | None = None
+    """Of them the oldest segments, until what stays takes no more bytes. Segments go whole, and
+    only if nothing else is in them."""
 
 
 @dataclass(slots=True)
-class Freed:
+class Part:
+    """Of one tenant in one namespace: what there is, and what goes."""
+
+    namespace: bytes
+    label: str
+    tenant: bytes
+    stored: int = 0
     records: int = 0
-    segments: int = 0
     bytes: int = 0
 
+    @property
+    def tenant_name(self) -> str:
+        return "no cache_salt" if self.tenant == tenant_hash(None) else self.tenant.hex()[:_SHOWN]
 
-def collect(directory: Path, rules: Rules) -> Freed:
-    """Delete. Raises: ConfigError, also where a running server owns the directory; OSError."""
-    freed = Freed()
+    def as_json(self) -> dict[str, Any]:
+        tenant = None if self.tenant == tenant_hash(None) else self.tenant.hex()
+        return {
+            "namespace": self.namespace.hex(), "label": self.label, "tenant_hash": tenant,
+            "stored": self.stored, "records": self.records, "bytes": self.bytes,
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Report:
+    """What goes, or is gone."""
+
+    parts: list[Part]
+    """All there is, also what stays."""
+    is_done: bool
+    freed_bytes: int = 0
+    """That the file system has back."""
+
+    @property
+    def records(self) -> int:
+        return sum(part.records for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def as_json(self) -> dict[str, Any]:
+        going = [part.as_json() for part in self.parts if part.records]
+        return {
+            "deleted": self.is_done, "records": self.records, "bytes": self.bytes,
+            "freed_bytes": self.freed_bytes, "parts": going,
+        }  # fmt: skip
+
+
+class _Stored(NamedTuple):
+    """A good record; a file may have millions, so no more of it than is needed."""
+
+    offset: int
+    tenant: bytes
+    written_at: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    header: SegmentHeader
+    going: list[_Stored] = field(default_factory=list)
+    staying: list[_Stored] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[_Stored]:
+        return [*self.going, *self.staying]
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Less is older."""
+        return self.header.last_used, max(record.written_at for record in self.records)
+
+    def taken_bytes(self) -> int:
+        kept = len(self.staying) * self.header.record_bytes
+        return PAGE_BYTES + kept if kept else 0
+
+
+def collect(directory: Path, rules: Rules, *, is_dry: bool) -> Report:
+    """Find what goes, and delete it unless `is_dry`.
+
+    Raises: ConfigError, also for a namespace or tenant that is not there, and where a running
+        server owns the directory that is to be changed; OSError.
+    """
     paths = slab_files(directory)
-    for path in paths:
-        lock = lock_directory(path.parent)
-        try:
-            with opened(path, writable=True) as slab:
+    with ExitStack() as stack:
+        if not is_dry:
+            for path in paths:
+                stack.callback(os.close, lock_directory(path.parent))
+        slabs = [stack.enter_context(opened(path, writable=not is_dry)) for path in paths]
+        found = [_read(slab) for slab in slabs]
+        parts = _parts(segment for file in found for segment in file)
+        rules = _known(rules, list(parts.values()))
+        size = None if rules.to_size is None else rules.to_size // len(paths)
+        for file in found:
+            _choose(file, rules, size)
+        for segment in (segment for file in found for segment in file):
+            for record in segment.going:
+                part = parts[segment.header.namespace, record.tenant]
+                part.records += 1
+                part.bytes += segment.header.record_bytes
+        report = Report(list(parts.values()), is_done=not is_dry)
+        if not is_dry:
+            for slab, file in zip(slabs, found, strict=True):
                 before = slab.allocated_bytes
-                _collect(slab, rules, freed, None if rules.to_size is None
-                         else rules.to_size // len(paths))  # fmt: skip
+                _punch_all_but(slab, file)
                 os.fsync(slab.fd)
-                freed.bytes += max(0, before - slab.allocated_bytes)
-        finally:
-            os.close(lock)
-    return freed
+                report.freed_bytes += max(0, before - slab.allocated_bytes)
+    return report
 
 
-def _collect(slab: SlabFile, rules: Rules, freed: Freed, to_size: int | None) -> None:
-    wanted = _wanted(rules)
-    ages: list[tuple[int, int, int]] = []
-    last_used: dict[bytes, int] = {}
-    for number, segment in slab.segments():
-        if not isinstance(segment, SegmentHeader):
-            _punch(slab, slab.segment_offset(number), slab.segment_bytes)
-            continue
-        if rules.namespace and segment.namespace.hex().startswith(rules.namespace.lower()):
-            _release(slab, number, freed)
-            continue
-        newest = 0
-        for record in slab.records(segment, payloads=False):
-            if record.state is State.FREE:
-                continue
-            if record.state is State.BAD or wanted(record):
-                _punch(slab, record.offset, segment.record_bytes)
-                freed.records += 1
-            elif record.header is not None:
-                newest = max(newest, record.header.written_at)
-        if newest == 0:
-            _release(slab, number, freed)
-        else:
-            used = max(last_used.get(segment.namespace, 0), segment.last_used)
-            last_used[segment.namespace] = used
-            ages.append((used, newest, number))
-    if to_size is not None:
-        for _, _, number in sorted(ages):
-            if slab.allocated_bytes <= to_size:
-                return
-            _release(slab, number, freed)
+def show(report: Report) -> None:
+    for part in report.parts:
+        if part.records:
+            print(
+                f"{part.namespace.hex()[:_SHOWN]} {part.label}, {part.tenant_name}: "
+                f"{part.records} of {part.stored} records, {format_size(part.bytes)}"
+            )
+    what = f"{report.records} records ({format_size(report.bytes)})"
+    if report.is_done:
+        print(f"{what} are gone, {format_size(report.freed_bytes)} of the disk are free")
+    else:
+        print(f"{what} would go; nothing was changed. --yes deletes them")
 
 
-def _wanted(rules: Rules) -> Callable[[Record], bool]:
+# ---- what goes -----------------------------------------------------------------------------
+
+
+def _read(slab: SlabFile) -> list[_Segment]:
+    """All that is stored: segments and their good records, which stay as yet."""
+    segments, tenants = [], dict[bytes, bytes]()
+    for _, header in slab.segments():
+        if isinstance(header, SegmentHeader):
+            segments.append(_Segment(header))
+            for record in slab.records(header, payloads=False):
+                if record.state is State.GOOD and record.header is not None:
+                    tenant = record.header.name.tenant
+                    segments[-1].staying.append(_Stored(
+                        record.offset, tenants.setdefault(tenant, tenant), record.header.written_at
+                    ))  # fmt: skip
+    return segments
+
+
+def _parts(segments: Iterable[_Segment]) -> dict[tuple[bytes, bytes], Part]:
+    """Of each namespace and tenant, what is stored."""
+    parts: dict[tuple[bytes, bytes], Part] = {}
+    for segment in segments:
+        namespace, label = segment.header.namespace, segment.header.label
+        for record in segment.records:
+            key = (namespace, record.tenant)
+            parts.setdefault(key, Part(namespace, label, record.tenant)).stored += 1
+    return parts
+
+
+def _known(rules: Rules, parts: Sequence[Part]) -> Rules:
+    """The rules with the namespace's whole name. Raises: ConfigError if something is not there."""
+    namespace = None
+    if rules.namespace is not None:
+        wanted = rules.namespace.lower()
+        names = {part.namespace.hex() for part in parts}
+        matching = [name for name in names if wanted and name.startswith(wanted)]
+        if len(matching) != 1:
+            raise ConfigError(
+                f"--namespace {rules.namespace!r} is {'several' if matching else 'none'} of what "
+                f"is stored here:\n{_listing(parts)}"
+            )
+        namespace = matching[0]
+        parts = [part for part in parts if part.namespace.hex() == namespace]
+    if rules.tenant is not None:
+        if tenant_hash(rules.tenant) not in {part.tenant for part in parts}:
+            raise ConfigError(
+                f"--tenant {rules.tenant!r} has nothing here. The store knows a tenant by a hash "
+                f"of its cache_salt ({tenant_hash(rules.tenant).hex()[:_SHOWN]}); what is stored:\n"
+                f"{_listing(parts)}"
+            )
+    return Rules(rules.older_than_s, namespace, rules.tenant, rules.to_size)
+
+
+def _listing(parts: Sequence[Part]) -> str:
+    lines = [
+        f"  {part.namespace.hex()[:_SHOWN]} {part.label}, {part.tenant_name}: {part.stored} records"
+        for part in parts
+    ]
+    return "\n".join(lines) or "  nothing"
+
+
+def _choose(segments: Sequence[_Segment], rules: Rules, to_size: int | None) -> None:
+    """Move records from `staying` to `going`."""
     limit = None if rules.older_than_s is None else time.time() - rules.older_than_s
     tenant = None if rules.tenant is None else tenant_hash(rules.tenant)
-
-    def wanted(record: Record) -> bool:
-        header = record.header
-        assert header is not None
-        too_old = limit is not None and header.written_at < limit
-        return too_old or (tenant is not None and header.name.tenant == tenant)
-
-    return wanted
-
-
-def _release(slab: SlabFile, number: int, freed: Freed) -> None:
-    """The segment is nobody's any more."""
-    offset = slab.segment_offset(number)
-    os.pwrite(slab.fd, bytes(PAGE_BYTES), offset)
-    _punch(slab, offset, slab.segment_bytes)
-    freed.segments += 1
+    for segment in segments:
+        is_of = rules.namespace in (None, segment.header.namespace.hex())
+        records, segment.going, segment.staying = segment.records, [], []
+        for record in records:
+            goes = is_of and (limit is None or record.written_at < limit)
+            goes = goes and tenant in (None, record.tenant)
+            (segment.going if goes else segment.staying).append(record)
+    if to_size is not None:
+        _spare(segments, to_size)
 
 
-def _punch(slab: SlabFile, offset: int, num_bytes: int) -> None:
+def _spare(segments: Sequence[_Segment], to_size: int) -> None:
+    """Let only the oldest of the segments that may go as a whole go, until it is enough."""
+    whole = [segment for segment in segments if segment.going and not segment.staying]
+    for segment in segments:
+        segment.going, segment.staying = [], segment.records
+    taken = sum(segment.taken_bytes() for segment in segments)
+    for segment in sorted(whole, key=lambda segment: segment.age):
+        if taken <= to_size:
+            return
+        taken -= segment.taken_bytes()
+        segment.going, segment.staying = segment.staying, []
+
+
+# ---- deleting ------------------------------------------------------------------------------
+
+
+def _punch_all_but(slab: SlabFile, segments: Sequence[_Segment]) -> None:
+    """Leave the records that stay, and the headers of their segments; what lies between them is
+    deleted, damaged, or was never written."""
+    begins = PAGE_BYTES
+    for segment in segments:
+        if not segment.staying:
+            # Its header goes first: with it nothing in it is found again.
+            os.pwrite(slab.fd, bytes(PAGE_BYTES), slab.segment_offset(segment.header.number))
+            continue
+        size = segment.header.record_bytes
+        kept = [(slab.segment_offset(segment.header.number), PAGE_BYTES)]
+        kept += sorted((record.offset, size) for record in segment.staying)
+        for offset, num_bytes in kept:
+            _punch(slab, begins, offset)
+            begins = offset + num_bytes
+    _punch(slab, begins, slab.segment_offset(slab.num_segments))
+
+
+def _punch(slab: SlabFile, begins: int, ends: int) -> None:
+    if begins >= ends:
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     mode = FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-    if libc.fallocate(slab.fd, mode, ctypes.c_long(offset), ctypes.c_long(num_bytes)) == 0:
+    if libc.fallocate(slab.fd, mode, ctypes.c_long(begins), ctypes.c_long(ends - begins)) == 0:
         return
     zeros = bytes(1 << 20)  # a file system without holes: overwrite
-    end = min(offset + num_bytes, os.fstat(slab.fd).st_size)
-    while offset < end:
-        offset += os.pwrite(slab.fd, zeros[: end - offset], offset)
+    ends = min(ends, os.fstat(slab.fd).st_size)
+    while begins < ends:
+        begins += os.pwrite(slab.fd, zeros[: ends - begins], begins)

@@ -19,7 +19,7 @@ from attnstore_vllm.cli import (
     simulate_server,
     verify,
 )
-from attnstore_vllm.config import format_size, parse_size
+from attnstore_vllm.config import SIZE_MIN, parse_size
 from attnstore_vllm.errors import AttnStoreError
 
 EXIT_OK, EXIT_BAD, EXIT_ERROR = 0, 1, 2
@@ -34,14 +34,17 @@ def _parser() -> argparse.ArgumentParser:
     look = commands.add_parser(
         "inspect", help="namespaces, chunks, tokens, bytes, ages (safe beside a running server)"
     )
-    clean = commands.add_parser("gc", help="delete stored KV (the server must be stopped)")
+    clean = commands.add_parser(
+        "gc", help="delete stored KV; says what would go (with --yes, and the server stopped, does)"
+    )
     for command in (read, look, clean):
         command.add_argument("directory", type=Path, metavar="DIR", help="the server's nvme.path")
         command.add_argument("--json", action="store_true", help="print JSON")
     clean.add_argument("--older-than", metavar="AGE", help="written longer ago, as in 7d or 12h")
-    clean.add_argument("--namespace", metavar="HEX", help="one namespace, as inspect shows it")
-    clean.add_argument("--tenant", metavar="SALT", help="all of one cache_salt")
+    clean.add_argument("--namespace", metavar="HEX", help="of one namespace, as inspect shows it")
+    clean.add_argument("--tenant", metavar="SALT", help="of one cache_salt")
     clean.add_argument("--to-size", metavar="SIZE", help="oldest first until no more is taken")
+    clean.add_argument("--yes", action="store_true", help="delete what all of these rules name")
     replay = commands.add_parser(
         "simulate", help="what a trace's requests would find, by policy and capacity"
     )
@@ -121,25 +124,24 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _gc(args: argparse.Namespace) -> int:
+    size = args.to_size
+    # A unit may be forgotten here too: all would go.
+    least = SIZE_MIN if size is not None and size.strip().isdecimal() else 1
     rules = gc.Rules(
-        older_than_s=gc.parse_age(args.older_than) if args.older_than else None,
+        older_than_s=None if args.older_than is None else gc.parse_age(args.older_than),
         namespace=args.namespace,
         tenant=args.tenant,
-        to_size=parse_size("--to-size", args.to_size) if args.to_size else None,
+        to_size=None if size is None else parse_size("--to-size", size, least),
     )
     if rules == gc.Rules():
         print("attnstore gc: say what is to go: --older-than, --namespace, --tenant or --to-size",
               file=sys.stderr)  # fmt: skip
         return EXIT_ERROR
-    freed = gc.collect(args.directory, rules)
+    report = gc.collect(args.directory, rules, is_dry=not args.yes)
     if args.json:
-        print(json.dumps({"records": freed.records, "segments": freed.segments,
-                          "bytes": freed.bytes}))  # fmt: skip
+        print(json.dumps(report.as_json()))
     else:
-        print(
-            f"{freed.records} records and {freed.segments} whole segments are gone, "
-            f"{format_size(freed.bytes)} are free"
-        )
+        gc.show(report)
     return EXIT_OK
 
 

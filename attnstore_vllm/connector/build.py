@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +33,7 @@ from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
-from attnstore_vllm.transfer.pool import SLOTS_AT, SharedPool, pool_name
+from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
 
 if TYPE_CHECKING:
@@ -158,16 +160,29 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """The scheduler side, with the store. Raises ConfigError, UnsupportedError."""
     config = _config(vllm_config)
     geometry = _geometry(vllm_config, kv_cache_config, config)
-    lock = lock_directory(config.nvme.path)
-    pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
+    with ExitStack() as undo:  # a failed start leaves no lock to one that this process tries next
+        lock = lock_directory(config.nvme.path)
+        undo.callback(os.close, lock)
+        pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
+        undo.callback(pool.close)
+        scheduler = _scheduler(vllm_config, config, geometry, pool, lock)
+        undo.pop_all()
+    return scheduler
+
+
+def _scheduler(
+    vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry, pool: SharedPool, lock: int
+) -> Scheduler:
     ranks = []
     for rank in range(geometry.num_ranks):
         description = pool.description(rank)
         if description is None:
             raise UnsupportedError(
-                f"rank {rank} has not said what its KV looks like; this vLLM makes its "
-                "connectors in an order that AttnStore does not know"
+                f"rank {rank} has not said what its KV looks like; its log says why, or this vLLM "
+                "makes its connectors in an order that AttnStore does not know"
             )
+        if REFUSAL in description:
+            raise UnsupportedError(f"rank {rank} cannot: {description[REFUSAL]}")
         ranks.append(RankDescription.of_json(description))
     rows = [r.rows for r in ranks]
     why_not_moved = next(filter(None, [r.why_not_moved for r in ranks]), None)

@@ -8,8 +8,9 @@ model that the store cannot serve both are *idle*: every hook answers as if ther
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,6 +27,7 @@ from attnstore_vllm.connector.build import build_scheduler, build_worker
 from attnstore_vllm.connector.live_facts import live_facts
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
+from attnstore_vllm.connector.rank import REASON_MAX
 from attnstore_vllm.connector.scheduler import Scheduler
 from attnstore_vllm.connector.support import (
     check_interface,
@@ -34,6 +36,7 @@ from attnstore_vllm.connector.support import (
     warn_if_untested,
 )
 from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.errors import AttnStoreError, ConfigError
 from attnstore_vllm.plugin import check_early, log_as_vllm
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.types import Tier
@@ -55,6 +58,18 @@ check_interface(KVConnectorBase_V1)
 _SOURCES = {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
 
+S = TypeVar("S")
+
+_SERVING: WeakValueDictionary[str, AttnStoreConnector] = WeakValueDictionary()
+"""Scheduler sides at work, by engine: two in one MultiConnector would both answer for a request."""
+
+
+def _reason(error: Exception) -> str:
+    """Why a start of ours has failed, in one line."""
+    text = str(error) if isinstance(error, AttnStoreError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:REASON_MAX]
+
+
 def _kernel_of(layer: Any) -> str:
     return f"{layer.attn_backend.get_name()}/{getattr(layer, 'isa', '')}"
 
@@ -70,18 +85,46 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         check_start(vllm_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
-        reason = reason_to_idle(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             warn_if_untested(vllm.__version__)
-            if reason is None:
-                self._scheduler = build_scheduler(vllm_config, kv_cache_config)
-            else:
-                logger.warning(
-                    "AttnStore is idle, the server runs as without it: this model cannot be "
-                    "served from the store, since %s", reason,
-                )  # fmt: skip
-        elif reason is None:
-            self._worker = build_worker(vllm_config, kv_cache_config)
+            self._scheduler = self._begin(build_scheduler, vllm_config, kv_cache_config)
+            if self._scheduler is not None:
+                _SERVING[self._engine_id()] = self
+        elif reason_to_idle(vllm_config, kv_cache_config) is None:
+            self._worker = self._begin(build_worker, vllm_config, kv_cache_config)
+
+    def _begin(
+        self,
+        build: Callable[[VllmConfig, KVCacheConfig], S],
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+    ) -> S | None:
+        """A side of ours, or None: then this side is idle, and the server runs as without us.
+
+        Raises: ConfigError. A wrong setting is the user's to change; for all else that fails
+            before the first request a server that starts is worth more than the store.
+        """
+        reason = reason_to_idle(vllm_config, kv_cache_config)
+        if reason is None and self._engine_id() in _SERVING:
+            reason = "another AttnStore connector serves this engine already; one is enough"
+        if reason is None:
+            try:
+                return build(vllm_config, kv_cache_config)
+            except ConfigError:
+                raise
+            except Exception as error:
+                logger.debug("what made AttnStore idle", exc_info=True)
+                reason = _reason(error)
+        logger.warning(
+            "AttnStore is idle, the server runs as without it: this model cannot be served from "
+            "the store, since %s", reason,
+        )  # fmt: skip
+        return None
+
+    def _engine_id(self) -> str:
+        transfer = self._vllm_config.kv_transfer_config
+        assert transfer is not None
+        return str(transfer.engine_id)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -100,13 +143,21 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side -------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._worker is not None:
+        if self._worker is None:
+            return
+        try:
             self._worker.register_kv_caches(
                 kv_caches,
                 self._kernel_name(),
                 str(getattr(self._kv_cache_config, "kv_cache_layout", None)),
                 self._live_facts,
             )
+        except ConfigError:
+            raise
+        except Exception as error:
+            # The scheduler side reads it, is idle, and says so to all ranks with the first plan.
+            logger.debug("what made AttnStore idle", exc_info=True)
+            self._worker.refuse(_reason(error))
 
     def _layers(self) -> dict[str, Any]:
         """The attention layers, in the order of the slots."""
@@ -123,7 +174,11 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """The one hook that comes before every forward pass, and before vLLM binds the plan."""
         if self._worker is not None:
             assert isinstance(kv_connector_metadata, StepPlan)
-            self._worker.begin_step(kv_connector_metadata)
+            if kv_connector_metadata.is_idle:
+                self._worker.close()
+                self._worker = None
+            else:
+                self._worker.begin_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -191,7 +246,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
-            return StepPlan()
+            return StepPlan(is_idle=True)
         return self._scheduler.build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -252,6 +307,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
+            _SERVING.pop(self._engine_id(), None)
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()

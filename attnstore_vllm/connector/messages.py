@@ -33,6 +33,8 @@ class StepPlan(KVConnectorMetadata):
     """Requests with open saves whose blocks are others' from this step on."""
     may_replay: bool = False
     """The forward pass may be a CUDA graph that calls no hook."""
+    is_idle: bool = False
+    """The scheduler side does without the store: so do the workers, and give back their memory."""
 
 
 class StepReport(KVConnectorWorkerMetadata):

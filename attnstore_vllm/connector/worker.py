@@ -131,6 +131,10 @@ class Worker:
             ).to_json(),
         )
 
+    def refuse(self, reason: str) -> None:
+        """Tell the scheduler side that this rank cannot work with the store, and why."""
+        self._pool.refuse(self._rank, reason)
+
     def _find_rotation(self, tensor: torch.Tensor) -> tuple[Rotation | None, str | None]:
         """How KV is moved, or why it cannot be."""
         if self._rotation is None:

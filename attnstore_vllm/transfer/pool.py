@@ -7,15 +7,13 @@
     1 MiB          slots
 
 Whoever comes first creates it, under a name derived from the engine's id and the directory of
-its store. The name goes as soon as all members have mapped it, so that no exit leaves it
-behind; each member holds a lock on it, so that a region of a start that was killed before that
-is told from a living one, and is removed by the next start.
+its store. The name goes as soon as all members have mapped it, or with its creator, however that
+leaves Python. What a kill leaves behind the next start removes (transfer/region.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import logging
 import mmap
@@ -23,6 +21,7 @@ import os
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +30,29 @@ from blake3 import blake3
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.machine import SHM_DIR, lacks_memory, shared_memory
+from attnstore_vllm.transfer import region
 from attnstore_vllm.transfer.pool_memory import allocate
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "attnstore-"
 _MAGIC = b"ATTNPOOL"
 _CONTROL = struct.Struct("<8sQ")
 _MEMBERS_AT = 64
 _RANKS_AT = 64 * 1024
 _RANK_BYTES = 4096
+_REASON_MAX = 500
+"""Characters: at most 6 bytes each."""
+REFUSAL = "refusal"
+"""The key of a description that says why there is none."""
 SLOTS_AT = 1024 * 1024
 RANKS_MAX = (SLOTS_AT - _RANKS_AT) // _RANK_BYTES
 OPEN_DEADLINE_S = 300.0
 """How long a member waits for the creator to allocate the region (zeroing takes its time)."""
-_YOUNG_S = 60.0
-"""A region younger than this may be one that a creator has not locked yet."""
 
 
 def pool_name(engine_id: str, store_path: Path) -> str:
     digest = blake3(f"{engine_id}\0{store_path}".encode()).hexdigest()[:24]
-    return f"{_PREFIX}{digest}"
+    return f"{region.PREFIX}{digest}"
 
 
 class SharedPool:
@@ -66,7 +67,8 @@ class SharedPool:
             Who creates the region takes its memory there.
 
     Lifetime: `buffer` and every view of it are valid until close().
-    Raises: ConfigError if the machine has less shared memory than that.
+    Raises: ConfigError if the machine has less shared memory than that, or if another start
+    uses the name.
     """
 
     def __init__(
@@ -95,12 +97,21 @@ class SharedPool:
         return memoryview(self.buffer)[start : start + self.slot_bytes]
 
     def publish(self, rank: int, description: Mapping[str, Any]) -> None:
-        """Leave what `rank`'s KV tensors look like for the scheduler side."""
+        """Leave what `rank`'s KV tensors look like for the scheduler side.
+
+        A description that has no room becomes a refusal: a server that starts is worth more.
+        """
         raw = json.dumps(description, sort_keys=True).encode()
-        assert len(raw) + 4 <= _RANK_BYTES
+        if len(raw) + 4 > _RANK_BYTES:
+            why = f"its description takes {len(raw)} bytes, and there is room for {_RANK_BYTES - 4}"
+            raw = json.dumps({REFUSAL: why}).encode()
         at = _RANKS_AT + rank * _RANK_BYTES
         self.buffer[at + 4 : at + 4 + len(raw)] = raw
         self.buffer[at : at + 4] = struct.pack("<I", len(raw))
+
+    def refuse(self, rank: int, reason: str) -> None:
+        """Say in place of a description why `rank` cannot work with the store."""
+        self.publish(rank, {REFUSAL: reason[:_REASON_MAX]})
 
     def description(self, rank: int) -> dict[str, Any] | None:
         """What publish() left, or None if that rank has not published."""
@@ -119,31 +130,32 @@ class SharedPool:
                 self.buffer.close()
             except BufferError:
                 logger.debug("the pool is still viewed; the process's end unmaps it")
-            os.close(self._fd)
+            self._leave()
             self._fd = -1
+
+    def _hold(self, fd: int, *, is_creator: bool) -> int:
+        """`fd`, which is given up by close(), with this object, or when Python ends."""
+        leave = (fd, self._path, is_creator)
+        self._leave = Finalize(self, region.leave, leave, exitpriority=0)
+        return fd
 
     def _create_or_open(self, near: Sequence[int]) -> int:
         """The region's descriptor, with a shared lock that says that this member lives."""
         deadline = time.monotonic() + OPEN_DEADLINE_S
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
-            try:
-                fd = os.open(self._path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            except FileExistsError:
-                found = self._open_when_ready(flags, deadline)
-                if found is not None:
-                    return found
-            else:
-                return self._create(fd, near)
+            fd = region.create(self._path)
+            if fd is not None:
+                return self._create(self._hold(fd, is_creator=True), near)
+            fd = region.find(self._path)
+            if fd is not None and self._is_ready(fd, deadline):
+                return self._hold(fd, is_creator=False)
 
     def _create(self, fd: int, near: Sequence[int]) -> int:
-        fcntl.flock(fd, fcntl.LOCK_SH)
         try:
-            sweep(SHM_DIR)
+            region.sweep(SHM_DIR)
             allocate(fd, self._size_bytes, near)
         except OSError as error:
-            os.unlink(self._path)
-            os.close(fd)
+            self._leave()
             size = self._size_bytes
             why = lacks_memory(size, shared_memory(SHM_DIR), size) or "ask for less"
             raise ConfigError(
@@ -153,25 +165,20 @@ class SharedPool:
         os.pwrite(fd, _CONTROL.pack(_MAGIC, self._size_bytes), 0)
         return fd
 
-    def _open_when_ready(self, flags: int, deadline: float) -> int | None:
-        """None if the region is gone: it was one that a killed start had left behind."""
-        try:
-            fd = os.open(self._path, flags)
-        except FileNotFoundError:
-            return None
+    def _is_ready(self, fd: int, deadline: float) -> bool:
+        """Whether it is, with this member's lock; False, and closed, if the region is gone: it was
+        one that a killed start had left behind."""
         while time.monotonic() < deadline:
+            if region.remove_if_dead(fd, self._path):
+                os.close(fd)
+                return False
             size = _size_if_ready(fd)
-            # A creator locks before it makes ready, so an unlocked region that is ready is dead.
-            if (size or _is_old(os.fstat(fd))) and _remove_if_dead(fd, self._path):
-                os.close(fd)
-                return None
             if size:
-                fcntl.flock(fd, fcntl.LOCK_SH)  # waits at most for a member that removes it now
-                if os.fstat(fd).st_nlink:
+                if region.lock(fd):
                     assert size == self._size_bytes, "members disagree about the pool's size"
-                    return fd
+                    return True
                 os.close(fd)
-                return None
+                return False
             time.sleep(0.01)
         os.close(fd)
         raise ConfigError(
@@ -180,6 +187,12 @@ class SharedPool:
         )
 
     def _join(self, num_ranks: int, member: int) -> None:
+        if self.buffer[_MEMBERS_AT + member]:
+            self.close()
+            raise ConfigError(
+                f"another start has the engine_id and the nvme.path of this one ({self._path}), "
+                "and has not ended yet; give each server its own, or start again when it has ended"
+            )
         self.buffer[_MEMBERS_AT + member] = 1
         if all(self.buffer[_MEMBERS_AT : _MEMBERS_AT + num_ranks + 1]):
             self._path.unlink(missing_ok=True)
@@ -190,37 +203,3 @@ def _size_if_ready(fd: int) -> int:
     raw = os.pread(fd, _CONTROL.size, 0)
     magic, size = _CONTROL.unpack(raw.ljust(_CONTROL.size, b"\0"))
     return int(size) if magic == _MAGIC else 0
-
-
-def _is_old(found: os.stat_result) -> bool:
-    return time.time() - found.st_mtime >= _YOUNG_S
-
-
-def _remove_if_dead(fd: int, path: Path) -> bool:
-    """Unlink the region `fd` at `path` if no process holds it; False, with no lock, if one does."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    if os.fstat(fd).st_nlink:  # else the name is gone, and may be another region's already
-        path.unlink(missing_ok=True)
-        logger.warning("removed %s, which a killed start left behind", path)
-    return True
-
-
-def sweep(directory: Path) -> list[str]:
-    """Remove regions that no living process holds; returns their names."""
-    removed = []
-    for path in directory.glob(f"{_PREFIX}*"):
-        try:
-            if not _is_old(path.stat()):
-                continue
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # gone meanwhile, or another user's
-            continue
-        try:
-            if _remove_if_dead(fd, path):
-                removed.append(path.name)
-        finally:
-            os.close(fd)
-    return removed

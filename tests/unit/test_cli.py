@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore verify`, `inspect` and `gc` on a directory that a store has left."""
+"""`attnstore verify` and `inspect` on a directory that a store has left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.machine import lock_directory
 from attnstore_vllm.store.slab import open_slab
 from tests.helpers import NAMESPACE, SHAPE, Rig, capacity_for, name_of, tokens_of
 
@@ -96,54 +95,9 @@ def test_inspect_says_what_there_is(directory: Path, capsys: pytest.CaptureFixtu
     assert main(["inspect", str(directory)]) == EXIT_OK
 
 
-@pytest.mark.parametrize(
-    ("options", "left"),
-    [
-        (("--tenant", "alice"), 2 * CHUNKS),
-        (("--tenant", "bob"), 3 * CHUNKS),
-        (("--namespace", "6f6f"), 2 * CHUNKS),
-        (("--older-than", "1h"), 3 * CHUNKS),
-        (("--older-than", "0s"), 3 * CHUNKS),
-        (("--to-size", "4KiB"), 0),
-    ],
-)
-def test_gc_deletes_what_was_asked_and_nothing_else(
-    directory: Path, options: tuple[str, ...], left: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = (directory / "slab").stat().st_blocks
-    run_json(capsys, "gc", directory, *options)
-    found = run_json(capsys, "verify", directory)
-    assert isinstance(found, dict)
-    if options != ("--older-than", "0s"):  # within this second, or not
-        assert found["good"] == left
-    assert found["bad"] == {}
-    if left < 3 * CHUNKS:
-        assert (directory / "slab").stat().st_blocks < before
-    rig = start(directory)
-    if "alice" in options:
-        assert rig.read(sequence(2, "alice")) == []
-        assert rig.check_read(sequence(1, None)) == CHUNKS
-    rig.close()
-
-
-def test_gc_refuses_beside_a_running_server(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lock = lock_directory(directory)
-    assert main(["gc", str(directory), "--to-size", "1"]) == EXIT_ERROR
-    assert "running engine" in capsys.readouterr().err
-    os.close(lock)
-
-
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 def test_a_directory_without_a_slab_is_an_error_that_teaches(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(tmp_path)]) == EXIT_ERROR
     assert "nvme.path" in capsys.readouterr().err
-
-
-def test_gc_wants_to_know_what(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gc", str(directory)]) == EXIT_ERROR
-    assert main(["gc", str(directory), "--older-than", "soon"]) == EXIT_ERROR
-    assert "7d" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnstore_vllm import config as config_module
 from attnstore_vllm.config import (
     NvmeConfig,
     PinningConfig,
@@ -49,7 +51,23 @@ def test_sizes(text: object, num_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [0, -1, True, 1.5, None, "", "GiB", "64 parsecs", "-1GiB", "0GiB", "1e9", "64GiB 1", [1]],
+    [
+        0,
+        -1,
+        True,
+        1.5,
+        None,
+        "",
+        "GiB",
+        "64 parsecs",
+        "-1GiB",
+        "0GiB",
+        "1e9",
+        "64GiB 1",
+        [1],
+        "9" * 400,
+        "9" * 400 + "GiB",
+    ],
 )
 def test_what_is_no_size(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -57,6 +75,11 @@ def test_what_is_no_size(value: object) -> None:
     assert "nvme.capacity" in str(caught.value)
     assert repr(value) in str(caught.value)
     assert "64GiB" in str(caught.value)
+
+
+def test_part_of_a_byte_and_no_unit() -> None:
+    assert "dram is 1.5: 1 bytes" in message_of(MINIMAL | {"dram": "1.5"})
+    assert "did you mean 1.5GiB?" in message_of(MINIMAL | {"dram": "1.5"})
 
 
 def test_a_size_below_one_byte_is_no_size() -> None:
@@ -67,6 +90,54 @@ def test_a_size_below_one_byte_is_no_size() -> None:
 @given(st.integers(1, 1 << 50))
 def test_a_printed_size_is_read_back_within_its_four_digits(num_bytes: int) -> None:
     assert parse_size("dram", format_size(num_bytes)) == pytest.approx(num_bytes, rel=1e-3)
+
+
+FORGOTTEN = {
+    "dram": ({"dram": 64}, "dram is 64: 64 bytes", "did you mean 64GiB?"),
+    "in quotes": ({"dram": "64"}, "dram is 64: 64 bytes", "did you mean 64GiB?"),
+    "dram in KiB": ({"dram": "64KiB"}, "dram is 64KiB: 65536 bytes", "did you mean 64GiB?"),
+    "capacity": ({"nvme": {"path": "/mnt/kv", "capacity": 500}}, "nvme.capacity is 500", "500GiB?"),
+    "daily writes": (
+        {"nvme": MINIMAL["nvme"] | {"daily_writes": "1.5kb"}}, "nvme.daily_writes is 1.5kb",
+        "did you mean 1.5GiB?",
+    ),
+    "scrub": ({"nvme": MINIMAL["nvme"] | {"scrub": 8}}, "nvme.scrub is 8: 8 bytes", "8MiB?"),
+    "write buffer": ({"write_buffer": 256}, "write_buffer is 256", "did you mean 256MiB?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "found", "meant"), FORGOTTEN.values(), ids=FORGOTTEN.keys())
+def test_a_forgotten_unit_is_told_from_what_was_meant(
+    settings: dict[str, Any], found: str, meant: str
+) -> None:
+    message = message_of(MINIMAL | settings)
+    assert found in message
+    assert meant in message
+    assert "\n" not in message
+
+
+def test_bytes_without_a_unit_are_taken_where_they_make_sense() -> None:
+    nvme = MINIMAL["nvme"] | {"capacity": "4294967296", "daily_writes": 1 << 40, "scrub": 65_536}
+    config = StoreConfig.parse({"dram": 68_719_476_736, "nvme": nvme, "write_buffer": 1 << 20})
+    assert (config.dram_bytes, config.nvme.capacity_bytes) == (64 << 30, 4 << 30)
+    assert (config.nvme.daily_writes_bytes, config.nvme.scrub_bytes_per_s) == (1 << 40, 65_536)
+    assert config.write_buffer_bytes == 1 << 20
+
+
+def test_every_setting_that_is_a_size_has_a_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the next one: each call of parse_size is to say what makes sense."""
+    asked: dict[str, int] = {}
+
+    def record(key: str, value: object, least: int = 1, unit: str = "GiB") -> int:
+        asked[key] = least
+        return parse_size(key, value, least, unit)
+
+    monkeypatch.setattr(config_module, "parse_size", record)
+    nvme = MINIMAL["nvme"] | {"daily_writes": "1TiB", "scrub": "8MiB"}
+    StoreConfig.parse(MINIMAL | {"nvme": nvme, "write_buffer": "1GiB"})
+    assert len(asked) == sum("bytes" in field.name for cls in (StoreConfig, NvmeConfig)
+                             for field in fields(cls))  # fmt: skip
+    assert min(asked.values()) >= 65_536
 
 
 def test_minimal_settings() -> None:

@@ -253,6 +253,8 @@ def test_settings_without_a_command_line_are_checked_when_vllm_asks(tmp_path: Pa
         check_early(settings(tmp_path) | {"dram": "100TiB"})
     with pytest.raises(ConfigError, match="did you mean dram"):
         check_early({"dran": "1MiB"})
+    with pytest.raises(ConfigError, match=r"dram is 64: 64 bytes.*did you mean 64GiB\?"):
+        check_early(settings(tmp_path) | {"dram": 64})
     check_early(settings(tmp_path))
 
 

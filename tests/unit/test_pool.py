@@ -9,7 +9,6 @@ import secrets
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,8 @@ import pytest
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.machine import SHM_DIR
 from attnstore_vllm.transfer import pool as pool_module
-from attnstore_vllm.transfer.pool import RANKS_MAX, SLOTS_AT, SharedPool, pool_name, sweep
+from attnstore_vllm.transfer.pool import RANKS_MAX, REFUSAL, SLOTS_AT, SharedPool, pool_name
+from attnstore_vllm.transfer.region import sweep
 
 NUM_SLOTS, SLOT_BYTES = 3, 8192
 OPEN_AND_WAIT = """
@@ -134,8 +134,15 @@ def test_a_rank_that_has_not_published(new_name: Names) -> None:
     pool.publish(1, {"shape": [2, 3]})
     assert pool.description(0) is None
     assert pool.description(1) == {"shape": [2, 3]}
-    with pytest.raises(AssertionError):
-        pool.publish(0, {"much": "x" * 4096})
+    pool.close()
+
+
+def test_a_description_without_room_is_a_refusal(new_name: Names) -> None:
+    pool = member(new_name(), 0, num_ranks=2)
+    pool.publish(0, {"much": "x" * 10_000})
+    assert list(pool.description(0) or ()) == [REFUSAL]
+    pool.refuse(1, "\u00e9" * 10_000)
+    assert set((pool.description(1) or {})[REFUSAL]) == {"\u00e9"}
     pool.close()
 
 
@@ -175,6 +182,30 @@ def test_members_that_disagree_about_the_size(new_name: Names) -> None:
     pool.close()
 
 
+def test_the_creator_takes_the_name_away_and_nobody_else(new_name: Names) -> None:
+    name = new_name()
+    pool, other = member(name, 0, num_ranks=2), member(name, 1, num_ranks=2)
+    other.close()
+    assert (SHM_DIR / name).exists(), "a start that still goes on lost its region"
+    pool.close()
+    assert not (SHM_DIR / name).exists()
+    pool = member(name, 0)
+    del pool  # as by an exception in what was to hold it
+    assert not (SHM_DIR / name).exists()
+
+
+def test_a_start_does_not_join_the_region_of_another(new_name: Names) -> None:
+    name = new_name()
+    pool = member(name, 0)
+    with pytest.raises(ConfigError, match=r"another start has the engine_id .* own"):
+        member(name, 0)
+    last = member(name, 1)
+    pool.slot(0)[:1] = b"x"
+    assert bytes(last.slot(0)[:1]) == b"x"
+    pool.close()
+    last.close()
+
+
 def test_names_tell_engines_and_directories_apart() -> None:
     names = {
         pool_name("a", Path("/x")),
@@ -189,44 +220,12 @@ def test_names_tell_engines_and_directories_apart() -> None:
 # ---- after a start that was killed -----------------------------------------------------
 
 
-def aged(path: Path) -> Path:
-    long_ago = time.time() - 3600
-    os.utime(path, (long_ago, long_ago))
-    return path
-
-
-def test_sweep_removes_only_old_regions_that_nobody_holds(tmp_path: Path) -> None:
-    old, young = tmp_path / "attnstore-old", tmp_path / "attnstore-young"
-    held, other = tmp_path / "attnstore-held", tmp_path / "other-old"
-    for path in (old, young, held, other):
-        path.write_bytes(b"x")
-    for path in (old, held, other):
-        aged(path)
-    (tmp_path / "attnstore-link").symlink_to(other)
-    with held.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        assert sweep(tmp_path) == ["attnstore-old"]
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"attnstore-young", "attnstore-held", "other-old", "attnstore-link"}
-    assert sweep(tmp_path) == ["attnstore-held"]
-
-
-def test_a_region_of_a_living_member_is_not_swept(new_name: Names) -> None:
-    name = new_name()
-    with member_in_a_process(name, 0) as child:
-        aged(SHM_DIR / name)
-        assert name not in sweep(SHM_DIR)
-        child.kill()
-        child.wait()
-        assert name in sweep(SHM_DIR)
-
-
 def test_the_next_start_removes_what_a_killed_one_left(new_name: Names) -> None:
     killed, started = new_name(), new_name()
     with member_in_a_process(killed, 0) as child:
+        assert killed not in sweep(SHM_DIR), "a living one was swept"
         child.kill()
         child.wait()
-    aged(SHM_DIR / killed)
     pool = member(started, 0)
     assert not (SHM_DIR / killed).exists()
     pool.close()
@@ -291,7 +290,6 @@ def test_a_start_killed_while_it_allocated_does_not_block_the_next(
     monkeypatch.setattr(pool_module, "OPEN_DEADLINE_S", 5.0)
     name = new_name()
     (SHM_DIR / name).write_bytes(b"")  # created, and the creator is gone
-    aged(SHM_DIR / name)
     pools = [member(name, number) for number in (0, 1)]
     assert not (SHM_DIR / name).exists()
     for pool in pools:

@@ -249,7 +249,10 @@ class Mix:
             secret = [self.random.randrange(PLACEHOLDER) for _ in range(SECRET)]
             asked = ([*asked[0], *secret], asked[1])
             world = self._worlds[name] = replace(world, is_secret=True)
-            self._secrets += [encode_tokens(secret[:SECRET // 2]), encode_tokens(secret[SECRET // 2:])]
+            self._secrets += [
+                encode_tokens(secret[: SECRET // 2]),
+                encode_tokens(secret[SECRET // 2 :]),
+            ]
         elif draw < 0.2:
             hints = ({"priority": "high"}, {"ttl": "1h"}, {"pin": True}, "odd")
             params = {"attnstore": self.random.choice(hints)}

@@ -285,6 +285,7 @@ def test_a_misspelt_key_on_the_command_line(servers: Servers, tmp_path: Path) ->
 
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "size": ({"dram": "much"}, ("dram is 'much'", "as in 64GiB")),
+    "no unit": ({"dram": 64}, ("dram is 64: 64 bytes", "did you mean 64GiB?")),
     "dram": ({"dram": "900TiB"}, ("dram is 900TiB", "has", "Ask for less", "remount,size=921601g")),
     "relative": (
         {"nvme": {"path": "kv", "capacity": "1MiB"}},

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named regions of shared memory: who holds one lives, and a dead one is removed.
+
+Whoever uses a region has a shared lock on it (flock). The kernel takes the lock away with the
+process, however that ends, and sees it across containers that share /dev/shm. A region without a
+lock is dead.
+
+Between creating a file and locking it nobody holds it. So its creator looks, once it has the lock,
+whether the file still has its name. If not, a sweep took it for a dead one, and another is made.
+Hence no sweep has to guess from a file's age, and a start right after a killed one finds room.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "attnstore-"
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def create(path: Path) -> int | None:
+    """The descriptor of a new, empty region with this process's lock; None if the name is taken."""
+    while True:
+        try:
+            fd = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return None
+        if lock(fd):
+            return fd
+        os.close(fd)
+
+
+def find(path: Path) -> int | None:
+    """The descriptor of a region, without a lock; None if there is none of that name."""
+    try:
+        return os.open(path, _FLAGS)
+    except FileNotFoundError:
+        return None
+
+
+def lock(fd: int) -> bool:
+    """Hold the region from now on; False if it has lost its name, so that nobody can find it."""
+    fcntl.flock(fd, fcntl.LOCK_SH)  # waits at most for who removes it now
+    return os.fstat(fd).st_nlink > 0
+
+
+def remove_if_dead(fd: int, path: Path) -> bool:
+    """Unlink the region `fd` at `path` if no process holds it; False, with no lock, if one does."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if os.fstat(fd).st_nlink:  # else the name is gone, and may be another region's already
+        path.unlink(missing_ok=True)
+        logger.warning("removed %s, which a start that was killed left behind", path)
+    return True
+
+
+def leave(fd: int, path: Path, is_creator: bool) -> None:
+    """Give the region up. Its creator takes the name away too: the others cannot go on alone."""
+    if is_creator and os.fstat(fd).st_nlink:
+        path.unlink(missing_ok=True)
+    os.close(fd)
+
+
+def sweep(directory: Path) -> list[str]:
+    """Remove this user's regions that no living process holds; returns their names."""
+    removed = []
+    for path in directory.glob(f"{PREFIX}*"):
+        try:
+            fd = os.open(path, _FLAGS)
+        except OSError:  # gone meanwhile, a link, or another user's
+            continue
+        try:
+            found = os.fstat(fd)
+            is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+            if is_ours and remove_if_dead(fd, path):
+                removed.append(path.name)
+        finally:
+            os.close(fd)
+    return removed
+
+
+def sweep_at_exit(directory: Path) -> None:
+    """Once this process and its children have ended. A killed child takes no name away itself."""
+    Finalize(None, sweep, (directory,), exitpriority=-1)  # below 0: after children were joined

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model, or a start, that the store cannot serve runs as without it, and the log says why."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from attnstore_vllm.connector.support import KV_TYPES, reason_to_idle
+from attnstore_vllm.testing.tiny_model import TINY, make_model
+from tests.vllm.engine import Answer, Engine, EngineSpec, store_settings
+from tests.vllm.host import EngineHost
+
+TOKENS = [Random(8).randrange(10, 900) for _ in range(600)]
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+WIDE = replace(FULL, num_kv_heads=4)
+WINDOW = SlidingWindowSpec(
+    block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=128
+)
+BLOCKS = 8
+
+
+def groups(*specs: Any, size: int | None = None) -> KVCacheConfig:
+    """A configuration of groups of two layers each, as one side sees it."""
+    made = [KVCacheGroupSpec([f"g{g}l{i}" for i in range(2)], s) for g, s in enumerate(specs)]
+    page = specs[0].page_size_bytes if specs else 0
+    size = BLOCKS * page * 2 if size is None else size
+    tensors = [KVCacheTensor(size=size, layers=["g0l0", "g0l1"], layer_stride=1, block_stride=1)]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=made)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model = make_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
+    return EngineArgs(model=str(model), dtype="bfloat16").create_engine_config()
+
+
+def test_a_plain_model_is_served(config: Any) -> None:
+    assert reason_to_idle(config, groups(FULL)) is None
+
+
+MANAGER = "--disable-hybrid-kv-cache-manager"
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason", "helps"),
+    [
+        (groups(), "it keeps no KV", False),
+        (groups(FULL, WINDOW), "2 KV cache groups", True),
+        (groups(WINDOW), "SlidingWindowSpec", True),
+        (groups(FULL, replace(WINDOW, num_kv_heads=4)), "2 KV cache groups", False),
+        (groups(MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=64,
+                                 dtype=torch.bfloat16)), "MLAAttentionSpec", False),
+        (groups(replace(FULL, page_size_padded=8192)), "padded", False),
+        (groups(replace(FULL, non_causal=True)), "both directions", False),
+    ],
+)  # fmt: skip
+def test_reasons_of_groups(config: Any, kv: KVCacheConfig, reason: str, helps: bool) -> None:
+    found = reason_to_idle(config, kv)
+    assert found is not None and reason in found
+    assert (MANAGER in found) is helps
+
+
+def test_both_sides_see_layers_of_several_kinds(config: Any) -> None:
+    """vLLM shows the scheduler one layer's spec, and the workers all of them."""
+    several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"g0l0": FULL, "g0l1": WIDE})
+    size = BLOCKS * (FULL.page_size_bytes + WIDE.page_size_bytes)
+    assert reason_to_idle(config, groups(several, size=size)) is not None
+    for shown in (FULL, WIDE):
+        found = reason_to_idle(config, groups(shown, size=size))
+        assert found is not None and "layers of several kinds" in found
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "reason"),
+    [
+        *[("cache_config", "cache_dtype", kind, "--kv-cache-dtype") for kind in
+          ("turboquant_k8v4", "int8_per_token_head", "fp8_per_token_head", "nvfp4")],
+        ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
+        ("model_config", "use_mla", True, "MLA"),
+        ("aux_output_config", "enable_return_routed_experts", True, "routed experts"),
+        ("", "diffusion_config", object(), "diffusion"),
+        ("", "engram_config", object(), "engram"),
+    ],
+)  # fmt: skip
+def test_reasons_of_settings(config: Any, section: str, name: str, value: Any, reason: str) -> None:
+    class Overlay:
+        """vLLM's section with one setting of another value, whoever checks its values."""
+
+        def __init__(self, below: Any, values: dict[str, Any]) -> None:
+            self._below, self._values = below, values
+
+        def __getattr__(self, asked: str) -> Any:
+            values = self.__dict__["_values"]
+            return values[asked] if asked in values else getattr(self.__dict__["_below"], asked)
+
+    changed = {name: value} if not section else {
+        section: Overlay(getattr(config, section), {name: value})
+    }  # fmt: skip
+    found = reason_to_idle(Overlay(config, changed), groups(FULL))  # type: ignore[arg-type]
+    assert found is not None and reason in found
+
+
+@pytest.mark.parametrize("kind", KV_TYPES)
+def test_types_that_are_served(config: Any, kind: str) -> None:
+    served = copy.copy(config)
+    served.cache_config = replace(config.cache_config, cache_dtype=kind)
+    assert reason_to_idle(served, groups(FULL)) is None
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "draft_model", "extract_hidden_states"])
+def test_drafts_with_kv(config: Any, method: str) -> None:
+    class Drafts:
+        def __init__(self) -> None:
+            self.method = method
+
+    served = copy.copy(config)
+    served.__dict__["speculative_config"] = Drafts()
+    assert "KV cache of its own" in str(reason_to_idle(served, groups(FULL)))
+
+
+# ---- real starts -----------------------------------------------------------------------
+
+
+def ask_again(engine: Engine) -> list[Answer]:
+    first = engine.ask(TOKENS, max_tokens=4)
+    assert engine.llm.reset_prefix_cache()
+    return [first, engine.ask(TOKENS, max_tokens=4)]
+
+
+def serve(tmp_path: Path, connector: dict[str, Any], **vllm: Any) -> tuple[list[Answer], str]:
+    """Two answers to one prompt, and the log. No region of ours must be left."""
+    (tmp_path / "store").mkdir()
+    spec = EngineSpec(store=tmp_path / "store", models=tmp_path, vllm=vllm)
+    transfer = {
+        "kv_connector": "AttnStoreConnector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": store_settings(spec),
+        **connector,
+    }  # fmt: skip
+    before = set(Path("/dev/shm").glob("attnstore-*"))
+    log = tmp_path / "engine.log"
+    with EngineHost(replace(spec, store=None, transfer=transfer), log) as host:
+        answers = host.call(ask_again)
+        assert set(Path("/dev/shm").glob("attnstore-*")) <= before
+    return answers, log.read_text()
+
+
+IDLE = "AttnStore is idle, the server runs as without it"
+
+
+def test_layers_of_several_kinds_start(tmp_path: Path) -> None:
+    answers, log = serve(
+        tmp_path, {}, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"],
+        max_model_len=1024,
+    )  # fmt: skip
+    assert log.count(IDLE) == 1 and "layers of several kinds" in log
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[1].cached_tokens == 0
+
+
+def test_a_worker_that_fails_makes_both_sides_idle(tmp_path: Path) -> None:
+    connector = {
+        "kv_connector": "RefusingConnector", "kv_connector_module_path": "tests.vllm.refusing",
+    }  # fmt: skip
+    answers, log = serve(tmp_path, connector, max_model_len=1024)
+    assert IDLE in log and "rank 0 cannot: RuntimeError: planted" in log
+    assert answers[0].content == answers[1].content
+    assert answers[1].cached_tokens == 0
+
+
+def test_two_stores_in_one_engine(tmp_path: Path) -> None:
+    """Both would answer what is asked for with `report`: vLLM ends the engine then."""
+    (tmp_path / "other").mkdir()
+    spec = EngineSpec(store=tmp_path / "store", models=tmp_path)
+    settings = store_settings(spec)
+    other = {**settings, "nvme": {**settings["nvme"], "path": str(tmp_path / "other")}}
+    children = [
+        {"kv_connector": "AttnStoreConnector", "kv_role": "kv_both",
+         "kv_connector_extra_config": each} for each in (settings, other)
+    ]  # fmt: skip
+    connector = {
+        "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children},
+    }  # fmt: skip
+    answers, log = serve(tmp_path, connector, max_model_len=1024)
+    assert log.count(IDLE) == 1 and "another AttnStore connector" in log
+    assert answers[1].cached_tokens >= 512, "the first of them serves"
+
+
+def test_windows_without_the_hybrid_manager(tmp_path: Path) -> None:
+    """What the warning says helps."""
+    from transformers import Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=1024, bos_token_id=0, eos_token_id=1, pad_token_id=1, hidden_size=128,
+        intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=2048, sliding_window=256, query_pre_attn_scalar=32,
+        initializer_range=0.08,
+    )  # fmt: skip
+    config.architectures = ["Gemma3ForCausalLM"]
+    config.save_pretrained(tmp_path / "gemma")
+    answers, log = serve(
+        tmp_path, {}, model=str(tmp_path / "gemma"), load_format="dummy", skip_tokenizer_init=True,
+        disable_hybrid_kv_cache_manager=True, max_model_len=1024,
+    )  # fmt: skip
+    assert IDLE not in log
+    assert answers[1].cached_tokens >= 512
+    assert answers[0].tokens == answers[1].tokens
