@@ -139,7 +139,10 @@ class RequestState:
             tokens = self.request.all_token_ids
             root = self.root if self.moved is None else moved_root(self.root, self.moved.stop)
             self._sequence = SequenceKeys(
-                root, tokens, self.chunk_tokens, spans_of(self.request),
+                root,
+                tokens,
+                self.chunk_tokens,
+                spans_of(self.request),
                 finds_moved=self.may_find_moved,
             )
         return self._sequence

@@ -145,9 +145,7 @@ class Scheduler:
         lora = self._loras.identify(request.lora_request)
         if lora is None:
             return
-        state = make_state(
-            request, self._namespace, lora, self._geometry.chunk_tokens, self._media
-        )
+        state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens, self._media)
         self._requests[request.request_id] = state
         hints = self._hints.read(request.kv_transfer_params)
         state.stores = hints.store and not is_doubtful

@@ -170,6 +170,7 @@ class Mix:
             self.engine = ScriptedEngine(self._model, store, drafts=shape.drafts, **options)
         self._sessions: dict[str, int] = {}
         """Tokens that each may have at most by now, with all that it will have said."""
+        wait_until_quiet(self.engine.ours)  # it has found what is there
         worker = self.engine.worker
         worker.base = self._base
         worker.deluded = lambda name: shape.deludes_sessions and name.startswith("session")
@@ -249,7 +250,10 @@ class Mix:
             secret = [self.random.randrange(PLACEHOLDER) for _ in range(SECRET)]
             asked = ([*asked[0], *secret], asked[1])
             world = self._worlds[name] = replace(world, is_secret=True)
-            self._secrets += [encode_tokens(secret[:SECRET // 2]), encode_tokens(secret[SECRET // 2:])]
+            self._secrets += [
+                encode_tokens(secret[: SECRET // 2]),
+                encode_tokens(secret[SECRET // 2 :]),
+            ]
         elif draw < 0.2:
             hints = ({"priority": "high"}, {"ttl": "1h"}, {"pin": True}, "odd")
             params = {"attnstore": self.random.choice(hints)}
