@@ -153,12 +153,14 @@ def test_a_counter_that_begins_anew(start: Any, caplog: pytest.LogCaptureFixture
     """A question about a dog gets no KV of a cat; the text before it may be served."""
     counted = str(names(settings(), 1)[0])
     log = logging.getLogger("attnstore_vllm.connector.media")
+    log.setLevel(logging.WARNING)
     log.addHandler(caplog.handler)
     assert loaded(start(), "cat", counted) == 0
     engine = start()
     assert loaded(engine, "dog", counted) == CHUNK
     assert loaded(engine, "bird", counted) == CHUNK
     log.removeHandler(caplog.handler)
+    log.setLevel(logging.NOTSET)
     assert sum(counted in record.getMessage() for record in caplog.records) == 2  # one a start
 
 
