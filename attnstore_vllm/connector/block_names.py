@@ -52,7 +52,6 @@ def hide_session(request: Request, block_tokens: int) -> None:
     """Of a session that has come, hide all blocks but those of its first input.
 
     With synchronous scheduling vLLM 0.32 counts drafts beyond a stop as computed
-    (Scheduler._handle_stopped_request): what comes next is put after KV of tokens that are not
-    there.
+    (Scheduler._handle_stopped_request): the next input then follows KV of tokens that are gone.
     """
     hide_blocks(request, request.num_prompt_tokens // block_tokens)

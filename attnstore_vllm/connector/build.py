@@ -236,9 +236,14 @@ def _scheduler(
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         truncation=(truncation, why_not_moved), replays=_replays(vllm_config),
         media=MediaNames(counted=counts_media(vllm_config)),
-        overcounts_drafts=vllm_config.speculative_config is not None
-        and not vllm_config.scheduler_config.async_scheduling,
+        overcounts_drafts=_overcounts_drafts(vllm_config),
     )  # fmt: skip
+
+
+def _overcounts_drafts(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM may count drafts beyond a session's stop as computed (block_names.py)."""
+    speculates = vllm_config.speculative_config is not None
+    return speculates and not vllm_config.scheduler_config.async_scheduling
 
 
 def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:

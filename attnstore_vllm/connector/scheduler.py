@@ -28,6 +28,7 @@ from attnstore_vllm.connector.counting import (
 from attnstore_vllm.connector.media import MediaNames
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.connector.placing import plan_pieces
 from attnstore_vllm.connector.queue_view import QueueView
 from attnstore_vllm.connector.requests import (
     MIN_LOAD_TOKENS,
@@ -45,7 +46,6 @@ from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer import moves
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.plan import plan_load
 from attnstore_vllm.types import Tier
 
 if TYPE_CHECKING:
@@ -238,28 +238,7 @@ class Scheduler:
         stop = start + num_external_tokens
         used = [piece for piece in state.offer if piece.start < stop]
         assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
-        placed = [piece for piece in used if piece.first is None]
-        copies = plan_load(
-            [(piece.chunk.dram_slot, piece.start, piece.stop) for piece in placed],
-            block_ids,
-            start,
-            min(stop, placed[-1].stop),
-            block_tokens=self._geometry.block_tokens,
-            chunk_tokens=self._geometry.chunk_tokens,
-        ) if placed else ()  # fmt: skip
-        moved = moves.plan_moves(
-            [
-                moves.Piece(
-                    piece.chunk.dram_slot, piece.first, piece.start - piece.shift,
-                    piece.start, min(piece.stop, stop),
-                )
-                for piece in used
-                if piece.first is not None
-            ],
-            block_ids,
-            block_tokens=self._geometry.block_tokens,
-            chunk_tokens=self._geometry.chunk_tokens,
-        )  # fmt: skip
+        copies, moved = plan_pieces(used, block_ids, start, stop, self._geometry)
         self.store.release(piece.chunk for piece in state.offer[len(used) :])
         state.sources = self.store.tiers(used)
         for tier, tokens in state.sources.items():
@@ -279,8 +258,9 @@ class Scheduler:
             state.num_chunks_seen = max(state.num_chunks_seen, stop // self._geometry.chunk_tokens)
         self._truncation.taken(state, used, stop)
         self._stats.add("moved_tokens", "dram", moves.num_tokens(moved))
-        for piece in placed:
-            self._truncation.found(state, piece.chunk.name)
+        for piece in used:
+            if piece.first is None:
+                self._truncation.found(state, piece.chunk.name)
 
     def sources(self, request: Request) -> dict[Tier, int]:
         """Tokens of the request's last load, by the tier they were in."""

@@ -13,123 +13,36 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
-from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData
 
-from attnstore_vllm.index.chunk import ChunkName, Dram
 from attnstore_vllm.index.keys import (
-    MultimodalSpan,
-    SequenceKeys,
     encode_tokens,
-    root_key,
-    tenant_hash,
 )
 from attnstore_vllm.testing.tiny_model import TINY, make_model
-from attnstore_vllm.types import Key
+from tests.vllm.mix_parts import (
+    FILES,
+    LENGTH_MAX,
+    PICTURES,
+    PLACEHOLDER,
+    SECRET,
+    Adapters,
+    Input,
+    Shape,
+    World,
+    check_stored,
+    cut,
+)
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
-from tests.vllm.scripted_worker import LAYERS, TOKEN_KV, VOCAB, Picture, Row, in_layer
+from tests.vllm.scripted_worker import Picture, Row
 from tests.vllm.stepped import SteppedEngine, leave_to_chance
 from tests.vllm.test_async_scheduling import wait_until_quiet
-
-PICTURES = {"cat": 40, "dog": 40, "bird": 7, "fish": 20}
-"""Tokens that each takes."""
-PLACEHOLDER = VOCAB - 1
-LENGTH_MAX = 340
-SECRET = 24
-"""Tokens; of which one half at least is in one chunk."""
-FILES = b"the weights of the files"
-Input = tuple[list[int], list[Picture]]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of one run, drawn by its seed."""
-
-    depth: int
-    drafts: int
-    policy: str
-    num_blocks: int
-    dram_slots: int
-    beside: bool
-    """Copies go on beside the model, by chance."""
-    counted: bool
-    """vLLM names pictures by a counter."""
-
-    @classmethod
-    def draw(cls, random: Random) -> Shape:
-        depth, beside = random.choice((1, 1, 2, 3)), random.random() < 0.25
-        drafts = random.choice((0, 3)) if not beside else 0
-        return cls(
-            depth, drafts, random.choice(("fcfs", "priority")), random.choice((32, 44, 200)),
-            random.choice((8, 64)), beside, random.random() < 0.2,
-        )  # fmt: skip
-
-    @property
-    def deludes_sessions(self) -> bool:
-        """vLLM counts drafts beyond a stop as computed, unless it schedules ahead."""
-        return self.drafts > 0 and self.depth == 1
-
-    @property
-    def may_reset(self) -> bool:
-        """A worker that makes its drafts itself does not know which ones a reset drops."""
-        return self.drafts == 0 or self.depth == 1
-
-
-@dataclass
-class World:
-    """What a request's KV depends on beside its tokens and pictures."""
-
-    salt: str | None = None
-    adapter: int = 0
-    is_secret: bool = False
-    """It has asked that nothing of it is stored."""
-
-
-class Adapters:
-    """The one place that knows what adapters are made of, and when the workers load them.
-
-    Two, each with an id and files of its own, and a third that is loaded anew in place now and
-    then, so that its id says nothing.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._versions = {1: 0, 2: 0, 3: 0}
-        for number in self._versions:
-            self._write(number)
-
-    def _write(self, number: int) -> None:
-        path = self._directory / f"adapter {number}"
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "adapter_model.safetensors").write_bytes(self.content(number))
-
-    def content(self, number: int) -> bytes:
-        """What workers compute with now; b"" without an adapter."""
-        return f"adapter {number} {self._versions[number]}".encode() if number else b""
-
-    def replace(self) -> None:
-        """Other files under the third one's id. Nothing runs, and HBM is empty."""
-        self._versions[3] += 1
-        self._write(3)
-
-    def root(self, namespace: bytes, world: World) -> Key | None:
-        """The parent of this world's first chunks, where it can be said from here."""
-        return None if world.adapter else root_key(namespace, world.salt, b"")
-
-    def request(self, number: int) -> LoRARequest | None:
-        if not number:
-            return None
-        path = str(self._directory / f"adapter {number}")
-        in_place = self._versions[number] > 0
-        return LoRARequest(f"adapter {number}", number, path, load_inplace=in_place)
 
 
 class Mix:
@@ -170,6 +83,7 @@ class Mix:
             self.engine = ScriptedEngine(self._model, store, drafts=shape.drafts, **options)
         self._sessions: dict[str, int] = {}
         """Tokens that each may have at most by now, with all that it will have said."""
+        wait_until_quiet(self.engine.ours)  # it has found what is there
         worker = self.engine.worker
         worker.base = self._base
         worker.deluded = lambda name: shape.deludes_sessions and name.startswith("session")
@@ -419,49 +333,8 @@ class Mix:
         self._ask_all_again()
 
     def _check_stored(self) -> None:
-        """Each chunk in DRAM has the KV that some request had, in all layers, and says so."""
-        ours = self.engine.ours
-        had: dict[tuple[int, bytes], list[tuple[World, Row]]] = {}
-        for world, row in self._asked:
-            row.extend()
-            for at in range(0, len(row.tokens) if not row.is_deluded else 0, CHUNK):
-                had.setdefault((at, row.kv[at]), []).append((world, row))
-        for chunk in ours.store.residency.index:
-            name = chunk.name
-            assert not any(secret in name.tokens for secret in self._secrets), "said store: false"
-            if chunk.dram is not Dram.READY:
-                continue
-            slot = np.frombuffer(self.engine.pool.slot(chunk.dram_slot), np.uint8)
-            kv = [slot[i : i + TOKEN_KV].tobytes() for i in range(0, CHUNK * TOKEN_KV, TOKEN_KV)]
-            kv = kv[: name.num_tokens]
-            stop = name.position + name.num_tokens
-            found = [
-                (world, row)
-                for world, row in had.get((name.position, kv[0]), ())
-                if row.kv[name.position : stop] == kv
-            ]
-            assert found, "KV that no request had is stored"
-            assert any(self._is_named(name, *of) for of in found), "KV is stored as another's"
-            for layer in range(LAYERS):
-                at = layer * CHUNK * TOKEN_KV
-                in_slot = slot[at : at + len(kv) * TOKEN_KV].tobytes()
-                assert in_slot == in_layer(kv, layer).tobytes()
-            self.counts["chunks checked"] += 1
-            self.counts["with pictures"] += any(p.offset < stop for p in found[0][1].pictures)
-
-    def _is_named(self, name: ChunkName, world: World, row: Row) -> bool:
-        """Whether this is the name of the row's KV, by all that it depends on."""
-        stop = name.position + name.num_tokens
-        if self.shape.counted and any(p.offset < stop for p in row.pictures):
-            return False
-        root = self._adapters.root(self.engine.ours._namespace, world)
-        spans = [MultimodalSpan(p.content, p.offset, p.length) for p in row.pictures]
-        keys = SequenceKeys(root, row.tokens, CHUNK, spans) if root is not None else None
-        number = name.position // CHUNK
-        return keys is None or (
-            (name.parent, name.extra) == (keys.parent(number), keys.extra(number))
-            and (not name.tokens or name.tokens == keys.tokens(name.position, stop))
-            and name.tenant == tenant_hash(world.salt)
+        self.counts += check_stored(
+            self.engine, self._asked, self._adapters, self._secrets, counted=self.shape.counted
         )
 
     def _ask_all_again(self) -> None:
@@ -478,15 +351,6 @@ class Mix:
                     lora=self._adapters.request(world.adapter),
                 )  # fmt: skip
         self.settle()
-
-
-def cut(asked: Input, stop: int) -> Input:
-    """The first tokens. A picture is whole, or is not there."""
-    tokens, pictures = asked
-    for picture in pictures:
-        if picture.offset < stop < picture.offset + picture.length:
-            stop = picture.offset
-    return tokens[:stop], [p for p in pictures if p.offset < stop]
 
 
 def play(model: Path, seed: int, events: int = 120) -> Counter[str]:

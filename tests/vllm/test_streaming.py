@@ -214,21 +214,22 @@ def test_what_a_later_input_asks_counts(start: Start) -> None:
 
 def test_a_later_input_that_wants_all_computed(start: Start) -> None:
     """It is loaded no stored KV when it is preempted."""
-    for how, loads in (({}, True), ({"prompt_logprobs": 1}, False)):
-        engine = start(depth=1)
-        engine.add("before", prompt("hello", 90), 1)
-        engine.drain()
-        wait_until_quiet(engine.ours)
-        engine.add("session", prompt("hello", 90), 1, resumable=True)
-        step_until(engine, lambda: status(engine, "session") == WAITS)
-        engine.add("session", prompt("more", 20), 20, resumable=True, **how)
-        engine.step()
-        before = engine.worker.loaded_tokens
-        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        engine.step()
-        assert (engine.worker.loaded_tokens > before) is loads
-        engine.abort("session")
-        engine.drain()
+    assert loaded_when_preempted(start(depth=1)) > 2 * CHUNK
+    assert loaded_when_preempted(start(depth=1), prompt_logprobs=1) == 0
+
+
+def loaded_when_preempted(engine: ScriptedEngine, **second: Any) -> int:
+    """Tokens that a session is loaded in its second turn, whose input asks for something."""
+    engine.add("session", prompt("hello", 90), 1, resumable=True)
+    step_until(engine, lambda: status(engine, "session") == WAITS)
+    wait_until_quiet(engine.ours)
+    engine.add("session", prompt("more", 20), 20, resumable=True, **second)
+    engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step()
+    engine.abort("session")
+    engine.drain()
+    return engine.worker.loaded_tokens
 
 
 def test_a_session_that_changes_its_tenant_is_left_alone(start: Start) -> None:

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of the mix (mix.py): what a run is like, what KV depends on, and what may be stored of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from vllm.lora.request import LoRARequest
+
+from attnstore_vllm.index.chunk import ChunkName, Dram
+from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key, tenant_hash
+from attnstore_vllm.types import Key
+from tests.vllm.scripted import CHUNK, ScriptedEngine
+from tests.vllm.scripted_worker import LAYERS, TOKEN_KV, VOCAB, Picture, Row, in_layer
+
+PICTURES = {"cat": 40, "dog": 40, "bird": 7, "fish": 20}
+"""Tokens that each takes."""
+PLACEHOLDER = VOCAB - 1
+LENGTH_MAX = 340
+SECRET = 24
+"""Tokens; of which one half at least is in one chunk."""
+FILES = b"the weights of the files"
+Input = tuple[list[int], list[Picture]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one run, drawn by its seed."""
+
+    depth: int
+    drafts: int
+    policy: str
+    num_blocks: int
+    dram_slots: int
+    beside: bool
+    """Copies go on beside the model, by chance."""
+    counted: bool
+    """vLLM names pictures by a counter."""
+
+    @classmethod
+    def draw(cls, random: Random) -> Shape:
+        depth, beside = random.choice((1, 1, 2, 3)), random.random() < 0.25
+        drafts = random.choice((0, 3)) if not beside else 0
+        return cls(
+            depth, drafts, random.choice(("fcfs", "priority")), random.choice((32, 44, 200)),
+            random.choice((8, 64)), beside, random.random() < 0.2,
+        )  # fmt: skip
+
+    @property
+    def deludes_sessions(self) -> bool:
+        """vLLM counts drafts beyond a stop as computed, unless it schedules ahead."""
+        return self.drafts > 0 and self.depth == 1
+
+    @property
+    def may_reset(self) -> bool:
+        """A worker that makes its drafts itself does not know which ones a reset drops."""
+        return self.drafts == 0 or self.depth == 1
+
+
+@dataclass
+class World:
+    """What a request's KV depends on beside its tokens and pictures."""
+
+    salt: str | None = None
+    adapter: int = 0
+    is_secret: bool = False
+    """It has asked that nothing of it is stored."""
+
+
+class Adapters:
+    """The one place that knows what adapters are made of, and when the workers load them.
+
+    Two, each with an id and files of its own, and a third that is loaded anew in place now and
+    then, so that its id says nothing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._versions = {1: 0, 2: 0, 3: 0}
+        for number in self._versions:
+            self._write(number)
+
+    def _write(self, number: int) -> None:
+        path = self._directory / f"adapter {number}"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "adapter_model.safetensors").write_bytes(self.content(number))
+
+    def content(self, number: int) -> bytes:
+        """What workers compute with now; b"" without an adapter."""
+        return f"adapter {number} {self._versions[number]}".encode() if number else b""
+
+    def replace(self) -> None:
+        """Other files under the third one's id. Nothing runs, and HBM is empty."""
+        self._versions[3] += 1
+        self._write(3)
+
+    def root(self, namespace: bytes, world: World) -> Key | None:
+        """The parent of this world's first chunks, where it can be said from here."""
+        return None if world.adapter else root_key(namespace, world.salt, b"")
+
+    def request(self, number: int) -> LoRARequest | None:
+        if not number:
+            return None
+        path = str(self._directory / f"adapter {number}")
+        in_place = self._versions[number] > 0
+        return LoRARequest(f"adapter {number}", number, path, load_inplace=in_place)
+
+
+def cut(asked: Input, stop: int) -> Input:
+    """The first tokens. A picture is whole, or is not there."""
+    tokens, pictures = asked
+    for picture in pictures:
+        if picture.offset < stop < picture.offset + picture.length:
+            stop = picture.offset
+    return tokens[:stop], [p for p in pictures if p.offset < stop]
+
+
+def check_stored(
+    engine: ScriptedEngine, asked: list[tuple[World, Row]], adapters: Adapters,
+    secrets: list[bytes], *, counted: bool,
+) -> Counter[str]:  # fmt: skip
+    """Each chunk in DRAM has the KV that some request had, in all layers, and says so."""
+    ours = engine.ours
+    counts: Counter[str] = Counter()
+    had: dict[tuple[int, bytes], list[tuple[World, Row]]] = {}
+    for world, row in asked:
+        row.extend()
+        for at in range(0, len(row.tokens) if not row.is_deluded else 0, CHUNK):
+            had.setdefault((at, row.kv[at]), []).append((world, row))
+    for chunk in ours.store.residency.index:
+        name = chunk.name
+        assert not any(secret in name.tokens for secret in secrets), "said store: false"
+        if chunk.dram is not Dram.READY:
+            continue
+        slot = np.frombuffer(engine.pool.slot(chunk.dram_slot), np.uint8)
+        kv = [slot[i : i + TOKEN_KV].tobytes() for i in range(0, CHUNK * TOKEN_KV, TOKEN_KV)]
+        kv = kv[: name.num_tokens]
+        stop = name.position + name.num_tokens
+        found = [
+            (world, row)
+            for world, row in had.get((name.position, kv[0]), ())
+            if row.kv[name.position : stop] == kv
+        ]
+        assert found, "KV that no request had is stored"
+        roots = [adapters.root(ours._namespace, world) for world, _ in found]
+        assert any(
+            _is_named(name, root, world, row, counted=counted)
+            for root, (world, row) in zip(roots, found, strict=True)
+        ), "KV is stored as another's"
+        for layer in range(LAYERS):
+            at = layer * CHUNK * TOKEN_KV
+            in_slot = slot[at : at + len(kv) * TOKEN_KV].tobytes()
+            assert in_slot == in_layer(kv, layer).tobytes()
+        counts["chunks checked"] += 1
+        counts["with pictures"] += any(p.offset < stop for p in found[0][1].pictures)
+    return counts
+
+
+def _is_named(name: ChunkName, root: Key | None, world: World, row: Row, *, counted: bool) -> bool:
+    """Whether this is the name of the row's KV, by all that it depends on."""
+    stop = name.position + name.num_tokens
+    if counted and any(p.offset < stop for p in row.pictures):
+        return False
+    if root is None:
+        return True
+    spans = [MultimodalSpan(p.content, p.offset, p.length) for p in row.pictures]
+    keys = SequenceKeys(root, row.tokens, CHUNK, spans)
+    number = name.position // CHUNK
+    return (
+        (name.parent, name.extra) == (keys.parent(number), keys.extra(number))
+        and (not name.tokens or name.tokens == keys.tokens(name.position, stop))
+        and name.tenant == tenant_hash(world.salt)
+    )
