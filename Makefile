@@ -36,7 +36,7 @@ bench: setup
 	@$(PYTHON) -m benchmarks.hit_latency $(ARGS)
 
 gpu-check:
-	@$(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
+	@$(GPU_PYTHON) tools/run_installed.py benchmarks.gpu_check $(ARGS)
 
 clean:
 	rm -rf build .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info attnstore_vllm/_native*.so

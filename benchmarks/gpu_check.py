@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can only be measured on a GPU: that copies are right, how fast they are, what they cost.
 
-    make gpu-check                      (with the Python that has PyTorch for CUDA)
-    python -m benchmarks.gpu_check [--small] [--json] [--out FILE] [--only NAME ...]
+    make gpu-check ARGS="[--small] [--json] [--out FILE] [--only NAME ...]"
+
+With the Python that has PyTorch for CUDA (GPU_PYTHON, else python3), and the package that is
+installed there: the folder here has no extensions of its own unless they were built in it.
 
 Needs PyTorch, a GPU and this package built with nvcc; no vLLM. Without them it says so in one line
 and ends with 2; with 1 if a byte was wrong. A goal that is missed is a line of the table.
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attnstore_vllm
 from attnstore_vllm.bench.summary import table
 
 if TYPE_CHECKING:
@@ -56,9 +59,13 @@ def why_not() -> str | None:
     if not torch.cuda.is_available():
         return f"PyTorch {torch.__version__} sees no GPU"
     try:
-        import attnstore_vllm._native_cuda  # noqa: F401, PLC0415
+        from attnstore_vllm import _native_cuda  # noqa: F401, PLC0415
     except ImportError as error:
-        return f"attnstore_vllm is not built with CUDA ({error}); pip install . with nvcc on PATH"
+        return (
+            f"attnstore_vllm in {Path(attnstore_vllm.__file__).parent} is not built with CUDA "
+            f"({error}); with nvcc on PATH, {sys.executable} -m pip install -v . builds and "
+            "installs it, or says why not"
+        )
     return None
 
 

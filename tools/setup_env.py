@@ -92,6 +92,7 @@ for text in requires(sys.argv[1]):
 
 
 def install_project() -> None:
+    os.environ["ATTNSTORE_WERROR"] = "1"  # setup.py: warnings are errors here, and for no user
     pip("-e", f"{ROOT}[dev]")
 
 

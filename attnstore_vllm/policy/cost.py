@@ -10,11 +10,15 @@ speaks for computing: what is waited for must come sooner even if the disk is a 
 computing a spread faster, than they are on the mean. As long as one of the two was not
 seen often enough, nothing is said, and a request waits until its deadline. What a copy from DRAM
 costs is a mean without a spread.
+
+A measurement far from the others counts only in part: a machine that was paused for a minute has
+taught nothing. If such ones keep coming they count in full, after a few of them.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,10 +32,33 @@ STEPS_KEPT = 256
 OUTLIER = 4.0
 """A step counts as at most so many times its forecast, and at least as such a part of it:
 compilation, a stopped process, a step that ended while nobody looked."""
+FORGIVEN_AFTER = 16
+"""Usual measurements after which an outlier is one that stands alone."""
 REFIT_STEPS = 8
 PROBE_EVERY = 32
 
 _SCALE = np.array([1.0, 1e-3, 1e-6, 1e-2])
+
+
+class Bound:
+    """How much of a measurement counts, if it is far above what is usual.
+
+    One that stands alone counts as OUTLIER times that. Each that comes soon after raises the bound
+    by the same factor: so a change that stays is learned from the third or fourth on, and so
+    are outliers that are more frequent than one in FORGIVEN_AFTER.
+    """
+
+    def __init__(self) -> None:
+        self._times = OUTLIER
+
+    def counted(self, seconds: float, usual: float) -> float:
+        """Of `seconds`, what is to be learned from."""
+        if usual <= 0 or seconds <= OUTLIER * usual:
+            self._times = max(OUTLIER, self._times / OUTLIER ** (1 / FORGIVEN_AFTER))
+            return seconds
+        counted = min(seconds, self._times * usual)
+        self._times = min(OUTLIER * self._times, 1e9)
+        return counted
 
 
 class ReadCost:
@@ -41,6 +68,7 @@ class ReadCost:
         self._count = 0
         self._mean = 0.0
         self._variance = 0.0
+        self._bound = Bound()
 
     @property
     def mean_s(self) -> float | None:
@@ -48,6 +76,9 @@ class ReadCost:
 
     def observe(self, seconds: float) -> None:
         """A read has ended, so long after the one before it, or after it was begun."""
+        if self._count >= READS_MIN:
+            # Reads end in bursts: what is usual has their spread in it.
+            seconds = self._bound.counted(seconds, self._mean + math.sqrt(self._variance))
         self._count += 1
         part = max(1 / self._count, 1 / READS_KEPT)
         error = seconds - self._mean
@@ -64,12 +95,25 @@ class CopyCost:
     behind the step's own computation costs nothing."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._first: list[tuple[int, float]] = []
+        self._asked = 0
         self._tokens = 0.0
         self._seconds = 0.0
+        self._bound = Bound()
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        self._count += 1
+        """A step has waited so long for its copies, of so many tokens; both above 0."""
+        if len(self._first) < READS_MIN:
+            self._first.append((num_tokens, seconds))
+            if len(self._first) == READS_MIN:
+                usual = statistics.median(waited / tokens for tokens, waited in self._first)
+                for tokens, waited in self._first:
+                    self._add(tokens, self._bound.counted(waited, usual * tokens))
+        else:
+            usual = self._seconds / self._tokens
+            self._add(num_tokens, self._bound.counted(seconds, usual * num_tokens))
+
+    def _add(self, num_tokens: int, seconds: float) -> None:
         self._tokens += num_tokens - self._tokens / READS_KEPT
         self._seconds += seconds - self._seconds / READS_KEPT
 
@@ -78,11 +122,11 @@ class CopyCost:
 
         Now and then it is said to pay without a look: only who copies sees what it costs.
         """
-        if self._count < READS_MIN or not steps.is_known:
+        if len(self._first) < READS_MIN or not steps.is_known:
             return True
-        self._count += 1
+        self._asked += 1
         copying = (stop - start) * self._seconds / self._tokens
-        return self._count % PROBE_EVERY == 0 or copying <= steps.seconds(start, stop, 1.0)
+        return self._asked % PROBE_EVERY == 0 or copying <= steps.seconds(start, stop, 1.0)
 
 
 class StepCost:

@@ -23,10 +23,10 @@ def sequence(number: int, salt: str | None) -> SequenceKeys:
     return SequenceKeys(root_key(NAMESPACE, salt, b""), tokens_of(number, 48), 16)
 
 
-def start(directory: Path, namespace: bytes = NAMESPACE) -> Rig:
+def start(directory: Path, namespace: bytes = NAMESPACE, num_records: int = 24) -> Rig:
     directory.mkdir(exist_ok=True)
     path = directory / "slab"
-    slab = open_slab(path, capacity_for(24), replace(SHAPE, namespace=namespace))
+    slab = open_slab(path, capacity_for(num_records), replace(SHAPE, namespace=namespace))
     device, _ = open_device(path, 8, "auto")
     rig = Rig(device, slab)
     rig.until_idle()

@@ -157,3 +157,92 @@ def test_a_copy_slower_than_computing_is_not_made_but_now_and_then() -> None:
     for _ in range(2000):
         copies.observe(1000, 0.1 * cost.seconds(0, 1000))
     assert all(copies.pays(0, 1000, cost) for _ in range(PROBE_EVERY))
+
+
+# ---- one that stands alone, and a change that stays ------------------------------------------
+
+PAUSE_S = 60.0
+"""A virtual machine that was stopped while it copied, or read."""
+
+
+def computed_of(hits: int, copies: CopyCost, steps: StepCost, seconds: float) -> int:
+    """Of so many hits in DRAM, those that are computed. What is copied takes `seconds`."""
+    computed = 0
+    for _ in range(hits):
+        if copies.pays(0, 1000, steps):
+            copies.observe(1000, seconds)
+        else:
+            computed += 1
+    return computed
+
+
+@pytest.mark.parametrize("before", [0, 1, READS_MIN - 1, READS_MIN, 50, 1000])
+def test_one_long_copy_teaches_nothing_whenever_it_comes(before: int) -> None:
+    steps, copies = trained(), CopyCost()
+    copy_s = 0.1 * steps.seconds(0, 1000)
+    assert computed_of(before, copies, steps, copy_s) == 0
+    copies.observe(1000, PAUSE_S)
+    assert computed_of(1000, copies, steps, copy_s) == 0
+
+
+def test_two_pauses_within_a_second_teach_little() -> None:
+    steps, copies = trained(), CopyCost()
+    copy_s = 0.1 * steps.seconds(0, 1000)
+    for _ in range(2):
+        assert computed_of(200, copies, steps, copy_s) == 0
+        copies.observe(1000, PAUSE_S)
+        copies.observe(1000, PAUSE_S)
+        assert computed_of(200, copies, steps, copy_s) == 0
+
+
+@pytest.mark.parametrize("times", [5, 20, 1000])
+def test_copies_that_stay_slow_are_learned(times: int) -> None:
+    """Within what a mean without a bound would need, and a few more."""
+    steps, copies = trained(), CopyCost()
+    copy_s = 0.5 * steps.seconds(0, 1000)
+    assert computed_of(300, copies, steps, copy_s) == 0
+    needed = 2 + 256 / (times - 1)  # mean above 2 x, for the doubt in what computing takes
+    copied = 0
+    while copies.pays(0, 1000, steps):
+        copies.observe(1000, times * copy_s)
+        copied += 1
+        assert copied <= needed + 6
+
+
+def test_copies_that_are_slow_now_and_then_are_learned_too() -> None:
+    """One in eight takes a hundred times as long: on the mean copying is dearer."""
+    steps, copies, rng = trained(), CopyCost(), Random(4)
+    copy_s = 0.2 * steps.seconds(0, 1000)
+    for _ in range(2000):
+        copies.observe(1000, copy_s * (100 if rng.random() < 1 / 8 else 1))
+    assert computed_of(100, copies, steps, copy_s) > 80
+
+
+@pytest.mark.parametrize("burst", [1, 8])
+def test_one_long_read_teaches_nothing(burst: int) -> None:
+    """Reads that end one by one, and eight at a time."""
+    reads = ReadCost()
+
+    def read(number: int) -> None:
+        for _ in range(number // burst):
+            for place in range(burst):
+                reads.observe(0.010 * burst if place == 0 else 1e-5)
+
+    read(400)
+    before = reads.seconds(32)
+    assert reads.mean_s == pytest.approx(0.010, rel=0.1), "what is usual was cut off"
+    reads.observe(PAUSE_S)
+    assert reads.seconds(32) < 1.5 * before
+    for _ in range(3000):
+        reads.observe(0.1)
+    assert reads.mean_s == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_disk_that_stays_slow_is_learned_within_a_few_reads() -> None:
+    reads = ReadCost()
+    for _ in range(400):
+        reads.observe(0.001)
+    for _ in range(20):
+        reads.observe(1.0)
+    assert reads.mean_s is not None
+    assert reads.mean_s > 0.8 * 20 / 256, "as without a bound, but for the first few"

@@ -114,6 +114,31 @@ def test_the_oldest_segments_go_until_it_is_enough(
     assert kept(directory) == [3, 4]
 
 
+def test_a_segment_that_holds_anything_else_is_not_given_up_for_a_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where, per_segment = tmp_path / "kv", 0
+    rig = start(where, num_records=600)
+    put(rig, 1, salt="bob")
+    per_segment = rig.slab.records_per_segment
+    assert per_segment > CHUNKS, "segments of one record show nothing"
+    for number in range(2, 2 + per_segment):
+        put(rig, number, salt="alice")
+    rig.close()
+    found = gc(capsys, where, "--to-size", "4KiB", "--tenant", "alice", "--yes")
+    # All but those beside bob's.
+    assert found["records"] == per_segment * CHUNKS - (per_segment - CHUNKS)
+    left = run_inspect(capsys, where)
+    assert (left["tenants"], left["chunks"]) == (2, per_segment)
+
+
+def run_inspect(capsys: pytest.CaptureFixture[str], directory: Path) -> dict[str, Any]:
+    assert main(["inspect", str(directory), "--json"]) == EXIT_OK
+    (found,) = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
 def test_a_person_is_told_what_would_go_and_of_whom(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
