@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -33,6 +33,8 @@ class StepPlan(KVConnectorMetadata):
     """Requests with open saves whose blocks are others' from this step on."""
     may_replay: bool = False
     """The forward pass may be a CUDA graph that calls no hook."""
+    adapters: tuple[int, ...] = ()
+    """LoRA ids of which the workers are to say what they are when the step ends."""
     is_idle: bool = False
     """The scheduler side does without the store: so do the workers, and give back their memory."""
 
@@ -46,6 +48,7 @@ class StepReport(KVConnectorWorkerMetadata):
         freed: finished requests whose blocks this rank does not read any more.
         load_wait_s: that forward passes waited for their loads: what they have cost.
         measured: bytes and seconds of copies from DRAM, of one rank.
+        rank, adapters: what the adapters of the plan are on this rank; None: not loaded.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class StepReport(KVConnectorWorkerMetadata):
         freed: Iterable[str] = (),
         load_wait_s: float = 0.0,
         measured: Sequence[tuple[int, float]] = (),
+        rank: int = 0,
+        adapters: Mapping[int, bytes | None] | None = None,
     ) -> None:
         self.number = number
         self.given_up = set(given_up)
@@ -64,6 +69,8 @@ class StepReport(KVConnectorWorkerMetadata):
         self.freed = Counter(freed)
         self.load_wait_s = load_wait_s
         self.measured = list(measured)
+        self.adapters = {number: {rank: told} for number, told in (adapters or {}).items()}
+        """By id, by rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
@@ -73,4 +80,6 @@ class StepReport(KVConnectorWorkerMetadata):
         self.load_wait_s = max(self.load_wait_s, other.load_wait_s)
         # The slowest rank's: all wait for it.
         self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
+        for number, by_rank in other.adapters.items():
+            self.adapters.setdefault(number, {}).update(by_rank)
         return self

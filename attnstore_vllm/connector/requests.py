@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blake3 import blake3
-
+from attnstore_vllm.connector.adapters import Asked
 from attnstore_vllm.connector.media import MediaNames, spans_of
 from attnstore_vllm.hints import HintReader
 from attnstore_vllm.index.keys import SequenceKeys, moved_root, root_key, tenant_hash
@@ -22,15 +17,10 @@ from attnstore_vllm.policy.returns import NO_TERMS, Run, Terms
 from attnstore_vllm.types import Key, Tier
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
 
 MIN_LOAD_TOKENS = 16
 """A shorter run of stored KV is not worth a load."""
-LORA_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-LORA_BYTES_MAX = 4 << 30
 
 
 @dataclass(slots=True)
@@ -38,12 +28,16 @@ class RequestState:
     """A request between on_new_request and request_finished."""
 
     request: Request
-    root: Key
+    namespace: bytes
     tenant: bytes
     chunk_tokens: int
     media: MediaNames = field(default_factory=MediaNames)
     came_with: tuple[object, object] = (None, None)
-    """The salt and the adapter that are in `root`."""
+    """The salt and the id of the adapter: a session that changes them is another."""
+    adapter: bytes | None = None
+    """The adapter that its KV is computed with (connector/adapters.py). None: not known yet."""
+    asked: Asked | None = None
+    """What the workers were asked of its adapter, since it came or lost its blocks."""
     visit: Visit | None = None
     """What of the store it uses; set when it has come."""
     stores: bool = True
@@ -91,6 +85,7 @@ class RequestState:
     moved: range | None = None
     """From the first to the last token of its blocks whose KV was moved, or is offered; None: all
     that it has is exact."""
+    _root: Key | None = None
     _sequence: SequenceKeys | None = None
 
     def expect(self, pieces: Sequence[Piece]) -> None:
@@ -101,6 +96,7 @@ class RequestState:
     def begin_anew(self) -> None:
         """It was preempted: it may wait again, and will have other blocks."""
         self.deadline, self.is_answered, self.scheduled_stop = None, False, 0
+        self.asked = None
 
     def usable_tokens(self) -> int:
         """How many of its tokens, from the first on, the store may know: whole chunks of them.
@@ -120,7 +116,7 @@ class RequestState:
 
     @property
     def may_save(self) -> bool:
-        return self.stores and not self.outdated
+        return self.stores and not self.outdated and self.adapter is not None
 
     def pin_s(self, position: int) -> float | None:
         """How long a chunk that begins there is to be pinned: if it has tokens of the prompt."""
@@ -129,6 +125,19 @@ class RequestState:
     def run(self, number: int) -> Run | None:
         """Under which chunk `number` of the request is saved."""
         return None if self.visit is None else self.visit.run(number)
+
+    def be_of(self, adapter: bytes) -> None:
+        """From now on its KV is computed with this adapter."""
+        if adapter != self.adapter:
+            self.adapter, self._root, self._sequence, self.coming = adapter, None, None, ()
+
+    @property
+    def root(self) -> Key:
+        """The parent of its first chunk."""
+        if self._root is None:
+            assert self.adapter is not None, "nobody knows the adapter yet"
+            self._root = root_key(self.namespace, self.request.cache_salt, self.adapter)
+        return self._root
 
     @property
     def sequence(self) -> SequenceKeys:
@@ -175,71 +184,6 @@ def bypasses(request: Request) -> bool:
     )
 
 
-class LoraIdentities:
-    """LoRA adapters by content, since a name or a path can be given another adapter.
-
-    An adapter that was loaded anew under an id that is in use (vLLM's load_inplace), or whose
-    files have changed since its first request, is one of which nobody can say any more what
-    the workers computed with: it is left out of the store until the server restarts.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[object, bytes]] = {}
-        self._unclear: set[int] = set()
-
-    def identify(self, lora: LoRARequest | None) -> bytes | None:
-        """A digest of the adapter's files, b"" without an adapter, None if it cannot be said.
-
-        Cost: one read of the files at the adapter's first request, then a stat each.
-        """
-        if lora is None:
-            return b""
-        if lora.lora_int_id in self._unclear:
-            return None
-        try:
-            signature = self._signature(Path(lora.lora_path))
-            seen = self._seen.get(lora.lora_int_id)
-            if seen is None:
-                digest = self._digest(Path(lora.lora_path))
-                seen = self._seen[lora.lora_int_id] = (signature, digest)
-        except OSError as error:
-            self._give_up(lora, str(error))
-            return None
-        if lora.load_inplace or seen[0] != signature:
-            self._give_up(lora, "it was loaded again, or its files changed")
-            return None
-        return seen[1]
-
-    def is_unclear(self, lora: LoRARequest | None) -> bool:
-        return lora is not None and lora.lora_int_id in self._unclear
-
-    def _give_up(self, lora: LoRARequest, why: str) -> None:
-        self._unclear.add(lora.lora_int_id)
-        logger.warning(
-            "AttnStore leaves the LoRA adapter %s alone from now on: %s", lora.lora_name, why
-        )
-
-    @staticmethod
-    def _files(path: Path) -> list[Path]:
-        files = [path / name for name in LORA_FILES if (path / name).is_file()]
-        if not any(file.name.startswith("adapter_model") for file in files):
-            raise FileNotFoundError(f"{path} holds no adapter_model file to identify it by")
-        return files
-
-    def _signature(self, path: Path) -> object:
-        stats = [(file.name, os.stat(file)) for file in self._files(path)]
-        return str(path), [(n, s.st_size, s.st_mtime_ns, s.st_ino) for n, s in stats]
-
-    def _digest(self, path: Path) -> bytes:
-        hasher = blake3()
-        for file in self._files(path):
-            if file.stat().st_size > LORA_BYTES_MAX:
-                raise OSError(f"{file} is too large to be identified by its content")
-            hasher.update(hashlib.sha256(file.name.encode()).digest())
-            hasher.update_mmap(file)
-        return hasher.digest()
-
-
 def _says_store(request: Request) -> bool:
     """Of a session's last input; vLLM keeps the hints of the first."""
     extra = request.sampling_params.extra_args if request.sampling_params is not None else None
@@ -252,17 +196,18 @@ _STORE = HintReader()
 def make_state(
     request: Request,
     namespace: bytes,
-    lora: bytes,
+    adapter: bytes | None,
     chunk_tokens: int,
     media: MediaNames | None = None,
 ) -> RequestState:
     """What the store keeps of a request that does not bypass it."""
-    adapter = request.lora_request
+    lora = request.lora_request
     return RequestState(
         request=request,
-        root=root_key(namespace, request.cache_salt, lora),
+        namespace=namespace,
+        adapter=adapter,
         tenant=tenant_hash(request.cache_salt),
         chunk_tokens=chunk_tokens,
         media=media or MediaNames(),
-        came_with=(request.cache_salt, adapter.lora_int_id if adapter is not None else None),
+        came_with=(request.cache_salt, lora.lora_int_id if lora is not None else None),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnstore_vllm.connector.requests import LoraIdentities, RequestState
+from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.connector.transfers import Transfers
 from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.index.chunk import ChunkName
@@ -26,19 +26,15 @@ class Saving:
         store: Store,
         geometry: Geometry,
         transfers: Transfers,
-        loras: LoraIdentities,
         truncation: Truncation,
     ) -> None:
         self._store = store
         self._geometry = geometry
         self._transfers = transfers
-        self._loras = loras
         self._truncation = truncation
 
     def save_chunks(self, state: RequestState, computed: int, block_ids: Sequence[int]) -> None:
         """Whole chunks up to `computed` tokens that were not offered to the store yet."""
-        if self._loras.is_unclear(state.request.lora_request):
-            return
         computed = min(computed, state.usable_tokens())
         if not state.may_save:
             return
@@ -53,7 +49,7 @@ class Saving:
     def save_rest(self, state: RequestState, block_ids: Sequence[int]) -> None:
         """What is left of a request that has ended, the tail included."""
         request = state.request
-        if not state.may_save or self._loras.is_unclear(request.lora_request):
+        if not state.may_save:
             return
         # What is in flight counts as computed for vLLM, and is not.
         computed = request.num_computed_tokens - request.num_in_flight_tokens

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnstore_vllm.config import TruncationConfig
+from attnstore_vllm.connector.adapters import Adapters
 from attnstore_vllm.connector.block_names import hide_session
 from attnstore_vllm.connector.costs import Costs
 from attnstore_vllm.connector.counting import (
@@ -32,7 +33,6 @@ from attnstore_vllm.connector.placing import plan_pieces
 from attnstore_vllm.connector.queue_view import QueueView
 from attnstore_vllm.connector.requests import (
     MIN_LOAD_TOKENS,
-    LoraIdentities,
     RequestState,
     bypasses,
     make_state,
@@ -103,14 +103,16 @@ class Scheduler:
         self._geometry = geometry
         self._rank_token_bytes = geometry.rank_bytes // geometry.chunk_tokens
         self._namespace = namespace
-        self._loras = LoraIdentities()
+        self._adapters = Adapters(geometry.num_ranks)
+        self._has_adapters = False
+        """Some request has had one."""
         self._requests: dict[str, RequestState] = {}
         self._offered: list[RequestState] = []
         self._transfers = Transfers(
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away
         )
         self._truncation = Truncation(store, *truncation)
-        self._saving = Saving(store, geometry, self._transfers, self._loras, self._truncation)
+        self._saving = Saving(store, geometry, self._transfers, self._truncation)
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
@@ -142,10 +144,12 @@ class Scheduler:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
         if bypasses(request):
             return
-        lora = self._loras.identify(request.lora_request)
-        if lora is None:
-            return
-        state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens, self._media)
+        lora = request.lora_request
+        self._has_adapters = self._has_adapters or lora is not None
+        adapter = self._adapters.identity(lora)
+        state = make_state(
+            request, self._namespace, adapter, self._geometry.chunk_tokens, self._media
+        )
         self._requests[request.request_id] = state
         hints = self._hints.read(request.kv_transfer_params)
         state.stores = hints.store and not is_doubtful
@@ -153,7 +157,7 @@ class Scheduler:
         self._truncation.note(state, hints)
         self._stats.add("hints", "applied", hints.applied)
         self._stats.add("hints", "ignored", hints.ignored)
-        if self._queue is not None:
+        if self._queue is not None and adapter is not None:
             self._look_up(state)
 
     def _look_up(self, state: RequestState) -> None:
@@ -177,8 +181,14 @@ class Scheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         state = self._requests.get(request.request_id)
-        if state is None or state.load_failed or self._loras.is_unclear(request.lora_request):
+        if state is None or state.load_failed:
             return 0, False
+        if request.lora_request is not None:
+            state.asked = state.asked or self._adapters.ask()
+            adapter, waits = self._adapters.answer(request.lora_request, state.asked)
+            if adapter is None:
+                return (None if waits else 0), False
+            state.be_of(adapter)
         self._withdraw(state)
         self._truncation.take_back(state)  # it has lost its blocks: vLLM asks of no others
         if state.visit is None:
@@ -285,18 +295,24 @@ class Scheduler:
                 self._truncation.take_back(self._requests[request_id])
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or not state.may_save:
+            if state is None or not state.stores or state.outdated:
                 continue
             request = state.request
             state.scheduled_stop = request.num_computed_tokens + num_scheduled
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
             # token is beyond num_tokens until it is accepted, and so is never saved.
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-            if computed // self._geometry.chunk_tokens > state.num_chunks_seen:
+            has_more = computed // self._geometry.chunk_tokens > state.num_chunks_seen
+            if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._block_ids(request_id))
         plan = self._transfers.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
         plan.number = self._costs.step_planned(output)
+        if self._has_adapters:
+            states = map(self._requests.get, output.num_scheduled_tokens)
+            plan.adapters = self._adapters.plan(
+                plan.number, (state.request.lora_request for state in states if state is not None)
+            )
         self._waits.end_step(is_empty=not output.num_scheduled_tokens)
         return plan
 
@@ -308,7 +324,27 @@ class Scheduler:
     def on_report(self, report: StepReport) -> None:
         """Ranks have completed plans; a plan is complete when all of them have."""
         self._costs.step_ended(report, self._stats)
+        if report.adapters:
+            self._on_adapters(self._adapters.on_report(report.number, report.adapters))
         self._stats.add("chunks", "unsaved", self._transfers.on_report(report))
+
+    def _on_adapters(self, changed: Collection[int]) -> None:
+        """Ranks have said what the adapters are; those of `changed` are not what they were.
+
+        What is being saved may be of either: it is dropped. What has begun is of both.
+        """
+        if changed:
+            self.on_failed_load()
+            logger.warning("LoRA adapters %s were replaced; their KV is stored anew", changed)
+        for state in self._requests.values():
+            lora = state.request.lora_request
+            if lora is None or not state.scheduled_stop:
+                continue
+            adapter = self._adapters.identity(lora)
+            if lora.lora_int_id in changed:
+                state.outdated = True
+            elif state.adapter is None and adapter is not None:
+                state.be_of(adapter)
 
     def on_failed_requests(self, request_ids: Collection[str]) -> None:
         """Loads ahead of the step have failed on some rank; vLLM computes the requests."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.rank import KvFacts, RankDescription
@@ -75,6 +76,7 @@ class Worker:
         self._whole = True
         self._waited_s = 0.0
         self._measured: list[tuple[int, float]] = []
+        self._adapters = LiveAdapters()
 
     def register_kv_caches(
         self,
@@ -82,6 +84,7 @@ class Worker:
         kernel: str,
         layout: str = "",
         live: Callable[[torch.Tensor, LayerLayout], Mapping[str, str]] | None = None,
+        adapters: LiveAdapters | None = None,
     ) -> None:
         """Take the KV tensors, and tell the scheduler side what they look like.
 
@@ -89,6 +92,7 @@ class Worker:
             kernel: names whatever else decides the order of bytes within a page.
             layout: vLLM's name of the tensors' layout.
             live: says of the first layer's tensor what its bytes depend on and no setting tells.
+            adapters: the model's LoRA adapters.
         """
         missing = self._layers.keys() - kv_caches.keys()
         if missing:
@@ -103,6 +107,7 @@ class Worker:
                 f"pages have {sorted({x.page_bytes for x in layouts})} bytes, but vLLM's cache "
                 f"configuration says {self._geometry.page_bytes}; this layout is not known"
             )
+        self._adapters = adapters or self._adapters
         first = tensors[0]
         facts = live(first, layouts[0]) if live is not None else {}
         self._turns, why_not = self._find_rotation(first)
@@ -217,7 +222,7 @@ class Worker:
         freed, self._freed = self._freed, set()
         return StepReport(
             self._plan.number, self._loads.take_finished() + saved, given_up, freed,
-            self._waited_s, self._measured,
+            self._waited_s, self._measured, self._rank, self._adapters.tell(self._plan.adapters),
         )  # fmt: skip
 
     @property

@@ -93,7 +93,14 @@ def salt_left_out(engine: Any) -> Undo:
 
 
 def adapter_left_out(engine: Any) -> Undo:
-    return _with_request(engine, "on_new_request", lambda request: ("lora_request", None))
+    adapters = engine.side._adapters
+    adapters.identity = lambda _: b""
+    adapters.answer = lambda *_: (b"", False)
+
+    def undo() -> None:
+        del adapters.identity, adapters.answer
+
+    return undo
 
 
 def _one_more_computed(request: Any) -> tuple[str, Any]:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData
 
+from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.index.keys import (
     encode_tokens,
 )
@@ -56,7 +57,7 @@ class Mix:
         self._texts = [
             [self.random.randrange(PLACEHOLDER) for _ in range(150)] for _ in range(3)
         ]  # fmt: skip
-        self._adapters = Adapters(directory / "adapters")
+        self._adapters = Adapters()
         self._weights = FILES
         self._worlds: dict[str, World] = {}
         self._asked: list[tuple[World, Row]] = []
@@ -85,6 +86,7 @@ class Mix:
         """Tokens that each may have at most by now, with all that it will have said."""
         wait_until_quiet(self.engine.ours)  # it has found what is there
         worker = self.engine.worker
+        worker.side._adapters = LiveAdapters([self._adapters])
         worker.base = self._base
         worker.deluded = lambda name: shape.deludes_sessions and name.startswith("session")
 
@@ -308,7 +310,7 @@ class Mix:
 
     def replace_adapter(self) -> None:
         self.settle()
-        self._adapters.replace()
+        self._adapters.replace(self.random.choice((1, 2, 3)))
 
     def restart(self) -> None:
         """On the same directory. The weights are again those of the files."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -71,43 +70,43 @@ class World:
     """It has asked that nothing of it is stored."""
 
 
-class Adapters:
-    """The one place that knows what adapters are made of, and when the workers load them.
+class _Adapter:
+    """One that the workers have loaded."""
 
-    Two, each with an id and files of its own, and a third that is loaded anew in place now and
-    then, so that its id says nothing.
+    def __init__(self, content: str) -> None:
+        self.content = content
+
+
+class Adapters:
+    """What adapters are made of. Any may be loaded anew under its id, with no word to us.
+
+    Stands for vLLM's manager of the adapters in a worker.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self) -> None:
         self._versions = {1: 0, 2: 0, 3: 0}
-        for number in self._versions:
-            self._write(number)
+        self._loaded: dict[int, _Adapter] = {}
 
-    def _write(self, number: int) -> None:
-        path = self._directory / f"adapter {number}"
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "adapter_model.safetensors").write_bytes(self.content(number))
+    def list_adapters(self) -> dict[int, _Adapter]:
+        for number in self._versions:
+            self._loaded.setdefault(number, _Adapter(self.content(number).decode()))
+        return self._loaded
 
     def content(self, number: int) -> bytes:
         """What workers compute with now; b"" without an adapter."""
         return f"adapter {number} {self._versions[number]}".encode() if number else b""
 
-    def replace(self) -> None:
-        """Other files under the third one's id. Nothing runs, and HBM is empty."""
-        self._versions[3] += 1
-        self._write(3)
+    def replace(self, number: int) -> None:
+        """Other weights under an id. Nothing runs, and HBM is empty."""
+        self._versions[number] = (self._versions[number] + 1) % 3
+        self._loaded.pop(number, None)
 
     def root(self, namespace: bytes, world: World) -> Key | None:
         """The parent of this world's first chunks, where it can be said from here."""
         return None if world.adapter else root_key(namespace, world.salt, b"")
 
     def request(self, number: int) -> LoRARequest | None:
-        if not number:
-            return None
-        path = str(self._directory / f"adapter {number}")
-        in_place = self._versions[number] > 0
-        return LoRARequest(f"adapter {number}", number, path, load_inplace=in_place)
+        return LoRARequest(f"adapter {number}", number, "nowhere") if number else None
 
 
 def cut(asked: Input, stop: int) -> Input:

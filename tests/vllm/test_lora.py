@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters are told apart by content: a name, an id or a path can be given another one."""
+"""LoRA adapters are told apart by what the workers have of them in memory.
+
+A name, an id or a path can be given another one, and files are replaced after they were read.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from attnstore_vllm.connector.requests import LoraIdentities
+from attnstore_vllm.connector.adapters import KEPT_MAX, Adapters, Asked
+from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.testing.tiny_model import TINY
 from tests.vllm.adapters import make_adapter
 from tests.vllm.conftest import StartEngine
@@ -93,6 +96,7 @@ def replaced(engine: Engine, directory: Path) -> tuple[Answer, Answer, Answer, l
     engine.forget_hbm()
     alone = engine.ask(prompt, lora=adapter(12, path), max_tokens=5, salt="alone")
     make_adapter(path, TINY, seed=11)
+    engine.llm.llm_engine.add_lora(adapter(13, path))  # else the first request loads it: too late
     engine.forget_hbm()
     engine.loaded()
     again = engine.ask(prompt, lora=adapter(13, path), max_tokens=5)
@@ -107,85 +111,191 @@ def test_other_weights_under_the_same_path(engine: EngineHost, tmp_path_factory:
     assert new.content == alone.content
 
 
-def in_place(engine: Engine, directory: Path) -> tuple[list[int], int]:
-    """Loaded anew under an id that is in use: nothing of it is used or left any more."""
-    prompt = random_tokens("in place", LENGTH)
-    path = make_adapter(directory / "it", TINY, seed=21)
-    engine.ask(prompt, lora=adapter(21, path), max_tokens=5)
-    engine.settle()
-    before = engine.store.counts()["saved"]
-    make_adapter(path, TINY, seed=22)
-    loaded = []
-    for lora in (adapter(21, path, in_place=True), adapter(21, path)):
+def replaced_behind(engine: Engine, directory: Path) -> tuple[list[Answer], list[int]]:
+    """Loaded by vLLM's own call; its files replaced before anybody asks, then loaded once more.
+
+    Returns the answers of the old weights, of the new ones, and of the new ones computed; and
+    what each has loaded.
+    """
+    prompt = random_tokens("behind", LENGTH)
+    path = make_adapter(directory / "it", TINY, seed=31)
+    engine.llm.llm_engine.add_lora(adapter(31, path))
+    make_adapter(path, TINY, seed=32)
+    answers, loaded = [], []
+    engine.llm.llm_engine.add_lora(adapter(32, path))
+    for number, how in ((31, {}), (32, {}), (32, {"salt": "alone"})):
         engine.forget_hbm()
         engine.loaded()
-        engine.ask(prompt, lora=lora, max_tokens=5)
+        answers.append(engine.ask(prompt, lora=adapter(number, path), max_tokens=5, **how))
         loaded.append(sum(engine.loaded().values()))
-    engine.settle()
-    return loaded, engine.store.counts()["saved"] - before
+    return answers, loaded
+
+
+def test_files_that_were_replaced_after_loading(engine: EngineHost, tmp_path_factory: Any) -> None:
+    (old, new, alone), loaded = engine.call(replaced_behind, tmp_path_factory.mktemp("loras"))
+    assert loaded == [0, 0, 0], "the old adapter's KV is not the new one's"
+    assert new.content == alone.content
+    assert old.tokens != new.tokens
+
+
+def in_place(engine: Engine, directory: Path) -> tuple[list[int], list[Answer]]:
+    """Loaded anew under an id that is in use: another adapter. And back again."""
+    prompt = random_tokens("in place", LENGTH)
+    path = directory / "it"
+    loaded, answers = [], []
+    for seed in (21, 22, 21):
+        make_adapter(path, TINY, seed=seed)
+        engine.forget_hbm()
+        engine.llm.llm_engine.add_lora(adapter(21, path, in_place=True))
+        for _ in range(2):
+            engine.forget_hbm()
+            engine.loaded()
+            answers.append(engine.ask(prompt, lora=adapter(21, path), max_tokens=5))
+            loaded.append(sum(engine.loaded().values()))
+    return loaded, answers
 
 
 def test_loaded_in_place(engine: EngineHost, tmp_path_factory: Any) -> None:
-    assert engine.call(in_place, tmp_path_factory.mktemp("loras")) == ([0, 0], 0)
+    loaded, answers = engine.call(in_place, tmp_path_factory.mktemp("loras"))
+    assert loaded == [0, LENGTH - 1, 0, LENGTH - 1, LENGTH - 1, LENGTH - 1]
+    first, second = answers[0].tokens, answers[2].tokens
+    assert first != second
+    assert [a.tokens for a in answers] == [first, first, second, second, first, first]
     engine.call(Engine.check_quiet)
 
 
-# ---- the identities alone -------------------------------------------------------------------
+def thrown_out(engine: Engine, directory: Path) -> tuple[list[int], list[Answer]]:
+    """Thrown out of vLLM's cache by four others; its files are others when it comes back."""
+    prompt = random_tokens("thrown out", LENGTH)
+    path = make_adapter(directory / "it", TINY, seed=41)
+    others = [make_adapter(directory / f"other {i}", TINY, seed=50 + i) for i in range(4)]
+    loaded, answers = [], []
+
+    def ask(salt: str | None = None) -> None:
+        engine.forget_hbm()
+        engine.loaded()
+        answers.append(engine.ask(prompt, lora=adapter(41, path), max_tokens=5, salt=salt))
+        loaded.append(sum(engine.loaded().values()))
+
+    ask()
+    make_adapter(path, TINY, seed=42)
+    for i, other in enumerate(others):
+        engine.ask(prompt[:100], lora=adapter(51 + i, other))
+    ask()
+    ask(salt="alone")
+    return loaded, answers
 
 
-def test_no_adapter_is_an_identity_too() -> None:
-    assert LoraIdentities().identify(None) == b""
+def test_files_that_were_replaced_while_it_was_out(
+    engine: EngineHost, tmp_path_factory: Any
+) -> None:
+    loaded, (old, new, alone) = engine.call(thrown_out, tmp_path_factory.mktemp("loras"))
+    assert loaded == [0, 0, 0]
+    assert new.content == alone.content
+    assert old.tokens != new.tokens
 
 
-def test_content_decides(tmp_path: Path) -> None:
-    """Not the name, the id, the path or the time."""
-    one = make_adapter(tmp_path / "one", TINY, seed=1)
-    copy = shutil.copytree(one, tmp_path / "copy")
-    os.utime(copy / "adapter_model.safetensors", (1, 1))
-    two = make_adapter(tmp_path / "two", TINY, seed=2)
-    loras = LoraIdentities()
-    of_one = loras.identify(adapter(1, one))
-    assert of_one
-    assert loras.identify(adapter(2, copy, name="b")) == of_one
-    assert loras.identify(adapter(3, two)) not in (of_one, None, b"")
+def nowhere(engine: Engine, directory: Path) -> list[int]:
+    """Its files are gone once it is loaded: as with a name of the hub, there is nothing to read."""
+    prompt = random_tokens("nowhere", LENGTH)
+    path = make_adapter(directory / "it", TINY, seed=61)
+    engine.llm.llm_engine.add_lora(adapter(61, path))
+    shutil.rmtree(path)
+    loaded = []
+    for _ in range(2):
+        engine.forget_hbm()
+        engine.loaded()
+        engine.ask(prompt, lora=adapter(61, Path("some/name")), max_tokens=5)
+        loaded.append(sum(engine.loaded().values()))
+    return loaded
 
 
-def test_the_configuration_counts(tmp_path: Path) -> None:
-    """lora_alpha scales what the weights do."""
-    one = make_adapter(tmp_path / "one", TINY, seed=1)
-    two = make_adapter(tmp_path / "two", TINY, seed=1)
-    config = two / "adapter_config.json"
-    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 16'))
-    loras = LoraIdentities()
-    assert loras.identify(adapter(1, one)) != loras.identify(adapter(2, two))
+def test_an_adapter_without_files(engine: EngineHost, tmp_path_factory: Any) -> None:
+    assert engine.call(nowhere, tmp_path_factory.mktemp("loras")) == [0, LENGTH - 1]
 
 
-def test_files_that_change_under_an_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody can say which of the two the workers computed with."""
-    path = make_adapter(tmp_path / "one", TINY, seed=1)
-    loras = LoraIdentities()
-    assert loras.identify(adapter(1, path))
-    make_adapter(path, TINY, seed=2)
-    with caplog.at_level(logging.WARNING):
-        assert loras.identify(adapter(1, path)) is None
-    assert loras.is_unclear(adapter(1, path))
-    assert caplog.text.count("leaves the LoRA adapter") == 1
-    make_adapter(path, TINY, seed=1)
-    assert loras.identify(adapter(1, path)) is None, "it stays unclear"
-    assert loras.identify(adapter(2, path)), "another id is another adapter"
+# ---- the parts alone ------------------------------------------------------------------------
 
 
-def test_loading_in_place(tmp_path: Path) -> None:
-    path = make_adapter(tmp_path / "one", TINY, seed=1)
-    loras = LoraIdentities()
-    assert loras.identify(adapter(1, path, in_place=True)) is None
-    assert loras.identify(adapter(1, path)) is None
+class Held:
+    """What stands for vLLM's LoRAModel and its manager."""
+
+    def __init__(self, number: int, a: torch.Tensor, scaling: float = 1.0) -> None:
+        self.id = number
+        self.loras = {"layer": {"lora_a": a, "lora_b": [a, None], "scaling": scaling}}
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
-    """A path of the hub, say: it cannot be identified, so it is left alone."""
-    (tmp_path / "adapter_config.json").write_text("{}")
-    for path in (tmp_path, tmp_path / "nowhere"):
-        loras = LoraIdentities()
-        assert loras.identify(adapter(1, path)) is None
-        assert loras.is_unclear(adapter(1, path))
+class Manager:
+    def __init__(self, *held: Held) -> None:
+        self.held = {one.id: one for one in held}
+
+    def list_adapters(self) -> dict[int, Held]:
+        return self.held
+
+
+def test_content_decides() -> None:
+    a = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    manager = Manager(
+        Held(1, a), Held(2, a.clone()), Held(3, a + 1), Held(4, a, scaling=2.0),
+        Held(5, a.reshape(3, 2)), Held(6, a.float()),
+    )  # fmt: skip
+    told = LiveAdapters([manager]).tell([1, 2, 3, 4, 5, 6, 7])
+    assert told[1] == told[2], "not the id"
+    assert told[7] is None
+    assert len({told[number] for number in (1, 3, 4, 5, 6)}) == 5
+
+
+def test_an_adapter_that_comes_back_is_digested_anew() -> None:
+    a = torch.ones(2, 3)
+    manager = Manager(Held(1, a))
+    live = LiveAdapters([manager])
+    first = live.tell([1])
+    assert live.tell([1]) == first
+    manager.held[1] = Held(1, a + 1)
+    assert live.tell([1]) != first
+
+
+def request(number: int) -> Any:
+    return adapter(number, Path("nowhere"))
+
+
+def test_an_answer_is_of_a_step_that_was_planned_later() -> None:
+    known = Adapters(num_ranks=1)
+    early = known.ask()
+    assert known.answer(request(1), early) == (None, True), "nobody has said"
+    assert known.plan(1, []) == (1,)
+    late = known.ask()  # plan 1 is on its way, and may say what is not so any more
+    known.on_report(1, {1: {0: b"one"}})
+    identity, waits = known.answer(request(1), early)
+    assert identity is not None and not waits
+    assert known.answer(request(1), late) == (None, True)
+    assert known.plan(2, [request(1), None]) == (1,)
+    assert known.on_report(2, {1: {0: b"two"}}) == {1}, "it is another one"
+    assert known.answer(request(1), late)[0] not in (None, identity)
+
+
+def test_all_ranks_make_the_identity() -> None:
+    known = Adapters(num_ranks=2)
+    asked = known.ask()
+    known.plan(1, [request(1)])
+    known.on_report(1, {1: {0: b"one"}})
+    assert known.answer(request(1), asked) == (None, False), "one rank has not loaded it"
+    known.on_report(2, {1: {0: b"one", 1: b"one"}})
+    both = known.answer(request(1), asked)[0]
+    assert known.on_report(3, {1: {0: b"one", 1: b"two"}}) == {1}
+    assert known.answer(request(1), asked)[0] not in (None, both)
+
+
+def test_nobody_waits_for_ever() -> None:
+    known = Adapters(num_ranks=1)
+    asked = Asked(number=9, until=0.0)
+    assert known.answer(request(1), asked) == (None, False)
+
+
+def test_what_is_kept_has_a_limit() -> None:
+    known = Adapters(num_ranks=1)
+    for number in range(KEPT_MAX + 5):
+        known.on_report(number, {number: {0: b"x"}})
+    assert known.identity(request(1)) is None
+    assert known.identity(request(KEPT_MAX)) is not None
+    assert known.identity(None) == b""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.connector import media, requests, scheduler
+from attnstore_vllm.connector import adapters, media, requests, scheduler
 from attnstore_vllm.index import keys
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.mix import play
@@ -53,6 +53,24 @@ def spans_are_taken_once(patch: Patch) -> None:
 def the_salt_is_left_out(patch: Patch) -> None:
     root_key = keys.root_key
     patch.setattr(requests, "root_key", lambda space, _, lora: root_key(space, None, lora))
+
+
+def an_adapter_is_known_for_good(patch: Patch) -> None:
+    """Its first identity stays, whatever the workers say later."""
+    on_report = adapters.Adapters.on_report
+
+    def only_once(self: Any, number: int, told: Any) -> set[int]:
+        new = {k: v for k, v in told.items() if k not in self._known}
+        for lora_id in told.keys() & self._known.keys():
+            self._known[lora_id].number = number
+        return on_report(self, number, new)
+
+    patch.setattr(adapters.Adapters, "on_report", only_once)
+
+
+def an_old_answer_will_do(patch: Patch) -> None:
+    """KV is offered by what was said of the adapter before the request came."""
+    patch.setattr(adapters.Adapters, "ask", lambda _: adapters.Asked(0, 0.0))
 
 
 def the_adapter_is_left_out(patch: Patch) -> None:
@@ -103,7 +121,8 @@ def hints_of_later_inputs_are_ignored(patch: Patch) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        the_salt_is_left_out, the_adapter_is_left_out, a_reset_does_nothing,
+        the_salt_is_left_out, the_adapter_is_left_out, an_adapter_is_known_for_good,
+        an_old_answer_will_do, a_reset_does_nothing,
         *(
             pytest.param(fault, marks=pytest.mark.long)
             for fault in (
