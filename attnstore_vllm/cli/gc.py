@@ -278,8 +278,6 @@ def _punch_all_but(slab: SlabFile, segments: Sequence[_Segment]) -> None:
     begins = PAGE_BYTES
     for segment in segments:
         if not segment.staying:
-            # Its header goes first: with it nothing in it is found again.
-            os.pwrite(slab.fd, bytes(PAGE_BYTES), slab.segment_offset(segment.header.number))
             continue
         size = segment.header.record_bytes
         kept = [(slab.segment_offset(segment.header.number), PAGE_BYTES)]

@@ -195,6 +195,15 @@ def test_two_pauses_within_a_second_teach_little() -> None:
         assert computed_of(200, copies, steps, copy_s) == 0
 
 
+def test_a_pause_now_and_then_is_still_one_that_stands_alone() -> None:
+    steps, copies = trained(), CopyCost()
+    copy_s = 0.1 * steps.seconds(0, 1000)
+    for _ in range(12):
+        assert computed_of(100, copies, steps, copy_s) == 0
+        copies.observe(1000, PAUSE_S)
+    assert computed_of(100, copies, steps, copy_s) == 0
+
+
 @pytest.mark.parametrize("times", [5, 20, 1000])
 def test_copies_that_stay_slow_are_learned(times: int) -> None:
     """Within what a mean without a bound would need, and a few more."""

@@ -42,7 +42,8 @@ def test_another_users_regions_are_left_alone(
 def test_a_sweep_between_creating_and_locking_takes_nothing_from_a_living_creator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, locks = tmp_path / f"{PREFIX}x", []
+    path = tmp_path / f"{PREFIX}x"
+    locks: list[list[str]] = []
     lock = region.lock
 
     def lock_after_a_sweep(fd: int) -> bool:
