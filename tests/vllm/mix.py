@@ -170,7 +170,7 @@ class Mix:
                 encode_tokens(secret[SECRET // 2 :]),
             ]
         elif draw < 0.2:
-            hints = ({"priority": "high"}, {"ttl": "1h"}, {"pin": True}, "odd")
+            hints: tuple[Any, ...] = ({"priority": "high"}, {"ttl": "1h"}, {"pin": True}, "odd")
             params = {"attnstore": self.random.choice(hints)}
         elif draw < 0.25:
             how["prompt_logprobs"] = 1

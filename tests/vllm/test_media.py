@@ -57,11 +57,11 @@ def names(config: Any, number: int, uuids: list[str | None] | None = None) -> li
     return list(found)
 
 
-def request(*named: str | None) -> Request:
+def request(*named: Any) -> Request:
     return Request(
         "a", [1] * LENGTH, SamplingParams(max_tokens=1), None,
         mm_features=[
-            MultiModalFeatureSpec(None, "audio", name, PlaceholderRange(60 * i + 40, 40))  # type: ignore[arg-type]
+            MultiModalFeatureSpec(None, "audio", name, PlaceholderRange(60 * i + 40, 40))
             for i, name in enumerate(named)
         ],
     )  # fmt: skip
@@ -161,7 +161,8 @@ def test_a_counter_that_begins_anew(start: Any, caplog: pytest.LogCaptureFixture
     assert loaded(engine, "bird", counted) == CHUNK
     log.removeHandler(caplog.handler)
     log.setLevel(logging.NOTSET)
-    assert sum(counted in record.getMessage() for record in caplog.records) == 2  # one a start
+    said = {id(record) for record in caplog.records if counted in record.getMessage()}
+    assert len(said) == 2  # one a start
 
 
 def test_a_name_that_lasts(start: Any) -> None:

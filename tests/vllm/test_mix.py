@@ -26,7 +26,7 @@ def model(models: Path) -> Path:
 
 def test_seeds(model: Path) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(20):
+    for seed in range(16):
         try:
             counts += play(model, seed)
         except AssertionError as error:
