@@ -33,6 +33,8 @@ class StepPlan(KVConnectorMetadata):
     """Requests with open saves whose blocks are others' from this step on."""
     may_replay: bool = False
     """The forward pass may be a CUDA graph that calls no hook."""
+    looks_at_weights: bool = False
+    """The report is to say whether the weights have changed."""
 
 
 class StepReport(KVConnectorWorkerMetadata):
@@ -44,6 +46,7 @@ class StepReport(KVConnectorWorkerMetadata):
         freed: finished requests whose blocks this rank does not read any more.
         load_wait_s: that forward passes waited for their loads: what they have cost.
         measured: bytes and seconds of copies from DRAM, of one rank.
+        weights_changed: since they were last looked at; False if they were not.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class StepReport(KVConnectorWorkerMetadata):
         freed: Iterable[str] = (),
         load_wait_s: float = 0.0,
         measured: Sequence[tuple[int, float]] = (),
+        weights_changed: bool = False,
     ) -> None:
         self.number = number
         self.given_up = set(given_up)
@@ -62,6 +66,7 @@ class StepReport(KVConnectorWorkerMetadata):
         self.freed = Counter(freed)
         self.load_wait_s = load_wait_s
         self.measured = list(measured)
+        self.weights_changed = weights_changed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
@@ -69,6 +74,7 @@ class StepReport(KVConnectorWorkerMetadata):
         self.given_up |= other.given_up
         self.freed.update(other.freed)
         self.load_wait_s = max(self.load_wait_s, other.load_wait_s)
+        self.weights_changed |= other.weights_changed
         # The slowest rank's: all wait for it.
         self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
         return self

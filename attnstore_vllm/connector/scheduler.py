@@ -11,7 +11,6 @@ The tokens of one request, as a step is planned:
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from attnstore_vllm.connector.counting import (
 )
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.connector.prefetching import prefetch
 from attnstore_vllm.connector.queue_view import QueueView
 from attnstore_vllm.connector.requests import (
     MIN_LOAD_TOKENS,
@@ -34,12 +34,13 @@ from attnstore_vllm.connector.requests import (
     bypasses,
     make_state,
 )
+from attnstore_vllm.connector.reset_watch import ResetWatch
 from attnstore_vllm.connector.saving import Saving
 from attnstore_vllm.connector.transfers import Transfers
 from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.connector.waits import Waits
-from attnstore_vllm.hints import SECTION, HintReader, PrefetchOrder, prefetch_order
-from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.connector.weights import Weights
+from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer import moves
 from attnstore_vllm.transfer.geometry import Geometry
@@ -51,14 +52,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
-
 
 class Scheduler:
     """The engine's side of the connector. All methods run on the scheduler's thread.
 
     Args:
-        namespace: of everything the bytes depend on.
+        weights: names whose KV it is.
         load_deadline_s: how long a request waits for its chunks to come up from NVMe.
         lock: the descriptor that owns the store's directory; closed with this object.
         by_priority: how vLLM orders waiting requests; else first come, first served.
@@ -78,7 +77,7 @@ class Scheduler:
         self,
         store: Store,
         geometry: Geometry,
-        namespace: bytes,
+        weights: Weights,
         load_deadline_s: float,
         lock: int,
         *,
@@ -96,7 +95,8 @@ class Scheduler:
         self._lock = lock
         self._geometry = geometry
         self._rank_token_bytes = geometry.rank_bytes // geometry.chunk_tokens
-        self._namespace = namespace
+        self._weights = weights
+        self._watch = ResetWatch()
         self._loras = LoraIdentities()
         self._requests: dict[str, RequestState] = {}
         self._offered: list[RequestState] = []
@@ -119,22 +119,24 @@ class Scheduler:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
+        self._watch.bind(manager)
 
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
+        namespace = self._weights.namespace
         order = prefetch_order(request.kv_transfer_params)
-        if order is not None:
-            self._prefetch(order)  # no request: vLLM ends it before the next step
+        if order is not None:  # no request: vLLM ends it before the next step
+            prefetch(self.store, self._stats, order, namespace, self._geometry.chunk_tokens)
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
-        if bypasses(request):
+        if bypasses(request) or namespace is None:
             return
         lora = self._loras.identify(request.lora_request)
         if lora is None:
             return
-        state = make_state(request, self._namespace, lora, self._geometry.chunk_tokens)
+        state = make_state(request, namespace, lora, self._geometry.chunk_tokens)
         self._requests[request.request_id] = state
         hints = self._hints.read(request.kv_transfer_params)
         state.stores, state.terms, state.reports = hints.store, hints.terms, hints.report
@@ -152,18 +154,12 @@ class Scheduler:
         state.expect(pieces)
         state.coming = pieces
 
-    def _prefetch(self, order: PrefetchOrder) -> None:
-        root = root_key(self._namespace, order.cache_salt, b"")
-        sequence = SequenceKeys(root, order.token_ids, self._geometry.chunk_tokens)
-        pieces = self.store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
-        self._stats.add("prefetches", "hit" if pieces else "miss", 1)
-        for tier, tokens in self.store.tiers(pieces).items():
-            self._stats.add("prefetch_tokens", tier.value, tokens)
-
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         state = self._requests.get(request.request_id)
+        if state is not None and self._watch.must_wait():
+            return None, False
         if state is None or state.load_failed or self._loras.is_unclear(request.lora_request):
             return 0, False
         self._withdraw(state)
@@ -228,11 +224,8 @@ class Scheduler:
         placed = [piece for piece in used if piece.first is None]
         copies = plan_load(
             [(piece.chunk.dram_slot, piece.start, piece.stop) for piece in placed],
-            block_ids,
-            start,
-            min(stop, placed[-1].stop),
-            block_tokens=self._geometry.block_tokens,
-            chunk_tokens=self._geometry.chunk_tokens,
+            block_ids, start, min(stop, placed[-1].stop),
+            block_tokens=self._geometry.block_tokens, chunk_tokens=self._geometry.chunk_tokens,
         ) if placed else ()  # fmt: skip
         moved = moves.plan_moves(
             [
@@ -243,8 +236,7 @@ class Scheduler:
                 for piece in used
                 if piece.first is not None
             ],
-            block_ids,
-            block_tokens=self._geometry.block_tokens,
+            block_ids, block_tokens=self._geometry.block_tokens,
             chunk_tokens=self._geometry.chunk_tokens,
         )  # fmt: skip
         self.store.release(piece.chunk for piece in state.offer[len(used) :])
@@ -304,6 +296,7 @@ class Scheduler:
         plan = self._transfers.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
         plan.number = self._costs.step_planned(output)
+        self._watch.add_to(plan)
         self._waits.end_step(is_empty=not output.num_scheduled_tokens)
         return plan
 
@@ -316,6 +309,9 @@ class Scheduler:
         """Ranks have completed plans; a plan is complete when all of them have."""
         self._costs.step_ended(report, self._stats)
         self._stats.add("chunks", "unsaved", self._transfers.on_report(report))
+        if self._watch.on_report(report):
+            self.store.reset()  # requests that wait go on: nobody has blocks of before
+            self._save_anew()
 
     def on_failed_requests(self, request_ids: Collection[str]) -> None:
         """Loads ahead of the step have failed on some rank; vLLM computes the requests."""
@@ -333,6 +329,9 @@ class Scheduler:
         is dropped, from all tiers; what is computed anew is saved again.
         """
         self.store.drop(self._transfers.saving())
+        self._save_anew()
+
+    def _save_anew(self) -> None:
         for state in self._requests.values():
             state.num_chunks_seen = 0
 
@@ -386,6 +385,7 @@ class Scheduler:
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
+        self._weights.close()
         self.store.close()
         if self._lock >= 0:
             os.close(self._lock)

@@ -9,6 +9,7 @@ import torch
 
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.connector.weights import OWN_FILES
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
@@ -44,6 +45,8 @@ class Worker:
         is_alone: no other connector writes to blocks.
         rotation: says how this model's KV is moved to other positions; given a block of one
             layer's KV tensor. Raises UnsupportedError with the reason why it cannot be.
+        weights_changed: since it was last asked.
+        own_files: see connector/weights.py.
     """
 
     def __init__(
@@ -58,7 +61,11 @@ class Worker:
         by_layer: bool = True,
         is_alone: bool = True,
         rotation: Callable[[torch.Tensor], Rotation] | None = None,
+        weights_changed: Callable[[], bool] = lambda: False,
+        own_files: str | None = None,
     ) -> None:
+        self._weights_changed = weights_changed
+        self._own_files = own_files
         self._rotation = rotation
         self._turns: Rotation | None = None
         self._pool = pool
@@ -116,6 +123,7 @@ class Worker:
                 "kernel": kernel,
                 ROWS: engine.num_rows if engine.overlaps else None,
                 ALONE: self._is_alone,
+                OWN_FILES: self._own_files,
                 # CudaEngine has tried it.
                 WHY_NOT_MOVED: why_not or getattr(engine, "why_not_moved", None),
             },
@@ -204,6 +212,7 @@ class Worker:
         return StepReport(
             self._plan.number, self._loads.take_finished() + saved, given_up, freed,
             self._waited_s, self._measured,
+            self._plan.looks_at_weights and self._weights_changed(),
         )  # fmt: skip
 
     @property
