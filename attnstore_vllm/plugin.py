@@ -16,6 +16,7 @@ import json
 import logging
 import multiprocessing
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def register() -> None:
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
     log_as_vllm()
+    _note_start()
     _ask_for_amx()
     if multiprocessing.parent_process() is None:
         try:
@@ -69,6 +71,19 @@ def _ask_for_amx() -> None:
         torch.cpu._init_amx()
 
 
+_start = {"at": time.time()}
+
+
+def _note_start() -> None:
+    _start["at"] = time.time()
+
+
+def configured_at() -> float:
+    """Unix seconds: when this process, or that which made it, was last configured or begun. No
+    model was loaded before. A file that is younger may have changed since vLLM has read it."""
+    return _start["at"]
+
+
 _checked: set[StoreConfig] = set()
 """What this process has found to fit: asked again it might not, with the pool allocated."""
 
@@ -80,6 +95,7 @@ def check_early(extra: object) -> None:
         extra: kv_connector_extra_config.
     Raises: ConfigError.
     """
+    _note_start()
     if multiprocessing.parent_process() is None:
         config = StoreConfig.parse(extra)
         if config not in _checked:

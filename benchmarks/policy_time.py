@@ -77,7 +77,9 @@ def run_without_kv(
 
 def fill(engine: ScriptedEngine, prompts: list[list[int]], num_chunks: int, random: Random) -> None:
     """Store the prompts' chunks and others, until there are so many, and let them rest on NVMe."""
-    store, root = engine.ours.store, root_key(engine.ours._namespace, None, b"")
+    namespace = engine.ours._weights.namespace
+    assert namespace is not None
+    store, root = engine.ours.store, root_key(namespace, None, b"")
     entered, saved = 0, []
     with tqdm(total=num_chunks, desc="chunks", unit="chunk", unit_scale=True) as bar:
         while entered < num_chunks:

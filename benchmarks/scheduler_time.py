@@ -26,6 +26,7 @@ from typing import Any
 
 from attnstore_vllm.connector.messages import StepReport
 from attnstore_vllm.connector.scheduler import Scheduler
+from attnstore_vllm.connector.weights import Weights
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
 from attnstore_vllm.store.format import SegmentHeader
@@ -56,7 +57,7 @@ def make_scheduler(directory: Path, block_tokens: int, num_slots: int) -> Schedu
     slab = open_slab(directory / SLAB_NAME, capacity, shape)
     device, _ = open_device(slab.path, 64, "auto")
     store = Store(pool, slab, device, 8)
-    return Scheduler(store, geometry, bytes(32), 1.0, lock)
+    return Scheduler(store, geometry, Weights(bytes(32), b""), 1.0, lock)
 
 
 def make_request(name: int, tokens: list[int]) -> Any:

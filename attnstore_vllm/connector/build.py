@@ -17,11 +17,13 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
+from attnstore_vllm.connector.live_model import LiveWeights, model_of
 from attnstore_vllm.connector.media import MediaNames, counts_media
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.rope import rotation_of
 from attnstore_vllm.connector.scheduler import Scheduler
+from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
@@ -120,6 +122,8 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     token_bytes = geometry.rank_bytes // geometry.chunk_tokens
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
+    live = LiveWeights(lambda: model_of(_layers(vllm_config, kv_cache_config)), own_files)
+
     def write_buffer_bytes(device_bytes: int) -> int:
         if config.write_buffer_bytes is not None:
             return max(config.write_buffer_bytes, geometry.rank_bytes)
@@ -138,15 +142,22 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         by_layer=not vllm_config.parallel_config.use_ubatching,
         is_alone=_is_alone(),
         rotation=None if config.truncation is None else _rotation(vllm_config, kv_cache_config),
+        weights_changed=live.changed,
+        own_files=live.own_files,
     )
 
 
 def _rotation(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> Callable[[torch.Tensor], Rotation]:
+    layers = _layers(vllm_config, kv_cache_config)
+    return lambda tensor: rotation_of(layers, tensor)
+
+
+def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    """The attention layers of this process's model, by name."""
     layers: Any = vllm_config.compilation_config.static_forward_context
-    names = kv_cache_config.kv_cache_groups[0].layer_names
-    return lambda tensor: rotation_of({name: layers[name] for name in names}, tensor)
+    return {name: layers[name] for name in kv_cache_config.kv_cache_groups[0].layer_names}
 
 
 def _is_alone() -> bool:
@@ -186,7 +197,8 @@ def _scheduler(
         ranks.append(RankDescription.of_json(description))
     rows = [r.rows for r in ranks]
     why_not_moved = next(filter(None, [r.why_not_moved for r in ranks]), None)
-    namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__)
+    look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
+    namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
     shape = SegmentHeader(
         number=-1,
         chunk_tokens=geometry.chunk_tokens,
@@ -223,7 +235,7 @@ def _scheduler(
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
     )
     return Scheduler(
-        store, geometry, namespace, config.load_deadline_ms / 1000, lock,
+        store, geometry, Weights(namespace, digest), config.load_deadline_ms / 1000, lock,
         by_priority=vllm_config.scheduler_config.policy == "priority",
         looks_ahead=config.look_ahead, computes_if_sooner=config.compute_if_sooner,
         hints=HintReader(

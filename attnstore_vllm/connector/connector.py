@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from attnstore_vllm.connector.build import build_scheduler, build_worker
 from attnstore_vllm.connector.live_facts import live_facts
 from attnstore_vllm.connector.live_lora import LiveAdapters
-from attnstore_vllm.connector.live_model import model_of
+from attnstore_vllm.connector.live_model import outermost
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
 from attnstore_vllm.connector.rank import REASON_MAX
@@ -153,7 +153,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._kernel_name(),
                 str(getattr(self._kv_cache_config, "kv_cache_layout", None)),
                 self._live_facts,
-                LiveAdapters.of(model_of(self._layers().values())),
+                LiveAdapters.of(outermost(self._layers().values())),
             )
         except ConfigError:
             raise

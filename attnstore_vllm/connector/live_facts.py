@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from attnstore_vllm.connector.live_model import model_of
+from attnstore_vllm.connector.live_model import outermost
 from attnstore_vllm.transfer.layout import LayerLayout
 
 _OF_POSITIONS = re.compile(r"rot|rope|freq|position|alibi", re.IGNORECASE)
@@ -52,7 +52,7 @@ def _digest_tables(layers: Mapping[str, Any]) -> str:
     """Of every module about positions: its tables, and the plain values that choose among them."""
     hasher = blake3()
     done: dict[int, str] = {}
-    for top in model_of(layers.values()):
+    for top in outermost(layers.values()):
         for name, module in top.named_modules():
             if _OF_POSITIONS.search(name.rpartition(".")[2] + type(module).__name__) is None:
                 continue

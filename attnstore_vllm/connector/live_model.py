@@ -1,32 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a worker has in memory, reached from its attention layers.
-
-A connector is given no handle of the model. vLLM's configuration names the attention layers; the
-modules that hold them, and so the whole model, are found among the objects of the process.
-"""
+"""The model in a worker: where it is, and whether its weights are what they were."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType
 
 import torch
+from blake3 import blake3
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from attnstore_vllm.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 8 << 20
+_FAULTS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a tensor of a kind of its own may raise when it is looked at."""
 
 
-def model_of(layers: Iterable[object]) -> list[torch.nn.Module]:
+def outermost(layers: Iterable[object]) -> list[nn.Module]:
     """The outermost modules that hold these layers: one, unless a layer has several holders.
 
     Other models of the process are left out: nothing but the layers themselves leads here.
     Cost: one look at all objects of the process, some tenths of a second. Not after vLLM has taken
     them out of the garbage collector's sight, which it does when it has started.
     """
-    holders: dict[int, list[torch.nn.Module]] = {}
-    for holder in [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]:
+    holders: dict[int, list[nn.Module]] = {}
+    for holder in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
         for member in holder._modules.values():
             holders.setdefault(id(member), []).append(holder)
-    todo = [layer for layer in layers if isinstance(layer, torch.nn.Module)]
+    todo = [layer for layer in layers if isinstance(layer, nn.Module)]
     seen = {id(module) for module in todo}
-    tops: list[torch.nn.Module] = []
+    tops: list[nn.Module] = []
     while todo:
         module = todo.pop()
         above = holders.get(id(module), [])
@@ -37,3 +48,159 @@ def model_of(layers: Iterable[object]) -> list[torch.nn.Module]:
                 seen.add(id(holder))
                 todo.append(holder)
     return tops
+
+
+def model_of(layers: Mapping[str, nn.Module]) -> nn.Module:
+    """The one model that has these layers. Raises UnsupportedError. Cost: see outermost()."""
+    found = outermost(layers.values())
+    if len(found) != 1:
+        raise UnsupportedError(f"{len(found)} models have these layers, not one")
+    return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    digest: bytes
+    """Of every byte of the weights that are tensors."""
+    packed: tuple[weakref.ref[Callable[..., object]], ...]
+    """What has the weights that a kernel has packed into an object of its own."""
+
+    def is_same(self, other: _Look) -> bool:
+        return (
+            self.digest == other.digest
+            and len(self.packed) == len(other.packed)
+            and all(a() is b() is not None for a, b in zip(self.packed, other.packed, strict=True))
+        )
+
+
+class LiveWeights:
+    """Sees whether a model's weights have changed. Keeps no copy of them.
+
+    Cost: reads them once at start and once for each question: at the memory's speed on a GPU, at
+    1 to 5 GB/s on the CPU, where most are packed and told by the object that has them.
+    """
+
+    def __init__(
+        self, find: Callable[[], nn.Module], own_files: Callable[[nn.Module], str | None]
+    ) -> None:
+        self.own_files: str | None = "its model was not found in a worker"
+        self._model: nn.Module | None = None
+        self._seen: _Look | None = None
+        try:
+            self._model = find()
+            self.own_files = own_files(self._model)
+        except UnsupportedError as error:
+            self._say(str(error))
+        self._seen = self._look()
+
+    def changed(self) -> bool:
+        """Since it was asked last, or since the start. True if that cannot be said."""
+        before, self._seen = self._seen, self._look()
+        return before is None or self._seen is None or not self._seen.is_same(before)
+
+    def _look(self) -> _Look | None:
+        if self._model is None:
+            return None
+        try:
+            with torch.no_grad():
+                return _Look(digest(self._model), tuple(_packed(self._model)))
+        except _FAULTS as error:
+            self._model = None
+            self._say(f"{type(error).__name__}: {error}")
+            return None
+
+    def _say(self, why: str) -> None:
+        logger.warning(
+            "AttnStore cannot see whether weights change (%s), so it drops every tier whenever "
+            "vLLM's prefix cache is reset", why,
+        )  # fmt: skip
+
+
+def digest(model: nn.Module) -> bytes:
+    """Of all parameters and persistent buffers, byte by byte. Others are made of the settings."""
+    hasher = blake3()
+    sums: list[torch.Tensor] = []
+    table: dict[torch.device, torch.Tensor] = {}
+    for name, tensor in _tensors(model):
+        hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        for piece in _pieces(tensor):
+            if piece.device.type == "cpu":
+                hasher.update(memoryview(piece.numpy()))
+            else:
+                sums.append(checksum(piece, table))
+    for total in torch.stack(sums).tolist() if sums else ():  # the one wait for the device
+        hasher.update(total.to_bytes(8, "little", signed=True))
+    return hasher.digest()
+
+
+def checksum(piece: torch.Tensor, tables: dict[torch.device, torch.Tensor]) -> torch.Tensor:
+    """A sum of the bytes, each 4 of them times an odd number of their place, modulo 2^64.
+
+    A difference in one place always shows; in several, but for one time in about 2^64. Not
+    against somebody who looks for collisions: who can write to weights needs none.
+
+    Args:
+        piece: uint8, contiguous, PIECE_BYTES at most.
+    """
+    table = tables.get(piece.device)
+    if table is None:
+        numbers = torch.Generator().manual_seed(1)
+        table = torch.randint(-(2**62), 2**62, (PIECE_BYTES // 4,), generator=numbers) * 2 + 1
+        table = tables[piece.device] = table.to(piece.device)
+    padding = -piece.numel() % 4
+    words = nn.functional.pad(piece, (0, padding)) if padding else piece
+    if words.data_ptr() % 4:
+        words = words.clone()
+    words = words.view(torch.int32).to(torch.int64)
+    return (words * table[: words.numel()]).sum()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        found = [*module._parameters.items(), *module._buffers.items()]
+        for own, tensor in found:
+            if tensor is None or id(tensor) in seen or own in module._non_persistent_buffers_set:
+                continue
+            seen.add(id(tensor))
+            yield from _inner(f"{name}.{own}", tensor.detach())
+
+
+def _inner(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if is_traceable_wrapper_subclass(tensor):  # its bytes are in others
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _inner(f"{name}.{part}", getattr(tensor, part))
+    elif not tensor.is_meta:
+        yield name, tensor
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes, in the order in which they lie, PIECE_BYTES at a time: copies are small."""
+    if not tensor.numel():
+        return
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    tensor = tensor.permute(order)
+    if tensor.is_contiguous():
+        yield from tensor.reshape(-1).view(torch.uint8).split(PIECE_BYTES)
+        return
+    row_bytes = tensor[0].numel() * tensor.element_size()
+    for rows in tensor.split(max(1, PIECE_BYTES // row_bytes)):
+        yield from rows.contiguous().reshape(-1).view(torch.uint8).split(PIECE_BYTES)
+
+
+def _packed(model: nn.Module) -> Iterator[weakref.ref[Callable[..., object]]]:
+    """Of layers whose weight is an empty tensor: the functions that have it now.
+
+    vLLM's CPU build leaves such. A weight that is packed anew is a new function. Raises
+    NotImplementedError for a layer that has none.
+    """
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        if all(p.numel() for p in own) or any(p.dim() > 1 and p.numel() for p in own):
+            continue  # what is empty beside a weight is no weight
+        found = [v for v in vars(module).values() if isinstance(v, FunctionType) and v.__closure__]
+        if not found:
+            raise NotImplementedError(f"{name} has its weights where nobody can see them")
+        yield from map(weakref.ref, found)

@@ -37,6 +37,8 @@ class StepPlan(KVConnectorMetadata):
     """LoRA ids of which the workers are to say what they are when the step ends."""
     is_idle: bool = False
     """The scheduler side does without the store: so do the workers, and give back their memory."""
+    looks_at_weights: bool = False
+    """The report is to say whether the weights have changed."""
 
 
 class StepReport(KVConnectorWorkerMetadata):
@@ -49,6 +51,7 @@ class StepReport(KVConnectorWorkerMetadata):
         load_wait_s: that forward passes waited for their loads: what they have cost.
         measured: bytes and seconds of copies from DRAM, of one rank.
         rank, adapters: what the adapters of the plan are on this rank; None: not loaded.
+        weights_changed: since they were last looked at; False if they were not.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class StepReport(KVConnectorWorkerMetadata):
         measured: Sequence[tuple[int, float]] = (),
         rank: int = 0,
         adapters: Mapping[int, bytes | None] | None = None,
+        weights_changed: bool = False,
     ) -> None:
         self.number = number
         self.given_up = set(given_up)
@@ -71,6 +75,7 @@ class StepReport(KVConnectorWorkerMetadata):
         self.measured = list(measured)
         self.adapters = {number: {rank: told} for number, told in (adapters or {}).items()}
         """By id, by rank."""
+        self.weights_changed = weights_changed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
@@ -78,6 +83,7 @@ class StepReport(KVConnectorWorkerMetadata):
         self.given_up |= other.given_up
         self.freed.update(other.freed)
         self.load_wait_s = max(self.load_wait_s, other.load_wait_s)
+        self.weights_changed |= other.weights_changed
         # The slowest rank's: all wait for it.
         self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
         for number, by_rank in other.adapters.items():

@@ -46,13 +46,17 @@ class RankDescription:
     """Of the write buffer. None: copies do not run beside the model, and are over when begun."""
     is_alone: bool
     """No other connector writes to blocks."""
+    own_files: str | None
+    """Why nobody but the model's code knows which files it loads. None: they can be named."""
     why_not_moved: str | None
     """None: it can load KV to other positions."""
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
-        if self.why_not_moved is not None and len(self.why_not_moved) > REASON_MAX:
-            found["why_not_moved"] = self.why_not_moved[:REASON_MAX] + " ..."
+        for name in ("own_files", "why_not_moved"):
+            reason = found[name]
+            if reason is not None and len(reason) > REASON_MAX:
+                found[name] = reason[:REASON_MAX] + " ..."
         return found
 
     @classmethod

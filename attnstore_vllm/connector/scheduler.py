@@ -30,6 +30,7 @@ from attnstore_vllm.connector.media import MediaNames
 from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.placing import plan_pieces
+from attnstore_vllm.connector.prefetching import prefetch
 from attnstore_vllm.connector.queue_view import QueueView
 from attnstore_vllm.connector.requests import (
     MIN_LOAD_TOKENS,
@@ -37,12 +38,13 @@ from attnstore_vllm.connector.requests import (
     bypasses,
     make_state,
 )
+from attnstore_vllm.connector.reset_watch import ResetWatch
 from attnstore_vllm.connector.saving import Saving
 from attnstore_vllm.connector.transfers import Transfers
 from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.connector.waits import Waits
-from attnstore_vllm.hints import SECTION, HintReader, PrefetchOrder, prefetch_order
-from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.connector.weights import Weights
+from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer import moves
 from attnstore_vllm.transfer.geometry import Geometry
@@ -60,7 +62,7 @@ class Scheduler:
     """The engine's side of the connector. All methods run on the scheduler's thread.
 
     Args:
-        namespace: of everything the bytes depend on.
+        weights: names whose KV it is.
         load_deadline_s: how long a request waits for its chunks to come up from NVMe.
         lock: the descriptor that owns the store's directory; closed with this object.
         by_priority: how vLLM orders waiting requests; else first come, first served.
@@ -82,7 +84,7 @@ class Scheduler:
         self,
         store: Store,
         geometry: Geometry,
-        namespace: bytes,
+        weights: Weights,
         load_deadline_s: float,
         lock: int,
         *,
@@ -102,7 +104,8 @@ class Scheduler:
         self._lock = lock
         self._geometry = geometry
         self._rank_token_bytes = geometry.rank_bytes // geometry.chunk_tokens
-        self._namespace = namespace
+        self._weights = weights
+        self._watch = ResetWatch()
         self._adapters = Adapters(geometry.num_ranks)
         self._has_adapters = False
         """Some request has had one."""
@@ -129,27 +132,27 @@ class Scheduler:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
+        self._watch.bind(manager)
 
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
+        namespace = self._weights.namespace
         order = prefetch_order(request.kv_transfer_params)
-        if order is not None:
-            self._prefetch(order)  # no request: vLLM ends it before the next step
+        if order is not None:  # no request: vLLM ends it before the next step
+            prefetch(self.store, self._stats, order, namespace, self._geometry.chunk_tokens)
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
         is_doubtful = request.resumable and self._overcounts_drafts
         if is_doubtful and self._kv_cache_manager is not None:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
-        if bypasses(request):
+        if bypasses(request) or namespace is None:
             return
         lora = request.lora_request
         self._has_adapters = self._has_adapters or lora is not None
         adapter = self._adapters.identity(lora)
-        state = make_state(
-            request, self._namespace, adapter, self._geometry.chunk_tokens, self._media
-        )
+        state = make_state(request, namespace, adapter, self._geometry.chunk_tokens, self._media)
         self._requests[request.request_id] = state
         hints = self._hints.read(request.kv_transfer_params)
         state.stores = hints.store and not is_doubtful
@@ -169,28 +172,22 @@ class Scheduler:
         state.expect(pieces)
         state.coming = pieces
 
-    def _prefetch(self, order: PrefetchOrder) -> None:
-        root = root_key(self._namespace, order.cache_salt, b"")
-        sequence = SequenceKeys(root, order.token_ids, self._geometry.chunk_tokens)
-        pieces = self.store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
-        self._stats.add("prefetches", "hit" if pieces else "miss", 1)
-        for tier, tokens in self.store.tiers(pieces).items():
-            self._stats.add("prefetch_tokens", tier.value, tokens)
-
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         state = self._requests.get(request.request_id)
+        if state is not None and self._watch.must_wait():
+            return None, False
         if state is None or state.load_failed:
             return 0, False
+        self._withdraw(state)
+        self._truncation.take_back(state)  # it has lost its blocks: vLLM asks of no others
         if request.lora_request is not None:
             state.asked = state.asked or self._adapters.ask()
             adapter, waits = self._adapters.answer(request.lora_request, state.asked)
             if adapter is None:
                 return (None if waits else 0), False
             state.be_of(adapter)
-        self._withdraw(state)
-        self._truncation.take_back(state)  # it has lost its blocks: vLLM asks of no others
         if state.visit is None:
             self._look_up(state)
         if self._waits.goes_on(state):
@@ -308,6 +305,7 @@ class Scheduler:
         plan = self._transfers.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
         plan.number = self._costs.step_planned(output)
+        self._watch.add_to(plan)
         if self._has_adapters:
             states = map(self._requests.get, output.num_scheduled_tokens)
             plan.adapters = self._adapters.plan(
@@ -327,6 +325,9 @@ class Scheduler:
         if report.adapters:
             self._on_adapters(self._adapters.on_report(report.number, report.adapters))
         self._stats.add("chunks", "unsaved", self._transfers.on_report(report))
+        if self._watch.on_report(report):
+            self.store.reset()  # requests that wait go on: nobody has blocks of before
+            self._save_anew()
 
     def _on_adapters(self, changed: Collection[int]) -> None:
         """Ranks have said what the adapters are; those of `changed` are not what they were.
@@ -362,6 +363,9 @@ class Scheduler:
         is dropped, from all tiers; what is computed anew is saved again.
         """
         self.store.drop(self._transfers.saving())
+        self._save_anew()
+
+    def _save_anew(self) -> None:
         for state in self._requests.values():
             state.num_chunks_seen = 0
 
@@ -415,6 +419,7 @@ class Scheduler:
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
+        self._weights.close()
         self.store.close()
         if self._lock >= 0:
             os.close(self._lock)

@@ -40,6 +40,8 @@ class Worker:
         is_alone: no other connector writes to blocks.
         rotation: says how this model's KV is moved to other positions; given a block of one
             layer's KV tensor. Raises UnsupportedError with the reason why it cannot be.
+        weights_changed: since it was last asked.
+        own_files: see connector/weights.py.
     """
 
     def __init__(
@@ -54,7 +56,11 @@ class Worker:
         by_layer: bool = True,
         is_alone: bool = True,
         rotation: Callable[[torch.Tensor], Rotation] | None = None,
+        weights_changed: Callable[[], bool] = lambda: False,
+        own_files: str | None = None,
     ) -> None:
+        self._weights_changed = weights_changed
+        self._own_files = own_files
         self._rotation = rotation
         self._turns: Rotation | None = None
         self._pool = pool
@@ -131,6 +137,7 @@ class Worker:
                 ),
                 rows=engine.num_rows if engine.overlaps else None,
                 is_alone=self._is_alone,
+                own_files=self._own_files,
                 # CudaEngine has tried it.
                 why_not_moved=why_not or getattr(engine, "why_not_moved", None),
             ).to_json(),
@@ -223,6 +230,7 @@ class Worker:
         return StepReport(
             self._plan.number, self._loads.take_finished() + saved, given_up, freed,
             self._waited_s, self._measured, self._rank, self._adapters.tell(self._plan.adapters),
+            self._plan.looks_at_weights and self._weights_changed(),
         )  # fmt: skip
 
     @property

@@ -53,7 +53,9 @@ def _continues(chunk: Chunk, keys: SequenceKeys, tokens: list[int]) -> bool:
 
 
 def _keys(engine: Engine, salt: str | None, tokens: Tokens) -> SequenceKeys:
-    root = root_key(engine.side._namespace, salt, b"")
+    namespace = engine.side._weights.namespace
+    assert namespace is not None
+    root = root_key(namespace, salt, b"")
     return SequenceKeys(root, list(tokens), CHUNK)
 
 

@@ -101,7 +101,9 @@ def check_stored(engine: ScriptedEngine) -> int:
     """Every chunk in DRAM has exactly the KV of tokens that some request really had."""
     known: dict[bytes, list[int]] = {}
     parents: dict[Key, bytes] = {}
-    root = root_key(engine.ours._namespace, None, b"")
+    namespace = engine.ours._weights.namespace
+    assert namespace is not None
+    root = root_key(namespace, None, b"")
     for tokens in engine.worker.sequences:
         for stop in range(1, len(tokens) + 1):
             known[encode_tokens(tokens[:stop])] = tokens[:stop]

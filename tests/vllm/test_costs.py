@@ -46,7 +46,7 @@ class Rig:
         self.costs = Costs(store, DEADLINE_S, computes_if_sooner)
         teach(self.costs, load_s=None, token_s=0.001)
         request: Any = SimpleNamespace(request_id="asks")
-        self.state = RequestState(request, root=request, tenant=b"", chunk_tokens=1000)
+        self.state = RequestState(request, namespace=b"", tenant=b"", chunk_tokens=1000)
 
     def ask(self, arrivals: list[float] | None, ready_stop: int = 0) -> str | None:
         self.arrivals = arrivals

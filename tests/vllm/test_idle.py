@@ -115,7 +115,7 @@ def test_reasons_of_settings(config: Any, section: str, name: str, value: Any, r
     changed = {name: value} if not section else {
         section: Overlay(getattr(config, section), {name: value})
     }  # fmt: skip
-    found = reason_to_idle(Overlay(config, changed), groups(FULL))  # type: ignore[arg-type]
+    found = reason_to_idle(Overlay(config, changed), groups(FULL))
     assert found is not None and reason in found
 
 

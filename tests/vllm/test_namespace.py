@@ -204,11 +204,10 @@ def _settings_of_vllm() -> Iterator[str]:
     package = importlib.import_module("vllm.config")
     for found in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"vllm.config.{found.name}")
-        for value in vars(module).values():
-            is_here = isinstance(value, type) and value.__module__ == module.__name__
-            if is_here and dataclasses.is_dataclass(value):
-                name = value.__qualname__
-                yield from (f"{name}.{field.name}" for field in dataclasses.fields(value))
+        for name, value in vars(module).items():
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                fields = getattr(value, "__dataclass_fields__", {})
+                yield from (f"{name}.{field}" for field in fields)
 
 
 def _seen() -> set[str]:

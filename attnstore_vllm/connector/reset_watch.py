@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sees a reset of vLLM's own prefix cache, of which no hook tells, and asks why it came.
+
+Weights that are updated through collective_rpc or finish_weight_update reach no connector. What
+follows them is a plain reset_prefix_cache, since vLLM's own cache is wrong from then on too. So
+after one all requests wait for one step, in which the workers look whether the weights are what
+they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from attnstore_vllm.connector.messages import StepPlan, StepReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+logger = logging.getLogger(__name__)
+
+
+class ResetWatch:
+    """All methods run on the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._blocks: object = None
+        """vLLM's table of cached blocks: a reset puts another in its place."""
+        self._in_doubt = False
+        self._is_wanted = False
+        self._asked: int | None = None
+        """The step in which the workers look."""
+
+    def bind(self, manager: KVCacheManager) -> None:
+        self._pool = manager.block_pool
+        self._blocks = self._pool.cached_block_hash_to_block
+
+    def must_wait(self) -> bool:
+        """vLLM asks what a request finds: is it to ask again? Cost: 0.1 us without a reset."""
+        if self._pool is None:
+            return False
+        blocks = self._pool.cached_block_hash_to_block
+        if blocks is not self._blocks:
+            self._blocks, self._in_doubt, self._asked = blocks, True, None
+        # Only a step in which requests are scheduled may look: until a pause is over, the
+        # weights may still be about to change.
+        self._is_wanted = self._in_doubt
+        return self._in_doubt
+
+    def add_to(self, plan: StepPlan) -> None:
+        """Have the workers look in this step, if they have not been asked."""
+        if self._is_wanted and self._asked is None:
+            plan.looks_at_weights = True
+            self._asked = plan.number
+        self._is_wanted = False
+
+    def on_report(self, report: StepReport) -> bool:
+        """Whether the weights are not what they were."""
+        if self._asked is not None and report.number == self._asked:
+            self._in_doubt, self._asked = False, None
+        if report.weights_changed:
+            logger.warning(
+                "AttnStore drops every tier: vLLM has reset its prefix cache, and the weights are "
+                "not those of before"
+            )
+        return report.weights_changed

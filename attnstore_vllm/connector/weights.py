@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose KV it is: the model's weights, by the content of the files that vLLM loads them from.
+
+A quick look at the files is in the namespace, which says whose segments are read. A digest of
+every byte is in the first key of every sequence: so KV of other weights is not found, whatever
+the look has missed. Until the digest is known, nothing is found and nothing is saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from attnstore_vllm.plugin import configured_at
+from attnstore_vllm.weight_files import Digest, Memo, sampled
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_FROM_FILES = (
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt",
+    "sharded_state", "bitsandbytes", "gguf",
+)  # fmt: skip
+_ONLY_SAFETENSORS = ("safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
+_OTHERS = (".bin", ".pt", ".pth", ".gguf", ".npz")
+_HARMLESS = {"enable_multithread_load", "num_threads"}
+"""Of --model-loader-extra-config: what does not say which weights are loaded."""
+_PART = re.compile(r"(.*)-\d+-of-(\d+)\.gguf")
+
+
+class Weights:
+    """What names the KV of these weights.
+
+    Args:
+        namespace: of everything else that the bytes depend on.
+        digest: of the weights; a Digest may not know it yet.
+    """
+
+    def __init__(self, namespace: bytes, digest: Digest | bytes) -> None:
+        self._base = namespace
+        self._digest = digest
+        self._namespace: bytes | None = None
+
+    @property
+    def namespace(self) -> bytes | None:
+        """What all keys begin with; None: nobody knows yet whose KV it is."""
+        if self._namespace is None:
+            found = self._digest.value if isinstance(self._digest, Digest) else self._digest
+            if found is not None:
+                self._namespace = blake3(self._base + found).digest()
+        return self._namespace
+
+    def close(self) -> None:
+        if isinstance(self._digest, Digest):
+            self._digest.close()
+
+
+def identify(
+    vllm_config: VllmConfig, own_files: Sequence[str | None], directory: Path
+) -> tuple[str, Digest | bytes]:
+    """(What the namespace takes in, what the keys take in).
+
+    Weights that cannot be told by files get a random identity: nothing of them is found again
+    after a restart. Cost: see weight_files.
+
+    Args:
+        own_files: each rank's (connector/rank.py).
+        directory: the store's; the caller holds its lock.
+    """
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format == "dummy":
+        return "dummy", b"dummy"  # made from a fixed seed, and of the shapes that it is asked for
+    try:
+        files = _files(vllm_config, own_files)
+        return sampled(files), Digest(_weights(files), Memo(directory))
+    except (OSError, ValueError) as error:
+        logger.warning(
+            "AttnStore cannot tell the weights of %s: %s. What it stores now is not found again "
+            "after a restart", vllm_config.model_config.model, error,
+        )  # fmt: skip
+        return secrets.token_hex(16), secrets.token_bytes(16)
+
+
+def own_files(model: nn.Module) -> str | None:
+    """Of a rank's model: why its files cannot be named from outside. See connector/rank.py."""
+    for name in ("allow_patterns_overrides", "secondary_weights"):
+        if getattr(model, name, None):
+            return f"{type(model).__name__} says itself what it loads ({name})"
+    return None
+
+
+def _files(vllm_config: VllmConfig, own: Sequence[str | None]) -> list[Path]:
+    """The files that decide the weights. Raises ValueError if they cannot be named."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    load_format = str(load.load_format)
+    for reason in filter(None, own):
+        raise ValueError(reason)
+    if load_format not in _FROM_FILES or getattr(model, "model_weights", None):
+        raise ValueError(f"load format {load_format!r} does not load them from files here")
+    unknown = _unknown_settings(load.model_loader_extra_config)
+    if unknown:
+        raise ValueError(f"--model-loader-extra-config says {unknown}")
+    if os.path.isfile(model.model):
+        files = _parts(Path(model.model))
+    else:
+        directory = _directory(model.model, model.revision, load.download_dir)
+        files = weight_files(directory, load_format)
+    _check_times(files)
+    return files
+
+
+def _unknown_settings(extra: object) -> str:
+    names = extra.keys() if isinstance(extra, Mapping) else [] if extra is None else ["?"]
+    return ", ".join(sorted(str(name) for name in names if name not in _HARMLESS))
+
+
+def weight_files(directory: Path, load_format: str) -> list[Path]:
+    """Of a directory: what vLLM loads, and what says how it is quantized.
+
+    Rather too many than too few: a file that is not loaded makes other copies another model, one
+    that is left out could make other weights the same. Raises ValueError if there are no weights.
+    """
+    found = sorted(file for file in directory.iterdir() if file.is_file())
+    weights = [file for file in found if file.suffix == ".safetensors"]
+    if load_format == "mistral":
+        weights = [file for file in weights if file.name.startswith("consolidated")]
+    if load_format not in _ONLY_SAFETENSORS and (
+        not weights or load_format in ("pt", "npcache", "gguf", "bitsandbytes")
+    ):
+        # All formats: which of them is loaded, the loader decides.
+        weights += [file for file in found if file.suffix in _OTHERS]
+    if not weights:
+        raise ValueError(f"there are none in {directory}")
+    return weights + [file for file in found if file.suffix == ".json" and "quant" in file.name]
+
+
+def _weights(files: Sequence[Path]) -> list[Path]:
+    return [file.resolve() for file in files]
+
+
+def _parts(file: Path) -> list[Path]:
+    """A model of one file; of a GGUF that was split, all its parts."""
+    part = _PART.fullmatch(file.name)
+    if part is None:
+        return [file]
+    stem, count = part.groups()
+    parts = [_PART.fullmatch(other.name) for other in file.parent.iterdir()]
+    return sorted(file.parent / p[0] for p in parts if p and p.groups() == (stem, count))
+
+
+def _directory(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Where the weights lie: the model itself, or the hub's snapshot that was made of it."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from vllm import envs  # noqa: PLC0415
+
+    if os.path.isdir(model):
+        return Path(model)
+    if envs.VLLM_USE_MODELSCOPE:
+        raise ValueError("they come from ModelScope")
+    return Path(
+        snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True)
+    )
+
+
+def _check_times(files: Sequence[Path]) -> None:
+    """Raise ValueError for a file that somebody has changed while vLLM may have read it.
+
+    A file of the hub's cache is new where this start has downloaded it, and never changes.
+    """
+    for file in files:
+        changed_s = file.stat().st_ctime
+        is_blob = file.is_symlink() and file.resolve().parent.name == "blobs"
+        if changed_s > configured_at() and not is_blob:
+            raise ValueError(f"{file} has changed while the server was starting")

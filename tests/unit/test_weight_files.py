@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights are told by the content of their files, and by every byte of it before they are used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from attnstore_vllm import weight_files
+from attnstore_vllm.weight_files import ENTRIES_MAX, MEMO_NAME, Digest, Memo, Stamp, sampled
+
+SIZE = 3 << 20
+
+
+def make(directory: Path, *, seed: int = 0, parts: int = 2) -> list[Path]:
+    """Files of a model; not safetensors, whose header is looked at in a test of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = [directory / f"model-{i}.safetensors" for i in range(parts)]
+    for i, file in enumerate(files):
+        block = bytes((j * (7 + i + seed)) % 251 for j in range(4096))
+        file.write_bytes((64).to_bytes(8, "little") + block * (SIZE // 4096))
+        os.utime(file, ns=(1, 1))
+    return files
+
+
+def settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a test are young: as if they were not."""
+    monkeypatch.setattr(weight_files, "SETTLED_S", -60.0)
+
+
+def known(files: list[Path], directory: Path, **options: float) -> bytes:
+    digest = Digest(files, Memo(directory), **options)  # type: ignore[arg-type]
+    assert digest.wait(30) and digest.value is not None
+    digest.close()
+    return digest.value
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one byte: size, inode and time of change in the name of the user stay."""
+    before = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([byte[0] ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+# ---- the look -------------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_same_model(tmp_path: Path) -> None:
+    """At another path, with other times, names and order."""
+    files = make(tmp_path / "one")
+    copies = [
+        Path(shutil.copy(file, tmp_path / name)) for file, name in zip(files, "ba", strict=True)
+    ]
+    for copy in copies:
+        copy.rename(copy.with_suffix(".safetensors"))
+    copies = sorted(tmp_path.glob("*.safetensors"))
+    assert sampled(copies) == sampled(files)
+    assert known(copies, tmp_path) == known(files, tmp_path)
+
+
+def test_the_look_reads_the_whole_header(tmp_path: Path) -> None:
+    header = json.dumps({"a" * 300_000: 1}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1 << 20))
+    before = sampled([file])
+    flip(file, 200_001)
+    assert sampled([file]) != before
+
+
+def test_the_look_reads_little(tmp_path: Path) -> None:
+    """Of a file of 40 GB, 128 KiB: else a start would wait for the disk."""
+    file = tmp_path / "model.bin"
+    with file.open("wb") as stream:
+        stream.truncate(40 << 30)
+    begun = time.monotonic()
+    sampled([file])
+    assert time.monotonic() - begun < 1.0
+
+
+def test_a_file_cut_short_and_a_header_that_lies(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for content in (b"", b"\x01", (1 << 62).to_bytes(8, "little") + bytes(200_000)):
+        file.write_bytes(content)
+        assert len(sampled([file])) == 64
+
+
+# ---- the digest -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_remembered", [False, True])
+def test_one_byte_that_the_look_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_remembered: bool
+) -> None:
+    settle(monkeypatch)
+    files = make(tmp_path / "model")
+    look, digest = sampled(files), known(files, tmp_path)
+    if not is_remembered:
+        (tmp_path / MEMO_NAME).unlink()
+    flip(files[0], SIZE // 3 + 5000)
+    assert sampled(files) == look, "the planted fault is to be one that samples do not see"
+    assert known(files, tmp_path) != digest
+
+
+def test_what_is_remembered_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle(monkeypatch)
+    files = make(tmp_path / "model")
+    digest = known(files, tmp_path)
+    monkeypatch.setattr(Digest, "_digest", None)  # a call would raise
+    again = Digest(files, Memo(tmp_path), budget_s=0)
+    assert again.value == digest
+    assert stat.S_IMODE((tmp_path / MEMO_NAME).stat().st_mode) == 0o600
+
+
+def test_a_young_file_is_not_remembered(tmp_path: Path) -> None:
+    """It may change again within the same tick of the file system's clock."""
+    known(make(tmp_path / "model"), tmp_path)
+    assert not (tmp_path / MEMO_NAME).exists()
+
+
+def test_in_the_background_at_a_bounded_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = make(tmp_path / "model", parts=3)
+    expected = known(files, tmp_path)
+    begun = time.monotonic()
+    with caplog.at_level(logging.INFO):
+        digest = Digest(files, Memo(tmp_path), budget_s=0, bytes_per_s=20 << 20)
+        assert digest.value is None and time.monotonic() - begun < 0.3
+        assert digest.wait(30) and digest.value == expected
+    assert time.monotonic() - begun > 0.3
+    assert "idle until it has read the weights" in caplog.text
+    assert "in use from now on" in caplog.text
+
+
+def test_closing_ends_the_threads(tmp_path: Path) -> None:
+    digest = Digest(make(tmp_path / "model"), Memo(tmp_path), budget_s=0, bytes_per_s=1024)
+    digest.close()
+    assert digest.value is None and digest.wait(1)
+    assert not [t for t in threading.enumerate() if t.name.startswith("attnstore_weights")]
+
+
+@pytest.mark.parametrize("what", ["changed", "replaced", "gone"])
+def test_files_that_do_not_stay(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody can say what vLLM has read: nothing is known, and one line says so."""
+    files = make(tmp_path / "model")
+    digest = Digest(files, Memo(tmp_path), budget_s=0, bytes_per_s=8 << 20)
+    if what == "changed":
+        flip(files[0], 5)
+    elif what == "gone":
+        files[0].unlink()
+    else:
+        shutil.copy(files[0], tmp_path / "other")
+        (tmp_path / "other").replace(files[0])
+    assert digest.wait(30) and digest.value is None
+    assert caplog.text.count("the weights cannot be told") == 1
+    digest.close()
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    digest = Digest([tmp_path / "nothing"], Memo(tmp_path))
+    assert digest.wait(0) and digest.value is None
+
+
+# ---- what is remembered ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"\0" * 100, b"cut", b"{}", b"[" * 100_000, b"flip", b"link"],
+    ids=["empty", "zeros", "cut", "no checksum", "deep", "flip", "link"],
+)
+def test_a_damaged_memo_is_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
+) -> None:
+    settle(monkeypatch)
+    files = make(tmp_path / "model")
+    digest = known(files, tmp_path)
+    memo = tmp_path / MEMO_NAME
+    good = memo.read_bytes()
+    if damage == b"cut":
+        memo.write_bytes(good[:-40])
+    elif damage == b"flip":
+        flip(memo, len(good) - 10)
+    elif damage == b"link":
+        memo.rename(tmp_path / "elsewhere")
+        memo.symlink_to(tmp_path / "elsewhere")
+    else:
+        memo.write_bytes(damage)
+    assert Memo(tmp_path).get(Stamp.of(files[0].stat())) is None
+    assert known(files, tmp_path) == digest
+    assert Memo(tmp_path).get(Stamp.of(files[0].stat())) is not None, "written anew"
+
+
+def test_a_directory_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settle(monkeypatch)
+    files = make(tmp_path / "model")
+    assert known(files, tmp_path / "not there")
+    assert "cannot remember" in caplog.text
+
+
+def test_the_memo_is_bounded(tmp_path: Path) -> None:
+    memo = Memo(tmp_path)
+    for begin in range(0, 2 * ENTRIES_MAX, 256):
+        memo.keep({Stamp(1, begin + i, 1, 1, 1): bytes(32) for i in range(256)})
+    again = Memo(tmp_path)
+    assert again.get(Stamp(1, 2 * ENTRIES_MAX - 1, 1, 1, 1)) == bytes(32)
+    assert again.get(Stamp(1, 0, 1, 1, 1)) is None
+    assert len(again._digests) == ENTRIES_MAX
+    assert (tmp_path / MEMO_NAME).stat().st_size < 200_000
