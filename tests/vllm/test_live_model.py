@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker sees each change of its model's weights, and no change where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from attnstore_vllm.connector import live_model
+from attnstore_vllm.connector.live_model import LiveWeights, checksum, digest, model_of
+from attnstore_vllm.errors import UnsupportedError
+
+
+class Layer(nn.Module):
+    """As vLLM's layers are: plain, transposed, padded, packed by a kernel, shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.Generator().manual_seed(0)
+        made = [torch.randn(33, 70, generator=numbers).to(torch.bfloat16) for _ in range(3)]
+        self.plain = nn.Parameter(made[0])
+        self.transposed = nn.Parameter(made[1].t(), requires_grad=False)
+        self.padded = nn.Parameter(made[2][:, :65], requires_grad=False)
+        self.bytes = nn.Parameter(torch.zeros(7, dtype=torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+        self.register_buffer("bias", torch.zeros(3))
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.pack(1)
+
+    def pack(self, handle: int) -> None:
+        self.cpu_linear: Callable[[int], int] = lambda x: x + handle
+
+
+def make() -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList([Layer(), Packed(), Layer()])})
+
+
+def watch(model: nn.Module) -> LiveWeights:
+    return LiveWeights(lambda: model, lambda _: None)
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+def test_one_element_anywhere(monkeypatch: pytest.MonkeyPatch, is_device: bool) -> None:
+    """Written behind autograd's back, as weight loaders do."""
+    if is_device:  # the sums that a GPU makes, on what a CPU can run
+        monkeypatch.setattr(live_model, "PIECE_BYTES", 256)
+        monkeypatch.setattr(live_model, "digest", digest_by_sums)
+    model = make()
+    weights = watch(model)
+    names = [name for name, p in model.named_parameters() if p.numel()] + ["layers.0.bias"]
+    assert len(names) == 12
+    for name in names:
+        module, _, own = name.rpartition(".")
+        tensor = getattr(model.get_submodule(module), own)
+        for at in {(0,) * tensor.dim(), tuple(size - 1 for size in tensor.shape)}:
+            assert not weights.changed()
+            tensor.data[at] += 1
+            assert weights.changed(), (name, at)
+    model.get_submodule("layers.0").table.add_(1)  # type: ignore[operator, union-attr]
+    assert not weights.changed(), "a table is made of the settings"
+
+
+def digest_by_sums(model: nn.Module) -> bytes:
+    tables: dict[torch.device, torch.Tensor] = {}
+    sums = [
+        checksum(piece, tables)
+        for _, tensor in live_model._tensors(model)
+        for piece in live_model._pieces(tensor)
+    ]
+    return str(torch.stack(sums).tolist()).encode()
+
+
+def test_a_weight_that_is_packed_anew() -> None:
+    model = make()
+    weights = watch(model)
+    packed = model.get_submodule("layers.1")
+    assert isinstance(packed, Packed)
+    packed.pack(2)
+    assert weights.changed()
+    assert not weights.changed()
+
+
+def test_weights_that_nobody_sees(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever cannot be looked at has changed."""
+    model = make()
+    del model.get_submodule("layers.1").cpu_linear
+    weights = watch(model)
+    assert weights.changed() and weights.changed()
+    assert caplog.text.count("cannot see whether weights change") == 1
+
+
+def test_no_model(caplog: pytest.LogCaptureFixture) -> None:
+    def find() -> nn.Module:
+        raise UnsupportedError("not there")
+
+    weights = LiveWeights(find, lambda _: None)
+    assert weights.changed() and weights.own_files
+    assert "not there" in caplog.text
+
+
+def test_swapped_elements_and_pieces() -> None:
+    """A sum that forgot places would not see it."""
+    piece = torch.arange(64, dtype=torch.uint8)
+    tables: dict[torch.device, torch.Tensor] = {}
+    swapped = piece.clone()
+    swapped[0:4], swapped[4:8] = piece[4:8], piece[0:4]
+    assert checksum(piece, tables) != checksum(swapped, tables)
+    assert checksum(piece[1:33], tables) != checksum(piece[0:32], tables)
+
+
+def test_the_model_of_these_layers() -> None:
+    models = [make(), make()]
+    for model in models:
+        whole = nn.ModuleDict({"language_model": model})
+        layers = {f"language_model.layers.{i}": whole.get_submodule(f"language_model.layers.{i}")
+                  for i in range(3)}  # fmt: skip
+        assert model_of(layers) is whole
+    mixed = {f"layers.{i}": models[i].get_submodule(f"layers.{i}") for i in range(2)}
+    with pytest.raises(UnsupportedError):
+        model_of(mixed)
+
+
+def test_equal_models_have_equal_digests() -> None:
+    assert digest(make()) == digest(make())
