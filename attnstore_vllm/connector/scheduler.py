@@ -129,7 +129,7 @@ class Scheduler:
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
-        if bypasses(request):
+        if bypasses(request) or not self._hints.may_share(request.cache_salt):
             return
         lora = self._loras.identify(request.lora_request)
         if lora is None:
@@ -155,7 +155,8 @@ class Scheduler:
     def _prefetch(self, order: PrefetchOrder) -> None:
         root = root_key(self._namespace, order.cache_salt, b"")
         sequence = SequenceKeys(root, order.token_ids, self._geometry.chunk_tokens)
-        pieces = self.store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
+        stop = len(order.token_ids) if self._hints.may_share(order.cache_salt) else 0
+        pieces = self.store.find(sequence, 0, stop, MIN_LOAD_TOKENS)
         self._stats.add("prefetches", "hit" if pieces else "miss", 1)
         for tier, tokens in self.store.tiers(pieces).items():
             self._stats.add("prefetch_tokens", tier.value, tokens)
