@@ -127,6 +127,15 @@ def _off_or_size(key: str, value: object, least: int, unit: str) -> int | None:
 
 IO_KINDS = ("auto", "uring", "aiofiles")
 EVICTIONS = ("attnstore", "lru", "fifo")
+Sharing = Literal["everyone", "salted"]
+"""Who shares KV: all requests without a cache_salt with each other, and those of one salt; or the
+latter alone."""
+
+
+def _sharing(key: str, value: object) -> Sharing:
+    if value == "everyone" or value == "salted":
+        return value
+    raise ConfigError(f"{key} is {value!r}; it must be everyone or salted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +236,9 @@ class TruncationConfig:
     """Fewer in a row are computed."""
     sinks: int = 0
     """First tokens of a prompt that are never moved ones."""
+    shared_by: Sharing = "salted"
+    """`share`: who can be served with whose KV, moved. It begins and ends at any token, so that
+    who shares it can read the prompts of the others token by token."""
 
     @classmethod
     def parse(cls, given: object) -> TruncationConfig | None:
@@ -234,11 +246,12 @@ class TruncationConfig:
             return None
         if not isinstance(given, Mapping):
             raise ConfigError(f"truncation is {given!r}; it must be off or {{enabled: true}}")
-        check_keys("truncation.", given, {"enabled", "min_tokens", "sinks"}, set())
+        check_keys("truncation.", given, {"enabled", "min_tokens", "sinks", "share"}, set())
         return cls(
             enabled=_switch("truncation.enabled", given.get("enabled", False)),
             min_tokens=_integer("truncation.min_tokens", given.get("min_tokens", 64), 32, 65_536),
             sinks=_integer("truncation.sinks", given.get("sinks", 0), 0, 65_536),
+            shared_by=_sharing("truncation.share", given.get("share", "salted")),
         )
 
 
@@ -266,6 +279,8 @@ class StoreConfig:
     """After so long without use KV is not found any more; None: it stays while there is room."""
     pinning: PinningConfig | None = None
     """What requests may pin; None: nothing."""
+    shared_by: Sharing = "everyone"
+    """`share`. With "salted" requests without a cache_salt neither find nor leave KV."""
     truncation: TruncationConfig | None = TruncationConfig()
     """KV of prompts that were cut; None: no request may ask for it."""
     io_depth: int = 8
@@ -278,9 +293,9 @@ class StoreConfig:
         """Build from the YAML or vLLM's kv_connector_extra_config. Raises ConfigError."""
         if not isinstance(given, Mapping):
             raise ConfigError(f"the settings of AttnStore are {given!r}; they must be a mapping")
-        known = ({f.name for f in fields(cls)} - {"dram_bytes", "ttl_s", "write_buffer_bytes"}) | {
-            "dram", "ttl", "write_buffer",
-        }  # fmt: skip
+        typed = {"dram_bytes", "ttl_s", "write_buffer_bytes", "shared_by"}
+        named = {"dram", "ttl", "write_buffer", "share"}
+        known = ({f.name for f in fields(cls)} - typed) | named
         check_keys("", given, known, {"dram", "nvme"})
         optional = {
             key: _integer(key, given[key], low, high)
@@ -316,7 +331,8 @@ class StoreConfig:
         return cls(
             dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead,
             compute_if_sooner=compute_if_sooner, ttl_s=ttl_s, pinning=pinning,
-            write_buffer_bytes=buffer_bytes, truncation=truncation, **optional,
+            write_buffer_bytes=buffer_bytes, truncation=truncation,
+            shared_by=_sharing("share", given.get("share", "everyone")), **optional,
         )  # fmt: skip
 
     def share(self, dp_rank: int | None) -> StoreConfig:

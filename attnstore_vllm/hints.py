@@ -49,16 +49,22 @@ class HintReader:
         longest_pin_s: None where nothing may be pinned.
         keeps_terms: the eviction policy knows priorities and times to live.
         may_truncate: requests may ask for moved KV.
+        salted_only: requests without a cache_salt share nothing.
     """
 
     def __init__(
         self, ttl_s: float | None = None, longest_pin_s: float | None = None, *,
-        keeps_terms: bool = True, may_truncate: bool = True,
+        keeps_terms: bool = True, may_truncate: bool = True, salted_only: bool = False,
     ) -> None:  # fmt: skip
+        self._salted_only = salted_only
         self._keeps_terms = keeps_terms
         self._may_truncate = may_truncate
         self._ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
+
+    def may_share(self, cache_salt: str | None) -> bool:
+        """Whether requests of this salt find and leave KV at all."""
+        return bool(cache_salt) or not self._salted_only
 
     def read(self, params: object) -> Hints:
         """Of Request.kv_transfer_params, whatever it is. Cost: constant."""

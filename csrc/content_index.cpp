@@ -37,7 +37,7 @@ ContentIndex::ContentIndex(std::uint32_t chunk_tokens, std::size_t max_chunks, s
     : chunk_tokens_(checked(chunk_tokens)),
       stride_(std::min(kStride, chunk_tokens)),
       max_chunks_(checked(max_chunks)),
-      secret_(chunk_tokens, seed),
+      secret_(chunk_tokens, seed, 1),
       seed_(mix64(~seed)),
       hash_(seed, std::min(kWindow, chunk_tokens)),
       anchors_(max_chunks * ((chunk_tokens - 1) / stride_ + 1)),

@@ -18,12 +18,13 @@ Pieces leading(const Pieces& pieces, std::size_t count) {
 
 }  // namespace
 
-PrefixIndex::Place PrefixIndex::place_of(const Entry& entry) {
-  return {entry.pieces, entry.num_tokens, entry.rest, entry.key};
+PrefixIndex::Place PrefixIndex::place_of(const Entry& entry) const {
+  return {entry.pieces, sketcher_.whole(entry.num_tokens), entry.rest, entry.key};
 }
 
-PrefixIndex::PrefixIndex(std::uint32_t chunk_tokens, std::uint64_t seed, std::size_t expected)
-    : sketcher_(chunk_tokens, seed), seed_(mix64(~seed)), keys_(expected), groups_(expected) {}
+PrefixIndex::PrefixIndex(std::uint32_t chunk_tokens, std::uint64_t seed, std::size_t expected,
+                         std::uint32_t grain)
+    : sketcher_(chunk_tokens, seed, grain), seed_(mix64(~seed)), keys_(expected), groups_(expected) {}
 
 // ---- entries -------------------------------------------------------------------------------
 
@@ -246,26 +247,30 @@ void PrefixIndex::collect_before(Id node, const Place& place, std::size_t max,
 
 std::vector<Id> PrefixIndex::heads_of(const Bytes32& parent, const Bytes32& extra,
                                       const std::uint8_t* tokens, std::uint32_t num_tokens,
-                                      std::uint32_t longest, std::size_t look_max) const {
+                                      std::size_t look_max) const {
   std::vector<Id> found;
   const Id root = group_root(parent, extra);
   if (root == kNone) return found;
   const Sketch wanted = sketcher_.sketch(tokens, num_tokens);
   const std::uint32_t size = sketcher_.piece_tokens();
+  std::vector<Id> twins;
   for (std::uint32_t count = wanted.num_pieces + 1; count-- > 0;) {
     const Pieces pieces = leading(wanted.pieces, count);
-    std::uint32_t upto = std::min({longest, num_tokens, (count + 1) * size - 1});
-    while (upto > 0 && look_max > 0) {
-      const Id last = last_before(root, {pieces, upto + 1, 0, {}});
+    std::uint32_t below = std::min(wanted.whole_tokens, (count + 1) * size - 1) + 1;
+    while (below > 0 && look_max > 0) {
+      const Id last = last_before(root, {pieces, below, 0, {}});
       if (last == kNone || raw(last).pieces != pieces) break;
-      const std::uint32_t length = raw(last).num_tokens;
+      const std::uint32_t length = sketcher_.whole(raw(last).num_tokens);
       const std::uint64_t rest = sketcher_.rest(tokens, length);
-      const Id first = first_from(root, {pieces, length, rest, {}});
-      const bool is_head = first != kNone && raw(first).pieces == pieces &&
-                           raw(first).num_tokens == length && raw(first).rest == rest;
-      if (is_head) found.push_back(first);
+      twins.clear();
+      collect_from(root, {pieces, length, rest, {}}, kTwins, &twins);
+      for (const Id twin : twins) {
+        const Place place = place_of(raw(twin));
+        if (place.pieces != pieces || place.whole_tokens != length || place.rest != rest) break;
+        found.push_back(twin);
+      }
       --look_max;
-      upto = length - 1;
+      below = length;
     }
   }
   return found;

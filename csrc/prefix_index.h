@@ -51,6 +51,8 @@ struct Name {
   const std::uint8_t* tokens;  // big-endian
 };
 
+constexpr std::size_t kTwins = 4;
+
 struct Neighbour {
   Id id;
   std::uint32_t num_pieces;  // leading ones that it shares
@@ -68,7 +70,8 @@ struct Adoption {
 
 class PrefixIndex {
  public:
-  PrefixIndex(std::uint32_t chunk_tokens, std::uint64_t seed, std::size_t expected);
+  PrefixIndex(std::uint32_t chunk_tokens, std::uint64_t seed, std::size_t expected,
+              std::uint32_t grain);
 
   std::size_t size() const { return size_; }
   const Sketcher& sketcher() const { return sketcher_; }
@@ -88,11 +91,11 @@ class PrefixIndex {
   void remove(Id id);
   void clear();
 
-  // The children of (parent, extra) with at most `longest` tokens whose tokens begin `tokens`, by
-  // their hashes: longest first. Looks at no more than `look_max` different lengths.
+  // The children of (parent, extra) whose whole blocks begin `tokens`, by their hashes: those with
+  // most blocks first. Looks at no more than `look_max` different numbers of blocks, and returns
+  // no more than kTwins of one number.
   std::vector<Id> heads_of(const Bytes32& parent, const Bytes32& extra, const std::uint8_t* tokens,
-                           std::uint32_t num_tokens, std::uint32_t longest,
-                           std::size_t look_max) const;
+                           std::uint32_t num_tokens, std::size_t look_max) const;
 
   // The children of (parent, extra) on both sides of the place of `tokens`, nearest first,
   // `count_max` on each side.
@@ -102,7 +105,7 @@ class PrefixIndex {
 
   // Enters records by their headers, which are valid, whole and of format version 2. Leaves out
   // those whose key is known, unless it is known from an older record; and of tails and the
-  // longer chunks that hold all their tokens keeps the longer. What it cannot tell it keeps.
+  // longer chunks that hold their whole blocks keeps the longer. What it cannot tell it keeps.
   // Throws std::invalid_argument, and has entered nothing, for a header of impossible sizes.
   Adoption adopt(const std::uint8_t* headers, std::size_t num_headers, std::size_t header_bytes,
                  const std::uint32_t* slots);
@@ -111,16 +114,16 @@ class PrefixIndex {
   // Where an entry stands among its siblings.
   struct Place {
     Pieces pieces;
-    std::uint32_t num_tokens;
+    std::uint32_t whole_tokens;
     std::uint64_t rest;
     Bytes32 key;
 
     bool operator<(const Place& other) const {
-      return std::tie(pieces, num_tokens, rest, key) <
-             std::tie(other.pieces, other.num_tokens, other.rest, other.key);
+      return std::tie(pieces, whole_tokens, rest, key) <
+             std::tie(other.pieces, other.whole_tokens, other.rest, other.key);
     }
   };
-  static Place place_of(const Entry& entry);
+  Place place_of(const Entry& entry) const;
 
   Entry& raw(Id id) const { return entries_[id]; }
   std::uint64_t priority(const Entry& entry) const;

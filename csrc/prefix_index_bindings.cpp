@@ -85,8 +85,8 @@ void bind(PrefixIndex& self, Id id, std::int32_t slot, const py::bytes& checksum
 
 void bind_prefix_index(py::module_& m) {
   py::class_<PrefixIndex>(m, "PrefixIndex", "Names of chunks by entry id; see index/prefix.py.")
-      .def(py::init<std::uint32_t, std::uint64_t, std::size_t>(), py::arg("chunk_tokens"),
-           py::arg("seed"), py::arg("expected"))
+      .def(py::init<std::uint32_t, std::uint64_t, std::size_t, std::uint32_t>(),
+           py::arg("chunk_tokens"), py::arg("seed"), py::arg("expected"), py::arg("grain"))
       .def("__len__", &PrefixIndex::size)
       .def_property_readonly("piece_tokens",
                              [](const PrefixIndex& self) { return self.sketcher().piece_tokens(); })
@@ -140,13 +140,13 @@ void bind_prefix_index(py::module_& m) {
       .def(
           "heads_of",
           [](const PrefixIndex& self, const py::bytes& parent, const py::bytes& extra,
-             const py::bytes& tokens, std::uint32_t longest, std::size_t look_max) {
+             const py::bytes& tokens, std::size_t look_max) {
             const Tokens all(tokens);
             return self.heads_of(as_bytes32(parent), as_bytes32(extra), all.data, all.count,
-                                 longest, look_max);
+                                 look_max);
           },
-          py::arg("parent"), py::arg("extra"), py::arg("tokens"), py::arg("longest"),
-          py::arg("look_max"), "Children whose tokens, by their hashes, begin `tokens`.")
+          py::arg("parent"), py::arg("extra"), py::arg("tokens"), py::arg("look_max"),
+          "Children whose whole blocks, by their hashes, begin `tokens`.")
       .def(
           "around",
           [](const PrefixIndex& self, const py::bytes& parent, const py::bytes& extra,

@@ -51,7 +51,7 @@ Name name_in(const std::uint8_t* header) {
 bool PrefixIndex::is_extended(const Name& name, const Sketch& sketch) const {
   if (sketch.rest != 0 || name.num_tokens == sketcher_.chunk_tokens()) return false;
   const Id root = group_root(name.parent, name.extra);
-  const Id next = first_from(root, {sketch.pieces, name.num_tokens + 1, 0, {}});
+  const Id next = first_from(root, {sketch.pieces, sketch.whole_tokens + 1, 0, {}});
   return next != kNone && shared_pieces(raw(next).pieces, sketch.pieces) == sketch.num_pieces;
 }
 
@@ -72,8 +72,8 @@ void PrefixIndex::adopt_one(const Name& name, const std::uint8_t* header, std::u
       ++done->num_left_out;
       return;
     }
-    for (const Id tail : heads_of(name.parent, name.extra, name.tokens, name.num_tokens,
-                                  name.num_tokens - 1, kSupersedeLooks)) {
+    for (const Id tail :
+         heads_of(name.parent, name.extra, name.tokens, name.num_tokens, kSupersedeLooks)) {
       if (raw(tail).touched) continue;
       done->freed_slots.push_back(static_cast<std::uint32_t>(raw(tail).slot));
       remove(tail);

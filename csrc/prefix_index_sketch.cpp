@@ -34,9 +34,13 @@ struct SipState {
   }
 };
 
-std::uint32_t checked(std::uint32_t chunk_tokens) {
-  if (chunk_tokens == 0) throw std::invalid_argument("a chunk has no tokens");
-  return chunk_tokens;
+std::uint32_t checked(std::uint32_t num_tokens) {
+  if (num_tokens == 0) throw std::invalid_argument("a chunk or a block has no tokens");
+  return num_tokens;
+}
+
+std::uint32_t round_up(std::uint32_t number, std::uint32_t to) {
+  return (number + to - 1) / to * to;
 }
 
 }  // namespace
@@ -53,9 +57,10 @@ std::uint32_t shared_pieces(const Pieces& a, const Pieces& b) {
   return shared;
 }
 
-Sketcher::Sketcher(std::uint32_t chunk_tokens, std::uint64_t seed)
+Sketcher::Sketcher(std::uint32_t chunk_tokens, std::uint64_t seed, std::uint32_t grain)
     : chunk_tokens_(checked(chunk_tokens)),
-      piece_tokens_((chunk_tokens - 1) / kPieces + 1),
+      grain_(checked(grain)),
+      piece_tokens_(round_up((chunk_tokens - 1) / kPieces + 1, grain)),
       key0_(mix64(seed + 1)),
       key1_(mix64(seed + 0x9e3779b97f4a7c15ULL)) {}
 
@@ -78,10 +83,10 @@ std::uint64_t Sketcher::hash(const std::uint8_t* data, std::size_t num_bytes) co
   return state.a ^ state.b ^ state.c ^ state.d;
 }
 
-std::uint64_t Sketcher::rest(const std::uint8_t* tokens, std::uint32_t num_tokens) const {
-  const std::size_t beyond = num_tokens % piece_tokens_;
+std::uint64_t Sketcher::rest(const std::uint8_t* tokens, std::uint32_t whole_tokens) const {
+  const std::size_t beyond = whole_tokens % piece_tokens_;
   if (beyond == 0) return 0;
-  return hash(tokens + (num_tokens - beyond) * kTokenBytes, beyond * kTokenBytes);
+  return hash(tokens + (whole_tokens - beyond) * kTokenBytes, beyond * kTokenBytes);
 }
 
 Sketch Sketcher::sketch(const std::uint8_t* tokens, std::uint32_t num_tokens) const {
@@ -90,14 +95,14 @@ Sketch Sketcher::sketch(const std::uint8_t* tokens, std::uint32_t num_tokens) co
                                 std::to_string(chunk_tokens_));
   }
   Sketch made;
-  made.num_tokens = num_tokens;
+  made.whole_tokens = whole(num_tokens);
   made.num_pieces = num_tokens / piece_tokens_;
   const std::size_t piece_bytes = piece_tokens_ * kTokenBytes;
   for (std::uint32_t i = 0; i < made.num_pieces; ++i) {
     const std::uint64_t hashed = hash(tokens + i * piece_bytes, piece_bytes);
     made.pieces[i] = hashed == 0 ? 1 : hashed;  // zero says that there is none
   }
-  made.rest = rest(tokens, num_tokens);
+  made.rest = rest(tokens, made.whole_tokens);
   return made;
 }
 

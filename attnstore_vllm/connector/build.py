@@ -241,6 +241,7 @@ def _scheduler(
         hints=HintReader(
             config.ttl_s, pinning.longest_s if pinning is not None else None,
             keeps_terms=config.eviction == "attnstore", may_truncate=truncation is not None,
+            salted_only=config.shared_by == "salted",
         ),
         rows=None if None in rows else min(row for row in rows if row is not None),
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.

@@ -10,6 +10,7 @@ from attnstore_vllm.connector.transfers import Transfers
 from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import chunk_key
+from attnstore_vllm.index.stops import kept_end
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import plan_save
@@ -58,18 +59,18 @@ class Saving:
         computed = min(computed, state.usable_tokens())
         if computed > 0 and state.may_save:
             self.save_chunks(state, computed, block_ids)
-            self._save_tail(state, computed, block_ids)
+            self._save_tail(state, kept_end(computed, request.num_prompt_tokens), block_ids)
 
-    def _save_tail(self, state: RequestState, computed: int, block_ids: Sequence[int]) -> None:
+    def _save_tail(self, state: RequestState, stop: int, block_ids: Sequence[int]) -> None:
         size = self._geometry.chunk_tokens
-        number, start = computed // size, computed // size * size
-        if computed - start < MIN_TAIL_TOKENS:
+        number, start = stop // size, stop // size * size
+        if stop - start < MIN_TAIL_TOKENS:
             return
         sequence = state.sequence
         parent, extra = sequence.parent(number), sequence.extra(number)
-        tokens = sequence.tokens(start, computed)
+        tokens = sequence.tokens(start, stop)
         key = chunk_key(parent, extra, tokens)
-        name = ChunkName(key, parent, extra, state.tenant, start, computed - start, tokens)
+        name = ChunkName(key, parent, extra, state.tenant, start, stop - start, tokens)
         self._save(state, name, number, block_ids)
 
     def _save(

@@ -140,14 +140,15 @@ class Scheduler:
         namespace = self._weights.namespace
         order = prefetch_order(request.kv_transfer_params)
         if order is not None:  # no request: vLLM ends it before the next step
-            prefetch(self.store, self._stats, order, namespace, self._geometry.chunk_tokens)
+            if self._hints.may_share(order.cache_salt):
+                prefetch(self.store, self._stats, order, namespace, self._geometry.chunk_tokens)
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
         is_doubtful = request.resumable and self._overcounts_drafts
         if is_doubtful and self._kv_cache_manager is not None:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
-        if bypasses(request) or namespace is None:
+        if bypasses(request) or not self._hints.may_share(request.cache_salt) or namespace is None:
             return
         lora = request.lora_request
         self._has_adapters = self._has_adapters or lora is not None

@@ -7,6 +7,10 @@ Moved KV is approximate: its deeper layers have seen what was cut. So of a reque
   blocks out of the cache at every step would leave the time within one schedule(), in which
   requests that run have their new blocks entered and others look for theirs (docs/design.md);
 - what it computes is stored under a lineage of its own (index/keys.py: moved_root).
+
+What is kept of a cut prompt begins at any token, and so does moved KV: it tells single tokens to
+whoever may ask for it (index/stops.py has why that matters). So it is found among requests of one
+cache_salt only, unless the operator says that all who send none trust each other.
 """
 
 from __future__ import annotations
@@ -28,6 +32,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+WHY_NOT_SHARED = (
+    "truncated prompts without a cache_salt are computed: with moved KV others could read them "
+    "token by token. Let requests send a cache_salt, or, if all who send none trust each other, "
+    "set truncation: {share: everyone}"
+)
 
 
 class Truncation:
@@ -54,10 +64,13 @@ class Truncation:
         asks = hints.truncation
         if config is None or not (config.enabled if asks is None else asks):
             return
-        if self._reason is None:
-            state.finds_moved = True
-        else:
+        if self._reason is not None:
             self._say()
+        elif state.request.cache_salt or config.shared_by == "everyone":
+            state.finds_moved = True
+        elif not self._has_said:
+            self._has_said = True
+            logger.warning(WHY_NOT_SHARED)
 
     def _say(self) -> None:
         if self._reason is not None and not self._has_said:

@@ -70,14 +70,24 @@ class MovedKv:
     def go_on(
         self, pieces: list[Piece], sequence: SequenceKeys, start: int, stop: int
     ) -> list[Piece]:
-        """`pieces`, and behind them moved KV of tokens up to `stop`, without a gap.
+        """`pieces`, or KV in its place up to any token and behind it moved KV, without a gap, of
+        tokens up to `stop` at most. Where that may end is for prefix.settle() to say.
 
         Args:
+            pieces: what is found in its place.
             start: where `pieces` begin; before it the KV is in HBM, and in its place.
         """
         begin = pieces[-1].stop if pieces else start
-        if self._content is None or stop - begin < self._min_tokens or begin < self._sinks:
+        if self._content is None or stop - begin < self._min_tokens:
             return pieces
+        placed = self._index.match(sequence, start, stop, grain=1)
+        moved = self._behind(placed[-1].stop if placed else start, sequence, stop)
+        return placed + moved if moved else pieces
+
+    def _behind(self, begin: int, sequence: SequenceKeys, stop: int) -> list[Piece]:
+        """Moved KV of the tokens from `begin` on."""
+        if self._content is None or stop - begin < self._min_tokens or begin < self._sinks:
+            return []
         tokens = sequence.tokens(0, stop)
         for _ in range(STALE_MAX):
             extents = self._content.find(
@@ -86,10 +96,10 @@ class MovedKv:
             wanted = [moved for extent in extents for moved in extent.pieces]
             gone = [moved.key for moved in wanted if self._index.get(moved.key) is None]
             if not gone:
-                return pieces + self._usable(wanted)
+                return self._usable(wanted)
             for key in gone:
                 self._content.drop(key)
-        return pieces
+        return []
 
     def _usable(self, wanted: list[MovedPiece]) -> list[Piece]:
         """Up to the first that is only just being saved."""

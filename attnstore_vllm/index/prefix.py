@@ -10,11 +10,13 @@ What a match rests on:
 - the tokens of a chunk that is, or was just, in DRAM. Exact;
 - a sketch, where the tokens are on NVMe. Provisional: confirm() compares the tokens when they
   have been read. Equal sketches of different tokens cost a read, and never an answer.
+
+Where within a chunk a match may end, index/stops.py says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
@@ -22,13 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm._native import PrefixIndex as Entries
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Nvme
+from attnstore_vllm.index.best import NEIGHBOURS_MAX, Best, common_tokens
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
+from attnstore_vllm.index.stops import GRAIN_TOKENS, stop_in, whole_blocks
 from attnstore_vllm.types import TOKEN_BYTES, Key
-
-NEIGHBOURS_MAX = 32
-"""Siblings that are looked at, on each side, for the longest match and for what extends a tail;
-and lengths of tails. What is missed costs a prefill, or goes by eviction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Piece:
     """False: `stop` follows from a sketch, and holds only once confirm() has said so."""
     first: int | None = None
     """Moved KV: the token of the chunk that `start` is. None: it is where it was computed."""
+    grain: int = GRAIN_TOKENS
+    """1: moved KV goes on behind it, from any token; else see index/stops.py."""
 
     @property
     def shift(self) -> int:
@@ -49,19 +51,6 @@ class Piece:
         if self.first is None:
             return 0
         return self.start - self.chunk.name.position - self.first
-
-
-def common_tokens(a: bytes, b: bytes) -> int:
-    """The number of leading tokens that two encoded token strings share."""
-    stop = min(len(a), len(b))
-    if a[:stop] == b[:stop]:
-        return stop // TOKEN_BYTES
-    low, high = 0, stop // TOKEN_BYTES  # low tokens agree, high tokens do not
-    while high - low > 1:
-        middle = (low + high) // 2
-        at = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
-        low, high = (middle, high) if a[at] == b[at] else (low, middle)
-    return low
 
 
 def confirm(
@@ -90,8 +79,33 @@ def confirm(
         return piece
     first = piece.start // sequence.chunk_tokens * sequence.chunk_tokens
     wanted = sequence.tokens(first, min(first + sequence.chunk_tokens, stop))
-    end = first + common_tokens(piece.chunk.name.tokens, wanted)
+    name = piece.chunk.name
+    end = first + stop_in(common_tokens(name.tokens, wanted), name.num_tokens, piece.grain)
     return replace(piece, stop=end, exact=True) if end > piece.start else None
+
+
+def settle(pieces: list[Piece], grain: int = GRAIN_TOKENS) -> list[Piece]:
+    """The same run, as the whole of what is offered: its last piece ends where one may.
+
+    What was to be followed by moved KV, and moved KV itself, ends at any token of its chunk.
+    """
+    while pieces:
+        last = pieces[-1]
+        if last.first is None and last.grain == grain:
+            break
+        name = last.chunk.name
+        origin = name.position if last.first is None else last.start - last.first
+        stop = origin + stop_in(last.stop - origin, name.num_tokens, grain)
+        if stop > last.start:
+            return [*pieces[:-1], replace(last, stop=stop, grain=grain)]
+        pieces = pieces[:-1]
+    return pieces
+
+
+def has_come(pieces: Sequence[Piece]) -> bool:
+    """Whether all of them are READY in DRAM, or one never will be."""
+    chunks = [piece.chunk for piece in pieces]
+    return any(c.dropped for c in chunks) or all(c.dram is Dram.READY for c in chunks)
 
 
 class PrefixIndex:
@@ -104,11 +118,16 @@ class PrefixIndex:
     Args:
         seed: of the sketches; a secret, so that nobody can make two prompts look alike.
         expected: chunks that there will be; saves the pauses in which tables grow.
+        grain: see index/stops.py; another one is for tests.
     """
 
-    def __init__(self, chunk_tokens: int, seed: int = 0, expected: int = 0) -> None:
+    def __init__(
+        self, chunk_tokens: int, seed: int = 0, expected: int = 0, grain: int = GRAIN_TOKENS
+    ) -> None:
+        assert chunk_tokens % grain == 0
         self._chunk_tokens = chunk_tokens
-        self._entries = Entries(chunk_tokens, seed, expected)
+        self.grain = grain
+        self._entries = Entries(chunk_tokens, seed, expected, grain)
         self._live: WeakValueDictionary[int, Chunk] = WeakValueDictionary()
         self._piece_tokens = self._entries.piece_tokens
 
@@ -205,74 +224,81 @@ class PrefixIndex:
     # ---- siblings ----------------------------------------------------------------------
 
     def extends(self, name: ChunkName) -> bool:
-        """Whether a sibling already holds all the tokens of `name`, and more.
+        """Whether a sibling of more whole blocks holds all those of `name`, or seems to.
 
-        None has more than a whole chunk. It may miss one whose tokens are on NVMe, or that stands
-        among many: then a tail is kept twice.
+        Whether it has the rest of them too must make no difference (index/stops.py, 3). It may
+        miss a sibling that stands among many: then a tail is kept twice.
         """
-        if name.num_tokens == self._chunk_tokens:
+        whole = whole_blocks(name.num_tokens, self.grain)
+        if whole == self._chunk_tokens:
             return False
-        whole, rest = divmod(name.num_tokens, self._piece_tokens)
+        head = name.tokens[: whole * TOKEN_BYTES]
         near = self._entries.around(name.parent, name.extra, name.tokens, NEIGHBOURS_MAX)
-        for entry, shared in near:
-            if shared < whole:
+        for entry, pieces in near:
+            if pieces < whole // self._piece_tokens:
                 continue
-            chunk = self.chunk(entry) if rest == 0 else self._live.get(entry)
-            if chunk is None or chunk.name.num_tokens < name.num_tokens:
-                continue
-            if chunk.name.tokens.startswith(name.tokens) or (not chunk.name.tokens and rest == 0):
+            chunk = self.chunk(entry)
+            known = chunk.name.tokens
+            is_longer = chunk.name.num_tokens >= whole + self.grain
+            if is_longer and (known.startswith(head) or not known):
                 return True
         return False
 
     def extended_by(self, name: ChunkName) -> list[Chunk]:
-        """The siblings whose tokens `name` holds all of, and more: tails it supersedes."""
-        return list(self._heads_of(name.parent, name.extra, name.tokens, name.num_tokens - 1))
+        """The siblings whose whole blocks `name` holds: tails it supersedes, be the rest of them
+        as it may. By their hashes: a mistake costs a tail."""
+        heads = self._heads_of(name.parent, name.extra, name.tokens)
+        return [chunk for chunk in heads if chunk.name.key != name.key]
 
-    def _heads_of(self, parent: Key, extra: bytes, tokens: bytes, longest: int) -> Iterator[Chunk]:
-        """Siblings that are the first up to `longest` of these tokens, by key, longest first."""
-        for entry in self._entries.heads_of(parent, extra, tokens, longest, NEIGHBOURS_MAX):
-            chunk = self.chunk(entry)
-            head = tokens[: chunk.name.num_tokens * TOKEN_BYTES]
-            if chunk_key(parent, extra, head) == chunk.name.key:
-                yield chunk
+    def _heads_of(self, parent: Key, extra: bytes, tokens: bytes) -> Iterator[Chunk]:
+        """Siblings whose whole blocks begin these tokens, those with most blocks first."""
+        return map(self.chunk, self._entries.heads_of(parent, extra, tokens, NEIGHBOURS_MAX))
 
     def best_match(
-        self, parent: Key, extra: bytes, tokens: bytes
+        self, parent: Key, extra: bytes, tokens: bytes, grain: int | None = None
     ) -> tuple[Chunk, int, bool] | None:
-        """The usable chunk after `parent` that shares most leading tokens, how many, and
-        whether that is exact.
+        """The usable chunk after `parent` with which a hit goes farthest, up to which of its
+        tokens, and whether that is exact.
 
         Among more than NEIGHBOURS_MAX that share the same eighths it may not be the best.
-        """
-        count = len(tokens) // TOKEN_BYTES
-        heads = self._heads_of(parent, extra, tokens, count)
-        head = next((chunk for chunk in heads if chunk.usable), None)
-        best, most, exact = head, head.name.num_tokens if head else 0, True
-        if most < count:
-            for entry, pieces in self._entries.around(parent, extra, tokens, NEIGHBOURS_MAX):
-                chunk = self._live.get(entry)
-                known = chunk is not None and bool(chunk.name.tokens)
-                shared = pieces * self._piece_tokens
-                if known and chunk is not None:
-                    # Most share nothing: a look at the tokens that make it better tells.
-                    if not chunk.name.tokens.startswith(tokens[: (most + exact) * TOKEN_BYTES]):
-                        continue
-                    shared = common_tokens(chunk.name.tokens, tokens)
-                if shared > most or (shared == most > 0 and known > exact):
-                    chunk = self.chunk(entry)
-                    if chunk.usable:
-                        best, most, exact = chunk, shared, known
-        return (best, most, exact) if best is not None else None
 
-    def match(self, sequence: SequenceKeys, start: int, stop: int) -> list[Piece]:
+        Args:
+            tokens: of a request, which goes on behind them.
+            grain: 1: any token will do, as something else goes on from it.
+        """
+        grain = self.grain if grain is None else grain
+        best = Best(tokens, grain)
+        for head in self._heads_of(parent, extra, tokens):
+            size = head.name.num_tokens * TOKEN_BYTES
+            if not head.usable or size > len(tokens):
+                continue
+            if chunk_key(parent, extra, tokens[:size]) == head.name.key:
+                best.offer(head, head.name.num_tokens, exact=True)
+                break
+        if best.stop < len(tokens) // TOKEN_BYTES:
+            for entry, pieces in self._entries.around(parent, extra, tokens, NEIGHBOURS_MAX):
+                chunk, shared = self._live.get(entry), pieces * self._piece_tokens
+                if chunk is not None and chunk.name.tokens:
+                    best.look_at(chunk)
+                elif shared > best.stop:
+                    best.offer(self.chunk(entry), shared, exact=False)
+        return best.found
+
+    def match(
+        self, sequence: SequenceKeys, start: int, stop: int, grain: int | None = None
+    ) -> list[Piece]:
         """The longest run of usable chunks for the tokens [start, stop) of a sequence.
 
         Chunks before `start` are not needed: a key names the whole prefix, wherever the KV of
         that prefix is. The run ends at the first chunk that is not there, or is there in part.
 
+        Args:
+            grain: see best_match().
+
         Cost: a hash look-up a chunk and one search among siblings; the tokens of one chunk are
         encoded.
         """
+        grain = self.grain if grain is None else grain
         size = sequence.chunk_tokens
         pieces: list[Piece] = []
         if start >= stop:
@@ -285,12 +311,16 @@ class PrefixIndex:
                 break
             number += 1
             end = min(number * size, stop)
-            pieces.append(Piece(chunk, start, end))
+            if end < number * size:  # where the request ends: as if its last token differed
+                end -= (end - (number - 1) * size) % grain
+                return [*pieces, Piece(chunk, start, end, grain=grain)] if end > start else pieces
+            pieces.append(Piece(chunk, start, end, grain=grain))
             start = end
         if start < stop:
             first = number * size
             tokens = sequence.tokens(first, min(first + size, stop))
-            best = self.best_match(sequence.parent(number), sequence.extra(number), tokens)
+            parent, extra = sequence.parent(number), sequence.extra(number)
+            best = self.best_match(parent, extra, tokens, grain)
             if best is not None and first + best[1] > start:
-                pieces.append(Piece(best[0], start, first + best[1], best[2]))
+                pieces.append(Piece(best[0], start, first + best[1], best[2], grain=grain))
         return pieces

@@ -22,6 +22,7 @@ from attnstore_vllm.index.pinning import Pinning
 from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.room import DramRoom, NvmeRoom
 from attnstore_vllm.index.slots import ADOPTED, OWNED, DramSlots, NvmeSlots
+from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.policy.eviction import EvictionPolicy
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.pins import Pins
@@ -41,20 +42,20 @@ class Residency:
     Args:
         nvme_slots: the most there can be; open_nvme_slots() says which there are.
         policy: makes an order of departure for so many slots.
-        seed: see PrefixIndex.
+        seed, grain: see PrefixIndex.
         pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
     """
 
     def __init__(
         self, dram_slots: int, nvme_slots: int, policy: Callable[[int], EvictionPolicy], *,
-        chunk_tokens: int, seed: int = 0, pin_shares: tuple[float, float] = (0.0, 0.0),
+        chunk_tokens: int, seed: int = 0, grain: int = GRAIN_TOKENS,
+        pin_shares: tuple[float, float] = (0.0, 0.0),
     ) -> None:  # fmt: skip
         expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
-        self.index = PrefixIndex(chunk_tokens, seed, expected)
-        self.counts: Counter[str] = Counter()
+        self.index = PrefixIndex(chunk_tokens, seed, expected, grain)
+        self.counts = Counter[str]()
         self.look_ahead = LookAhead()
-        self.now = 0.0
-        """Seconds; the caller sets it before it calls what may need room."""
+        self.now = 0.0  # seconds; the caller sets it before what may need room
         self.first_written_tokens = 0
         """Tokens written to NVMe that no record there had before."""
         orders = [policy(num_slots) for num_slots in (dram_slots, dram_slots, nvme_slots)]
@@ -117,8 +118,8 @@ class Residency:
         Args:
             run: of the request that has computed it.
             again: the request has computed it though NVMe may have it: DRAM takes it as well.
-        Returns None where nothing is to be copied: the chunk, or one that holds all its tokens,
-        is stored already, or there is no room (counted as dropped if it is nowhere else).
+        Returns None where nothing is to be copied: it, or what extends it, is stored already, or
+        there is no room (counted as dropped if it is nowhere else).
         """
         known = self.index.get(name.key)
         if known is not None:
@@ -215,7 +216,7 @@ class Residency:
             if not chunk.dropped:
                 self.index.bind(chunk)
             self.counts["written"] += 1
-            self.first_written_tokens += chunk.name.num_tokens - chunk.repeats
+            self.first_written_tokens += max(0, chunk.name.num_tokens - chunk.repeats)
         self.room.place(chunk)
         self.release(chunk)
 

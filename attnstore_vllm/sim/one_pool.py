@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from attnstore_vllm.index.stops import kept_end, stop_in
 from attnstore_vllm.sim.pools import POLICIES
 from attnstore_vllm.sim.trace import Trace
 
@@ -51,19 +52,22 @@ def replay(
             if chunk not in pool:
                 break
             found += 1
-            tokens += stored[chunk]
-            if stored[chunk] < size:
+            # One token is left to compute.
+            shared = min(stored[chunk], request.num_tokens - 1 - tokens)
+            tokens += stop_in(shared, stored[chunk])
+            if shared < size:
                 break
-        hit += min(tokens, request.num_tokens)
+        hit += tokens
         pool.store(request, chunks, found)
-        stored_chunks(stored, chunks, request.known_tokens, size)
+        end = kept_end(request.known_tokens, request.num_tokens)
+        stored_chunks(stored, chunks, end, size)
         step()
     return Run(policy, capacity, num_slots, hit, trace.num_tokens)
 
 
 def stored_chunks(stored: list[int], chunks: list[int], num_tokens: int, size: int) -> None:
-    """Note how many tokens each chunk has now: all are whole but the last."""
+    """Note how many tokens each chunk has now: all are whole but the last, which may have none."""
     for chunk in chunks:
         stored[chunk] = size
-    if chunks and num_tokens % size:
-        stored[chunks[-1]] = num_tokens - (len(chunks) - 1) * size
+    if chunks:
+        stored[chunks[-1]] = max(0, num_tokens - (len(chunks) - 1) * size)

@@ -19,6 +19,7 @@ from pathlib import Path
 from attnstore_vllm.index.chunk import ChunkName, Dram
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.stops import kept_end
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.cost import StepCost, pieces_to_wait_for
 from attnstore_vllm.sim.disk import SimulatedDisk
@@ -375,9 +376,9 @@ class Server:
         known, size = min(tokens, job.request.known_tokens), self._size
         names = [job.keys.name(i, _TENANT) for i in range(job.num_saved, known // size)]
         first, job.num_saved = job.num_saved, max(job.num_saved, known // size)
-        rest = known - known // size * size
-        if is_over and rest >= MIN_TOKENS:
-            names.append(self._tail(job.keys, known // size, known))
+        stop = kept_end(known, job.request.num_tokens)
+        if is_over and stop - known // size * size >= MIN_TOKENS:
+            names.append(self._tail(job.keys, known // size, stop))
         saved = []
         for number, name in enumerate(names, start=first):
             run = job.visit.run(number) if job.visit else None

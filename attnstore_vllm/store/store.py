@@ -25,8 +25,9 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.leases import renew, unexpired
 from attnstore_vllm.index.moved import MovedKv
-from attnstore_vllm.index.prefix import Piece, confirm
+from attnstore_vllm.index.prefix import Piece, confirm, has_come, settle
 from attnstore_vllm.index.residency import Residency
+from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.by_return import ByReturn, Visit, visit_of
 from attnstore_vllm.policy.eviction import EvictionPolicy, Fifo, Lru
@@ -55,7 +56,7 @@ class Store:
         ttl_s: after so long without use a chunk is not found; None: as long as there is room.
         pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
         moved: MovedKv's min_tokens and sinks.
-        clock, threaded: for simulations: their own time, and turn() in place of our thread.
+        clock, threaded, grain: for tests: a time of their own, turn(), and see PrefixIndex.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class Store:
         moved: tuple[int, int] = (64, 0),
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
+        grain: int = GRAIN_TOKENS,
     ) -> None:
         self._estimator = ReturnEstimator()
         self._ttl_s = ttl_s
         self._has_leases = ttl_s is not None
         """Whether anything may expire: what costs nothing where nobody asks for it."""
         self.residency = Residency(
-            pool.num_slots, slab.records_max, partial(self._policy, eviction),
+            pool.num_slots, slab.records_max, partial(self._policy, eviction), grain=grain,
             chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64), pin_shares=pin_shares,
         )  # fmt: skip
         self._pieces_max = pool.num_slots
@@ -201,8 +203,9 @@ class Store:
         if pieces and pieces[-1].stop - start < min_tokens:
             return []
         if not self._context.reads.in_use:
-            return list(takewhile(lambda p: p.chunk.dram is Dram.READY, pieces))
-        return pieces[: self._pieces_max]  # more can never be in DRAM at once
+            pieces = list(takewhile(lambda p: p.chunk.dram is Dram.READY, pieces))
+        pieces = pieces[: self._pieces_max]  # more can never be in DRAM at once
+        return settle(pieces, self.residency.index.grain)
 
     def _want(
         self,
@@ -253,7 +256,10 @@ class Store:
                     break
                 self.residency.hold(piece.chunk)
                 held.append(confirmed)
-        return held
+            kept = settle(held, self.residency.index.grain)
+            for piece in held[len(kept) :]:
+                self.residency.release(piece.chunk)
+        return kept
 
     def is_hungry(self, request_id: str) -> bool:
         """Whether a waiting request wants something that is not even on its way. Cost: a few us."""
@@ -339,7 +345,7 @@ class Store:
         processor that the I/O threads need.
         """
         with self._progress:
-            self._progress.wait_for(lambda: any(map(_has_come, waiting)), timeout_s)
+            self._progress.wait_for(lambda: any(map(has_come, waiting)), timeout_s)
 
     def reset(self) -> bool:
         """Drop every tier, also for the next process. Waits for a page write a segment and a
@@ -392,9 +398,3 @@ class Store:
         """Write back what is dirty, for CLOSE_DEADLINE_S at most; then stop."""
         self._keeper.stop(CLOSE_DEADLINE_S)
         self._pool.close()
-
-
-def _has_come(pieces: Sequence[Piece]) -> bool:
-    """Whether all of them are READY, or one never will be."""
-    chunks = [piece.chunk for piece in pieces]
-    return any(c.dropped for c in chunks) or all(c.dram is Dram.READY for c in chunks)
