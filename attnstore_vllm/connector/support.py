@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TESTED_VERSIONS = ("0.32.0",)
+TESTED_VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
 NEEDED_HOOKS = (
     "bind_kv_cache_manager", "build_connector_worker_meta", "get_finished",
     "get_kv_connector_stats", "get_num_new_matched_tokens", "on_new_request",

@@ -39,7 +39,7 @@ BYTES_PER_S = 20e6
 """A block of 128 KiB takes 7 ms, and a step not much more."""
 VERY_SLOW = 1.5e6
 """Many steps are over before a load is."""
-BLOCKS, SPLITS = (1, 4, 15), (17, 200, 255, 300, 1300)
+BLOCKS, SPLITS = (1, 4, 15), (16, 208, 240, 304, 1296)
 CROWD = (630, 631, 632, 633, 374, 250)
 """The first five fill HBM, and each needs one block more for its answer."""
 CROWD_ANSWER = 40

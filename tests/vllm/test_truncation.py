@@ -330,7 +330,7 @@ def settings(engine: Engine) -> list[int]:
 
 def test_enabled_for_all_with_sinks(start_engine: StartEngine) -> None:
     host = start_engine(dram="32MiB", shape=TINY, settings={
-        "truncation": {"enabled": True, "sinks": 16}})  # fmt: skip
+        "truncation": {"enabled": True, "sinks": 16, "share": "everyone"}})  # fmt: skip
     found = host.call(settings)
     assert found == [LENGTH - 300 - 1, 0, LENGTH - 302 - 1], "only behind 16 tokens in place"
 

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where versions of vLLM differ, and what the store does without where one lacks it.
+
+0.30 and 0.31 have no name for what a connector's hits came from (CacheHitSource): they count them
+as one.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from attnstore_vllm.types import Tier
+
+
+def hit_sources() -> dict[Tier, Any]:
+    """vLLM's names for our tiers; empty where it has none, and does not ask."""
+    if find_spec("vllm.v1.metrics.cache_hit_source") is None:
+        return {}
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415
+
+    return {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
