@@ -115,7 +115,7 @@ class ScriptedEngine:
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int, priority: int = 0,
-        params: Any = None, *, resumable: bool = False,
+        params: Any = None, *, resumable: bool = False, salt: str | None = None,
     ) -> None:  # fmt: skip
         """A request; or, if there is one of this name, the next input of a streaming session, and
         one that is not resumable ends it.
@@ -135,6 +135,7 @@ class ScriptedEngine:
             priority=priority,
             block_hasher=self._hasher,
             resumable=resumable,
+            cache_salt=salt,
         )
         self.scheduler.add_request(request)
 
