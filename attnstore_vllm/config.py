@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from attnstore_vllm.errors import ConfigError
 
@@ -133,8 +133,9 @@ latter alone."""
 
 
 def _sharing(key: str, value: object) -> Sharing:
-    if value == "everyone" or value == "salted":
-        return value
+    for known in ("everyone", "salted"):
+        if value == known:
+            return cast(Sharing, known)
     raise ConfigError(f"{key} is {value!r}; it must be everyone or salted")
 
 

@@ -25,6 +25,8 @@ from attnstore_vllm.testing.devices import MemoryDevice
 from attnstore_vllm.transfer.pool import SharedPool
 
 CHUNK_TOKENS = 16
+GRAIN = 4
+"""Hits end at multiples of it (index/stops.py): as much less than usual as the chunks are."""
 PAYLOAD_BYTES = 2 * PAGE_BYTES
 RECORD_BYTES = header_bytes(CHUNK_TOKENS) + PAYLOAD_BYTES
 NAMESPACE = bytes(range(32))
@@ -141,7 +143,8 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.pool = open_pool(self.dram_slots)
-        self.store = Store(self.pool, self.slab, self.device, self.depth, **self.options)
+        options = {"grain": GRAIN, **self.options}
+        self.store = Store(self.pool, self.slab, self.device, self.depth, **options)
 
     def put(self, name: ChunkName, payload: bytes | None = None) -> Chunk | None:
         """Save as the workers do. None where the store wants no bytes."""

@@ -7,10 +7,6 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.stops import stop_in, whole_blocks
 from attnstore_vllm.types import TOKEN_BYTES
 
-NEIGHBOURS_MAX = 32
-"""Siblings that are looked at, on each side, for the longest match and for what extends a tail;
-and lengths of tails. What is missed costs a prefill, or goes by eviction."""
-
 
 def common_tokens(a: bytes, b: bytes) -> int:
     """The number of leading tokens that two encoded token strings share."""

@@ -24,11 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm._native import PrefixIndex as Entries
-from attnstore_vllm.index.best import NEIGHBOURS_MAX, Best, common_tokens
+from attnstore_vllm.index.best import Best, common_tokens
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
 from attnstore_vllm.index.stops import GRAIN_TOKENS, stop_in, whole_blocks
 from attnstore_vllm.types import TOKEN_BYTES, Key
+
+NEIGHBOURS_MAX = 32
+"""Siblings that are looked at, on each side, for the longest match and for what extends a tail;
+and lengths of tails. What is missed costs a prefill, or goes by eviction."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What hits tell of a stored sequence that is not known to who asks: no part of a block.
 
-Two stores differ in one sequence, from token n of its prompt on; it is as long in both. Whatever others do who have not
-guessed its tokens up to the first multiple of a block behind n, in either store: store guesses
-(also as ends of answers, which a user can dictate), ask, wait until KV goes to NVMe, comes back or
-is evicted. All hits are the same in both. A cache of whole blocks promises as much.
+Two stores differ in one sequence, from token n of its prompt on; it is as long in both. Whatever
+others do who have not guessed its tokens up to the first multiple of a block behind n, in either
+store: store guesses (also as ends of answers, which a user can dictate), ask, wait until KV goes to
+NVMe, comes back or is evicted. All hits are the same in both. A cache of whole blocks promises as
+much.
 """
 
 from __future__ import annotations

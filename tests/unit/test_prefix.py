@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix index: the longest stored prefix, found among any number of siblings."""
+"""The prefix index: the longest stored prefix, found among any number of siblings.
+
+Most of it with hits that may end at any token (`grain=1`), which shows most; where they may end is
+looked at further below, and in tests/property/test_stops.py.
+"""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from attnstore_vllm.index.best import common_tokens
 from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
 from attnstore_vllm.index.keys import chunk_key, encode_tokens, root_key
-from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, PrefixIndex, common_tokens
+from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, PrefixIndex
+from attnstore_vllm.index.stops import GRAIN_TOKENS, kept_end, stop_in, whole_blocks
 from attnstore_vllm.types import TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, name_of, sequence_of, tokens_of
 
@@ -32,7 +40,7 @@ def filled(
     token_lists: list[list[int]], chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[PrefixIndex, dict[bytes, Chunk]]:
     """An index, and its chunks by their tokens; they are in it as long as these are referred to."""
-    index, chunks = PrefixIndex(chunk_tokens), {}
+    index, chunks = PrefixIndex(chunk_tokens, grain=1), {}
     for tokens in token_lists:
         name = child(tokens)
         if name.tokens not in chunks:
@@ -74,7 +82,7 @@ def test_extends_and_extended_by(known: list[list[int]], wanted: list[int]) -> N
     index, _chunks = filled(known)
     name = child(wanted)
     others = [tokens for tokens in known if tokens != wanted]
-    longer = [tokens for tokens in known if tokens[: len(wanted)] == wanted]
+    longer = [tokens for tokens in others if tokens[: len(wanted)] == wanted]
     assert index.extends(name) == bool(longer)
     found = {chunk.name.tokens for chunk in index.extended_by(name)}
     tails = {encode_tokens(t) for t in others if wanted[: len(t)] == t}
@@ -99,7 +107,7 @@ def test_what_is_removed_is_not_found(known: list[list[int]], rng: object) -> No
 
 
 def test_siblings_of_another_parent_or_image_are_not_found() -> None:
-    index = PrefixIndex(CHUNK_TOKENS)
+    index = PrefixIndex(CHUNK_TOKENS, grain=1)
     image = b"i" * 32
     chunk = ready(child([1, 2, 3], extra=image))
     index.add(chunk)
@@ -112,7 +120,7 @@ def test_siblings_of_another_parent_or_image_are_not_found() -> None:
 
 
 def test_a_chunk_that_cannot_be_loaded_is_no_match() -> None:
-    index = PrefixIndex(CHUNK_TOKENS)
+    index = PrefixIndex(CHUNK_TOKENS, grain=1)
     saving = Chunk(child([1, 2, 3]), dram=Dram.SAVING)
     index.add(saving)
     assert index.best_match(ROOT, b"", encode_tokens([1, 2, 3])) is None
@@ -123,7 +131,7 @@ def test_a_chunk_that_cannot_be_loaded_is_no_match() -> None:
 def test_of_equal_matches_one_of_known_tokens_is_better() -> None:
     wanted = encode_tokens([1, 2, 3, 4, 5, 6])
     for seed in range(16):  # the order of the two among their siblings
-        index = PrefixIndex(CHUNK_TOKENS, seed)
+        index = PrefixIndex(CHUNK_TOKENS, seed, grain=1)
         known = ready(child([1, 2, 3, 4, 9]))
         index.add(known)
         elsewhere = Chunk(
@@ -149,7 +157,7 @@ def test_superseding_looks_at_a_bounded_number_of_neighbours() -> None:
 
 def stored(num_tokens: int) -> tuple[PrefixIndex, list[Chunk]]:
     """An index that holds one conversation, whole chunks of 16 and a tail."""
-    sequence, index = sequence_of(tokens_of(1, num_tokens)), PrefixIndex(CHUNK_TOKENS)
+    sequence, index = sequence_of(tokens_of(1, num_tokens)), PrefixIndex(CHUNK_TOKENS, grain=1)
     chunks = [ready(name_of(sequence, n)) for n in range(-(-num_tokens // 16))]
     for chunk in chunks:
         index.add(chunk)
@@ -211,7 +219,7 @@ def test_a_gap_ends_the_run() -> None:
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=70), max_size=8), st.data())
 @settings(max_examples=150)
 def test_match_against_brute_force(stored_tokens: list[list[int]], data: st.DataObject) -> None:
-    index, known, chunks = PrefixIndex(CHUNK_TOKENS), {}, list[Chunk]()
+    index, known, chunks = PrefixIndex(CHUNK_TOKENS, grain=1), {}, list[Chunk]()
     for tokens in stored_tokens:
         sequence = sequence_of(tokens)
         for number in range(-(-len(tokens) // 16)):
@@ -241,3 +249,61 @@ def test_match_against_brute_force(stored_tokens: list[list[int]], data: st.Data
         assert piece.start == position < piece.stop
         assert known[piece.chunk.name.key][: piece.stop] == wanted[: piece.stop]
         position = piece.stop
+
+
+# ---- where a hit may end (index/stops.py) ------------------------------------------------
+
+
+@given(st.integers(1, 300), st.integers(0, 40))
+def test_stops_of_a_chunk_are_16_tokens_apart(num_tokens: int, before: int) -> None:
+    stops = sorted({stop_in(shared, num_tokens) for shared in range(num_tokens + 1)})
+    apart = [b - a for a, b in pairwise(stops)]
+    assert all(step >= GRAIN_TOKENS for step in apart)
+    assert stops[0] == 0
+    assert num_tokens < GRAIN_TOKENS or stops[-1] == num_tokens
+    assert kept_end(num_tokens, max(0, num_tokens - before)) in (
+        num_tokens, whole_blocks(num_tokens)
+    )  # fmt: skip
+
+
+def test_the_end_is_kept_where_the_answer_began_before_the_last_multiple() -> None:
+    assert [kept_end(n, 40) for n in (47, 48, 49, 63, 70)] == [32, 48, 49, 63, 70]
+    assert [kept_end(n, 48) for n in (48, 49, 50)] == [48, 49, 50]
+    assert kept_end(20, 40) == 16, "aborted within its prompt"
+
+
+def chunk_of(*tokens: int) -> Chunk:
+    return ready(child(list(tokens)))
+
+
+def best(index: PrefixIndex, *tokens: int) -> int:
+    found = index.best_match(ROOT, b"", encode_tokens(tokens))
+    return found[1] if found is not None else 0
+
+
+def test_a_hit_ends_at_a_multiple_or_at_an_end() -> None:
+    index = PrefixIndex(32, grain=4)
+    tail = chunk_of(*range(14))
+    index.add(tail)
+    assert best(index, *range(14), 9) == best(index, *range(14)) == 14
+    assert best(index, *range(13), 9) == best(index, *range(12)) == best(index, *range(9)) == 8
+    assert best(index, *range(7)) == 4
+    longer = chunk_of(*range(12), 7, 7, 7, 7, 7)
+    assert index.extended_by(longer.name) == [tail], "though their ends differ"
+    assert index.extends(tail.name) is False
+    index.remove(tail)
+    index.add(longer)
+    assert index.extends(tail.name)
+    assert best(index, *range(14), 9) == best(index, *range(12), 7, 9) == 12
+
+
+def test_a_request_ends_where_its_last_token_might_differ() -> None:
+    sequence, index = sequence_of(tokens_of(1, 64), chunk_tokens=32), PrefixIndex(32)
+    chunks = [ready(name_of(sequence, n)) for n in range(2)]
+    for chunk in chunks:
+        index.add(chunk)
+    another = sequence_of([*tokens_of(1, 63), 9], chunk_tokens=32)
+    for asked in (sequence, another):
+        assert [(p.start, p.stop) for p in index.match(asked, 0, 63)] == [(0, 32), (32, 48)]
+    assert [(p.start, p.stop) for p in index.match(sequence, 0, 40)] == [(0, 32)]
+    assert index.match(sequence, 32, 40) == []

@@ -139,7 +139,7 @@ def test_a_read_that_ends_out_of_order_is_not_offered_before_its_prefix(open_rig
 
 def test_a_run_that_is_too_short_is_neither_kept_nor_read(open_rig: Rigs) -> None:
     """Every chat shares its template's first tokens with all others."""
-    rig, device = open_rig(dram_slots=2)
+    rig, device = open_rig(dram_slots=2, grain=1)
     old, new = conversation(1, 16), conversation(2, 16)
     template = sequence_of([*old[:4], *conversation(3, 12)])
     rig.put_all(sequence_of(old))

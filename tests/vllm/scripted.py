@@ -160,6 +160,7 @@ class ScriptedEngine:
             priority=priority,
             block_hasher=self._hasher,
             resumable=resumable,
+            cache_salt=salt,
         )
         self.scheduler.add_request(request)
 
