@@ -102,6 +102,7 @@ class Memo:
     def __init__(self, directory: Path) -> None:
         self._path = directory / MEMO_NAME
         self._digests = self._read()
+        self._has_said = False
 
     def get(self, stamp: Stamp) -> bytes | None:
         found = self._digests.get(str(stamp))
@@ -126,7 +127,9 @@ class Memo:
                 os.fsync(stream.fileno())
             temporary.replace(self._path)
         except OSError as error:
-            logger.warning("AttnStore cannot remember that it knows the weights: %s", error)
+            if not self._has_said:
+                logger.warning("AttnStore cannot remember that it knows the weights: %s", error)
+            self._has_said = True
 
     def _read(self) -> dict[str, str]:
         try:

@@ -89,6 +89,8 @@ class Client:
         while time.monotonic() < deadline:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 if json.loads(answer.read() or b"{}").get("success", True):
+                    # The next request waits until the workers have looked at their weights.
+                    self.ttft_ms([20, 21])
                     return
             time.sleep(0.01)
         raise TimeoutError("vLLM's prefix cache could not be emptied within 10 s")

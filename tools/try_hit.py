@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One hit of 1,024 tokens with the vLLM of this Python: from HBM, then from the store, bit-equal."""
+"""One hit of 1,024 tokens with this Python's vLLM: from HBM, then from the store, bit-equal."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def main() -> int:
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
-                "dram": "64MiB", "compute_if_sooner": False,
+                "dram": "64MiB",
+                "compute_if_sooner": False,
                 "nvme": {"path": str(directory / "store"), "capacity": "256MiB"},
-            },  # fmt: skip
+            },
         )
         llm = LLM(
             model=str(make_model(directory / "model", TINY)), dtype="bfloat16",

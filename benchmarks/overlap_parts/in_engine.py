@@ -94,6 +94,8 @@ def from_hbm_ms(engine: Engine, history: Tokens, new: Tokens) -> float:
 def empty_hbm(engine: Engine) -> None:
     engine.drain()
     assert engine.llm.reset_prefix_cache()
+    engine.ask([20, 21])  # the next request waits until the workers have looked at their weights
+    engine.drain()
 
 
 def calibrate(

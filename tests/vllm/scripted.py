@@ -160,7 +160,6 @@ class ScriptedEngine:
             priority=priority,
             block_hasher=self._hasher,
             resumable=resumable,
-            cache_salt=salt,
         )
         self.scheduler.add_request(request)
 

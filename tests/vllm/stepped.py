@@ -19,6 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.connector.reset_watch import ResetWatch
 from attnstore_vllm.testing.copy_streams import Piece
 from attnstore_vllm.testing.memory_engine import MemoryEngine, SteppedStream
 from attnstore_vllm.transfer.geometry import Geometry
@@ -101,10 +102,13 @@ class SteppedEngine(ScriptedEngine):
         """A step has raised, or did not end: whoever comes after need not look."""
         self.makes_drafts = bool(options.get("drafts"))
         self._num_rows = rows
+        looks = options.pop("looks_at_weights", False)
         options.setdefault("compute_if_sooner", False)
         super().__init__(model, store, depth=depth, make_engine=self._make_engine, **options)
         self.ours._costs.layers_before = lambda *_: self.layers_before
         self.ours._replays = lambda _: self.replays()
+        if not looks:  # it takes a step after each reset, where a test counts steps
+            self.ours._watch = ResetWatch()
         take_stats = self.ours.take_stats
 
         def keep_stats() -> AttnStoreStats | None:

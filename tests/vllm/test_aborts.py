@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from attnstore_vllm.index.stops import whole_blocks
 from attnstore_vllm.io.device import IoRequest, Op
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine
@@ -190,21 +191,21 @@ def offered_without_room(engine: Engine) -> tuple[Answer, Answer, int]:
 def test_in_the_queue(engine: EngineHost) -> None:
     expected, got, loaded = engine.call(queued)
     assert got.tokens == expected.tokens
-    assert loaded == LENGTH - 1
+    assert loaded == whole_blocks(LENGTH - 1)
 
 
 def test_waiting_for_nvme(engine: EngineHost) -> None:
     expected, got, loaded, was_waiting = engine.call(waiting_for_nvme)
     assert was_waiting
     assert got.tokens == expected.tokens
-    assert loaded == LENGTH - 1
+    assert loaded == whole_blocks(LENGTH - 1)
 
 
 def test_past_its_deadline(engine: EngineHost) -> None:
     expected, got, loaded, loaded_late = engine.call(past_its_deadline)
     assert sum(loaded_late.values()) == 0
     assert got.tokens == expected.tokens
-    assert loaded == LENGTH - 1
+    assert loaded == whole_blocks(LENGTH - 1)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -224,7 +225,7 @@ def test_decoding(engine: EngineHost) -> None:
 def test_no_room_in_hbm(engine: EngineHost) -> None:
     expected, got, loaded = engine.call(offered_without_room)
     assert got.tokens == expected.tokens
-    assert loaded == LENGTH - 1
+    assert loaded == whole_blocks(LENGTH - 1)
 
 
 def test_an_offer_that_is_kept_is_seen(engine: EngineHost) -> None:

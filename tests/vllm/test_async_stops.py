@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
+from attnstore_vllm.connector.reset_watch import ResetWatch
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm import scripted_worker
 from tests.vllm.scripted import ScriptedEngine
@@ -48,7 +49,7 @@ def engine(
     if request.param == "beside":
         engine = SteppedEngine(
             model, tmp_path / "store", num_blocks=60, depth=2, seed=3, rows=6,
-            compute_if_sooner=True,
+            compute_if_sooner=True, looks_at_weights=True,
         )  # fmt: skip
         leave_to_chance(engine, seed=3)
     else:
@@ -108,8 +109,11 @@ def test_a_stop_token(engine: ScriptedEngine) -> None:
     assert engine.worker.loaded_tokens > 1000
 
 
-def new_weights(engine: ScriptedEngine) -> None:
+def new_weights(engine: ScriptedEngine, *, is_told: bool) -> None:
     """From the next step on the model is another one. Requests that run begin anew.
+
+    Args:
+        is_told: whether vLLM resets connectors too, or its own prefix cache alone.
 
     vLLM refuses while a step is in flight, or a copy holds the blocks of a request that does not
     run, and then nothing is reset: whoever brings new weights pauses, and tries again.
@@ -119,7 +123,7 @@ def new_weights(engine: ScriptedEngine) -> None:
         while engine._in_flight:
             engine._finish_oldest()
         try:
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            engine.scheduler.reset_prefix_cache(True, reset_connector=is_told)
             break
         except RuntimeError as error:
             if "Failed to reset KV cache" not in str(error):
@@ -133,9 +137,10 @@ def new_weights(engine: ScriptedEngine) -> None:
         row.kv.clear()
 
 
+@pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_new_weights(engine: ScriptedEngine, seed: int) -> None:
-    play_with_resets(engine, seed)
+def test_new_weights(engine: ScriptedEngine, seed: int, is_told: bool) -> None:
+    play_with_resets(engine, seed, is_told=is_told)
     assert check_stored(engine) > 5, "what was stored since the last reset is of its weights"
     assert engine.worker.loaded_tokens > 500
 
@@ -144,13 +149,29 @@ def test_a_reset_without_effect_is_seen(
     engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.scheduler.connector, "reset_cache", lambda: True)
+    monkeypatch.setattr(ResetWatch, "must_wait", lambda _: False)  # it would see it too
     with pytest.raises(AssertionError, match="wrong KV"):
         play_with_resets(engine, 0)
 
 
-def play_with_resets(engine: ScriptedEngine, seed: int) -> None:
+def test_weights_that_nobody_looks_at_are_seen(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResetWatch, "must_wait", lambda _: False)
+    with pytest.raises(AssertionError, match="wrong KV"):
+        play_with_resets(engine, 0, is_told=False)
+
+
+def play_with_resets(engine: ScriptedEngine, seed: int, *, is_told: bool = True) -> None:
     """Requests that share their beginnings; new weights, and an empty HBM, now and then."""
     random = Random(seed)
+    seen = [_Weights.version]
+
+    def changed() -> bool:
+        seen.append(_Weights.version)
+        return seen[-1] != seen[-2]
+
+    engine.worker.side._weights_changed = changed
     beginnings = [plain(random, 120) for _ in range(2)]
     for i in range(60):
         prompt = [*random.choice(beginnings)[: random.randrange(60, 120)], *plain(random, 10)]
@@ -158,7 +179,7 @@ def play_with_resets(engine: ScriptedEngine, seed: int) -> None:
         for _ in range(random.randrange(6)):
             engine.step()
         if i % 8 == 7:
-            new_weights(engine)
+            new_weights(engine, is_told=is_told)
         elif i % 8 == 3:
             engine.drain()
             assert engine.scheduler.reset_prefix_cache()

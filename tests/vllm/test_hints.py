@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.hints import PrefetchOrder
+from attnstore_vllm.index.stops import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.helpers import wait_until
 from tests.vllm.scripted import CHUNK, ScriptedEngine
@@ -91,7 +92,7 @@ def test_an_order_is_no_request(engine: ScriptedEngine) -> None:
     assert stats is not None
     found = stats.data["counters"]
     assert (found["prefetches:hit"], found["prefetches:miss"]) == (1, 2)
-    assert found["prefetch_tokens:dram"] == len(PROMPT)
+    assert found["prefetch_tokens:dram"] == whole_blocks(len(PROMPT))
 
 
 def test_who_is_preempted_may_wait_anew(engine: ScriptedEngine) -> None:

@@ -18,7 +18,6 @@ from vllm.v1.request import RequestStatus
 
 from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.testing.tiny_model import TINY, make_model
-from attnstore_vllm.types import KEY_BYTES, Key
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, VOCAB, Picture
 from tests.vllm.stepped import prompt
@@ -226,6 +225,7 @@ def loaded_when_preempted(engine: ScriptedEngine, **second: Any) -> int:
     engine.add("session", prompt("more", 20), 20, resumable=True, **second)
     engine.step()
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step()  # looks at the weights
     engine.step()
     engine.abort("session")
     engine.drain()
@@ -294,9 +294,10 @@ def test_drafts_of_other_schedulers_and_requests_are_stored(start: Start) -> Non
 
 
 def state_of(tokens: list[int], *, resumable: bool) -> RequestState:
-    request: Any = SimpleNamespace(all_token_ids=tokens, resumable=resumable, mm_features=[])
-    root = Key(bytes(KEY_BYTES))
-    return RequestState(request, root, b"", CHUNK, finds_moved=True)
+    request: Any = SimpleNamespace(
+        all_token_ids=tokens, resumable=resumable, mm_features=[], cache_salt=None
+    )
+    return RequestState(request, b"", b"", CHUNK, adapter=b"", finds_moved=True)
 
 
 def test_tokens_that_are_replaced_have_keys_of_their_own() -> None:

@@ -18,6 +18,7 @@ from attnstore_vllm.connector.requests import make_state
 from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.hints import Hints
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.stops import GRAIN_TOKENS, whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
@@ -27,6 +28,8 @@ from tests.vllm.rounding import beyond, bound
 
 ASKS = {"kv_transfer_params": {"attnstore": {"truncation": True, "report": True}}}
 LENGTH = 1000
+PART = LENGTH % GRAIN_TOKENS
+"""Of a block, at the end of a prompt: no hit ends there."""
 CUTS = {
     "all before it": lambda p: p[300:],
     "a middle, with the beginning kept": lambda p: p[:170] + p[431:],
@@ -102,7 +105,7 @@ def test_layer_0_is_what_vllm_computes(engine: EngineHost, cut: str) -> None:
     moved, keys, same_values, deeper = engine.call(compare, cut)
     kept = len(CUTS[cut](list(range(LENGTH))))
     first = {"all before it": 0, "a block": 0}.get(cut, 170 if "middle" in cut else 140)
-    assert moved == kept - first
+    assert moved == kept - first - PART
     assert keys <= 2.0, "units in the last place"
     assert same_values
     assert deeper > 8.0, "the deeper layers have seen what was cut"
@@ -138,7 +141,7 @@ def test_others_get_exact_kv(engine: EngineHost) -> None:
     found = engine.call(others, "others")
     expected, _, _ = found["expected"]
     served, moved, _ = found["served"]
-    assert moved == LENGTH - 300
+    assert moved == LENGTH - 300 - PART
     assert served != expected, "it is approximate"
     assert found["hbm"] == (expected, 0, 0), "nothing of it is found"
     again, moved, loaded = found["again"]
@@ -207,7 +210,7 @@ def two_ways(engine: Engine) -> tuple[list[int], list[bool]]:
             engine.forget_hbm()
             moved.append(tokens)
         served.append(kv)
-    num_bytes = len(kept) * TINY.kv_heads * TINY.head_dim * 4
+    num_bytes = (len(kept) - PART) * TINY.kv_heads * TINY.head_dim * 4
     same = [
         all(a[:num_bytes] == b[:num_bytes] for a, b in zip(*sides, strict=True))
         for sides in zip(*served, strict=True)
@@ -218,7 +221,8 @@ def two_ways(engine: Engine) -> tuple[list[int], list[bool]]:
 def test_cut_twice_is_one_rotation(engine: EngineHost) -> None:
     """The chunk that the first cut leaves has the tokens too, but moved: it is never the source."""
     moved, same = engine.call(two_ways)
-    assert moved == [750, 220 + 100, 220]
+    # The second goes on with what the first has computed: up to the last whole block.
+    assert moved == [750 - PART, whole_blocks(530 + 220 + 100) - 530, 220 - PART]
     assert all(same), same
 
 
@@ -236,7 +240,7 @@ def unasked(engine: Engine) -> tuple[int, int, int]:
 def test_only_who_asks_and_within_a_tenant(engine: EngineHost) -> None:
     nothing, moved, kept = engine.call(unasked)
     assert nothing == 0
-    assert moved >= kept - 1
+    assert moved == kept - PART
 
 
 def within_a_chunk(engine: Engine) -> tuple[int, dict[str, int]]:
@@ -252,7 +256,8 @@ def within_a_chunk(engine: Engine) -> tuple[int, dict[str, int]]:
 
 def test_what_follows_in_the_same_chunk_is_not_found(engine: EngineHost) -> None:
     moved, found = engine.call(within_a_chunk)
-    assert moved == 100
+    # What is stored ends one token behind the prompt: no other end is within a block of it.
+    assert moved == 100 - GRAIN_TOKENS
     assert found == {"dram": 0, "nvme": 0}
 
 
@@ -270,7 +275,7 @@ def used_in_place(engine: Engine) -> tuple[int, int]:
 
 
 def test_a_chunk_that_is_used_in_its_place_stays_exact(engine: EngineHost) -> None:
-    assert engine.call(used_in_place) == (69, LENGTH - 100 - 1)
+    assert engine.call(used_in_place) == (whole_blocks(500) - 431, LENGTH - 100 - PART)
 
 
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
@@ -332,7 +337,7 @@ def test_enabled_for_all_with_sinks(start_engine: StartEngine) -> None:
     host = start_engine(dram="32MiB", shape=TINY, settings={
         "truncation": {"enabled": True, "sinks": 16, "share": "everyone"}})  # fmt: skip
     found = host.call(settings)
-    assert found == [LENGTH - 300 - 1, 0, LENGTH - 302 - 1], "only behind 16 tokens in place"
+    assert found == [LENGTH - 300 - PART, 0, LENGTH - 302 - PART], "only behind 16 tokens in place"
 
 
 @pytest.mark.parametrize("first", [2, 5])
@@ -381,12 +386,15 @@ def test_a_chunk_is_known_by_the_tokens_that_were_moved_before_it() -> None:
 
 
 def test_off() -> None:
-    state = SimpleNamespace(finds_moved=False)
-    for config, reason in (
-        (None, None),
-        (TruncationConfig(), "no RoPE"),
-        (TruncationConfig(), None),
+    everyone = TruncationConfig(shared_by="everyone")
+    for config, reason, salt, found in (
+        (None, None, "salt", False),
+        (everyone, "no RoPE", "salt", False),
+        (everyone, None, None, True),
+        (TruncationConfig(), None, "salt", True),
+        (TruncationConfig(), None, None, False),  # others could read it token by token
     ):
+        state = SimpleNamespace(finds_moved=False, request=SimpleNamespace(cache_salt=salt))
         truncation = Truncation(None, config, reason)  # type: ignore[arg-type]
         truncation.note(state, Hints(truncation=True))  # type: ignore[arg-type]
-        assert state.finds_moved == (config is not None and reason is None)
+        assert state.finds_moved == found
