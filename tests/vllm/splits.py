@@ -15,7 +15,7 @@ from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.prompts import random_tokens
 
 BLOCKS = (1, 2, 3, 4, 7, 15)
-SPLITS = (16, 32, 112, 144, 208, 240, 272, 304, 384, 496, 784, 1296)
+SPLITS = (32, 112, 144, 208, 240, 272, 304, 384, 496, 784, 1296)
 """Multiples of 16, where hits end: inside the first block, beside edges of blocks and chunks."""
 CONTINUATION = 37
 ANSWER = 6
