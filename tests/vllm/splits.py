@@ -15,8 +15,9 @@ from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.prompts import random_tokens
 
 BLOCKS = (1, 2, 3, 4, 7, 15)
-SPLITS = (16, 17, 127, 129, 200, 255, 273, 300, 383, 511, 790, 1300)
-"""Inside the first block, beside the edges of blocks and chunks, in the middle of both."""
+SPLITS = (16, 112, 144, 208, 240, 272, 304, 384, 496, 784, 1296)
+"""Inside the first block, beside the edges of blocks and chunks, in the middle of both: multiples of
+16, since hits of prompts end there (index/stops.py)."""
 CONTINUATION = 37
 ANSWER = 6
 
