@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -27,6 +28,7 @@ from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
+from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
 from attnstore_vllm.policy.overlap import default_write_buffer_bytes
@@ -71,7 +73,10 @@ def _geometry(
         num_layers=len(group.layer_names),
         block_tokens=spec.block_size,
         page_bytes=spec.page_size_bytes,
-        chunk_tokens=round_chunk_tokens(config.chunk_tokens, spec.block_size),
+        # Whole blocks, and hits may end where chunks do (index/stops.py).
+        chunk_tokens=round_chunk_tokens(
+            config.chunk_tokens, math.lcm(spec.block_size, GRAIN_TOKENS)
+        ),
     )
 
 

@@ -25,7 +25,7 @@ token n of its prompt on, answer alike to all who have not guessed its tokens up
 multiple of 16 after n. It is what a cache of whole blocks promises.
 
 All numbers of tokens are counted from the beginning of a chunk, which is a multiple of 16 itself
-(transfer/geometry.py: round_chunk_tokens).
+(connector/build.py).
 """
 
 from __future__ import annotations

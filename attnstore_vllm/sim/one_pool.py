@@ -52,14 +52,15 @@ def replay(
             if chunk not in pool:
                 break
             found += 1
-            # One token is left to compute.
-            shared = min(stored[chunk], request.num_tokens - 1 - tokens)
-            tokens += stop_in(shared, stored[chunk])
+            shared = min(stored[chunk], request.num_tokens - tokens)
             if shared < size:
+                tokens += stop_in(shared, stored[chunk])
                 break
+            tokens += size
         hit += tokens
         pool.store(request, chunks, found)
-        end = kept_end(request.known_tokens, request.num_tokens)
+        known = request.known_tokens
+        end = max(known // size * size, kept_end(known, request.num_tokens))
         stored_chunks(stored, chunks, end, size)
         step()
     return Run(policy, capacity, num_slots, hit, trace.num_tokens)

@@ -9,10 +9,7 @@ them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-
-from attnstore_vllm.index.stops import GRAIN_TOKENS
 
 SLOT_ALIGNMENT_BYTES = 4096
 
@@ -54,6 +51,5 @@ class Geometry:
 
 
 def round_chunk_tokens(wanted: int, block_tokens: int) -> int:
-    """`wanted` rounded up to whole blocks, and so that hits may end where chunks do."""
-    unit = math.lcm(block_tokens, GRAIN_TOKENS)
-    return -(-wanted // unit) * unit
+    """`wanted` rounded up to whole blocks."""
+    return -(-wanted // block_tokens) * block_tokens

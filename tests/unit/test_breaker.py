@@ -75,12 +75,12 @@ def test_a_match_by_sketch_ends_where_the_tokens_differ() -> None:
         theirs = [*mine[:shared], *tokens_of(2, CHUNK_TOKENS - shared)]
         chunk = Chunk(name_of(sequence_of(theirs), 0))
         for claimed in (1, 8, CHUNK_TOKENS):
-            piece = Piece(chunk, 0, claimed, exact=False)
-            found = confirm(piece, sequence_of(mine), CHUNK_TOKENS)
-            assert (found.stop if found else 0) == shared
-        assert (
-            confirm(Piece(chunk, shared, CHUNK_TOKENS, exact=False), sequence_of(mine), 16) is None
-        )
+            for grain in (1, 4):
+                piece = Piece(chunk, 0, claimed, exact=False, grain=grain)
+                found = confirm(piece, sequence_of(mine), CHUNK_TOKENS)
+                assert (found.stop if found else 0) == shared // grain * grain
+        nothing = Piece(chunk, shared, CHUNK_TOKENS, exact=False, grain=1)
+        assert confirm(nothing, sequence_of(mine), 16) is None
 
 
 def test_a_hang_costs_the_chunk_and_the_tier_comes_back() -> None:

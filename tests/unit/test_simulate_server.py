@@ -70,22 +70,22 @@ def test_keys_of_a_trace_are_those_of_its_tokens() -> None:
 
 
 def test_a_request_by_hand() -> None:
-    """Two turns: 1,000 tokens computed and answered with 3, then 1,003 found but the last."""
+    """Two turns: 992 tokens computed and answered with 11, then 1,003 found but the last."""
     chunks = np.arange(16, dtype=np.int64)
     trace = make_trace("t", SIZE, [
-        Request(0.0, chunks, 1000, 3, 1003, 1, 0.0), Request(0.0, chunks, 1023, 1, 1024, 1, 9.0),
+        Request(0.0, chunks, 992, 11, 1003, 1, 0.0), Request(0.0, chunks, 1023, 1, 1024, 1, 9.0),
     ])  # fmt: skip
     machine = replace(MACHINE, prefill_context=float("inf"))
     out = run(trace, "attnstore", machine)
-    # 0.5 s for the first prompt, two more tokens; then 9 s of thought, and 21 tokens computed.
-    assert out.ttft_s == pytest.approx([0.5, (1023 - 1002) / 2000])
+    # 0.496 s for the first prompt, ten more tokens; then 9 s of thought, and 21 tokens computed.
+    assert out.ttft_s == pytest.approx([0.496, (1023 - 1002) / 2000])
     assert out.later_ttft_s == out.ttft_s[1:]
-    assert out.duration_s == pytest.approx(0.5 + 2 * 0.02 + 9.0 + 21 / 2000)
+    assert out.duration_s == pytest.approx(0.496 + 10 * 0.02 + 9.0 + 21 / 2000)
     assert (out.hit_tokens, out.history_tokens, out.found_history) == (1002, 1003, 1002)
     assert (out.dram_tokens, out.nvme_tokens, out.ready_share) == (1002, 0, 1.0)
-    assert out.prefill_s == pytest.approx(0.5 + 21 / 2000)
-    assert out.busy_s == pytest.approx(out.prefill_s + 0.04)
-    # 15 whole chunks and a tail of 42 tokens; then one of 63, which supersedes it.
+    assert out.prefill_s == pytest.approx(0.496 + 21 / 2000)
+    assert out.busy_s == pytest.approx(out.prefill_s + 0.2)
+    # 15 whole chunks and a tail of 42 tokens; then one of 48, which supersedes it.
     assert out.bytes_written == 17 * SIZE * KV
     assert run(trace, "recompute", machine).hit_tokens == 0
     assert run(trace, "recompute", replace(machine, prefix_cache=True)).hbm_tokens == 15 * SIZE
@@ -94,7 +94,7 @@ def test_a_request_by_hand() -> None:
 def test_loading_takes_time_and_hides_behind_computing() -> None:
     chunks = np.arange(16, dtype=np.int64)
     trace = make_trace("t", SIZE, [
-        Request(0.0, chunks, 1000, 3, 1003, 1, 0.0), Request(0.0, chunks, 1023, 1, 1024, 1, 9.0),
+        Request(0.0, chunks, 992, 11, 1003, 1, 0.0), Request(0.0, chunks, 1023, 1, 1024, 1, 9.0),
     ])  # fmt: skip
     seconds = {}
     for overlap in (True, False):
@@ -111,7 +111,7 @@ def test_loading_takes_time_and_hides_behind_computing() -> None:
 
 def test_saving_takes_time_where_the_engine_waits_for_it() -> None:
     chunks = np.arange(16, dtype=np.int64)
-    trace = make_trace("t", SIZE, [Request(0.0, chunks, 1000, 5, 1005, 1, 0.0)])
+    trace = make_trace("t", SIZE, [Request(0.0, chunks, 992, 13, 1005, 1, 0.0)])
     outs = {}
     for asynchronous in (True, False):
         machine = replace(MACHINE, hbm_bandwidth=KV * 1_000, asynchronous_saving=asynchronous)
