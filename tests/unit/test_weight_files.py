@@ -153,18 +153,26 @@ def test_closing_ends_the_threads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["changed", "replaced", "gone"])
 def test_files_that_do_not_stay(
-    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can say what vLLM has read: nothing is known, and one line says so."""
     files = make(tmp_path / "model")
-    digest = Digest(files, Memo(tmp_path), budget_s=0, bytes_per_s=8 << 20)
-    if what == "changed":
-        flip(files[0], 5)
-    elif what == "gone":
-        files[0].unlink()
-    else:
-        shutil.copy(files[0], tmp_path / "other")
-        (tmp_path / "other").replace(files[0])
+    time.sleep(0.05)  # a tick of the file system's clock
+    pace, is_first = Digest._pace, threading.Lock()
+
+    def in_between(digest: Digest, count: int) -> None:
+        if is_first.acquire(blocking=False):
+            if what == "changed":
+                flip(files[0], 5)
+            elif what == "gone":
+                files[0].unlink()
+            else:
+                shutil.copy(files[0], tmp_path / "other")
+                (tmp_path / "other").replace(files[0])
+        pace(digest, count)
+
+    monkeypatch.setattr(Digest, "_pace", in_between)
+    digest = Digest(files, Memo(tmp_path))
     assert digest.wait(30) and digest.value is None
     assert caplog.text.count("the weights cannot be told") == 1
     digest.close()

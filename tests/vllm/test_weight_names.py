@@ -133,8 +133,8 @@ def name(vllm_config: Any, store: Path, *reasons: str | None) -> tuple[str, byte
     look, digest = identify(vllm_config, reasons or (None,), store)
     if isinstance(digest, Digest):
         assert digest.wait(30) and digest.value is not None
-        digest, known = digest.value, digest
-        known.close()
+        digest.close()
+        return look, digest.value
     return look, digest
 
 
