@@ -7,7 +7,6 @@ as one.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 from attnstore_vllm.types import Tier
@@ -15,8 +14,8 @@ from attnstore_vllm.types import Tier
 
 def hit_sources() -> dict[Tier, Any]:
     """vLLM's names for our tiers; empty where it has none, and does not ask."""
-    if find_spec("vllm.v1.metrics.cache_hit_source") is None:
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415
+    except ModuleNotFoundError:
         return {}
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415
-
     return {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
