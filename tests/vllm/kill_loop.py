@@ -23,6 +23,7 @@ from pathlib import Path
 from random import Random
 
 from attnstore_vllm.cli.verify import verify
+from attnstore_vllm.index.stops import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
@@ -84,7 +85,7 @@ def live(directory: Path, models: Path, kills: int, seed: int) -> tuple[list[Lif
         lives.append(
             Life(
                 victim, round(seconds, 2), len(load.jobs),
-                sum(len(job.tokens) - 1 for job in found), verdict.good,
+                sum(whole_blocks(len(job.tokens) - 1) for job in found), verdict.good,
             )
         )  # fmt: skip
         print(lives[-1], flush=True)
@@ -100,14 +101,13 @@ def answer_from_nvme(server: VllmServer, clean: list[soak.Job]) -> list[soak.Job
         nudge(server)
         after = loaded(server)
         moved = {tier: after[tier] - before[tier] for tier in after}
-        assert moved == {"dram": 0, "nvme": len(job.tokens) - 1}, moved
+        assert moved == {"dram": 0, "nvme": whole_blocks(len(job.tokens) - 1)}, moved
     return found
 
 
 def ask_until_clean(server: VllmServer, seed: object) -> soak.Job:
     """Ask something new, and wait until its KV is on NVMe."""
     before = count_settled(server)
-    # Of a tail on NVMe the index knows 32 tokens at a time.
     tokens = random_tokens(seed, Random(repr(seed)).randint(560, 700))
     job = complete(server, soak.Job(tokens=tokens, salt=None, sampling={"max_tokens": 8}))
 

@@ -26,7 +26,7 @@ from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.pool import SharedPool
 from tests.vllm.scripted import ScriptedEngine
-from tests.vllm.scripted_worker import LAYERS, VOCAB
+from tests.vllm.scripted_worker import BLOCK, LAYERS, VOCAB
 
 
 class Copies(SteppedStream):
@@ -95,6 +95,8 @@ class SteppedEngine(ScriptedEngine):
         """Asked of each step."""
         self.reported: Counter[str] = Counter()
         """Requests whose load a step has said to be received, or to have failed."""
+        self.histories: dict[str, list[int]] = {}
+        """What leave() has left, by name."""
         self.num_freed = 0
         """Requests whose kept blocks a step has said to be free."""
         self.stats = AttnStoreStats.empty()
@@ -145,6 +147,15 @@ class SteppedEngine(ScriptedEngine):
         self.reported.update(found.finished_recving or ())
         self.num_freed += len(found.finished_sending or ())
         return result
+
+    def leave(self, name: str, num_tokens: int) -> None:
+        """A request that leaves so many tokens of KV, the last block's from its answer: a hit may
+        end where they do (index/stops.py)."""
+        at = num_tokens - BLOCK
+        self.add(name, prompt(name, at), num_tokens - at + 1)
+        request = self.scheduler.requests[name]
+        self.settle()
+        self.histories[name] = list(request.all_token_ids)[:num_tokens]
 
     def begin_case(self) -> None:
         """What is counted is counted anew."""

@@ -74,8 +74,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
         engine = SteppedEngine(model, tmp_path / f"{len(started)}", depth=depth, **options)
         started.append(engine)
         for name in ("A", "B"):
-            engine.add(name, prompt(name, HISTORY), 1)
-            engine.settle()
+            engine.leave(name, HISTORY)
         return engine
 
     yield start
@@ -107,8 +106,8 @@ class Race:
         engine.add("runs", prompt("runs", 4), 16, params=NOT_STORED)
         engine.step()
         engine.step()
-        engine.add(name, [*prompt("A", HISTORY), *prompt(name, 9)], max_tokens, params=NOT_STORED)
-        history = prompt(self._other, HISTORY)
+        engine.add(name, [*engine.histories["A"], *prompt(name, 9)], max_tokens, params=NOT_STORED)
+        history = engine.histories.get(self._other) or prompt(self._other, HISTORY)
         engine.add("other", [*history, *prompt(f"beside {name}", 10)], 6, params=NOT_STORED)
         engine.step()
         self.check_begun(name)
@@ -259,7 +258,7 @@ class RaceAfterPreemption(Race):
             engine.add(older, prompt(older, length), full + 1 + more, params=NOT_STORED)
         engine.step()
         engine.step()
-        tokens = [*prompt("A", HISTORY), *prompt(name, 9)]
+        tokens = [*engine.histories["A"], *prompt(name, 9)]
         engine.add(name, tokens, max_tokens + 5, params=NOT_STORED)
         request = engine.scheduler.requests[name]
         is_open = (False, False)
