@@ -39,7 +39,7 @@ BYTES_PER_S = 20e6
 """A block of 128 KiB takes 7 ms, and a step not much more."""
 VERY_SLOW = 1.5e6
 """Many steps are over before a load is."""
-BLOCKS, SPLITS = (1, 4, 15), (16, 208, 240, 304, 1296)
+BLOCKS, SPLITS = (1, 4, 15), (32, 208, 240, 304, 1296)
 CROWD = (630, 631, 632, 633, 374, 250)
 """The first five fill HBM, and each needs one block more for its answer."""
 CROWD_ANSWER = 40
@@ -235,8 +235,7 @@ def test_preempted_requests(engine: EngineHost, plain: Plain, ahead: int) -> Non
 def submit_and_open(engine: Engine, stream: SteppedStream, name: str, *, told: bool) -> str:
     """A request whose load is open; told: one layer is there, and vLLM takes it for complete."""
     number = engine.submit(prompts()[name], max_tokens=ANSWER)
-    engine.step()
-    assert stream.pending >= LAYERS
+    engine.wait_for(lambda: stream.pending >= LAYERS, engine.step)
     if told:
         stream.step(stream.pending - LAYERS + 1)
         engine.step()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from attnstore_vllm.index.stops import whole_blocks
 from attnstore_vllm.machine import SLAB_NAME
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer
@@ -59,7 +60,7 @@ def test_without_a_fault_it_comes_from_nvme(live: Live) -> None:
     computed = live.ask_from_nvme("sound")
     again, tokens = ask_and_count(live.server, story("sound"))
     assert again == computed
-    assert tokens == {"dram": 0, "nvme": computed.prompt_tokens - 1}
+    assert tokens == {"dram": 0, "nvme": whole_blocks(computed.prompt_tokens - 1)}
     assert count(live.server, "chunks", event="corrupt") == 0
     assert count(live.server, "chunks", event="read_failed") == 0
 
@@ -77,7 +78,8 @@ def test_damaged_payloads_are_computed_anew(live: Live) -> None:
 
     again, tokens = ask_and_count(live.server, story("damaged"))
     assert again == computed
-    assert tokens == {"dram": computed.prompt_tokens - 1, "nvme": 0}, "it was saved anew"
+    stored = whole_blocks(computed.prompt_tokens - 1)
+    assert tokens == {"dram": stored, "nvme": 0}, "it was saved anew"
 
 
 def test_a_reset_of_the_connector_forgets_all_tiers(live: Live) -> None:
@@ -104,7 +106,7 @@ def test_a_directory_that_vanishes(live: Live) -> None:
     shutil.rmtree(live.store)
     again, tokens = ask_and_count(live.server, story("vanished"))
     assert again == computed
-    assert tokens == {"dram": computed.prompt_tokens - 1, "nvme": 0}
+    assert tokens == {"dram": whole_blocks(computed.prompt_tokens - 1), "nvme": 0}
     for number in range(30):
         ask(live.server, story(("after", number)))
     serving.empty_hbm(live.server)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from attnstore_vllm.index.stops import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer, total
 from tests.vllm import serve_helpers as serving
@@ -28,6 +29,7 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
     home = tmp_path_factory.mktemp("hints")
     extra = serving.settings(home / "store", dram="4MiB") | {
         "pinning": {"share": 0.5, "tenant_share": 0.25},
+        "truncation": {"enabled": False, "share": "everyone"},
     }
     plugins = {"VLLM_PLUGINS": "attnstore,attnstore_prefetch"}
     model, settings = make_model(models / "serve", TINY), serving.in_json(extra)
@@ -57,7 +59,7 @@ def test_what_is_not_to_be_stored_is_not(server: VllmServer) -> None:
     assert (again, tokens) == (before, NOTHING)
     assert hints(server) == (applied + 1, ignored)
     loads, tokens = ask_and_count(server, story("secret"))
-    assert tokens["dram"] == loads.prompt_tokens - 1, "without the hint it was stored"
+    assert tokens["dram"] == whole_blocks(loads.prompt_tokens - 1), "without the hint it was stored"
 
 
 def test_what_has_expired_is_computed_again(server: VllmServer) -> None:
@@ -159,7 +161,7 @@ def test_a_chat_is_brought_up_before_its_turn_and_nothing_is_computed(server: Vl
     before = fetched(server)
     again, loaded = ask_and_count(server, story("opened"))
     assert again == first
-    assert loaded == {"dram": 0, "nvme": first.prompt_tokens - 1}
+    assert loaded == {"dram": 0, "nvme": whole_blocks(first.prompt_tokens - 1)}
     assert fetched(server) == before, "the request itself read nothing"
 
 
@@ -188,7 +190,7 @@ def test_text_and_tokens_find_the_same(server: VllmServer) -> None:
         before = found(server)
         assert prefetch(server, **ask_for) == {"prompt_tokens": len(token_ids)}
         serving.nudge(server)
-        assert found(server) == before + len(token_ids)
+        assert found(server) == before + whole_blocks(len(token_ids))
 
 
 def test_another_tenants_kv_is_not_found(server: VllmServer) -> None:
@@ -227,7 +229,7 @@ def test_after_all_that_the_server_answers_as_ever(server: VllmServer) -> None:
     first = ask(server, story("end"))
     again, tokens = ask_and_count(server, story("end"))
     assert again == first
-    assert tokens["dram"] == first.prompt_tokens - 1
+    assert tokens["dram"] == whole_blocks(first.prompt_tokens - 1)
 
 
 # ---- truncated prompts -------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_vllm_cuts_the_prompt_itself(server: VllmServer) -> None:
         server, turns, kv_transfer_params=MOVES, truncate_prompt_tokens=keep, truncation_side="left"
     )
     assert cut == keep
-    assert moved == said["moved_tokens"] == keep - 1, "all but the last token"
+    assert moved == said["moved_tokens"] == whole_blocks(length - 1) - (length - keep)
 
 
 @pytest.mark.parametrize("system", [None, story("system", 50)])

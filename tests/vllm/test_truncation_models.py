@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnstore_vllm.index.stops import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine
@@ -26,8 +27,8 @@ PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 def moved_about(prompt: list[int]) -> list[int]:
-    """Its third part, 900 tokens further to the front, then the second, 200 further back."""
-    return prompt[900:1300] + prompt[200:900]
+    """Its third part, 896 tokens further to the front, then the second, 200 further back."""
+    return prompt[896:1296] + prompt[200:896]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ def compare(engine: Engine, model: Model) -> Compared:
         return plain.view(-1, model.kv_heads, TINY.head_dim)
 
     k, wanted, before = (layer_0(layers, 0) for layers in (served, computed, stored))
-    before = torch.cat([before[900:1300], before[200:900]])
+    before = torch.cat([before[896:1296], before[200:896]])
     tokens, dims = len(kept), model.rotary_dim
     axis = -2 if model.is_neox else -1
     eps = torch.finfo(getattr(torch, model.dtype)).eps
@@ -247,7 +248,7 @@ def test_refused_with_the_reason(start_engine: StartEngine, tmp_path: Path, name
     assert found.moved == 0
     said = [x for x in host.log_text().splitlines() if "truncated prompts are computed: " in x]
     assert len(said) == 1 and why in said[0]
-    assert found.loaded == [LENGTH - 1, 0], "an exact repeat is served"
+    assert found.loaded == [whole_blocks(LENGTH - 1), 0], "an exact repeat is served"
     assert found.same_kv
     assert beyond(found.answers, bound([])) == []
     host.call(Engine.check_quiet)
