@@ -24,7 +24,10 @@ PrefixIndex::Place PrefixIndex::place_of(const Entry& entry) const {
 
 PrefixIndex::PrefixIndex(std::uint32_t chunk_tokens, std::uint64_t seed, std::size_t expected,
                          std::uint32_t grain)
-    : sketcher_(chunk_tokens, seed, grain), seed_(mix64(~seed)), keys_(expected), groups_(expected) {}
+    : sketcher_(chunk_tokens, seed, grain),
+      seed_(mix64(~seed)),
+      keys_(expected),
+      groups_(expected) {}
 
 // ---- entries -------------------------------------------------------------------------------
 
