@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from attnstore_vllm.connector.live_lora import LiveAdapters
-from attnstore_vllm.connector.messages import StepPlan, StepReport
-from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.rank import KvFacts, RankDescription
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.scheduler.messages import StepPlan, StepReport
+from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes
@@ -72,7 +72,7 @@ class Worker:
         self._by_layer = by_layer
         self._is_alone = is_alone
         self._engine: CopyEngine | None = None
-        self._stats = AttnStoreStats.empty()
+        self._stats = StepStats()
         self._plan = StepPlan()
         self._freed: set[str] = set()
         self._hooked: set[int] = set()
@@ -238,10 +238,10 @@ class Worker:
         assert self._engine is not None, "register_kv_caches comes before the first step"
         return self._engine
 
-    def take_stats(self) -> AttnStoreStats | None:
+    def take_stats(self) -> StepStats | None:
         if self._stats.is_empty():
             return None
-        stats, self._stats = self._stats, AttnStoreStats.empty()
+        stats, self._stats = self._stats, StepStats()
         return stats
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ def _with_request(engine: Any, hook: str, change: Callable[[Any], tuple[str, Any
 
 
 def nobody_bypasses(engine: Any) -> Undo:
-    from attnstore_vllm.connector import scheduler
+    from attnstore_vllm.scheduler import scheduler
 
     return _replace(scheduler, "bypasses", lambda request: False)
 

@@ -22,8 +22,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from attnstore_vllm.connector.messages import StepPlan
 from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.transfer.engine import CopyEngine
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout

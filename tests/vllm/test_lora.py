@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnstore_vllm.connector.adapters import KEPT_MAX, Adapters, Asked
 from attnstore_vllm.connector.live_lora import LiveAdapters
+from attnstore_vllm.scheduler.adapters import KEPT_MAX, Adapters, Asked
 from attnstore_vllm.testing.tiny_model import TINY
 from tests.vllm.adapters import make_adapter
 from tests.vllm.conftest import StartEngine

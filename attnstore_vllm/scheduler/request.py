@@ -5,19 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from attnstore_vllm.connector.adapters import Asked
-from attnstore_vllm.connector.media import MediaNames, spans_of
 from attnstore_vllm.hints import HintReader
 from attnstore_vllm.index.keys import SequenceKeys, moved_root, root_key, tenant_hash
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.by_return import Visit
 from attnstore_vllm.policy.returns import NO_TERMS, Run, Terms
+from attnstore_vllm.scheduler.adapters import Asked
+from attnstore_vllm.scheduler.media import MediaNames, spans_of
+from attnstore_vllm.scheduler.vllm_types import Request
 from attnstore_vllm.types import Key, Tier
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 MIN_LOAD_TOKENS = 16
 """A shorter run of stored KV is not worth a load."""
@@ -35,7 +32,7 @@ class RequestState:
     came_with: tuple[object, object] = (None, None)
     """The salt and the id of the adapter: a session that changes them is another."""
     adapter: bytes | None = None
-    """The adapter that its KV is computed with (connector/adapters.py). None: not known yet."""
+    """The adapter that its KV is computed with (scheduler/adapters.py). None: not known yet."""
     asked: Asked | None = None
     """What the workers were asked of its adapter, since it came or lost its blocks."""
     visit: Visit | None = None
@@ -67,7 +64,7 @@ class RequestState:
     expected_stop: int = 0
     """Up to which token the store had KV at some time since the request came."""
     look: int = 0
-    """The last round of looks (connector/waits.py) in which it had one."""
+    """The last round of looks (scheduler/waiting.py) in which it had one."""
     coming: Sequence[Piece] = ()
     """What it was found to want then; first what was found when it came."""
     is_answered: bool = False

@@ -8,12 +8,11 @@ computes more of the kind, and leaves it to the store under an honest name.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blake3 import blake3
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from attnstore_vllm.scheduler.vllm_types import Request
 
 KEY_BYTES = 32
 

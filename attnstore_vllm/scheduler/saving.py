@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnstore_vllm.connector.requests import RequestState
-from attnstore_vllm.connector.transfers import Transfers
-from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.stops import kept_end
+from attnstore_vllm.scheduler.open_plans import OpenPlans
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import plan_save
@@ -26,12 +26,12 @@ class Saving:
         self,
         store: Store,
         geometry: Geometry,
-        transfers: Transfers,
+        plans: OpenPlans,
         truncation: Truncation,
     ) -> None:
         self._store = store
         self._geometry = geometry
-        self._transfers = transfers
+        self._plans = plans
         self._truncation = truncation
 
     def save_chunks(self, state: RequestState, computed: int, block_ids: Sequence[int]) -> None:
@@ -87,4 +87,4 @@ class Saving:
             chunk.dram_slot, block_ids, name.position, name.num_tokens,
             block_tokens=self._geometry.block_tokens,
         )  # fmt: skip
-        self._transfers.save(state.request.request_id, chunk, copies)
+        self._plans.save(state.request.request_id, chunk, copies)

@@ -8,17 +8,13 @@ priorities); one that vLLM skips stays in its place. It leaves when it is schedu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from attnstore_vllm.connector.requests import MIN_LOAD_TOKENS, RequestState
+from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, RequestState
+from attnstore_vllm.scheduler.vllm_types import Request, SchedulerOutput
 from attnstore_vllm.store.store import Store
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
-
-class QueueView:
+class VllmQueue:
     """Keeps store.queue() like vLLM's. All methods run on the scheduler's thread."""
 
     def __init__(self, store: Store, *, by_priority: bool) -> None:
@@ -49,7 +45,9 @@ class QueueView:
         if new or self._placed:
             self._store.leave_queue([*new, *self._placed])
             for name in new:
-                request = self._running.pop(name, None) or self._waiting.pop(name, None)
+                request = self._running.pop(name, None)
+                if request is None:
+                    request = self._waiting.pop(name, None)
                 if request is not None:
                     self._running[name] = request
         for request in back:

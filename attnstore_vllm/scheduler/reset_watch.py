@@ -10,12 +10,10 @@ they were.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attnstore_vllm.connector.messages import StepPlan, StepReport
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+from attnstore_vllm.scheduler.messages import StepPlan, StepReport
+from attnstore_vllm.scheduler.vllm_types import KVCacheManager
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.moves import MovedRun
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
@@ -33,7 +33,7 @@ class _Open:
     """Of a save: its request has lost the blocks, and may have others by now."""
 
 
-class Transfers:
+class OpenPlans:
     """All methods run on the scheduler's thread.
 
     Args:
@@ -45,8 +45,15 @@ class Transfers:
     """
 
     def __init__(
-        self, store: Store, num_ranks: int, rows: int | None, *, gives_blocks_away: bool
+        self,
+        store: Store,
+        num_ranks: int,
+        rows: int | None,
+        *,
+        gives_blocks_away: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._store = store
         self._num_ranks = num_ranks
         self._rows = rows
@@ -113,7 +120,7 @@ class Transfers:
             return False
         self._plan.finished_saving.append(request_id)
         if not self._kept:
-            self._kept_since = time.monotonic()
+            self._kept_since = self._clock()
         self._kept[request_id] = self._num_ranks
         return True
 
@@ -184,7 +191,7 @@ class Transfers:
 
         Not for ever: as long as this says so, vLLM preempts nobody, and no request may get on.
         """
-        return bool(self._kept) and time.monotonic() < self._kept_since + KEPT_S
+        return bool(self._kept) and self._clock() < self._kept_since + KEPT_S
 
     def any_open(self) -> bool:
         """Whether workers still have to copy or report: the engine must go on stepping."""

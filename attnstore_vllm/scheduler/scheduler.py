@@ -13,56 +13,61 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
-from attnstore_vllm.connector.adapters import Adapters
-from attnstore_vllm.connector.block_names import hide_session
-from attnstore_vllm.connector.costs import Costs
-from attnstore_vllm.connector.counting import (
-    StoreFigures,
-    count_offer,
-    count_recomputation,
-    count_wanted,
-)
-from attnstore_vllm.connector.media import MediaNames
-from attnstore_vllm.connector.messages import StepPlan, StepReport
-from attnstore_vllm.connector.metrics import AttnStoreStats
-from attnstore_vllm.connector.placing import plan_pieces
-from attnstore_vllm.connector.prefetching import prefetch
-from attnstore_vllm.connector.queue_view import QueueView
-from attnstore_vllm.connector.requests import (
+from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
+from attnstore_vllm.scheduler.adapters import Adapters
+from attnstore_vllm.scheduler.block_names import hide_session
+from attnstore_vllm.scheduler.media import MediaNames
+from attnstore_vllm.scheduler.messages import StepPlan, StepReport
+from attnstore_vllm.scheduler.open_plans import OpenPlans
+from attnstore_vllm.scheduler.placing import plan_pieces
+from attnstore_vllm.scheduler.prefetching import prefetch
+from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
     RequestState,
     bypasses,
     make_state,
 )
-from attnstore_vllm.connector.reset_watch import ResetWatch
-from attnstore_vllm.connector.saving import Saving
-from attnstore_vllm.connector.transfers import Transfers
-from attnstore_vllm.connector.truncation import Truncation
-from attnstore_vllm.connector.waits import Waits
-from attnstore_vllm.connector.weights import Weights
-from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
+from attnstore_vllm.scheduler.reset_watch import ResetWatch
+from attnstore_vllm.scheduler.saving import Saving
+from attnstore_vllm.scheduler.stats import (
+    StepStats,
+    StoreFigures,
+    count_offer,
+    count_recomputation,
+    count_wanted,
+)
+from attnstore_vllm.scheduler.truncation import Truncation
+from attnstore_vllm.scheduler.vllm_queue import VllmQueue
+from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput
+from attnstore_vllm.scheduler.waiting import Clock, Costs, Waits
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer import moves
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.types import Tier
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
 logger = logging.getLogger(__name__)
+
+
+class Names(Protocol):
+    """Whose KV there is (connector/weights.py)."""
+
+    @property
+    def namespace(self) -> bytes | None:
+        """What all keys begin with; None: not known yet."""
+
+    def close(self) -> None: ...
 
 
 class Scheduler:
     """The engine's side of the connector. All methods run on the scheduler's thread.
 
     Args:
-        weights: names whose KV it is.
+        names: whose KV it is.
         load_deadline_s: how long a request waits for its chunks to come up from NVMe.
         lock: the descriptor that owns the store's directory; closed with this object.
         by_priority: how vLLM orders waiting requests; else first come, first served.
@@ -78,13 +83,14 @@ class Scheduler:
             that calls no hook.
         media: says which pictures and sounds have names.
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
         store: Store,
         geometry: Geometry,
-        weights: Weights,
+        names: Names,
         load_deadline_s: float,
         lock: int,
         *,
@@ -99,35 +105,37 @@ class Scheduler:
         replays: Callable[[Collection[int]], bool] = lambda _: False,
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
         self._lock = lock
         self._geometry = geometry
         self._rank_token_bytes = geometry.rank_bytes // geometry.chunk_tokens
-        self._weights = weights
+        self._names = names
         self._watch = ResetWatch()
-        self._adapters = Adapters(geometry.num_ranks)
+        self._adapters = Adapters(geometry.num_ranks, clock)
         self._has_adapters = False
         """Some request has had one."""
         self._requests: dict[str, RequestState] = {}
         self._offered: list[RequestState] = []
-        self._transfers = Transfers(
-            store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away
+        self._plans = OpenPlans(
+            store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
         self._truncation = Truncation(store, *truncation)
-        self._saving = Saving(store, geometry, self._transfers, self._truncation)
+        self._saving = Saving(store, geometry, self._plans, self._truncation)
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
-        self._stats = AttnStoreStats.empty()
+        self._stats = StepStats()
         self._figures = StoreFigures(store, geometry.token_bytes())
         self._kv_cache_manager: KVCacheManager | None = None
-        self._queue = QueueView(store, by_priority=by_priority) if looks_ahead else None
+        self._queue = VllmQueue(store, by_priority=by_priority) if looks_ahead else None
         self._costs = Costs(
             store, load_deadline_s, computes_if_sooner,
             ahead_layers=geometry.num_layers if rows is not None else 0, step_tokens=step_tokens,
+            clock=clock,
         )  # fmt: skip
-        self._waits = Waits(store, self._costs)
+        self._waits = Waits(store, self._costs, clock)
         self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -137,7 +145,7 @@ class Scheduler:
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        namespace = self._weights.namespace
+        namespace = self._names.namespace
         order = prefetch_order(request.kv_transfer_params)
         if order is not None:  # no request: vLLM ends it before the next step
             if self._hints.may_share(order.cache_salt):
@@ -230,7 +238,7 @@ class Scheduler:
         # Moved KV is complete before the forward pass: it fills blocks token by token.
         state.layers_before = 0 if state.moved is not None else self._costs.layers_before(
             num_tokens * self._rank_token_bytes,
-            self._transfers.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
+            self._plans.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
             ready_stop, request.num_tokens,
         )  # fmt: skip
         self._offered.append(state)
@@ -256,7 +264,7 @@ class Scheduler:
         elif self._queue is not None:
             self._queue.on_placed(request.request_id)
         state.computed_from = stop
-        self._transfers.load(
+        self._plans.load(
             request.request_id, [piece.chunk for piece in used], copies, moved,
             is_partial=stop % self._geometry.block_tokens != 0, layers_before=state.layers_before,
         )  # fmt: skip
@@ -285,7 +293,7 @@ class Scheduler:
             self._queue.on_step(output, self._requests)
         preempted = self._requests.keys() & (output.preempted_req_ids or ())
         # Also of those that have ended since a reset took their blocks.
-        self._transfers.preempted(output.preempted_req_ids or ())
+        self._plans.preempted(output.preempted_req_ids or ())
         for request_id in preempted:
             self._requests[request_id].begin_anew()
             # After a reset vLLM resumes requests in the step that tells of their preemption.
@@ -303,7 +311,7 @@ class Scheduler:
             has_more = computed // self._geometry.chunk_tokens > state.num_chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._block_ids(request_id))
-        plan = self._transfers.take_plan()
+        plan = self._plans.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
         plan.number = self._costs.step_planned(output)
         self._watch.add_to(plan)
@@ -325,7 +333,7 @@ class Scheduler:
         self._costs.step_ended(report, self._stats)
         if report.adapters:
             self._on_adapters(self._adapters.on_report(report.number, report.adapters))
-        self._stats.add("chunks", "unsaved", self._transfers.on_report(report))
+        self._stats.add("chunks", "unsaved", self._plans.on_report(report))
         if self._watch.on_report(report):
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
@@ -351,7 +359,7 @@ class Scheduler:
     def on_failed_requests(self, request_ids: Collection[str]) -> None:
         """Loads ahead of the step have failed on some rank; vLLM computes the requests."""
         for request_id in request_ids:
-            was_ours = self._transfers.load_is_void(request_id)  # else another connector's
+            was_ours = self._plans.load_is_void(request_id)  # else another connector's
             state = self._requests.get(request_id)
             if state is not None and was_ours:
                 state.load_failed = True
@@ -363,7 +371,7 @@ class Scheduler:
         What is being saved may have been computed from it. Nobody says what was, so all of it
         is dropped, from all tiers; what is computed anew is saved again.
         """
-        self.store.drop(self._transfers.saving())
+        self.store.drop(self._plans.saving())
         self._save_anew()
 
     def _save_anew(self) -> None:
@@ -387,7 +395,7 @@ class Scheduler:
         self._withdraw(state)
         self._saving.save_rest(state, block_ids)
         report = self._truncation.finished(state)
-        keeps = self._transfers.finished(request.request_id)
+        keeps = self._plans.finished(request.request_id)
         return keeps, None if report is None else {SECTION: report}
 
     def _withdraw(self, state: RequestState) -> None:
@@ -400,11 +408,11 @@ class Scheduler:
 
     def has_transfers(self) -> bool:
         """Whether workers still have to copy or report: the engine must go on stepping."""
-        return self._transfers.any_open()
+        return self._plans.any_open()
 
     def keeps_blocks(self) -> bool:
         """Whether blocks of finished requests come free when their saves have left them."""
-        return self._transfers.keeps_blocks()
+        return self._plans.keeps_blocks()
 
     def reset(self) -> bool:
         """Drop every tier. Chunks that the workers copy now are dropped when they are done."""
@@ -414,13 +422,13 @@ class Scheduler:
             state.outdated = True
         return self.store.reset()
 
-    def take_stats(self) -> AttnStoreStats | None:
-        stats, self._stats = self._stats, AttnStoreStats.empty()
+    def take_stats(self) -> StepStats | None:
+        stats, self._stats = self._stats, StepStats()
         self._figures.add_to(stats)
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
-        self._weights.close()
+        self._names.close()
         self.store.close()
         if self._lock >= 0:
             os.close(self._lock)
@@ -428,7 +436,7 @@ class Scheduler:
 
     def check_quiet(self) -> None:
         """Assert that nothing is held or in flight. For tests, after the last request."""
-        assert not self._transfers.any_open()
+        assert not self._plans.any_open()
         assert not any(state.offer for state in self._requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0

@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING
 
 from attnstore_vllm.index.keys import MultimodalSpan
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.request import Request
+from attnstore_vllm.scheduler.vllm_types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +26,6 @@ def spans_of(request: Request) -> tuple[MultimodalSpan, ...]:
     return tuple(
         MultimodalSpan(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
         for feature in request.mm_features
-    )
-
-
-def counts_media(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM names inputs by a counter. Their users' own uuids look the same to us."""
-    media = vllm_config.model_config.multimodal_config
-    return (
-        media is not None
-        and media.mm_processor_cache_gb == 0
-        and not vllm_config.cache_config.enable_prefix_caching
     )
 
 

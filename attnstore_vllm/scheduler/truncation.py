@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnstore_vllm.config import TruncationConfig
-from attnstore_vllm.connector.block_names import hide_blocks, show_blocks
-from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.hints import Hints
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.block_names import hide_blocks, show_blocks
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request
 from attnstore_vllm.store.store import Store
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 
 
 @dataclass(slots=True)
-class StepPlan(KVConnectorMetadata):
+class StepPlan:
     """Scheduler side to workers: the copies of this step."""
 
     number: int = 0
@@ -41,7 +36,7 @@ class StepPlan(KVConnectorMetadata):
     """The report is to say whether the weights have changed."""
 
 
-class StepReport(KVConnectorWorkerMetadata):
+class StepReport:
     """Workers to scheduler side: plans that this many ranks have completed.
 
     Args:
@@ -77,8 +72,8 @@ class StepReport(KVConnectorWorkerMetadata):
         """By id, by rank."""
         self.weights_changed = weights_changed
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
-        assert isinstance(other, StepReport)
+    def aggregate(self, other: StepReport) -> None:
+        """Take in what another rank says of the same step."""
         self.ranks.update(other.ranks)
         self.given_up |= other.given_up
         self.freed.update(other.freed)
@@ -88,4 +83,3 @@ class StepReport(KVConnectorWorkerMetadata):
         self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
         for number, by_rank in other.adapters.items():
             self.adapters.setdefault(number, {}).update(by_rank)
-        return self

@@ -5,16 +5,50 @@ asks again and again while it has no room; and what the store has counted since 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from attnstore_vllm.connector.metrics import AttnStoreStats
-from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.index.chunk import Dram
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.types import Tier
 
 
-def count_wanted(stats: AttnStoreStats, state: RequestState, pieces: Sequence[Piece]) -> None:
+class StepStats:
+    """`data`: {"counters" and "gauges": {"name:label": n}, "observed": {"name": [n, ...]}}.
+
+    A plain dict of strings and numbers, because it crosses processes. connector/metrics.py has
+    what they mean.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {"counters": {}, "gauges": {}, "observed": {}}
+
+    def add(self, name: str, label: str, amount: float) -> None:
+        if amount:
+            counters = self.data["counters"]
+            counters[f"{name}:{label}"] = counters.get(f"{name}:{label}", 0) + amount
+
+    def set(self, name: str, label: str, value: float) -> None:
+        self.data["gauges"][f"{name}:{label}"] = value
+
+    def observe(self, name: str, value: float) -> None:
+        self.data["observed"].setdefault(name, []).append(value)
+
+    def aggregate(self, data: Mapping[str, Any]) -> None:
+        """Add what another one has as its data."""
+        for key, amount in data["counters"].items():
+            name, label = key.split(":")
+            self.add(name, label, amount)
+        self.data["gauges"].update(data["gauges"])
+        for name, values in data["observed"].items():
+            self.data["observed"].setdefault(name, []).extend(values)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+def count_wanted(stats: StepStats, state: RequestState, pieces: Sequence[Piece]) -> None:
     """The request is first offered a place: where is what it wants then?"""
     if state.was_asked:
         return
@@ -25,13 +59,13 @@ def count_wanted(stats: AttnStoreStats, state: RequestState, pieces: Sequence[Pi
     stats.add("wanted_tokens", Tier.NVME.value, wanted - in_dram)
 
 
-def count_recomputation(stats: AttnStoreStats, state: RequestState, cause: str) -> None:
+def count_recomputation(stats: StepStats, state: RequestState, cause: str) -> None:
     """Before count_offer."""
     if not state.counted:
         stats.add("recomputations", cause, 1)
 
 
-def count_offer(stats: AttnStoreStats, state: RequestState, tokens: Mapping[Tier, int]) -> None:
+def count_offer(stats: StepStats, state: RequestState, tokens: Mapping[Tier, int]) -> None:
     """The request's first answer."""
     if state.counted:
         return
@@ -52,7 +86,7 @@ class StoreFigures:
         self._token_bytes = token_bytes
         self._reported: dict[tuple[str, str], float] = {}
 
-    def add_to(self, stats: AttnStoreStats) -> None:
+    def add_to(self, stats: StepStats) -> None:
         """What has changed since the last call."""
         for event, count in self._store.counts().items():
             self._add(stats, "chunks", event, count)
@@ -65,6 +99,6 @@ class StoreFigures:
                 self._reported[name, label] = value
                 stats.set(name, label, value)
 
-    def _add(self, stats: AttnStoreStats, name: str, label: str, total: float) -> None:
+    def _add(self, stats: StepStats, name: str, label: str, total: float) -> None:
         stats.add(name, label, total - self._reported.get((name, label), 0))
         self._reported[name, label] = total

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
+from attnstore_vllm.scheduler.vllm_types import LoRARequest
 
 NO_ADAPTER = b""
 DEADLINE_S = 2.0
@@ -51,7 +49,8 @@ class Adapters:
         num_ranks: the identity is made of all ranks' answers.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._num_ranks = num_ranks
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._wanted: set[int] = set()
@@ -66,7 +65,7 @@ class Adapters:
 
     def ask(self) -> Asked:
         """A question of a request that has come, or has lost its blocks."""
-        return Asked(self._planned + 1, time.monotonic() + DEADLINE_S)
+        return Asked(self._planned + 1, self._clock() + DEADLINE_S)
 
     def answer(self, lora: LoRARequest, asked: Asked) -> tuple[bytes | None, bool]:
         """What the adapter is, None if the workers have not loaded it or have not said; and
@@ -75,7 +74,7 @@ class Adapters:
         if known is not None and known.number >= asked.number:
             return known.identity, False
         self._wanted.add(lora.lora_int_id)
-        return None, time.monotonic() < asked.until
+        return None, self._clock() < asked.until
 
     def plan(self, number: int, scheduled: Iterable[LoRARequest | None]) -> tuple[int, ...]:
         """The ids that plan `number` asks of: those wanted and those of its requests."""
