@@ -45,11 +45,9 @@ class VllmQueue:
         if new or self._placed:
             self._store.leave_queue([*new, *self._placed])
             for name in new:
-                request = self._running.pop(name, None)
-                if request is None:
-                    request = self._waiting.pop(name, None)
-                if request is not None:
-                    self._running[name] = request
+                begins = self._running.pop(name, None) or self._waiting.pop(name, None)
+                if begins is not None:
+                    self._running[name] = begins
         for request in back:
             if request.request_id not in self._placed:
                 self._look_up(request, states)

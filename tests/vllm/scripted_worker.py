@@ -22,6 +22,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.transfer.engine import CopyEngine
@@ -153,8 +154,9 @@ class ScriptedWorker:
         )
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        plan = output.kv_connector_metadata
-        assert isinstance(plan, StepPlan)
+        envelope = output.kv_connector_metadata
+        assert isinstance(envelope, PlanEnvelope)
+        plan = envelope.plan
         for request_id in output.finished_req_ids:
             self._rows.pop(request_id, None)
         self.between()
@@ -183,10 +185,10 @@ class ScriptedWorker:
         )
 
     def _report(self) -> KVConnectorOutput:
-        freed, received, failed = self.side.take_finished()
+        (freed, received, failed), report = self.side.take_finished(), self.side.take_report()
         return KVConnectorOutput(
             finished_sending=freed, finished_recving=received | failed, failed_recving=failed,
-            kv_connector_worker_meta=self.side.take_report(),
+            kv_connector_worker_meta=None if report is None else ReportEnvelope(report),
         )  # fmt: skip
 
     def change_base(self) -> None:
