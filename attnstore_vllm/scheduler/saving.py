@@ -40,12 +40,12 @@ class Saving:
         if not state.may_save:
             return
         size = self._geometry.chunk_tokens
-        if computed // size <= state.num_chunks_seen:
+        if computed // size <= state.computing.chunks_seen:
             return
         sequence = state.sequence
-        for number in range(state.num_chunks_seen, computed // size):
+        for number in range(state.computing.chunks_seen, computed // size):
             self._save(state, sequence.name(number, state.tenant), number, block_ids)
-        state.num_chunks_seen = computed // size
+        state.computing.chunks_seen = computed // size
 
     def save_rest(self, state: RequestState, block_ids: Sequence[int]) -> None:
         """What is left of a request that has ended, the tail included."""
@@ -55,7 +55,8 @@ class Saving:
         # What is in flight counts as computed for vLLM, and is not.
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         computed = min(computed, request.num_tokens, len(block_ids) * self._geometry.block_tokens)
-        computed = min(computed, state.scheduled_stop)  # else another connector may be loading it
+        # Else another connector may be loading it.
+        computed = min(computed, state.computing.scheduled_stop)
         computed = min(computed, state.usable_tokens())
         if computed > 0 and state.may_save:
             self.save_chunks(state, computed, block_ids)
@@ -78,7 +79,7 @@ class Saving:
     ) -> None:
         chunk = self._store.begin_save(
             name, state.run(number), state.pin_s(name.position),
-            again=name.position >= state.computed_from,
+            again=name.position >= state.computing.first,
         )  # fmt: skip
         self._truncation.saved(state, name)
         if chunk is None:

@@ -23,8 +23,8 @@ from attnstore_vllm.scheduler.adapters import Adapters
 from attnstore_vllm.scheduler.block_names import hide_session
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
+from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.open_plans import OpenPlans
-from attnstore_vllm.scheduler.placing import plan_pieces
 from attnstore_vllm.scheduler.prefetching import prefetch
 from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
@@ -37,16 +37,12 @@ from attnstore_vllm.scheduler.saving import Saving
 from attnstore_vllm.scheduler.stats import (
     StepStats,
     StoreFigures,
-    count_offer,
-    count_recomputation,
-    count_wanted,
 )
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_queue import VllmQueue
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput
 from attnstore_vllm.scheduler.waiting import Clock, Costs, Waits
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.transfer import moves
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.types import Tier
 
@@ -110,14 +106,12 @@ class Scheduler:
         self.store = store
         self._lock = lock
         self._geometry = geometry
-        self._rank_token_bytes = geometry.rank_bytes // geometry.chunk_tokens
         self._names = names
         self._watch = ResetWatch()
         self._adapters = Adapters(geometry.num_ranks, clock)
         self._has_adapters = False
         """Some request has had one."""
         self._requests: dict[str, RequestState] = {}
-        self._offered: list[RequestState] = []
         self._plans = OpenPlans(
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
@@ -136,10 +130,14 @@ class Scheduler:
             clock=clock,
         )  # fmt: skip
         self._waits = Waits(store, self._costs, clock)
+        self._offers = Offers(
+            store, geometry, self._costs, self._waits, self._plans, self._truncation
+        )
         self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
+        self._offers.kv_cache_manager = manager
         self._watch.bind(manager)
 
     # ---- a request comes ---------------------------------------------------------------
@@ -163,9 +161,8 @@ class Scheduler:
         adapter = self._adapters.identity(lora)
         state = make_state(request, namespace, adapter, self._geometry.chunk_tokens, self._media)
         self._requests[request.request_id] = state
-        hints = self._hints.read(request.kv_transfer_params)
+        state.hints = hints = self._hints.read(request.kv_transfer_params)
         state.stores = hints.store and not is_doubtful
-        state.terms, state.reports = hints.terms, hints.report
         self._truncation.note(state, hints)
         self._stats.add("hints", "applied", hints.applied)
         self._stats.add("hints", "ignored", hints.ignored)
@@ -176,10 +173,10 @@ class Scheduler:
         request = state.request
         num_tokens = max(1, min(request.num_tokens, state.usable_tokens()))
         pieces, state.visit = self.store.arrive(
-            request.request_id, state.sequence, num_tokens, MIN_LOAD_TOKENS, state.terms
+            request.request_id, state.sequence, num_tokens, MIN_LOAD_TOKENS, state.hints.terms
         )
         state.expect(pieces)
-        state.coming = pieces
+        state.waiting.coming = pieces
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -189,7 +186,7 @@ class Scheduler:
             return None, False
         if state is None or state.load_failed:
             return 0, False
-        self._withdraw(state)
+        self._offers.withdraw(state)
         self._truncation.take_back(state)  # it has lost its blocks: vLLM asks of no others
         if request.lora_request is not None:
             state.asked = state.asked or self._adapters.ask()
@@ -199,50 +196,7 @@ class Scheduler:
             state.be_of(adapter)
         if state.visit is None:
             self._look_up(state)
-        if self._waits.goes_on(state):
-            count_wanted(self._stats, state, state.coming)
-            return None, False
-        # One token is left to compute: vLLM needs its logits.
-        stop = max(num_computed_tokens, min(request.num_tokens - 1, state.usable_tokens()))
-        pieces = self.store.find(
-            state.sequence, num_computed_tokens, stop, MIN_LOAD_TOKENS,
-            request_id=request.request_id, visit=state.visit,
-        )  # fmt: skip
-        state.expect(pieces)
-        count_wanted(self._stats, state, pieces)
-        held = self.store.hold_ready(pieces, state.sequence, stop)
-        ready_stop = held[-1].stop if held else num_computed_tokens
-        cause = "lost"
-        if len(held) < len(pieces):
-            late = self._costs.why_not_wait(state, ready_stop, pieces[len(held) :])
-            if late is None:
-                self.store.release(piece.chunk for piece in held)
-                self._waits.add(state, pieces)
-                return None, False
-            cause = late
-        self._costs.end_wait(state, self._stats)
-        self._waits.answered(state)
-        num_tokens = ready_stop - num_computed_tokens
-        if held and not self._costs.copy_pays(num_computed_tokens, ready_stop):
-            cause, num_tokens = "slower", 0
-        # A rest that is too short to be loaded is computed in any case.
-        if state.expected_stop - num_computed_tokens - num_tokens >= MIN_LOAD_TOKENS:
-            count_recomputation(self._stats, state, cause)
-        state.computed_from = num_computed_tokens
-        count_offer(self._stats, state, self.store.tiers(held if num_tokens else ()))
-        if num_tokens < MIN_LOAD_TOKENS:
-            self.store.release(piece.chunk for piece in held)
-            return 0, False
-        state.offer, state.offer_start = held, num_computed_tokens
-        self._truncation.offer(state, held, self._kv_cache_manager)
-        # Moved KV is complete before the forward pass: it fills blocks token by token.
-        state.layers_before = 0 if state.moved is not None else self._costs.layers_before(
-            num_tokens * self._rank_token_bytes,
-            self._plans.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
-            ready_stop, request.num_tokens,
-        )  # fmt: skip
-        self._offered.append(state)
-        return num_tokens, state.layers_before > 0
+        return self._offers.ask(state, num_computed_tokens, self._stats)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
@@ -250,45 +204,19 @@ class Scheduler:
         state = self._requests.get(request.request_id)
         if state is None or num_external_tokens == 0:
             return
-        start = state.offer_start
-        stop = start + num_external_tokens
-        used = [piece for piece in state.offer if piece.start < stop]
-        assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
-        copies, moved = plan_pieces(used, block_ids, start, stop, self._geometry)
-        self.store.release(piece.chunk for piece in state.offer[len(used) :])
-        state.sources = self.store.tiers(used)
-        for tier, tokens in state.sources.items():
-            self._stats.add("loaded_tokens", tier.value, tokens)
-        if not state.layers_before:
-            self._costs.load_tokens += num_external_tokens
-        elif self._queue is not None:
+        runs_ahead = self._offers.take(state, block_ids, num_external_tokens, self._stats)
+        if runs_ahead and self._queue is not None:
             self._queue.on_placed(request.request_id)
-        state.computed_from = stop
-        self._plans.load(
-            request.request_id, [piece.chunk for piece in used], copies, moved,
-            is_partial=stop % self._geometry.block_tokens != 0, layers_before=state.layers_before,
-        )  # fmt: skip
-        state.offer = []
-        state.deadline = None
-        if start == 0:  # whole chunks of it are stored, since that is where they come from
-            state.num_chunks_seen = max(state.num_chunks_seen, stop // self._geometry.chunk_tokens)
-        self._truncation.taken(state, used, stop)
-        self._stats.add("moved_tokens", "dram", moves.num_tokens(moved))
-        for piece in used:
-            if piece.first is None:
-                self._truncation.found(state, piece.chunk.name)
 
     def sources(self, request: Request) -> dict[Tier, int]:
         """Tokens of the request's last load, by the tier they were in."""
         state = self._requests.get(request.request_id)
-        return state.sources if state is not None else {}
+        return state.counted.sources if state is not None else {}
 
     # ---- a step ------------------------------------------------------------------------
 
     def build_step(self, output: SchedulerOutput) -> StepPlan:
-        for unclaimed in self._offered:
-            self._withdraw(unclaimed)
-        self._offered.clear()
+        self._offers.end_schedule()
         if self._queue is not None:
             self._queue.on_step(output, self._requests)
         preempted = self._requests.keys() & (output.preempted_req_ids or ())
@@ -301,14 +229,14 @@ class Scheduler:
                 self._truncation.take_back(self._requests[request_id])
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or not state.stores or state.outdated:
+            if state is None or not state.stores or state.computing.is_outdated:
                 continue
             request = state.request
-            state.scheduled_stop = request.num_computed_tokens + num_scheduled
+            state.computing.scheduled_stop = request.num_computed_tokens + num_scheduled
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
             # token is beyond num_tokens until it is accepted, and so is never saved.
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-            has_more = computed // self._geometry.chunk_tokens > state.num_chunks_seen
+            has_more = computed // self._geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._block_ids(request_id))
         plan = self._plans.take_plan()
@@ -348,11 +276,11 @@ class Scheduler:
             logger.warning("LoRA adapters %s were replaced; their KV is stored anew", changed)
         for state in self._requests.values():
             lora = state.request.lora_request
-            if lora is None or not state.scheduled_stop:
+            if lora is None or not state.computing.scheduled_stop:
                 continue
             adapter = self._adapters.identity(lora)
             if lora.lora_int_id in changed:
-                state.outdated = True
+                state.computing.is_outdated = True
             elif state.adapter is None and adapter is not None:
                 state.be_of(adapter)
 
@@ -376,7 +304,7 @@ class Scheduler:
 
     def _save_anew(self) -> None:
         for state in self._requests.values():
-            state.num_chunks_seen = 0
+            state.computing.chunks_seen = 0
 
     # ---- a request goes ----------------------------------------------------------------
 
@@ -392,17 +320,11 @@ class Scheduler:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False, None
-        self._withdraw(state)
+        self._offers.withdraw(state)
         self._saving.save_rest(state, block_ids)
         report = self._truncation.finished(state)
         keeps = self._plans.finished(request.request_id)
         return keeps, None if report is None else {SECTION: report}
-
-    def _withdraw(self, state: RequestState) -> None:
-        if state.offer:
-            self.store.release(piece.chunk for piece in state.offer)
-            state.offer = []
-            self._truncation.take_back(state)
 
     # ---- the rest ----------------------------------------------------------------------
 
@@ -417,9 +339,9 @@ class Scheduler:
     def reset(self) -> bool:
         """Drop every tier. Chunks that the workers copy now are dropped when they are done."""
         for state in self._requests.values():
-            self._withdraw(state)
+            self._offers.withdraw(state)
             # Computed with what is being replaced: must not come back under the same name.
-            state.outdated = True
+            state.computing.is_outdated = True
         return self.store.reset()
 
     def take_stats(self) -> StepStats | None:
@@ -437,6 +359,6 @@ class Scheduler:
     def check_quiet(self) -> None:
         """Assert that nothing is held or in flight. For tests, after the last request."""
         assert not self._plans.any_open()
-        assert not any(state.offer for state in self._requests.values())
+        assert not any(state.offered for state in self._requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0

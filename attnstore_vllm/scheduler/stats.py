@@ -50,9 +50,9 @@ class StepStats:
 
 def count_wanted(stats: StepStats, state: RequestState, pieces: Sequence[Piece]) -> None:
     """The request is first offered a place: where is what it wants then?"""
-    if state.was_asked:
+    if state.counted.wanted:
         return
-    state.was_asked = True
+    state.counted.wanted = True
     in_dram = sum(p.stop - p.start for p in pieces if p.chunk.dram is Dram.READY)
     wanted = sum(piece.stop - piece.start for piece in pieces)
     stats.add("wanted_tokens", Tier.DRAM.value, in_dram)
@@ -61,17 +61,27 @@ def count_wanted(stats: StepStats, state: RequestState, pieces: Sequence[Piece])
 
 def count_recomputation(stats: StepStats, state: RequestState, cause: str) -> None:
     """Before count_offer."""
-    if not state.counted:
+    if not state.counted.offered:
         stats.add("recomputations", cause, 1)
 
 
 def count_offer(stats: StepStats, state: RequestState, tokens: Mapping[Tier, int]) -> None:
     """The request's first answer."""
-    if state.counted:
+    if state.counted.offered:
         return
-    state.counted = True
+    state.counted.offered = True
     for tier, number in tokens.items():
         stats.add("offered_tokens", tier.value, number)
+
+
+def count_taken(
+    stats: StepStats, state: RequestState, sources: dict[Tier, int], moved_tokens: int
+) -> None:
+    """vLLM has taken an offer."""
+    state.counted.sources = sources
+    for tier, tokens in sources.items():
+        stats.add("loaded_tokens", tier.value, tokens)
+    stats.add("moved_tokens", Tier.DRAM.value, moved_tokens)
 
 
 class StoreFigures:

@@ -102,7 +102,7 @@ class Truncation:
         # Not a sum: a request that was preempted may be served so again.
         state.moved_tokens = max(state.moved_tokens, stop - moved[0].start)
         # What lies between is stored already, where it was computed.
-        state.num_chunks_seen = stop // state.chunk_tokens
+        state.computing.chunks_seen = stop // state.chunk_tokens
 
     def found(self, state: RequestState, name: ChunkName) -> None:
         """A chunk is stored, and the request has KV of it in its place: so it is exact."""
@@ -122,7 +122,7 @@ class Truncation:
     def finished(self, state: RequestState) -> dict[str, Any] | None:
         """What the response says, if the request asked."""
         self._shown.pop(state.request.request_id, None)
-        return {"moved_tokens": state.moved_tokens} if state.reports else None
+        return {"moved_tokens": state.moved_tokens} if state.hints.report else None
 
     # ---- vLLM's prefix cache -----------------------------------------------------------
 

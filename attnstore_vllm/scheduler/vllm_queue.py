@@ -78,7 +78,9 @@ class VllmQueue:
     def _look_up(self, request: Request, states: Mapping[str, RequestState]) -> None:
         """What a preempted request will want again."""
         state = states.get(request.request_id)
-        if state is not None and not state.outdated and request.request_id in self._waiting:
+        if state is None or state.computing.is_outdated:
+            return
+        if request.request_id in self._waiting:
             self._store.find(
                 state.sequence, 0, request.num_tokens - 1, MIN_LOAD_TOKENS,
                 request_id=request.request_id, visit=state.visit,

@@ -173,9 +173,9 @@ class Costs:
 
     def deadline(self, state: RequestState, now: float) -> float:
         """Until when the request waits at most, from when it was first asked for."""
-        if state.deadline is None:
-            state.deadline = now + self._load_deadline_s
-        return state.deadline
+        if state.waiting.deadline is None:
+            state.waiting.deadline = now + self._load_deadline_s
+        return state.waiting.deadline
 
     def why_not_wait(
         self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
@@ -191,22 +191,22 @@ class Costs:
             number = pieces_to_wait_for(ready_stop, stops, arrivals, self._steps)
             if number == 0 and self._computes_if_sooner:
                 return "slower"
-        if state.waiting_since is None:
-            state.waiting_since = now
-        if state.wait_forecast is None and number > 0 and arrivals is not None:
-            state.wait_forecast = now, arrivals[number - 1]
+        if state.waiting.since is None:
+            state.waiting.since = now
+        if state.waiting.forecast is None and number > 0 and arrivals is not None:
+            state.waiting.forecast = now, arrivals[number - 1]
         return None
 
     def end_wait(self, state: RequestState, stats: StepStats) -> None:
         """The request has its answer."""
-        if state.waiting_since is None:
+        if state.waiting.since is None:
             return
         now = self._clock()
-        stats.observe("wait_seconds", now - state.waiting_since)
-        if state.wait_forecast is not None:
-            said_at, seconds = state.wait_forecast
+        stats.observe("wait_seconds", now - state.waiting.since)
+        if state.waiting.forecast is not None:
+            said_at, seconds = state.waiting.forecast
             stats.observe("wait_over_forecast", (now - said_at) / max(seconds, 1e-6))
-        state.waiting_since = state.wait_forecast = None
+        state.waiting.since = state.waiting.forecast = None
 
 
 class Waits:
@@ -229,21 +229,21 @@ class Waits:
         """Whether the request waits on without another look. Cost: some microseconds."""
         self._looking = False
         # What had its answer does not wait: vLLM only had no room for it.
-        if state.is_answered or not self._store.is_hungry(state.request.request_id):
+        if state.waiting.is_answered or not self._store.is_hungry(state.request.request_id):
             return False
-        if state.look < self._round:
+        if state.waiting.round < self._round:
             if self._num_looks < WAITS_MAX:
                 self._num_looks += 1
                 self._looking = True
-                state.look = self._round
+                state.waiting.round = self._round
                 return False
             self._is_behind = True
         now = self._clock()
         if now >= self._costs.deadline(state, now):
             return False
-        if state.waiting_since is None:
-            state.waiting_since = now
-        self._note(state.coming)
+        if state.waiting.since is None:
+            state.waiting.since = now
+        self._note(state.waiting.coming)
         return True
 
     def answered(self, state: RequestState) -> None:
@@ -251,11 +251,11 @@ class Waits:
         have an answer in a step is limited by what vLLM can start."""
         self._num_looks -= self._looking
         self._looking = False
-        state.is_answered, state.coming = True, ()
+        state.waiting.is_answered, state.waiting.coming = True, ()
 
     def add(self, state: RequestState, pieces: Sequence[Piece]) -> None:
         """It was worked out that the request should wait for these."""
-        state.is_answered, state.coming = False, pieces
+        state.waiting.is_answered, state.waiting.coming = False, pieces
         self._note(pieces)
 
     def _note(self, pieces: Sequence[Piece]) -> None:

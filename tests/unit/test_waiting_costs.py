@@ -83,7 +83,7 @@ def test_a_wait_before_its_forecast(clock: Clock) -> None:
     """Others had the first looks, then the disk was not known: the forecast runs from its own
     time on, the wait from the beginning."""
     rig = Rig(clock)
-    rig.state.waiting_since = 49.0
+    rig.state.waiting.since = 49.0
     assert rig.ask(None) is None
     clock.now += 0.25
     assert rig.ask([0.5, 30.0, 30.0]) is None

@@ -41,7 +41,7 @@ class Rig:
         self.store.hungry.add(name)
         state = RequestState(request(name), namespace=b"", tenant=b"", chunk_tokens=256)
         coming: Any = [name]
-        state.coming = coming
+        state.waiting.coming = coming
         return state
 
     def step(self, states: list[RequestState], computed: str = "") -> list[RequestState]:
@@ -57,7 +57,7 @@ class Rig:
                 if state.request.request_id in computed.split():
                     self.waits.answered(state)
                 else:
-                    self.waits.add(state, state.coming)
+                    self.waits.add(state, state.waiting.coming)
         self.waits.end_step(is_empty=True)
         return looked
 
@@ -100,7 +100,7 @@ def test_who_has_an_answer_takes_no_looks_from_others(rig: Rig) -> None:
     states = [rig.request(str(n)) for n in range(60)]
     computed = " ".join(str(n) for n in range(50))
     assert rig.step(states, computed) == states[: 50 + WAITS_MAX]
-    assert not states[0].coming, "what it wanted is not kept alive by it"
+    assert not states[0].waiting.coming, "what it wanted is not kept alive by it"
 
 
 def test_an_answer_is_not_forgotten_while_vllm_has_no_room(rig: Rig) -> None:
@@ -108,7 +108,7 @@ def test_an_answer_is_not_forgotten_while_vllm_has_no_room(rig: Rig) -> None:
     for _ in range(10):
         assert states[0] in rig.step(states, "0")
         rig.clock.now += 0.001
-    assert states[0].waiting_since is None
+    assert states[0].waiting.since is None
     assert rig.step(states[:1]) == states[:1]  # now it should wait
     assert rig.step(states[:1]) == []
 
@@ -116,8 +116,8 @@ def test_an_answer_is_not_forgotten_while_vllm_has_no_room(rig: Rig) -> None:
 def test_the_deadline_runs_from_the_first_ask_for_all(rig: Rig) -> None:
     states = [rig.request(str(n)) for n in range(40)]
     rig.step(states)
-    assert {state.deadline for state in states[WAITS_MAX:]} == {50.0 + DEADLINE_S}
-    assert {state.waiting_since for state in states[WAITS_MAX:]} == {50.0}
+    assert {state.waiting.deadline for state in states[WAITS_MAX:]} == {50.0 + DEADLINE_S}
+    assert {state.waiting.since for state in states[WAITS_MAX:]} == {50.0}
     rig.clock.now += DEADLINE_S
     assert not any(rig.waits.goes_on(state) for state in states[WAITS_MAX:])
 

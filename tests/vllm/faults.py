@@ -78,7 +78,7 @@ def tail_too_long(engine: Any) -> Undo:
     def faulty(request: Any, block_ids: Any) -> bool:
         state = engine.side._requests.get(request.request_id)
         if state is not None:
-            state.scheduled_stop += 1
+            state.computing.scheduled_stop += 1
         kept: bool = finished(request, block_ids)
         return kept
 
@@ -128,7 +128,7 @@ def nobody_bypasses(engine: Any) -> Undo:
 
 def offers_kept(engine: Any) -> Undo:
     """What is offered and not taken is held for ever."""
-    return _replace(engine.side, "_withdraw", lambda state: None)
+    return _replace(engine.side._offers, "withdraw", lambda state: None)
 
 
 def reset_without_effect(engine: Any) -> Undo:
