@@ -211,6 +211,9 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         freed, received, failed = self._worker.take_finished()
         return KVConnectorTransferResults(freed, received | failed, failed)
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._worker.take_report() if self._worker is not None else None
         return None if report is None else ReportEnvelope(report)

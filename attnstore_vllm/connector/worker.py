@@ -223,6 +223,17 @@ class Worker:
         self._freed = self._saves.take_freed()
         return self._freed, *self._loads.take_received()
 
+    def failed_blocks(self) -> set[int]:
+        """Blocks with KV of an adapter that was another one when the step began."""
+        checks, self._plan.checks = self._plan.checks, []
+        now = self._adapters.tell(check.lora_id for check in checks)
+        failed: set[int] = set()
+        for check in checks:
+            wanted = check.digests[self._rank] if check.digests else None
+            if wanted is None or now.get(check.lora_id) != wanted:
+                failed.update(check.block_ids)
+        return failed
+
     def take_report(self) -> StepReport:
         """After take_finished()."""
         saved, given_up = self._saves.take_finished()

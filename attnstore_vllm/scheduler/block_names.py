@@ -47,6 +47,15 @@ def show_blocks(request: Request, first: int, hasher: Any) -> None:
     request.update_block_hashes()
 
 
+def drop_in_flight(request: Request) -> None:
+    """vLLM computes a running request again, from blocks on whose load has failed: what steps in
+    flight sample for it comes from what was wrong. As vLLM does when it preempts in a reset."""
+    request.spec_token_ids = []
+    request.num_output_placeholders = 0
+    request.num_stale_output_tokens = request.num_in_flight_tokens
+    request.drop_stale_output = True
+
+
 def hide_session(request: Request, block_tokens: int) -> None:
     """Of a session that has come, hide all blocks but those of its first input.
 

@@ -10,6 +10,17 @@ from dataclasses import dataclass, field
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 
 
+@dataclass(frozen=True, slots=True)
+class LoadCheck:
+    """A request computes for the first time behind stored KV of an adapter."""
+
+    lora_id: int
+    digests: tuple[bytes | None, ...]
+    """By rank: what the adapter was when the KV was offered."""
+    block_ids: tuple[int, ...]
+    """With that KV. Where the adapter is another one now, vLLM is to compute them."""
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Scheduler side to workers: the copies of this step."""
@@ -30,6 +41,7 @@ class StepPlan:
     """The forward pass may be a CUDA graph that calls no hook."""
     adapters: tuple[int, ...] = ()
     """LoRA ids of which the workers are to say what they are when the step ends."""
+    checks: list[LoadCheck] = field(default_factory=list)
     is_idle: bool = False
     """The scheduler side does without the store: so do the workers, and give back their memory."""
     looks_at_weights: bool = False

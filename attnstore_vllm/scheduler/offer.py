@@ -129,6 +129,9 @@ class Offers:
             layers_before=offered.layers_before,
         )  # fmt: skip
         state.waiting.deadline, state.computing.first = None, stop
+        if state.request.lora_request is not None:
+            size = self._geometry.block_tokens
+            state.computing.unchecked = tuple(block_ids[start // size : -(-stop // size)])
         if start == 0:  # whole chunks of it are stored, since that is where they come from
             whole = stop // self._geometry.chunk_tokens
             state.computing.chunks_seen = max(state.computing.chunks_seen, whole)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.scheduler.adapters import Adapters
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
+from attnstore_vllm.scheduler.vllm_types import LoRARequest
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.moves import MovedRun
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
@@ -29,6 +31,9 @@ class _Open:
     request_id: str
     ranks_left: int
     is_given_up: bool = False
+    lora: LoRARequest | None = None
+    adapter: bytes | None = None
+    """Of a save: what its KV is said to be computed with."""
     is_void: bool = False
     """Of a save: its request has lost the blocks, and may have others by now."""
 
@@ -87,11 +92,23 @@ class OpenPlans:
         self._add(plan, Flow.LOAD, chunks)
         self._loading[request_id] = plan.plan_id
 
-    def save(self, request_id: str, chunk: Chunk, copies: tuple[ChunkCopy, ...]) -> None:
-        """`chunk`, which the store has begun to save, is filled when this step ends."""
+    def save(
+        self,
+        request_id: str,
+        chunk: Chunk,
+        copies: tuple[ChunkCopy, ...],
+        lora: LoRARequest | None = None,
+        adapter: bytes | None = None,
+    ) -> None:
+        """`chunk`, which the store has begun to save, is filled when this step ends.
+
+        Args:
+            lora, adapter: of its request, and what the adapter is taken for.
+        """
         plan = TransferPlan(next(self._ids), request_id, copies)
         self._plan.saves.append(plan)
         self._add(plan, Flow.SAVE, [chunk])
+        self._open[plan.plan_id].lora, self._open[plan.plan_id].adapter = lora, adapter
         self._saving_blocks += plan.num_blocks
 
     def _add(self, plan: TransferPlan, flow: Flow, chunks: list[Chunk]) -> None:
@@ -185,6 +202,22 @@ class OpenPlans:
     def saving(self) -> list[Chunk]:
         """The chunks that are being saved."""
         return [c for o in self._open.values() if o.flow is Flow.SAVE for c in o.chunks]
+
+    def saving_of_others(
+        self, told: Collection[int], mixed: Collection[str], adapters: Adapters
+    ) -> list[Chunk]:
+        """The chunks that are being saved under an adapter that is another one.
+
+        Args:
+            told: ids of adapters of which a report has come.
+            mixed: names that have stood for two.
+        """
+        return [
+            chunk for o in self._open.values() if o.flow is Flow.SAVE and o.lora is not None
+            if (o.lora.lora_int_id in told and adapters.identity(o.lora) != o.adapter)
+            or o.lora.lora_name in mixed
+            for chunk in o.chunks
+        ]  # fmt: skip
 
     def keeps_blocks(self) -> bool:
         """Whether vLLM keeps blocks of finished requests that will soon come free by themselves.

@@ -82,7 +82,11 @@ class Computing:
     chunks_seen: int = 0
     """Whole chunks that were offered to the store for saving, from the first on."""
     is_outdated: bool = False
-    """Part of its KV is from before a reset: nothing of it is saved."""
+    """Part of its KV is from before a reset, or of another adapter: nothing of it is saved."""
+    unchecked: tuple[int, ...] = ()
+    """Blocks with stored KV of its adapter, before its first step behind it."""
+    checked_in: int = 0
+    """The number of that step."""
 
 
 @dataclass(slots=True)
@@ -150,7 +154,7 @@ class RequestState:
     def begin_anew(self) -> None:
         """It was preempted: it may wait again, and will have other blocks."""
         self.waiting.deadline, self.waiting.is_answered = None, False
-        self.computing.scheduled_stop = 0
+        self.computing.scheduled_stop, self.computing.unchecked = 0, ()
         self.asked = None
 
     def usable_tokens(self) -> int:
@@ -181,8 +185,8 @@ class RequestState:
         """Under which chunk `number` of the request is saved."""
         return None if self.visit is None else self.visit.run(number)
 
-    def be_of(self, adapter: bytes) -> None:
-        """From now on its KV is computed with this adapter."""
+    def be_of(self, adapter: bytes | None) -> None:
+        """From now on its KV is computed with this adapter; None: with one that nobody knows."""
         if adapter != self.adapter:
             self.adapter, self._root, self._sequence = adapter, None, None
             self.waiting.coming = ()

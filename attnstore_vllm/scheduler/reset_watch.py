@@ -10,6 +10,7 @@ they were.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
@@ -19,9 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class ResetWatch:
-    """All methods run on the scheduler's thread."""
+    """All methods run on the scheduler's thread.
 
-    def __init__(self) -> None:
+    Args:
+        on_reset: called when vLLM's prefix cache has been emptied.
+    """
+
+    def __init__(self, on_reset: Callable[[], None] = lambda: None) -> None:
+        self._on_reset = on_reset
         self._pool: Any = None
         self._blocks: object = None
         """vLLM's table of cached blocks: a reset puts another in its place."""
@@ -41,6 +47,7 @@ class ResetWatch:
         blocks = self._pool.cached_block_hash_to_block
         if blocks is not self._blocks:
             self._blocks, self._in_doubt, self._asked = blocks, True, None
+            self._on_reset()
         # Only a step in which requests are scheduled may look: until a pause is over, the
         # weights may still be about to change.
         self._is_wanted = self._in_doubt

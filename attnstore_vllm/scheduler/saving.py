@@ -88,4 +88,6 @@ class Saving:
             chunk.dram_slot, block_ids, name.position, name.num_tokens,
             block_tokens=self._geometry.block_tokens,
         )  # fmt: skip
-        self._plans.save(state.request.request_id, chunk, copies)
+        self._plans.save(
+            state.request.request_id, chunk, copies, state.request.lora_request, state.adapter
+        )

@@ -14,15 +14,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
 from attnstore_vllm.scheduler.adapters import Adapters
-from attnstore_vllm.scheduler.block_names import hide_session
+from attnstore_vllm.scheduler.block_names import drop_in_flight, hide_session
 from attnstore_vllm.scheduler.media import MediaNames
-from attnstore_vllm.scheduler.messages import StepPlan, StepReport
+from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.prefetching import prefetch
@@ -107,8 +107,8 @@ class Scheduler:
         self._lock = lock
         self._geometry = geometry
         self._names = names
-        self._watch = ResetWatch()
         self._adapters = Adapters(geometry.num_ranks, clock)
+        self._watch = ResetWatch(self._adapters.hbm_is_empty)
         self._has_adapters = False
         """Some request has had one."""
         self._requests: dict[str, RequestState] = {}
@@ -151,14 +151,14 @@ class Scheduler:
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
+        self._has_adapters = self._has_adapters or request.lora_request is not None
+        self._adapters.enter(request)
         is_doubtful = request.resumable and self._overcounts_drafts
         if is_doubtful and self._kv_cache_manager is not None:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
         if bypasses(request) or not self._hints.may_share(request.cache_salt) or namespace is None:
             return
-        lora = request.lora_request
-        self._has_adapters = self._has_adapters or lora is not None
-        adapter = self._adapters.identity(lora)
+        adapter = self._adapters.identity(request.lora_request)
         state = make_state(request, namespace, adapter, self._geometry.chunk_tokens, self._media)
         self._requests[request.request_id] = state
         state.hints = hints = self._hints.read(request.kv_transfer_params)
@@ -191,9 +191,11 @@ class Scheduler:
         if request.lora_request is not None:
             state.asked = state.asked or self._adapters.ask()
             adapter, waits = self._adapters.answer(request.lora_request, state.asked)
+            state.be_of(adapter)
+            if self._adapters.may_be_mixed(request, num_computed_tokens):
+                state.computing.is_outdated = True
             if adapter is None:
                 return (None if waits else 0), False
-            state.be_of(adapter)
         if state.visit is None:
             self._look_up(state)
         return self._offers.ask(state, num_computed_tokens, self._stats)
@@ -244,12 +246,26 @@ class Scheduler:
         plan.number = self._costs.step_planned(output)
         self._watch.add_to(plan)
         if self._has_adapters:
-            states = map(self._requests.get, output.num_scheduled_tokens)
-            plan.adapters = self._adapters.plan(
-                plan.number, (state.request.lora_request for state in states if state is not None)
-            )
+            plan.adapters = self._adapters.plan(plan.number, output.num_scheduled_tokens)
+            plan.checks = self._checks(plan.number, output.num_scheduled_tokens)
         self._waits.end_step(is_empty=not output.num_scheduled_tokens)
         return plan
+
+    def _checks(self, number: int, scheduled: Iterable[str]) -> list[LoadCheck]:
+        """Of requests that compute for the first time behind stored KV of an adapter."""
+        checks = []
+        for request_id in scheduled:
+            state = self._requests.get(request_id)
+            if state is None or not state.computing.unchecked:
+                continue
+            lora, computing = state.request.lora_request, state.computing
+            assert lora is not None
+            digests = self._adapters.digests(lora)
+            if self._adapters.identity(lora) != state.adapter:
+                digests = ()  # it was replaced since: no rank can have what was offered
+            checks.append(LoadCheck(lora.lora_int_id, digests, computing.unchecked))
+            computing.unchecked, computing.checked_in = (), number
+        return checks
 
     def _block_ids(self, request_id: str) -> Sequence[int]:
         assert self._kv_cache_manager is not None
@@ -260,29 +276,38 @@ class Scheduler:
         """Ranks have completed plans; a plan is complete when all of them have."""
         self._costs.step_ended(report, self._stats)
         if report.adapters:
-            self._on_adapters(self._adapters.on_report(report.number, report.adapters))
+            self._on_adapters(report)
         self._stats.add("chunks", "unsaved", self._plans.on_report(report))
         if self._watch.on_report(report):
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
 
-    def _on_adapters(self, changed: Collection[int]) -> None:
-        """Ranks have said what the adapters are; those of `changed` are not what they were.
+    def _on_adapters(self, report: StepReport) -> None:
+        """Ranks have said what the adapters were in that step.
 
-        What is being saved may be of either: it is dropped. What has begun is of both.
+        What is being saved under another identity is dropped, and nothing more of such requests is
+        saved: they may have KV of both.
         """
-        if changed:
-            self.on_failed_load()
-            logger.warning("LoRA adapters %s were replaced; their KV is stored anew", changed)
+        mixed = self._adapters.on_report(report.number, report.adapters)
+        wrong = self._plans.saving_of_others(report.adapters, mixed, self._adapters)
+        if wrong:
+            self.store.drop(wrong)
+            logger.warning("LoRA adapters were replaced; what was computed meanwhile is not kept")
         for state in self._requests.values():
-            lora = state.request.lora_request
-            if lora is None or not state.computing.scheduled_stop:
+            lora, computing = state.request.lora_request, state.computing
+            if lora is None or not computing.scheduled_stop:
                 continue
             adapter = self._adapters.identity(lora)
-            if lora.lora_int_id in changed:
-                state.computing.is_outdated = True
-            elif state.adapter is None and adapter is not None:
+            if lora.lora_name in mixed:
+                computing.is_outdated = True
+            if lora.lora_int_id not in report.adapters:
+                continue
+            if state.adapter is None and adapter is not None:
                 state.be_of(adapter)
+            elif state.adapter != adapter:
+                computing.is_outdated = True
+                if computing.checked_in == report.number:  # vLLM computes it (LoadCheck)
+                    drop_in_flight(state.request)
 
     def on_failed_requests(self, request_ids: Collection[str]) -> None:
         """Loads ahead of the step have failed on some rank; vLLM computes the requests."""
@@ -317,6 +342,7 @@ class Scheduler:
         """
         if self._queue is not None:
             self._queue.on_finished(request.request_id)
+        self._adapters.leave(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False, None

@@ -78,7 +78,7 @@ class VllmQueue:
     def _look_up(self, request: Request, states: Mapping[str, RequestState]) -> None:
         """What a preempted request will want again."""
         state = states.get(request.request_id)
-        if state is None or state.computing.is_outdated:
+        if state is None or state.computing.is_outdated or state.adapter is None:
             return
         if request.request_id in self._waiting:
             self._store.find(

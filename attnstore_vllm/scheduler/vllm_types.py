@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 class LoRARequest(Protocol):
     lora_int_id: int
+    lora_name: str
 
 
 class Request(Protocol):
@@ -29,6 +30,10 @@ class Request(Protocol):
     arrival_time: float
     num_computed_tokens: int
     num_in_flight_tokens: int
+    num_output_placeholders: int
+    num_stale_output_tokens: int
+    drop_stale_output: bool
+    spec_token_ids: list[int]
     num_prompt_tokens: int
     block_hashes: list[Any]
     _block_hasher: Callable[[Any], list[Any]] | None

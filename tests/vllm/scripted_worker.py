@@ -35,6 +35,8 @@ TOKEN_KV = 16
 """Bytes of KV a token has in a layer."""
 LAYERS = 3
 """Unless asked otherwise."""
+REFUSED = 999_999
+"""Sampled behind a load that has failed: no request may have it."""
 VOCAB = 50
 Kv = npt.NDArray[np.uint8]
 MakeEngine = Callable[[SharedPool, int, Geometry, list[LayerLayout]], CopyEngine]
@@ -79,6 +81,8 @@ class Row:
     name: str = ""
     is_deluded: bool = False
     """See ScriptedWorker.deluded."""
+    refused_from: int | None = None
+    """From this token on its KV is not right, and vLLM has been told: until it computes it."""
 
     def extend(self) -> None:
         extend_kv(self.kv, self.tokens, self.base, self.pictures)
@@ -142,6 +146,7 @@ class ScriptedWorker:
         """Called after the forward pass, before the step's end."""
         self.reports_first = False
         """The step's end comes after its report, as where a draft model runs in between."""
+        self._refused: set[int] = set()
         self._rows: dict[str, Row] = {}
         self._news: dict[str, NewRequestData] = {}
         self._random = Random(seed)
@@ -188,6 +193,7 @@ class ScriptedWorker:
         (freed, received, failed), report = self.side.take_finished(), self.side.take_report()
         return KVConnectorOutput(
             finished_sending=freed, finished_recving=received | failed, failed_recving=failed,
+            invalid_block_ids=self._refused,
             kv_connector_worker_meta=None if report is None else ReportEnvelope(report),
         )  # fmt: skip
 
@@ -217,6 +223,7 @@ class ScriptedWorker:
         self.between()
 
     def _forward(self, output: SchedulerOutput, *, replays: bool) -> dict[str, list[int]]:
+        self._refused = self.side.failed_blocks()
         starts: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             (block_ids,) = new.block_ids
@@ -244,11 +251,16 @@ class ScriptedWorker:
             elif new_blocks is not None:
                 row.block_ids += new_blocks[0]
             starts[request_id] = cached.num_computed_tokens[i]
+            if row.refused_from is not None and starts[request_id] <= row.refused_from:
+                self._align(row, request_id, cached.num_output_tokens[i])
         sampled: dict[str, list[int]] = {}
         runs: list[_Run] = []
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             row, start = self._rows[request_id], starts[request_id]
+            if self._refused.intersection(row.block_ids):
+                refused = [block in self._refused for block in row.block_ids]
+                row.refused_from = refused.index(True) * BLOCK
             if drafts:  # the scheduler counted drafts that were rejected since
                 start = len(row.tokens) - 1
             run, sampled[request_id] = self._run(row, start, num_scheduled - len(drafts), drafts)
@@ -274,13 +286,21 @@ class ScriptedWorker:
             return run, []
         accepted = self._random.randrange(len(drafts) + 1)
         new = [d if d >= 0 else self._random.randrange(VOCAB) for d in drafts[:accepted]]
-        new.append(self._random.randrange(VOCAB))
+        new.append(self._random.randrange(VOCAB) if row.refused_from is None else REFUSED)
         row.tokens += new
         row.extend()
         run.written += row.kv[stop : stop + accepted]
         run.written += [b"rejected".ljust(TOKEN_KV)] * (len(drafts) - accepted)
         self.rejected_tokens += len(drafts) - accepted
         return run, new
+
+    def _align(self, row: Row, request_id: str, num_output_tokens: int) -> None:
+        """vLLM has dropped what was sampled behind a load that failed; its runner does so too."""
+        prompt = self._news[request_id].prompt_token_ids
+        assert prompt is not None
+        del row.tokens[len(prompt) + num_output_tokens :]
+        del row.kv[len(row.tokens) :]
+        row.refused_from = None
 
     def _believe(self, row: Row, start: int) -> None:
         """Continue from what is in HBM, whatever it is."""
@@ -303,7 +323,8 @@ class ScriptedWorker:
             found = hbm[np.array(run.row.block_ids)].reshape(-1, TOKEN_KV)
             wanted = in_layer(run.kv + run.written, named)
             wrong = (found[: len(wanted)] != wanted).any(axis=1)
-            assert run.row.is_deluded or not wrong.any(), (
+            is_known = run.row.is_deluded or run.row.refused_from is not None
+            assert is_known or not wrong.any(), (
                 f"wrong KV at position {int(wrong.argmax())} of {run.start} computed tokens, "
                 f"layer {layer}"
             )

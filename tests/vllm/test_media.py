@@ -8,6 +8,7 @@ and a scripted model whose KV depends on what is seen.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,3 +170,14 @@ def test_a_counter_that_begins_anew(start: Any, caplog: pytest.LogCaptureFixture
 def test_a_name_that_lasts(start: Any) -> None:
     assert loaded(start(), "cat", "ab" * 32) == 0
     assert loaded(start(), "cat", "ab" * 32) > 100
+
+
+def test_a_users_uuid_that_is_slow_to_look_at() -> None:
+    """The `uuid` of a picture is its user's text, of any length. It is looked at on the scheduler's
+    thread, at each look-up and each save."""
+    uuid = ":renderer0-mm-0-" * (1 << 16) + "x"
+    names = MediaNames()
+    asked = request(uuid)
+    began = time.perf_counter()
+    names.named_tokens(asked)
+    assert time.perf_counter() - began < 0.2

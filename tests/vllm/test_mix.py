@@ -59,7 +59,7 @@ def an_adapter_is_known_for_good(patch: Patch) -> None:
     """Its first identity stays, whatever the workers say later."""
     on_report = adapters.Adapters.on_report
 
-    def only_once(self: Any, number: int, told: Any) -> set[int]:
+    def only_once(self: Any, number: int, told: Any) -> set[str]:
         new = {k: v for k, v in told.items() if k not in self._known}
         for lora_id in told.keys() & self._known.keys():
             self._known[lora_id].number = number
