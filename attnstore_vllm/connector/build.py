@@ -147,7 +147,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         by_layer=not vllm_config.parallel_config.use_ubatching,
         is_alone=_is_alone(),
         rotation=None if config.truncation is None else _rotation(vllm_config, kv_cache_config),
-        weights_changed=live.changed,
+        weights=live.look,
         own_files=live.own_files,
     )
 
@@ -255,6 +255,7 @@ def _scheduler(
         truncation=(truncation, why_not_moved), replays=_replays(vllm_config),
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
+        has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
     )  # fmt: skip
 
 

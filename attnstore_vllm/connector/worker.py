@@ -10,7 +10,7 @@ import torch
 from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.connector.rank import KvFacts, RankDescription
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.scheduler.messages import StepPlan, StepReport
+from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
@@ -40,7 +40,7 @@ class Worker:
         is_alone: no other connector writes to blocks.
         rotation: says how this model's KV is moved to other positions; given a block of one
             layer's KV tensor. Raises UnsupportedError with the reason why it cannot be.
-        weights_changed: since it was last asked.
+        weights: looks at them.
         own_files: see connector/weights.py.
     """
 
@@ -56,10 +56,10 @@ class Worker:
         by_layer: bool = True,
         is_alone: bool = True,
         rotation: Callable[[torch.Tensor], Rotation] | None = None,
-        weights_changed: Callable[[], bool] = lambda: False,
+        weights: Callable[[], Seen] = lambda: Seen.SAME,
         own_files: str | None = None,
     ) -> None:
-        self._weights_changed = weights_changed
+        self._weights = weights
         self._own_files = own_files
         self._rotation = rotation
         self._turns: Rotation | None = None
@@ -241,7 +241,7 @@ class Worker:
         return StepReport(
             self._plan.number, self._loads.take_finished() + saved, given_up, freed,
             self._waited_s, self._measured, self._rank, self._adapters.tell(self._plan.adapters),
-            self._plan.looks_at_weights and self._weights_changed(),
+            self._weights() if self._plan.looks_at_weights else Seen.NOTHING,
         )  # fmt: skip
 
     @property

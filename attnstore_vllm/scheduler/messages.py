@@ -6,8 +6,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
+
+
+class Seen(IntEnum):
+    """What a look at the live weights has shown. Of several ranks the largest counts."""
+
+    NOTHING = 0
+    """Nobody has looked."""
+    SAME = 1
+    UNKNOWN = 2
+    """This model's cannot be seen."""
+    CHANGED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,7 @@ class StepReport:
         load_wait_s: that forward passes waited for their loads: what they have cost.
         measured: bytes and seconds of copies from DRAM, of one rank.
         rank, adapters: what the adapters of the plan are on this rank; None: not loaded.
-        weights_changed: since they were last looked at; False if they were not.
+        weights: what a look at them has shown.
     """
 
     def __init__(
@@ -71,7 +83,7 @@ class StepReport:
         measured: Sequence[tuple[int, float]] = (),
         rank: int = 0,
         adapters: Mapping[int, bytes | None] | None = None,
-        weights_changed: bool = False,
+        weights: Seen = Seen.NOTHING,
     ) -> None:
         self.number = number
         self.given_up = set(given_up)
@@ -82,7 +94,7 @@ class StepReport:
         self.measured = list(measured)
         self.adapters = {number: {rank: told} for number, told in (adapters or {}).items()}
         """By id, by rank."""
-        self.weights_changed = weights_changed
+        self.weights = weights
 
     def aggregate(self, other: StepReport) -> None:
         """Take in what another rank says of the same step."""
@@ -90,7 +102,7 @@ class StepReport:
         self.given_up |= other.given_up
         self.freed.update(other.freed)
         self.load_wait_s = max(self.load_wait_s, other.load_wait_s)
-        self.weights_changed |= other.weights_changed
+        self.weights = max(self.weights, other.weights)
         # The slowest rank's: all wait for it.
         self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
         for number, by_rank in other.adapters.items():

@@ -79,6 +79,7 @@ class Scheduler:
             that calls no hook.
         media: says which pictures and sounds have names.
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
+        has_prefix_cache: vLLM has one, which is reset when weights are updated.
         clock: monotonic seconds.
     """
 
@@ -101,6 +102,7 @@ class Scheduler:
         replays: Callable[[Collection[int]], bool] = lambda _: False,
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
+        has_prefix_cache: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
@@ -111,6 +113,9 @@ class Scheduler:
         self._watch = ResetWatch(self._adapters.hbm_is_empty)
         self._has_adapters = False
         """Some request has had one."""
+        self._has_prefix_cache = has_prefix_cache
+        self._alive: set[str] = set()
+        """All requests of vLLM's, also those that the store does not serve."""
         self._requests: dict[str, RequestState] = {}
         self._plans = OpenPlans(
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
@@ -151,6 +156,9 @@ class Scheduler:
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
+        if not self._alive and not self._has_prefix_cache:
+            self._watch.doubt()
+        self._alive.add(request.request_id)
         self._has_adapters = self._has_adapters or request.lora_request is not None
         self._adapters.enter(request)
         is_doubtful = request.resumable and self._overcounts_drafts
@@ -343,6 +351,7 @@ class Scheduler:
         if self._queue is not None:
             self._queue.on_finished(request.request_id)
         self._adapters.leave(request.request_id)
+        self._alive.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False, None

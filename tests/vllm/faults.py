@@ -28,10 +28,10 @@ def _edit_loads(engine: Any, edit: Callable[[list[Any]], list[Any]]) -> Undo:
 
     def faulty(output: Any) -> Any:
         plan = build(output)
-        for i, load in enumerate(plan.loads):
+        for i, load in enumerate(plan.plan.loads):
             edited = edit(pages(load.copies).tolist())
             copies = tuple(ChunkCopy(slot, block, (block_id,)) for slot, block, block_id in edited)
-            plan.loads[i] = replace(load, copies=copies)
+            plan.plan.loads[i] = replace(load, copies=copies)
         return plan
 
     return _replace(connector, "build_connector_meta", faulty)

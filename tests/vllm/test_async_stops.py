@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
+from attnstore_vllm.scheduler.messages import Seen
 from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm import scripted_worker
@@ -167,11 +168,11 @@ def play_with_resets(engine: ScriptedEngine, seed: int, *, is_told: bool = True)
     random = Random(seed)
     seen = [_Weights.version]
 
-    def changed() -> bool:
+    def changed() -> Seen:
         seen.append(_Weights.version)
-        return seen[-1] != seen[-2]
+        return Seen.CHANGED if seen[-1] != seen[-2] else Seen.SAME
 
-    engine.worker.side._weights_changed = changed
+    engine.worker.side._weights = changed
     beginnings = [plain(random, 120) for _ in range(2)]
     for i in range(60):
         prompt = [*random.choice(beginnings)[: random.randrange(60, 120)], *plain(random, 10)]
