@@ -149,7 +149,7 @@ class _Hbm:
         self.names = list(self.connector._worker._layers)
 
     def blocks(self, kind: str, last_only: bool = False) -> list[int]:
-        return _blocks(getattr(self.connector._get_connector_metadata(), kind), last_only)
+        return _blocks(getattr(self.connector._get_connector_metadata().plan, kind), last_only)
 
     def load_all(self, start_load_kv: Any, context: Any) -> None:
         start_load_kv(context)
@@ -250,7 +250,7 @@ def rank_0_only(worker: Any) -> Undo:
 
     def faulty(context: Any) -> None:
         hbm.load_all(start, context)
-        for plan in hbm.connector._get_connector_metadata().loads:
+        for plan in hbm.connector._get_connector_metadata().plan.loads:
             for slot, block_in_chunk, block_id in pages(plan.copies).tolist():
                 for layer, kv in enumerate(hbm.layers):
                     at = layer * geometry.layer_bytes + block_in_chunk * geometry.page_bytes
