@@ -24,11 +24,11 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from attnstore_vllm.connector.messages import StepReport
-from attnstore_vllm.connector.scheduler import Scheduler
 from attnstore_vllm.connector.weights import Weights
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
+from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store

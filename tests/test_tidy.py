@@ -31,6 +31,17 @@ KNOWS = {
     "index": {"types", "policy", "index", "_native"},
     "transfer": {"errors", "types", "config", "machine", "transfer", "_native", "_native_cuda"},
     "store": {"errors", "types", "config", "index", "policy", "io", "transfer", "store"},
+    "scheduler": {
+        "errors",
+        "types",
+        "config",
+        "hints",
+        "index",
+        "policy",
+        "store",
+        "transfer",
+        "scheduler",
+    },
     "bench": {"errors", "bench"},  # any server's client: it knows nothing of ours
 }
 # The outermost frame of a thread of ours, where a bug of ours stops a tier and not the server; and

@@ -19,11 +19,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.live_model import LiveWeights, model_of
-from attnstore_vllm.connector.media import MediaNames, counts_media
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.rope import rotation_of
-from attnstore_vllm.connector.scheduler import Scheduler
 from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
@@ -32,6 +30,8 @@ from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
 from attnstore_vllm.policy.overlap import default_write_buffer_bytes
+from attnstore_vllm.scheduler.media import MediaNames
+from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
@@ -147,7 +147,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         by_layer=not vllm_config.parallel_config.use_ubatching,
         is_alone=_is_alone(),
         rotation=None if config.truncation is None else _rotation(vllm_config, kv_cache_config),
-        weights_changed=live.changed,
+        weights=live.look,
         own_files=live.own_files,
     )
 
@@ -255,7 +255,18 @@ def _scheduler(
         truncation=(truncation, why_not_moved), replays=_replays(vllm_config),
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
+        has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
     )  # fmt: skip
+
+
+def counts_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names inputs by a counter. Their users' own uuids look the same to us."""
+    media = vllm_config.model_config.multimodal_config
+    return (
+        media is not None
+        and media.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
 
 
 def _overcounts_drafts(vllm_config: VllmConfig) -> bool:

@@ -24,13 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from attnstore_vllm.connector.build import build_scheduler, build_worker
 from attnstore_vllm.connector.compat import hit_sources
+from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
 from attnstore_vllm.connector.live_facts import live_facts
 from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.connector.live_model import outermost
-from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
 from attnstore_vllm.connector.rank import REASON_MAX
-from attnstore_vllm.connector.scheduler import Scheduler
 from attnstore_vllm.connector.support import (
     check_interface,
     check_start,
@@ -40,6 +39,8 @@ from attnstore_vllm.connector.support import (
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import AttnStoreError, ConfigError
 from attnstore_vllm.plugin import check_early, log_as_vllm
+from attnstore_vllm.scheduler.messages import StepPlan
+from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.transfer.layout import LayerLayout
 
 if TYPE_CHECKING:
@@ -175,12 +176,12 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The one hook that comes before every forward pass, and before vLLM binds the plan."""
         if self._worker is not None:
-            assert isinstance(kv_connector_metadata, StepPlan)
-            if kv_connector_metadata.is_idle:
+            assert isinstance(kv_connector_metadata, PlanEnvelope)
+            if kv_connector_metadata.plan.is_idle:
                 self._worker.close()
                 self._worker = None
             else:
-                self._worker.begin_step(kv_connector_metadata)
+                self._worker.begin_step(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -210,8 +211,12 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         freed, received, failed = self._worker.take_finished()
         return KVConnectorTransferResults(freed, received | failed, failed)
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_report() if self._worker is not None else None
+        report = self._worker.take_report() if self._worker is not None else None
+        return None if report is None else ReportEnvelope(report)
 
     # ---- scheduler side ----------------------------------------------------------------
 
@@ -248,8 +253,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
-            return StepPlan(is_idle=True)
-        return self._scheduler.build_step(scheduler_output)
+            return PlanEnvelope(StepPlan(is_idle=True))
+        return PlanEnvelope(self._scheduler.build_step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
@@ -260,8 +265,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_failed_requests(connector_output.failed_recving)
         report = connector_output.kv_connector_worker_meta
         if report is not None:
-            assert isinstance(report, StepReport)
-            self._scheduler.on_report(report)
+            assert isinstance(report, ReportEnvelope)
+            self._scheduler.on_report(report.report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -291,11 +296,12 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> AttnStoreStats | None:
         side = self._scheduler or self._worker
-        return side.take_stats() if side is not None else None
+        stats = side.take_stats() if side is not None else None
+        return None if stats is None else AttnStoreStats.of(stats)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AttnStoreStats | None:
-        return AttnStoreStats(data=data) if data is not None else AttnStoreStats.empty()
+        return AttnStoreStats(data=data) if data is not None else AttnStoreStats.of()
 
     @classmethod
     def build_prom_metrics(

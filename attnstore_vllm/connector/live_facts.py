@@ -3,7 +3,9 @@
 
 - *tables*: the numbers of rotary and other tables of positions. A model may choose them by settings
   (LongRoPE by --max-model-len), so names and settings do not tell them.
-- *attention*: the plain numbers of the attention layers: scales, windows, caps.
+- *attention*: the plain numbers of the attention layers and of what is around them: scales,
+  windows, caps, and what a model chooses by settings while it is made.
+- *code*: the files of classes that are neither vLLM's nor PyTorch's.
 - *written*: where the kernels put K and V. Numbers are written by vLLM's own operator into a block
   of the real tensor, and read back as a page is copied.
 """
@@ -11,8 +13,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import secrets
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +28,7 @@ from attnstore_vllm.connector.live_model import outermost
 from attnstore_vllm.transfer.layout import LayerLayout
 
 _OF_POSITIONS = re.compile(r"rot|rope|freq|position|alibi", re.IGNORECASE)
+_TOLD_BY_VERSION = frozenset({"vllm", "torch", "transformers", "builtins", "typing", "abc"})
 _DIGIT_BITS = 4
 """Of a number that is written at once: all types of KV hold 0 to 15 exactly."""
 _OF_A_KERNEL = (
@@ -45,6 +52,7 @@ def live_facts(
         "tables": _digest_tables(layers),
         "attention": _digest_attention(layers),
         "written": _digest_written(next(iter(layers.values())), first, layout, num_blocks),
+        "code": _digest_code(layers),
     }
 
 
@@ -76,9 +84,10 @@ def _digest_module(module: torch.nn.Module) -> str:
 
 def _digest_attention(layers: Mapping[str, Any]) -> str:
     hasher = blake3()
+    around = _holders(layers)
     for name, layer in layers.items():
         hasher.update(f"{name}\0".encode())
-        for holder in (layer, layer.impl):
+        for holder in (layer, layer.impl, *around.get(id(layer), ())):
             for key, value in _plain_values(holder):
                 hasher.update(f"{key}={value}\0".encode())
         for key in ("_k_scale", "_v_scale", "_q_scale", "sinks", "alibi_slopes"):
@@ -87,6 +96,38 @@ def _digest_attention(layers: Mapping[str, Any]) -> str:
             if isinstance(found, torch.Tensor):
                 hasher.update(key.encode() + _bytes_of(found))
     return hasher.hexdigest()
+
+
+def _holders(layers: Mapping[str, Any]) -> dict[int, list[torch.nn.Module]]:
+    """By layer: the modules around it up to its decoder layer, which hand it Q, K and V."""
+    found: dict[int, list[torch.nn.Module]] = {}
+    wanted = {id(layer) for layer in layers.values()}
+    for top in outermost(layers.values()):
+        by_name = dict(top.named_modules())
+        for name, module in by_name.items():
+            if id(module) in wanted:
+                parents = name.split(".")[:-1]
+                paths = [".".join(parents[:n]) for n in range(len(parents), 0, -1)]
+                found[id(module)] = [by_name[path] for path in paths[:2] if path in by_name]
+    return found
+
+
+def _digest_code(layers: Mapping[str, Any]) -> str:
+    """Of the files of the model's classes, but for those of vLLM, PyTorch and Transformers, whose
+    versions are in. A class that no file tells is another one in each start."""
+    files: dict[str, str] = {}
+    for top in outermost(layers.values()):
+        for kind in {kind for module in top.modules() for kind in type(module).__mro__}:
+            name = kind.__module__
+            if name.partition(".")[0] not in _TOLD_BY_VERSION and name not in files:
+                file = getattr(sys.modules.get(name), "__file__", None)
+                is_known = isinstance(file, str) and os.path.isfile(file)
+                files[name] = _digest_file(str(file)) if is_known else secrets.token_hex(16)
+    return blake3(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_file(file: str) -> str:
+    return blake3(Path(file).read_bytes()).hexdigest()
 
 
 def _plain_values(holder: object) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from xxhash import xxh3_128
 
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.scheduler.messages import Seen
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +94,12 @@ class LiveWeights:
             self._say(str(error))
         self._seen = self._look()
 
-    def changed(self) -> bool:
-        """Since it was asked last, or since the start. True if that cannot be said."""
+    def look(self) -> Seen:
+        """Whether they have changed since the last look, or since the start."""
         before, self._seen = self._seen, self._look()
-        return before is None or self._seen is None or not self._seen.is_same(before)
+        if before is None or self._seen is None:
+            return Seen.UNKNOWN
+        return Seen.SAME if self._seen.is_same(before) else Seen.CHANGED
 
     def _look(self) -> _Look | None:
         if self._model is None:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.types import Flow
 
 COUNTERS = {
@@ -105,36 +106,19 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 class AttnStoreStats(KVConnectorStats):
-    """`data`: {"counters" and "gauges": {"name:label": n}, "observed": {"name": [n, ...]}}.
-
-    A plain dict of strings and numbers, because it crosses processes.
-    """
+    """vLLM's envelope of StepStats: `data` is theirs."""
 
     @classmethod
-    def empty(cls) -> AttnStoreStats:
-        return cls(data={"counters": {}, "gauges": {}, "observed": {}})
+    def of(cls, stats: StepStats | None = None) -> AttnStoreStats:
+        return cls(data=(stats or StepStats()).data)
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counters": {}, "gauges": {}, "observed": {}}
-
-    def add(self, name: str, label: str, amount: float) -> None:
-        if amount:
-            counters = self.data["counters"]
-            counters[f"{name}:{label}"] = counters.get(f"{name}:{label}", 0) + amount
-
-    def set(self, name: str, label: str, value: float) -> None:
-        self.data["gauges"][f"{name}:{label}"] = value
-
-    def observe(self, name: str, value: float) -> None:
-        self.data["observed"].setdefault(name, []).append(value)
+        self.data: dict[str, Any] = StepStats().data
 
     def aggregate(self, other: KVConnectorStats) -> AttnStoreStats:
-        for key, amount in other.data["counters"].items():
-            name, label = key.split(":")
-            self.add(name, label, amount)
-        self.data["gauges"].update(other.data["gauges"])
-        for name, values in other.data["observed"].items():
-            self.data["observed"].setdefault(name, []).extend(values)
+        total = StepStats()
+        total.data = self.data
+        total.aggregate(other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -35,6 +35,7 @@ _ONLY_SAFETENSORS = ("safetensors", "fastsafetensors", "instanttensor", "mistral
 _OTHERS = (".bin", ".pt", ".pth", ".gguf", ".npz")
 _HARMLESS = {"enable_multithread_load", "num_threads"}
 """Of --model-loader-extra-config: what does not say which weights are loaded."""
+FILE_CLOCK_S = 0.01
 _PART = re.compile(r"(.*)-\d+-of-(\d+)\.gguf")
 
 
@@ -141,7 +142,8 @@ def weight_files(directory: Path, load_format: str) -> list[Path]:
         weights += [file for file in found if file.suffix in _OTHERS]
     if not weights:
         raise ValueError(f"there are none in {directory}")
-    return weights + [file for file in found if file.suffix == ".json" and "quant" in file.name]
+    said = [file for file in found if file.suffix == ".json"]
+    return weights + [file for file in said if "quant" in file.name or ".index" in file.name]
 
 
 def _weights(files: Sequence[Path]) -> list[Path]:
@@ -167,9 +169,24 @@ def _directory(model: str, revision: str | None, download_dir: str | None) -> Pa
         return Path(model)
     if envs.VLLM_USE_MODELSCOPE:
         raise ValueError("they come from ModelScope")
-    return Path(
+    found = Path(
         snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True)
     )
+    branch = found.parent.parent / "refs" / (revision or "main")
+    if branch.is_file() and branch.stat().st_ctime > _begun_at() and not _is_new(found):
+        raise ValueError(f"{branch} has moved to another commit while the server was starting")
+    return found
+
+
+def _is_new(snapshot: Path) -> bool:
+    """Whether this start has downloaded it: then there was no other commit before."""
+    others = [place for place in snapshot.parent.iterdir() if place != snapshot]
+    return not others
+
+
+def _begun_at() -> float:
+    """Before that, by the clock of file systems, which ticks some milliseconds late."""
+    return configured_at() - FILE_CLOCK_S
 
 
 def _check_times(files: Sequence[Path]) -> None:
@@ -180,5 +197,8 @@ def _check_times(files: Sequence[Path]) -> None:
     for file in files:
         changed_s = file.stat().st_ctime
         is_blob = file.is_symlink() and file.resolve().parent.name == "blobs"
-        if changed_s > configured_at() and not is_blob:
+        if changed_s > _begun_at() and not is_blob:
             raise ValueError(f"{file} has changed while the server was starting")
+    for place in {place for file in files for place in file.absolute().parents}:
+        if place.is_symlink() and place.lstat().st_ctime > _begun_at():
+            raise ValueError(f"{place} has led to another place since the server began to start")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from attnstore_vllm.connector.live_lora import LiveAdapters
-from attnstore_vllm.connector.messages import StepPlan, StepReport
-from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.connector.rank import KvFacts, RankDescription
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
+from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes
@@ -40,7 +40,7 @@ class Worker:
         is_alone: no other connector writes to blocks.
         rotation: says how this model's KV is moved to other positions; given a block of one
             layer's KV tensor. Raises UnsupportedError with the reason why it cannot be.
-        weights_changed: since it was last asked.
+        weights: looks at them.
         own_files: see connector/weights.py.
     """
 
@@ -56,10 +56,10 @@ class Worker:
         by_layer: bool = True,
         is_alone: bool = True,
         rotation: Callable[[torch.Tensor], Rotation] | None = None,
-        weights_changed: Callable[[], bool] = lambda: False,
+        weights: Callable[[], Seen] = lambda: Seen.SAME,
         own_files: str | None = None,
     ) -> None:
-        self._weights_changed = weights_changed
+        self._weights = weights
         self._own_files = own_files
         self._rotation = rotation
         self._turns: Rotation | None = None
@@ -72,7 +72,7 @@ class Worker:
         self._by_layer = by_layer
         self._is_alone = is_alone
         self._engine: CopyEngine | None = None
-        self._stats = AttnStoreStats.empty()
+        self._stats = StepStats()
         self._plan = StepPlan()
         self._freed: set[str] = set()
         self._hooked: set[int] = set()
@@ -223,6 +223,17 @@ class Worker:
         self._freed = self._saves.take_freed()
         return self._freed, *self._loads.take_received()
 
+    def failed_blocks(self) -> set[int]:
+        """Blocks with KV of an adapter that was another one when the step began."""
+        checks, self._plan.checks = self._plan.checks, []
+        now = self._adapters.tell(check.lora_id for check in checks)
+        failed: set[int] = set()
+        for check in checks:
+            wanted = check.digests[self._rank] if check.digests else None
+            if wanted is None or now.get(check.lora_id) != wanted:
+                failed.update(check.block_ids)
+        return failed
+
     def take_report(self) -> StepReport:
         """After take_finished()."""
         saved, given_up = self._saves.take_finished()
@@ -230,7 +241,7 @@ class Worker:
         return StepReport(
             self._plan.number, self._loads.take_finished() + saved, given_up, freed,
             self._waited_s, self._measured, self._rank, self._adapters.tell(self._plan.adapters),
-            self._plan.looks_at_weights and self._weights_changed(),
+            self._weights() if self._plan.looks_at_weights else Seen.NOTHING,
         )  # fmt: skip
 
     @property
@@ -238,10 +249,10 @@ class Worker:
         assert self._engine is not None, "register_kv_caches comes before the first step"
         return self._engine
 
-    def take_stats(self) -> AttnStoreStats | None:
+    def take_stats(self) -> StepStats | None:
         if self._stats.is_empty():
             return None
-        stats, self._stats = self._stats, AttnStoreStats.empty()
+        stats, self._stats = self._stats, StepStats()
         return stats
 
     def close(self) -> None:

@@ -154,7 +154,7 @@ class Store:
             self._has_leases |= terms.ttl_s is not None
             self._want(request_id, pieces, visit, sequence.chunk_tokens)
             if terms.pin_s is not None:
-                for piece in pieces:
+                for piece in self._without_ends(pieces):
                     self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
         self._read(pieces)
         if self._estimator.is_due:
@@ -216,17 +216,24 @@ class Store:
     ) -> None:
         """Locked."""
         residency = self.residency
+        used = self._without_ends(pieces)
         if visit is None:
-            renew(residency, [piece.chunk for piece in pieces])
+            renew(residency, [piece.chunk for piece in used])
         else:
             border = visit.num_shared * chunk_tokens
-            residency.use([p.chunk for p in pieces if p.start < border], visit.shared)
-            residency.use([p.chunk for p in pieces if p.start >= border], visit.own)
+            residency.use([p.chunk for p in used if p.start < border], visit.shared)
+            residency.use([p.chunk for p in used if p.start >= border], visit.own)
         chunks = [piece.chunk for piece in pieces]
         if request_id is not None and request_id in residency.look_ahead:
             residency.room.want(request_id, chunks)
         else:
             self._keeper.reader.want(chunk for chunk in chunks if chunk.dram is Dram.ABSENT)
+
+    def _without_ends(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Those whose use may be seen by what becomes of them. Not a tail with an end: a request
+        that has its end would renew it, and who has planted it would know (index/stops.py)."""
+        grain = self.residency.index.grain
+        return [piece for piece in pieces if piece.chunk.name.num_tokens % grain == 0]
 
     @contextmanager
     def queue(self) -> Iterator[LookAhead]:

@@ -74,7 +74,7 @@ class Saves:
 
         Args:
             before: of blocks that may have changed hands; the scheduler side has made sure that
-                there are rows for them (connector/transfers.py).
+                there are rows for them (scheduler/open_plans.py).
             after: of blocks that are computed when the step ends.
             preempted: requests whose blocks are others' from now on.
             by_layer: layer_computed() will be called for each layer, once.

@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import Any
 from unittest import mock
 
-from attnstore_vllm.connector.messages import StepPlan
 from attnstore_vllm.policy.overlap import LoadRate
+from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.transfer.plan import LoadPlan
 from tests.vllm.engine import Engine, Tokens
 from tests.vllm.prompts import random_tokens

@@ -184,7 +184,7 @@ def test_a_request_that_has_nothing_in_the_queue_is_freed_once(bench: Bench) -> 
 
 
 class Requests:
-    """As connector/transfers.py and vLLM do it: who ends gives its blocks away at once if all open
+    """As scheduler/open_plans.py and vLLM do it: who ends gives its blocks away at once if all open
     saves are sure of rows, else when the worker says so. They are overwritten in the next step."""
 
     def __init__(self) -> None:

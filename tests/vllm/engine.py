@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from attnstore_vllm.connector.scheduler import Scheduler
+from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.tiny_model import TINY, ModelShape, make_model
 from tests.vllm.queues import check_queue

@@ -28,10 +28,10 @@ def _edit_loads(engine: Any, edit: Callable[[list[Any]], list[Any]]) -> Undo:
 
     def faulty(output: Any) -> Any:
         plan = build(output)
-        for i, load in enumerate(plan.loads):
+        for i, load in enumerate(plan.plan.loads):
             edited = edit(pages(load.copies).tolist())
             copies = tuple(ChunkCopy(slot, block, (block_id,)) for slot, block, block_id in edited)
-            plan.loads[i] = replace(load, copies=copies)
+            plan.plan.loads[i] = replace(load, copies=copies)
         return plan
 
     return _replace(connector, "build_connector_meta", faulty)
@@ -78,7 +78,7 @@ def tail_too_long(engine: Any) -> Undo:
     def faulty(request: Any, block_ids: Any) -> bool:
         state = engine.side._requests.get(request.request_id)
         if state is not None:
-            state.scheduled_stop += 1
+            state.computing.scheduled_stop += 1
         kept: bool = finished(request, block_ids)
         return kept
 
@@ -121,14 +121,14 @@ def _with_request(engine: Any, hook: str, change: Callable[[Any], tuple[str, Any
 
 
 def nobody_bypasses(engine: Any) -> Undo:
-    from attnstore_vllm.connector import scheduler
+    from attnstore_vllm.scheduler import scheduler
 
     return _replace(scheduler, "bypasses", lambda request: False)
 
 
 def offers_kept(engine: Any) -> Undo:
     """What is offered and not taken is held for ever."""
-    return _replace(engine.side, "_withdraw", lambda state: None)
+    return _replace(engine.side._offers, "withdraw", lambda state: None)
 
 
 def reset_without_effect(engine: Any) -> Undo:
@@ -149,7 +149,7 @@ class _Hbm:
         self.names = list(self.connector._worker._layers)
 
     def blocks(self, kind: str, last_only: bool = False) -> list[int]:
-        return _blocks(getattr(self.connector._get_connector_metadata(), kind), last_only)
+        return _blocks(getattr(self.connector._get_connector_metadata().plan, kind), last_only)
 
     def load_all(self, start_load_kv: Any, context: Any) -> None:
         start_load_kv(context)
@@ -250,7 +250,7 @@ def rank_0_only(worker: Any) -> Undo:
 
     def faulty(context: Any) -> None:
         hbm.load_all(start, context)
-        for plan in hbm.connector._get_connector_metadata().loads:
+        for plan in hbm.connector._get_connector_metadata().plan.loads:
             for slot, block_in_chunk, block_id in pages(plan.copies).tolist():
                 for layer, kv in enumerate(hbm.layers):
                     at = layer * geometry.layer_bytes + block_in_chunk * geometry.page_bytes

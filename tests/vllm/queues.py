@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnstore_vllm.connector.scheduler import Scheduler
+from attnstore_vllm.scheduler.scheduler import Scheduler
 
 
 def check_queue(theirs: Any, ours: Scheduler) -> set[str]:

@@ -22,8 +22,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from attnstore_vllm.connector.messages import StepPlan
+from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
 from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.transfer.engine import CopyEngine
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
@@ -34,6 +35,8 @@ TOKEN_KV = 16
 """Bytes of KV a token has in a layer."""
 LAYERS = 3
 """Unless asked otherwise."""
+REFUSED = 999_999
+"""Sampled behind a load that has failed: no request may have it."""
 VOCAB = 50
 Kv = npt.NDArray[np.uint8]
 MakeEngine = Callable[[SharedPool, int, Geometry, list[LayerLayout]], CopyEngine]
@@ -78,6 +81,8 @@ class Row:
     name: str = ""
     is_deluded: bool = False
     """See ScriptedWorker.deluded."""
+    refused_from: int | None = None
+    """From this token on its KV is not right, and vLLM has been told: until it computes it."""
 
     def extend(self) -> None:
         extend_kv(self.kv, self.tokens, self.base, self.pictures)
@@ -141,6 +146,7 @@ class ScriptedWorker:
         """Called after the forward pass, before the step's end."""
         self.reports_first = False
         """The step's end comes after its report, as where a draft model runs in between."""
+        self._refused: set[int] = set()
         self._rows: dict[str, Row] = {}
         self._news: dict[str, NewRequestData] = {}
         self._random = Random(seed)
@@ -153,8 +159,9 @@ class ScriptedWorker:
         )
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        plan = output.kv_connector_metadata
-        assert isinstance(plan, StepPlan)
+        envelope = output.kv_connector_metadata
+        assert isinstance(envelope, PlanEnvelope)
+        plan = envelope.plan
         for request_id in output.finished_req_ids:
             self._rows.pop(request_id, None)
         self.between()
@@ -183,10 +190,11 @@ class ScriptedWorker:
         )
 
     def _report(self) -> KVConnectorOutput:
-        freed, received, failed = self.side.take_finished()
+        (freed, received, failed), report = self.side.take_finished(), self.side.take_report()
         return KVConnectorOutput(
             finished_sending=freed, finished_recving=received | failed, failed_recving=failed,
-            kv_connector_worker_meta=self.side.take_report(),
+            invalid_block_ids=self._refused,
+            kv_connector_worker_meta=None if report is None else ReportEnvelope(report),
         )  # fmt: skip
 
     def change_base(self) -> None:
@@ -215,6 +223,7 @@ class ScriptedWorker:
         self.between()
 
     def _forward(self, output: SchedulerOutput, *, replays: bool) -> dict[str, list[int]]:
+        self._refused = self.side.failed_blocks()
         starts: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             (block_ids,) = new.block_ids
@@ -242,11 +251,16 @@ class ScriptedWorker:
             elif new_blocks is not None:
                 row.block_ids += new_blocks[0]
             starts[request_id] = cached.num_computed_tokens[i]
+            if row.refused_from is not None and starts[request_id] <= row.refused_from:
+                self._align(row, request_id, cached.num_output_tokens[i])
         sampled: dict[str, list[int]] = {}
         runs: list[_Run] = []
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             row, start = self._rows[request_id], starts[request_id]
+            if self._refused.intersection(row.block_ids):
+                refused = [block in self._refused for block in row.block_ids]
+                row.refused_from = refused.index(True) * BLOCK
             if drafts:  # the scheduler counted drafts that were rejected since
                 start = len(row.tokens) - 1
             run, sampled[request_id] = self._run(row, start, num_scheduled - len(drafts), drafts)
@@ -272,13 +286,21 @@ class ScriptedWorker:
             return run, []
         accepted = self._random.randrange(len(drafts) + 1)
         new = [d if d >= 0 else self._random.randrange(VOCAB) for d in drafts[:accepted]]
-        new.append(self._random.randrange(VOCAB))
+        new.append(self._random.randrange(VOCAB) if row.refused_from is None else REFUSED)
         row.tokens += new
         row.extend()
         run.written += row.kv[stop : stop + accepted]
         run.written += [b"rejected".ljust(TOKEN_KV)] * (len(drafts) - accepted)
         self.rejected_tokens += len(drafts) - accepted
         return run, new
+
+    def _align(self, row: Row, request_id: str, num_output_tokens: int) -> None:
+        """vLLM has dropped what was sampled behind a load that failed; its runner does so too."""
+        prompt = self._news[request_id].prompt_token_ids
+        assert prompt is not None
+        del row.tokens[len(prompt) + num_output_tokens :]
+        del row.kv[len(row.tokens) :]
+        row.refused_from = None
 
     def _believe(self, row: Row, start: int) -> None:
         """Continue from what is in HBM, whatever it is."""
@@ -301,7 +323,8 @@ class ScriptedWorker:
             found = hbm[np.array(run.row.block_ids)].reshape(-1, TOKEN_KV)
             wanted = in_layer(run.kv + run.written, named)
             wrong = (found[: len(wanted)] != wanted).any(axis=1)
-            assert run.row.is_deluded or not wrong.any(), (
+            is_known = run.row.is_deluded or run.row.refused_from is not None
+            assert is_known or not wrong.any(), (
                 f"wrong KV at position {int(wrong.argmax())} of {run.start} computed tokens, "
                 f"layer {layer}"
             )

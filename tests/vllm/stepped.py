@@ -18,8 +18,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from attnstore_vllm.connector.metrics import AttnStoreStats
-from attnstore_vllm.connector.reset_watch import ResetWatch
+from attnstore_vllm.scheduler.reset_watch import ResetWatch
+from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.testing.copy_streams import Piece
 from attnstore_vllm.testing.memory_engine import MemoryEngine, SteppedStream
 from attnstore_vllm.transfer.geometry import Geometry
@@ -99,7 +99,7 @@ class SteppedEngine(ScriptedEngine):
         """What leave() has left, by name."""
         self.num_freed = 0
         """Requests whose kept blocks a step has said to be free."""
-        self.stats = AttnStoreStats.empty()
+        self.stats = StepStats()
         self.is_broken = False
         """A step has raised, or did not end: whoever comes after need not look."""
         self.makes_drafts = bool(options.get("drafts"))
@@ -113,10 +113,10 @@ class SteppedEngine(ScriptedEngine):
             self.ours._watch = ResetWatch()
         take_stats = self.ours.take_stats
 
-        def keep_stats() -> AttnStoreStats | None:
-            taken: AttnStoreStats | None = take_stats()
+        def keep_stats() -> StepStats | None:
+            taken: StepStats | None = take_stats()
             if taken is not None:
-                self.stats.aggregate(taken)
+                self.stats.aggregate(taken.data)
             return taken
 
         self.ours.take_stats = keep_stats
@@ -161,7 +161,7 @@ class SteppedEngine(ScriptedEngine):
         """What is counted is counted anew."""
         self.reported.clear()
         self.num_freed = 0
-        self.stats.reset()
+        self.stats = StepStats()
         for worker in self.workers:
             worker.sequences.clear()
         for stream in self.streams:
@@ -179,7 +179,7 @@ class SteppedEngine(ScriptedEngine):
             self.is_broken = True
             raise AssertionError(f"requests are left after {steps_max} steps")
         assert not any(stream.pending for stream in self.streams)
-        assert not self.ours._transfers.any_open()
+        assert not self.ours._plans.any_open()
         assert self.scheduler.reset_prefix_cache(), "blocks are held"
 
     def reset_running(self, *, reset_connector: bool = False) -> bool:

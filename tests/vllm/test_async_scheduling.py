@@ -18,9 +18,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from attnstore_vllm.connector.scheduler import Scheduler as OurScheduler
 from attnstore_vllm.index.chunk import Dram
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, encode_tokens, root_key
+from attnstore_vllm.scheduler.scheduler import Scheduler as OurScheduler
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.types import Key
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
@@ -101,7 +101,7 @@ def check_stored(engine: ScriptedEngine) -> int:
     """Every chunk in DRAM has exactly the KV of tokens that some request really had."""
     known: dict[bytes, list[int]] = {}
     parents: dict[Key, bytes] = {}
-    namespace = engine.ours._weights.namespace
+    namespace = engine.ours._names.namespace
     assert namespace is not None
     root = root_key(namespace, None, b"")
     for tokens in engine.worker.sequences:

@@ -20,7 +20,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
-from attnstore_vllm.connector.reset_watch import ResetWatch
+from attnstore_vllm.scheduler.messages import Seen
+from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm import scripted_worker
 from tests.vllm.scripted import ScriptedEngine
@@ -167,11 +168,11 @@ def play_with_resets(engine: ScriptedEngine, seed: int, *, is_told: bool = True)
     random = Random(seed)
     seen = [_Weights.version]
 
-    def changed() -> bool:
+    def changed() -> Seen:
         seen.append(_Weights.version)
-        return seen[-1] != seen[-2]
+        return Seen.CHANGED if seen[-1] != seen[-2] else Seen.SAME
 
-    engine.worker.side._weights_changed = changed
+    engine.worker.side._weights = changed
     beginnings = [plain(random, 120) for _ in range(2)]
     for i in range(60):
         prompt = [*random.choice(beginnings)[: random.randrange(60, 120)], *plain(random, 10)]
@@ -193,7 +194,7 @@ def chunks_after_a_reset(engine: ScriptedEngine) -> int:
     for i in range(6):
         add(engine, str(i), plain(random, 150), 80)
     steps = 0
-    while steps < 5 or not engine.ours._transfers.any_open():
+    while steps < 5 or not engine.ours._plans.any_open():
         engine.step()
         steps += 1
         assert steps < 100, "nothing was saved"
@@ -218,7 +219,7 @@ def test_blocks_that_no_step_has_computed_with_are_not_saved(engine: ScriptedEng
     request = engine.scheduler.requests["a"]
     request.num_computed_tokens = 100
     assert engine.ours.request_finished(request, list(range(1, 11))) == (False, None)
-    assert not engine.ours._transfers.any_open()
+    assert not engine.ours._plans.any_open()
     request.num_computed_tokens = 0
     engine.abort("a")
     engine.drain()

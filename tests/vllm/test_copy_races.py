@@ -267,7 +267,7 @@ class RaceAfterPreemption(Race):
             if step == 3:
                 loads.go_on_to(1 + self._layers_before)
             is_open = (
-                name in engine.ours._transfers._loading,
+                name in engine.ours._plans._loading,
                 bool(engine.worker.side._loads._open),
             )
             engine.step()

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of the decision between waiting and computing: its outcome, and how good its
-forecasts were. First of Costs alone, with a clock that stands; then of an engine whose disk reads
-slowly."""
+"""What an engine whose disk reads slowly says of its decisions between waiting and computing."""
 
 from __future__ import annotations
 
@@ -9,130 +7,17 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from attnstore_vllm.connector.costs import Costs
-from attnstore_vllm.connector.messages import StepReport
-from attnstore_vllm.connector.metrics import AttnStoreStats
-from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.io.device import IoRequest, Op
 from attnstore_vllm.policy.cost import StepCost
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
-from tests.vllm.test_ahead import teach
-from tests.vllm.test_step_times import output
-
-# ---- Costs alone ----------------------------------------------------------------------------
-
-DEADLINE_S = 1.0
-COMING: Any = [SimpleNamespace(stop=stop) for stop in (1000, 2000, 3000)]
-"""Computing 1,000 tokens takes a second."""
-
-
-class Rig:
-    """Costs that know what computing takes; of the disk, what the test says."""
-
-    def __init__(self, clock: Any, *, computes_if_sooner: bool = True) -> None:
-        self.clock = clock
-        self.arrivals: list[float] | None = None
-        self.stats = AttnStoreStats.empty()
-        store: Any = SimpleNamespace(arrivals=lambda request_id, pieces: self.arrivals)
-        self.costs = Costs(store, DEADLINE_S, computes_if_sooner)
-        teach(self.costs, load_s=None, token_s=0.001)
-        request: Any = SimpleNamespace(request_id="asks")
-        self.state = RequestState(request, namespace=b"", tenant=b"", chunk_tokens=1000)
-
-    def ask(self, arrivals: list[float] | None, ready_stop: int = 0) -> str | None:
-        self.arrivals = arrivals
-        return self.costs.why_not_wait(self.state, ready_stop, COMING)
-
-    def end_wait(self) -> dict[str, list[float]]:
-        """What is observed then."""
-        self.costs.end_wait(self.state, self.stats)
-        observed = dict(self.stats.data["observed"])
-        self.stats.reset()
-        return observed
-
-
-@pytest.fixture
-def clock() -> Iterator[Any]:
-    with mock.patch("time.monotonic") as clock:
-        clock.return_value = 50.0
-        yield clock
-
-
-def test_a_wait_and_its_forecast(clock: Any) -> None:
-    """The forecast is that of the last piece that is waited for, as it was first said."""
-    rig = Rig(clock)
-    assert rig.ask([0.1, 0.2, 40.0]) is None
-    clock.return_value += 0.1
-    assert rig.ask([0.1, 0.9, 1.5]) is None
-    clock.return_value += 0.2
-    observed = rig.end_wait()
-    assert observed.keys() == {"wait_seconds", "wait_over_forecast"}
-    assert observed["wait_seconds"] == pytest.approx([0.3])
-    assert observed["wait_over_forecast"] == pytest.approx([1.5])
-    assert rig.end_wait() == {}, "a wait ends once"
-
-
-def test_a_wait_before_its_forecast(clock: Any) -> None:
-    """Others had the first looks, then the disk was not known: the forecast runs from its own
-    time on, the wait from the beginning."""
-    rig = Rig(clock)
-    rig.state.waiting_since = 49.0
-    assert rig.ask(None) is None
-    clock.return_value += 0.25
-    assert rig.ask([0.5, 30.0, 30.0]) is None
-    clock.return_value += 0.25
-    observed = rig.end_wait()
-    assert observed["wait_seconds"] == pytest.approx([1.5])
-    assert observed["wait_over_forecast"] == pytest.approx([0.5])
-
-
-def test_a_wait_without_a_forecast(clock: Any) -> None:
-    """The disk is not known; or it is slower than computing, and waited for all the same."""
-    for arrivals in (None, [20.0, 30.0, 40.0]):
-        rig = Rig(clock, computes_if_sooner=False)
-        assert rig.ask(arrivals) is None
-        clock.return_value += 0.5
-        assert rig.end_wait() == {"wait_seconds": [0.5]}
-
-
-def test_who_does_not_wait(clock: Any) -> None:
-    """Nothing is observed of a wait that there was not."""
-    rig = Rig(clock)
-    assert rig.ask([1.5, 2.5, 3.5]) == "slower"
-    assert rig.ask([1.5, 2.5, 2.5], ready_stop=1000) == "slower", "what is there saves nothing"
-    assert rig.end_wait() == {}
-    clock.return_value += DEADLINE_S - 0.01
-    assert rig.ask([0.1, 0.2, 0.3]) is None
-    clock.return_value += 0.01
-    assert rig.ask([0.1, 0.2, 0.3]) == "deadline"
-    assert rig.end_wait()["wait_seconds"] == pytest.approx([0.01])
-
-
-def test_a_step_and_its_forecast(clock: Any) -> None:
-    """Without what its loads have cost; and only of steps that compute prompts."""
-    rig = Rig(clock)
-    for name, tokens, seconds, wait_s, observed in (
-        ("new", 1000, 2.002, 0.0, [2.0]),
-        ("loads", 1000, 1.001, 4.0, [1.0]),
-        ("quick", 500, 0.2505, 0.0, [0.5]),
-        ("answer", 1, 0.5, 0.0, []),
-    ):
-        rig.stats.reset()
-        number = rig.costs.step_planned(output({name: (0, tokens)}, {}))
-        clock.return_value += seconds + wait_s
-        rig.costs.step_ended(StepReport(number, load_wait_s=wait_s), rig.stats)
-        found = rig.stats.data["observed"].get("step_over_forecast", [])
-        assert found == pytest.approx(observed, rel=0.01), name
-
 
 # ---- an engine ------------------------------------------------------------------------------
 

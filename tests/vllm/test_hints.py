@@ -103,13 +103,13 @@ def test_who_is_preempted_may_wait_anew(engine: ScriptedEngine) -> None:
     while engine.scheduler.has_requests():
         running = [s for s in engine.ours._requests.values() if s.request.num_computed_tokens]
         for state in running:
-            state.deadline, state.is_answered = 1.0, True
+            state.waiting.deadline, state.waiting.is_answered = 1.0, True
         engine.step()
         for state in running:
             if state.request.num_preemptions and not state.request.num_computed_tokens:
                 preempted += 1
-                assert state.deadline is None
-                assert not state.is_answered
+                assert state.waiting.deadline is None
+                assert not state.waiting.is_answered
         engine.check_queue()
     engine.drain()
     assert preempted

@@ -9,6 +9,7 @@ request. Where the answers differ, it has learned something. vLLM's own cache te
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,38 @@ def test_who_says_no_salt_shares_nothing(model: Path, tmp_path: Path) -> None:
         assert ask(engine, [*SECRET, 1, 2]) == 0
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_lease_of_a_guess_that_somebody_renews(
+    models: Path, tmp_path: Path, *, right: bool
+) -> None:
+    """The attacker's answer ends one to three tokens behind the last block that it knows;
+    it expires after a second, unless the guess was right: then the victim's request, which says
+    `store: false`, has used it."""
+    model = make_model(models / "scripted", TINY, weights=False)
+    engine = ScriptedEngine(model, tmp_path / "store", num_blocks=64, depth=1, seed=1)
+    try:
+        known = SECRET[: 2 * CHUNK + BLOCK]
+        # An attacker chooses what is generated (logit_bias); here the victim says what was.
+        planted = answer_with(engine, known, 2, ttl="1s")
+        assert len(planted) == len(known) + 1
+        victim = list(planted)
+        if not right:
+            victim[-1] += 1
+        ask(engine, [*victim, *SECRET[:30]], params=UNSTORED)
+        time.sleep(1.2)
+        alive = ask(engine, [*planted, NOBODYS, NOBODYS], params=UNSTORED)
+        wait_until(engine.ours.store.is_idle, engine.ours.store)
+        assert alive <= 2 * CHUNK, "the attacker knows that its guess was right"
+    finally:
+        engine.close()
+
+
+def answer_with(
+    engine: ScriptedEngine, prompt: list[int], max_tokens: int, **hints: str
+) -> list[int]:
+    engine.add("planted", prompt, max_tokens, params={"attnstore": hints})
+    request = engine.scheduler.requests["planted"]
+    engine.drain()
+    return list(request.all_token_ids)[:-1]

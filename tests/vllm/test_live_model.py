@@ -12,6 +12,7 @@ from torch import nn
 from attnstore_vllm.connector import live_model
 from attnstore_vllm.connector.live_model import LiveWeights, checksum, digest, model_of
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.scheduler.messages import Seen
 
 
 class Layer(nn.Module):
@@ -63,11 +64,11 @@ def test_one_element_anywhere(monkeypatch: pytest.MonkeyPatch, is_device: bool) 
         module, _, own = name.rpartition(".")
         tensor = getattr(model.get_submodule(module), own)
         for at in {(0,) * tensor.dim(), tuple(size - 1 for size in tensor.shape)}:
-            assert not weights.changed()
+            assert weights.look() is Seen.SAME
             tensor.data[at] += 1
-            assert weights.changed(), (name, at)
+            assert weights.look() is Seen.CHANGED, (name, at)
     model.get_submodule("layers.0").table.add_(1)
-    assert not weights.changed(), "a table is made of the settings"
+    assert weights.look() is Seen.SAME, "a table is made of the settings"
 
 
 def digest_by_sums(model: nn.Module) -> bytes:
@@ -86,8 +87,8 @@ def test_a_weight_that_is_packed_anew() -> None:
     packed = model.get_submodule("layers.1")
     assert isinstance(packed, Packed)
     packed.pack(2)
-    assert weights.changed()
-    assert not weights.changed()
+    assert weights.look() is Seen.CHANGED
+    assert weights.look() is Seen.SAME
 
 
 def test_weights_that_nobody_sees(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,7 +96,7 @@ def test_weights_that_nobody_sees(caplog: pytest.LogCaptureFixture) -> None:
     model = make()
     del model.get_submodule("layers.1").cpu_linear
     weights = watch(model)
-    assert weights.changed() and weights.changed()
+    assert weights.look() is weights.look() is Seen.UNKNOWN
     assert caplog.text.count("cannot see whether weights change") == 1
 
 
@@ -104,7 +105,7 @@ def test_no_model(caplog: pytest.LogCaptureFixture) -> None:
         raise UnsupportedError("not there")
 
     weights = LiveWeights(find, lambda _: None)
-    assert weights.changed() and weights.own_files
+    assert weights.look() is Seen.UNKNOWN and weights.own_files
     assert "not there" in caplog.text
 
 

@@ -7,14 +7,15 @@ A name, an id or a path can be given another one, and files are replaced after t
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from attnstore_vllm.connector.adapters import KEPT_MAX, Adapters, Asked
 from attnstore_vllm.connector.live_lora import LiveAdapters
+from attnstore_vllm.scheduler.adapters import KEPT_MAX, Adapters, Asked
 from attnstore_vllm.testing.tiny_model import TINY
 from tests.vllm.adapters import make_adapter
 from tests.vllm.conftest import StartEngine
@@ -259,6 +260,42 @@ def request(number: int) -> Any:
     return adapter(number, Path("nowhere"))
 
 
+def enter(known: Adapters, number: int) -> Any:
+    runs: Any = as_any(Runs(f"runs {number}", request(number)))
+    known.enter(runs)
+    return runs
+
+
+def as_any(double: object) -> Any:
+    return double
+
+
+@dataclass
+class Runs:
+    """A request of vLLM."""
+
+    request_id: str
+    lora_request: Any
+    mm_features: tuple[()] = ()
+
+
+def test_names_that_have_stood_for_two() -> None:
+    """While something of the first may be in a cache of vLLM's, which go by the name."""
+    known = Adapters(num_ranks=1)
+    runs = enter(known, 1)
+    for number, digest in enumerate((b"one", b"one", b"two", b"two")):
+        known.plan(number, ["runs 1"])
+        assert known.on_report(number, {1: {0: digest}}) == (
+            {runs.lora_request.lora_name} if number == 2 else set()
+        )
+        assert known.may_be_mixed(runs, local=16) == (number >= 2)
+    assert not known.may_be_mixed(runs, local=0), "all of it is computed"
+    known.hbm_is_empty()
+    assert not known.may_be_mixed(runs, local=16)
+    runs.mm_features = ("picture",)
+    assert known.may_be_mixed(runs, local=0), "a reset of the prefix cache leaves the encoder's"
+
+
 def test_an_answer_is_of_a_step_that_was_planned_later() -> None:
     known = Adapters(num_ranks=1)
     early = known.ask()
@@ -269,20 +306,22 @@ def test_an_answer_is_of_a_step_that_was_planned_later() -> None:
     identity, waits = known.answer(request(1), early)
     assert identity is not None and not waits
     assert known.answer(request(1), late) == (None, True)
-    assert known.plan(2, [request(1), None]) == (1,)
-    assert known.on_report(2, {1: {0: b"two"}}) == {1}, "it is another one"
+    enter(known, 1)
+    assert known.plan(2, ["runs 1", "another"]) == (1,)
+    known.on_report(2, {1: {0: b"two"}})
     assert known.answer(request(1), late)[0] not in (None, identity)
 
 
 def test_all_ranks_make_the_identity() -> None:
     known = Adapters(num_ranks=2)
     asked = known.ask()
-    known.plan(1, [request(1)])
+    enter(known, 1)
+    known.plan(1, ["runs 1"])
     known.on_report(1, {1: {0: b"one"}})
     assert known.answer(request(1), asked) == (None, False), "one rank has not loaded it"
     known.on_report(2, {1: {0: b"one", 1: b"one"}})
     both = known.answer(request(1), asked)[0]
-    assert known.on_report(3, {1: {0: b"one", 1: b"two"}}) == {1}
+    known.on_report(3, {1: {0: b"one", 1: b"two"}})
     assert known.answer(request(1), asked)[0] not in (None, both)
 
 

@@ -8,6 +8,7 @@ and a scripted model whose KV depends on what is seen.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from attnstore_vllm.connector.media import ALL_TOKENS, MediaNames, counts_media
+from attnstore_vllm.connector.build import counts_media
+from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import CHUNK, ScriptedEngine
 from tests.vllm.scripted_worker import VOCAB, Picture
@@ -152,7 +154,7 @@ def loaded(engine: ScriptedEngine, sound: str, name: str) -> int:
 def test_a_counter_that_begins_anew(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A question about a dog gets no KV of a cat; the text before it may be served."""
     counted = str(names(settings(), 1)[0])
-    log = logging.getLogger("attnstore_vllm.connector.media")
+    log = logging.getLogger("attnstore_vllm.scheduler.media")
     log.setLevel(logging.WARNING)
     log.addHandler(caplog.handler)
     assert loaded(start(), "cat", counted) == 0
@@ -168,3 +170,14 @@ def test_a_counter_that_begins_anew(start: Any, caplog: pytest.LogCaptureFixture
 def test_a_name_that_lasts(start: Any) -> None:
     assert loaded(start(), "cat", "ab" * 32) == 0
     assert loaded(start(), "cat", "ab" * 32) > 100
+
+
+def test_a_users_uuid_that_is_slow_to_look_at() -> None:
+    """The `uuid` of a picture is its user's text, of any length. It is looked at on the scheduler's
+    thread, at each look-up and each save."""
+    uuid = ":renderer0-mm-0-" * (1 << 16) + "x"
+    names = MediaNames()
+    asked = request(uuid)
+    began = time.perf_counter()
+    names.named_tokens(asked)
+    assert time.perf_counter() - began < 0.2

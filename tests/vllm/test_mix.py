@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.connector import adapters, media, requests, scheduler
 from attnstore_vllm.index import keys
+from attnstore_vllm.scheduler import adapters, media, request, scheduler
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.mix import play
 
@@ -46,20 +46,20 @@ def spans_are_taken_once(patch: Patch) -> None:
     seen: dict[tuple[int, str], Any] = {}
     now = media.spans_of
     patch.setattr(
-        requests, "spans_of", lambda r: seen.setdefault((id(r), r.request_id), now(r))
+        request, "spans_of", lambda r: seen.setdefault((id(r), r.request_id), now(r))
     )  # fmt: skip
 
 
 def the_salt_is_left_out(patch: Patch) -> None:
     root_key = keys.root_key
-    patch.setattr(requests, "root_key", lambda space, _, lora: root_key(space, None, lora))
+    patch.setattr(request, "root_key", lambda space, _, lora: root_key(space, None, lora))
 
 
 def an_adapter_is_known_for_good(patch: Patch) -> None:
     """Its first identity stays, whatever the workers say later."""
     on_report = adapters.Adapters.on_report
 
-    def only_once(self: Any, number: int, told: Any) -> set[int]:
+    def only_once(self: Any, number: int, told: Any) -> set[str]:
         new = {k: v for k, v in told.items() if k not in self._known}
         for lora_id in told.keys() & self._known.keys():
             self._known[lora_id].number = number
@@ -75,7 +75,7 @@ def an_old_answer_will_do(patch: Patch) -> None:
 
 def the_adapter_is_left_out(patch: Patch) -> None:
     root_key = keys.root_key
-    patch.setattr(requests, "root_key", lambda space, salt, _: root_key(space, salt, b""))
+    patch.setattr(request, "root_key", lambda space, salt, _: root_key(space, salt, b""))
 
 
 def a_reset_does_nothing(patch: Patch) -> None:
@@ -115,7 +115,7 @@ def pictures_have_no_place(patch: Patch) -> None:
 
 
 def hints_of_later_inputs_are_ignored(patch: Patch) -> None:
-    patch.setattr(requests, "_says_store", lambda _: True)
+    patch.setattr(request, "_says_store", lambda _: True)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from unittest import mock
 
 import pytest
 
-from attnstore_vllm.connector import transfers
 from attnstore_vllm.errors import CopyError
+from attnstore_vllm.scheduler import open_plans
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted_worker import LAYERS
 from tests.vllm.stepped import SteppedEngine, prompt
@@ -69,7 +69,7 @@ def begin(engine: SteppedEngine, name: str, max_tokens: int = 1) -> None:
     engine.add(name, prompt(name, LENGTH), max_tokens)
     engine.add("other", prompt(f"beside {name}", LENGTH - 4), 8, params=NOT_STORED)
     engine.step()
-    assert engine.ours._transfers.any_open()
+    assert engine.ours._plans.any_open()
 
 
 def play(
@@ -182,7 +182,7 @@ def test_blocks_that_come_free_spare_a_preemption(start: Start, depth: int) -> N
         older = engine.scheduler.requests["older"]
         with ExitStack() as stack:
             # However slow this machine is.
-            stack.enter_context(mock.patch.object(transfers, "KEPT_S", 1e9))
+            stack.enter_context(mock.patch.object(open_plans, "KEPT_S", 1e9))
             if not says_so:
                 connector = engine.scheduler.connector
                 stack.enter_context(

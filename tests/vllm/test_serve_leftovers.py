@@ -61,7 +61,10 @@ def mapped_shared_memory(pid: int) -> set[Path]:
 
 def test_a_killed_start_and_then_an_interrupted_one(models: Path, tmp_path: Path) -> None:
     model = make_model(models / "leftovers", TINY)
-    killed = ended(model, tmp_path, "killed", signal.SIGKILL, all_of_it=True)
+    for attempt in range(3):  # on a busy machine the signal may come too late
+        killed = ended(model, tmp_path, f"killed {attempt}", signal.SIGKILL, all_of_it=True)
+        if killed.exists():
+            break
     assert killed.exists(), "it had its pool under no name when it was killed: nothing is shown"
     interrupted = ended(model, tmp_path, "interrupted", signal.SIGINT, all_of_it=True)
     assert not killed.exists(), "the next start did not give back what the killed one had"

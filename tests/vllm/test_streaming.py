@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from attnstore_vllm.connector.requests import RequestState
+from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, VOCAB, Picture

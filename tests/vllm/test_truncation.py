@@ -14,11 +14,11 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from attnstore_vllm.config import TruncationConfig
-from attnstore_vllm.connector.requests import make_state
-from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.hints import Hints
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.stops import GRAIN_TOKENS, whole_blocks
+from attnstore_vllm.scheduler.request import make_state
+from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.testing.tiny_model import TINY
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine

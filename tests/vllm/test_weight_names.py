@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,7 +142,6 @@ def name(vllm_config: Any, store: Path, *reasons: str | None) -> tuple[str, byte
 def test_by_content_whatever_the_path(tmp_path: Path) -> None:
     one = make_model(tmp_path / "one", TINY)
     copy = shutil.copytree(one, tmp_path / "copy", copy_function=shutil.copy)
-    (copy / "model.safetensors").rename(copy / "renamed.safetensors")
     names = [name(config(model), tmp_path / "store") for model in (one, copy)]
     assert names[0] == names[1]
     file = one / "model.safetensors"
@@ -207,3 +207,102 @@ def test_models_that_choose_their_files() -> None:
     assert own_files(nn.Linear(1, 1)) is None
     reason = own_files(Chooses())
     assert reason is not None and "Chooses" in reason
+
+
+# ---- which files, and in which order ------------------------------------------------------
+
+
+def loaded(model: Path) -> list[bytes]:
+    """The content of the files that vLLM loads, in its order: what comes later wins."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loader = DefaultModelLoader(LoadConfig())
+    _, files, _, _ = loader._prepare_weights(str(model), None, None, True, None)
+    return [Path(file).read_bytes() for file in sorted(files)]  # as its iterator sorts them
+
+
+def two_checkpoints(directory: Path) -> Path:
+    """`before` and `tuned`, both whole."""
+    model = make_model(directory / "model", TINY)
+    (model / "model.safetensors").rename(model / "before.safetensors")
+    content = bytearray((model / "before.safetensors").read_bytes())
+    for at in range(len(content) // 2, len(content), 4099):
+        content[at] ^= 0x40
+    (model / "tuned.safetensors").write_bytes(content)
+    return model
+
+
+def say(model: Path, which: str) -> None:
+    from safetensors import safe_open
+
+    with safe_open(model / which, "pt") as found:
+        weight_map = dict.fromkeys(found.keys(), which)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_the_index_says_which_files_are_loaded(tmp_path: Path) -> None:
+    model, names, contents = two_checkpoints(tmp_path), [], []
+    for which in ("before.safetensors", "tuned.safetensors"):
+        say(model, which)
+        contents.append(loaded(model))
+        names.append(name(config(model), tmp_path / "store"))
+    assert contents[0] != contents[1]
+    assert names[0] != names[1], "other weights of one name"
+
+
+def test_names_say_the_order_in_which_files_are_loaded(tmp_path: Path) -> None:
+    """`tuned` overrides `before` or is overridden: the last file that has a weight wins."""
+    model, names, contents = two_checkpoints(tmp_path), [], []
+    contents.append(loaded(model))
+    names.append(name(config(model), tmp_path / "store"))
+    (model / "before.safetensors").rename(model / "z.safetensors")
+    contents.append(loaded(model))
+    names.append(name(config(model), tmp_path / "store"))
+    if sorted(contents[0]) != sorted(contents[1]) or contents[0] == contents[1]:
+        pytest.skip("this file system lists files in another order")
+    assert names[0] != names[1], "other weights of one name"
+
+
+def test_a_directory_that_was_replaced_while_vllm_started(tmp_path: Path) -> None:
+    """`current -> v1` becomes `current -> v2` after vLLM has loaded v1: KV of v1 would be kept
+    under the name of v2. No file has changed, so no time of a file tells."""
+    v1 = make_model(tmp_path / "v1", TINY)
+    v2 = shutil.copytree(v1, tmp_path / "v2")
+    content = bytearray((v2 / "model.safetensors").read_bytes())
+    content[len(content) * 7 // 10] ^= 1
+    (v2 / "model.safetensors").write_bytes(content)
+    current = tmp_path / "current"
+    current.symlink_to(v1)
+    made = config(current)  # vLLM loads v1 now ...
+    os.symlink(v2, tmp_path / "new")
+    os.replace(tmp_path / "new", current)
+    ours = name(made, tmp_path / "store")  # ... and the store looks at v2
+    assert ours != name(config(v2), tmp_path / "store"), "KV of v1 has the name of v2's weights"
+
+
+def test_a_branch_of_the_hub_that_moved_while_vllm_started(tmp_path: Path) -> None:
+    """Another server has downloaded a newer `main` into the cache that both use."""
+    load = SimpleNamespace(
+        load_format="auto", download_dir=str(tmp_path / "hub"), model_loader_extra_config={}
+    )
+    model = SimpleNamespace(model="org/model", revision=None, model_weights=None)
+    made = SimpleNamespace(model_config=model, load_config=load)
+    snapshot = make_hub(tmp_path / "hub")
+    old = name(made, tmp_path / "store")
+    plugin._note_start()  # a start; vLLM loads commit c...
+    newer = make_hub(tmp_path / "hub2", "d" * 40)
+    for file in newer.iterdir():
+        target = tmp_path / "hub/models--org--model/blobs" / f"n{file.name}"
+        target.write_text("newer " + file.name)
+    into = snapshot.parent / ("d" * 40)
+    into.mkdir()
+    for file in newer.iterdir():
+        (into / file.name).symlink_to(Path("../../blobs") / f"n{file.name}")
+    (snapshot.parent.parent / "refs" / "main").write_text("d" * 40)
+    ours = name(made, tmp_path / "store")  # what this server keeps is KV of commit c...
+    model.revision = "d" * 40
+    newer_name = name(made, tmp_path / "store")
+    assert old != newer_name
+    assert ours != newer_name, "KV of the old commit has the name of the new one's weights"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnstore_vllm.connector.weights import Weights
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.weight_files import Digest, Memo
 from tests.vllm.conftest import StartEngine
@@ -50,7 +51,8 @@ def reload_from(worker: Any, directory: str) -> None:
 
 def unknown_for_a_while(engine: Engine, model: Path) -> list[tuple[int, int]]:
     """A start that has no time to read the weights: (loaded, saved) before and after it knows."""
-    weights, seen = engine.side._weights, []
+    weights, seen = engine.side._names, []
+    assert isinstance(weights, Weights)
     assert isinstance(weights._digest, Digest)
     weights._namespace, known = None, weights._digest
     slow = weights._digest = Digest(

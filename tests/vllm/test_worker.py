@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from attnstore_vllm.connector.metrics import AttnStoreStats
-from attnstore_vllm.connector.transfers import KEPT_S
 from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.scheduler.open_plans import KEPT_S
+from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.types import Flow
@@ -20,6 +20,7 @@ from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV
 from tests.vllm.stepped import SteppedEngine, prompt
 from tests.vllm.test_async_scheduling import wait_until_quiet
+from tests.vllm_objects import Clock
 
 PROMPT = prompt("a", 100)
 
@@ -36,13 +37,13 @@ def engine(model: Path, tmp_path: Path) -> Iterator[ScriptedEngine]:
     engine.close()
 
 
-def stats_of(engine: ScriptedEngine, max_tokens: int) -> AttnStoreStats:
+def stats_of(engine: ScriptedEngine, max_tokens: int) -> StepStats:
     """The worker's, when PROMPT was answered with so many tokens and all is saved."""
     (worker,) = engine.workers
     engine.add("first", PROMPT, max_tokens)
     engine.drain()
     wait_until_quiet(engine.ours)
-    stats: AttnStoreStats | None = worker.side.take_stats()
+    stats: StepStats | None = worker.side.take_stats()
     assert stats is not None
     return stats
 
@@ -96,10 +97,10 @@ def test_blocks_are_not_waited_for_without_end(model: Path, tmp_path: Path) -> N
     """A copy that is stuck keeps a finished request's blocks, but not others from going on."""
     engine = SteppedEngine(model, tmp_path / "store", depth=1, rows=4, num_blocks=60, seed=1)
     engine.add("first", PROMPT, 4)
-    with mock.patch("attnstore_vllm.connector.transfers.time.monotonic", return_value=0.0) as clock:
+    with mock.patch.object(engine.ours._plans, "_clock", Clock(0.0)) as clock:
         while not engine.ours.keeps_blocks():
             engine.step()
-        clock.return_value = KEPT_S + 0.01
+        clock.now = KEPT_S + 0.01
         assert not engine.ours.keeps_blocks()
         assert engine.ours.has_transfers()
     engine.settle()

@@ -13,56 +13,57 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
-from attnstore_vllm.connector.adapters import Adapters
-from attnstore_vllm.connector.block_names import hide_session
-from attnstore_vllm.connector.costs import Costs
-from attnstore_vllm.connector.counting import (
-    StoreFigures,
-    count_offer,
-    count_recomputation,
-    count_wanted,
-)
-from attnstore_vllm.connector.media import MediaNames
-from attnstore_vllm.connector.messages import StepPlan, StepReport
-from attnstore_vllm.connector.metrics import AttnStoreStats
-from attnstore_vllm.connector.placing import plan_pieces
-from attnstore_vllm.connector.prefetching import prefetch
-from attnstore_vllm.connector.queue_view import QueueView
-from attnstore_vllm.connector.requests import (
+from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
+from attnstore_vllm.scheduler.adapters import Adapters
+from attnstore_vllm.scheduler.block_names import drop_in_flight, hide_session
+from attnstore_vllm.scheduler.media import MediaNames
+from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
+from attnstore_vllm.scheduler.offer import Offers
+from attnstore_vllm.scheduler.open_plans import OpenPlans
+from attnstore_vllm.scheduler.prefetching import prefetch
+from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
     RequestState,
     bypasses,
     make_state,
 )
-from attnstore_vllm.connector.reset_watch import ResetWatch
-from attnstore_vllm.connector.saving import Saving
-from attnstore_vllm.connector.transfers import Transfers
-from attnstore_vllm.connector.truncation import Truncation
-from attnstore_vllm.connector.waits import Waits
-from attnstore_vllm.connector.weights import Weights
-from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
+from attnstore_vllm.scheduler.reset_watch import ResetWatch
+from attnstore_vllm.scheduler.saving import Saving
+from attnstore_vllm.scheduler.stats import (
+    StepStats,
+    StoreFigures,
+)
+from attnstore_vllm.scheduler.truncation import Truncation
+from attnstore_vllm.scheduler.vllm_queue import VllmQueue
+from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput
+from attnstore_vllm.scheduler.waiting import Clock, Costs, Waits
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.transfer import moves
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.types import Tier
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
 logger = logging.getLogger(__name__)
+
+
+class Names(Protocol):
+    """Whose KV there is (connector/weights.py)."""
+
+    @property
+    def namespace(self) -> bytes | None:
+        """What all keys begin with; None: not known yet."""
+
+    def close(self) -> None: ...
 
 
 class Scheduler:
     """The engine's side of the connector. All methods run on the scheduler's thread.
 
     Args:
-        weights: names whose KV it is.
+        names: whose KV it is.
         load_deadline_s: how long a request waits for its chunks to come up from NVMe.
         lock: the descriptor that owns the store's directory; closed with this object.
         by_priority: how vLLM orders waiting requests; else first come, first served.
@@ -78,13 +79,15 @@ class Scheduler:
             that calls no hook.
         media: says which pictures and sounds have names.
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
+        has_prefix_cache: vLLM has one, which is reset when weights are updated.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
         store: Store,
         geometry: Geometry,
-        weights: Weights,
+        names: Names,
         load_deadline_s: float,
         lock: int,
         *,
@@ -99,45 +102,53 @@ class Scheduler:
         replays: Callable[[Collection[int]], bool] = lambda _: False,
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
+        has_prefix_cache: bool = True,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
         self._lock = lock
         self._geometry = geometry
-        self._rank_token_bytes = geometry.rank_bytes // geometry.chunk_tokens
-        self._weights = weights
-        self._watch = ResetWatch()
-        self._adapters = Adapters(geometry.num_ranks)
+        self._names = names
+        self._adapters = Adapters(geometry.num_ranks, clock)
+        self._watch = ResetWatch(self._adapters.hbm_is_empty)
         self._has_adapters = False
         """Some request has had one."""
+        self._has_prefix_cache = has_prefix_cache
+        self._alive: set[str] = set()
+        """All requests of vLLM's, also those that the store does not serve."""
         self._requests: dict[str, RequestState] = {}
-        self._offered: list[RequestState] = []
-        self._transfers = Transfers(
-            store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away
+        self._plans = OpenPlans(
+            store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
         self._truncation = Truncation(store, *truncation)
-        self._saving = Saving(store, geometry, self._transfers, self._truncation)
+        self._saving = Saving(store, geometry, self._plans, self._truncation)
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
-        self._stats = AttnStoreStats.empty()
+        self._stats = StepStats()
         self._figures = StoreFigures(store, geometry.token_bytes())
         self._kv_cache_manager: KVCacheManager | None = None
-        self._queue = QueueView(store, by_priority=by_priority) if looks_ahead else None
+        self._queue = VllmQueue(store, by_priority=by_priority) if looks_ahead else None
         self._costs = Costs(
             store, load_deadline_s, computes_if_sooner,
             ahead_layers=geometry.num_layers if rows is not None else 0, step_tokens=step_tokens,
+            clock=clock,
         )  # fmt: skip
-        self._waits = Waits(store, self._costs)
+        self._waits = Waits(store, self._costs, clock)
+        self._offers = Offers(
+            store, geometry, self._costs, self._waits, self._plans, self._truncation
+        )
         self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
+        self._offers.kv_cache_manager = manager
         self._watch.bind(manager)
 
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        namespace = self._weights.namespace
+        namespace = self._names.namespace
         order = prefetch_order(request.kv_transfer_params)
         if order is not None:  # no request: vLLM ends it before the next step
             if self._hints.may_share(order.cache_salt):
@@ -145,19 +156,21 @@ class Scheduler:
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
+        if not self._alive and not self._has_prefix_cache:
+            self._watch.doubt()
+        self._alive.add(request.request_id)
+        self._has_adapters = self._has_adapters or request.lora_request is not None
+        self._adapters.enter(request)
         is_doubtful = request.resumable and self._overcounts_drafts
         if is_doubtful and self._kv_cache_manager is not None:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
         if bypasses(request) or not self._hints.may_share(request.cache_salt) or namespace is None:
             return
-        lora = request.lora_request
-        self._has_adapters = self._has_adapters or lora is not None
-        adapter = self._adapters.identity(lora)
+        adapter = self._adapters.identity(request.lora_request)
         state = make_state(request, namespace, adapter, self._geometry.chunk_tokens, self._media)
         self._requests[request.request_id] = state
-        hints = self._hints.read(request.kv_transfer_params)
+        state.hints = hints = self._hints.read(request.kv_transfer_params)
         state.stores = hints.store and not is_doubtful
-        state.terms, state.reports = hints.terms, hints.report
         self._truncation.note(state, hints)
         self._stats.add("hints", "applied", hints.applied)
         self._stats.add("hints", "ignored", hints.ignored)
@@ -168,10 +181,10 @@ class Scheduler:
         request = state.request
         num_tokens = max(1, min(request.num_tokens, state.usable_tokens()))
         pieces, state.visit = self.store.arrive(
-            request.request_id, state.sequence, num_tokens, MIN_LOAD_TOKENS, state.terms
+            request.request_id, state.sequence, num_tokens, MIN_LOAD_TOKENS, state.hints.terms
         )
         state.expect(pieces)
-        state.coming = pieces
+        state.waiting.coming = pieces
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -181,60 +194,19 @@ class Scheduler:
             return None, False
         if state is None or state.load_failed:
             return 0, False
-        self._withdraw(state)
+        self._offers.withdraw(state)
         self._truncation.take_back(state)  # it has lost its blocks: vLLM asks of no others
         if request.lora_request is not None:
             state.asked = state.asked or self._adapters.ask()
             adapter, waits = self._adapters.answer(request.lora_request, state.asked)
+            state.be_of(adapter)
+            if self._adapters.may_be_mixed(request, num_computed_tokens):
+                state.computing.is_outdated = True
             if adapter is None:
                 return (None if waits else 0), False
-            state.be_of(adapter)
         if state.visit is None:
             self._look_up(state)
-        if self._waits.goes_on(state):
-            count_wanted(self._stats, state, state.coming)
-            return None, False
-        # One token is left to compute: vLLM needs its logits.
-        stop = max(num_computed_tokens, min(request.num_tokens - 1, state.usable_tokens()))
-        pieces = self.store.find(
-            state.sequence, num_computed_tokens, stop, MIN_LOAD_TOKENS,
-            request_id=request.request_id, visit=state.visit,
-        )  # fmt: skip
-        state.expect(pieces)
-        count_wanted(self._stats, state, pieces)
-        held = self.store.hold_ready(pieces, state.sequence, stop)
-        ready_stop = held[-1].stop if held else num_computed_tokens
-        cause = "lost"
-        if len(held) < len(pieces):
-            late = self._costs.why_not_wait(state, ready_stop, pieces[len(held) :])
-            if late is None:
-                self.store.release(piece.chunk for piece in held)
-                self._waits.add(state, pieces)
-                return None, False
-            cause = late
-        self._costs.end_wait(state, self._stats)
-        self._waits.answered(state)
-        num_tokens = ready_stop - num_computed_tokens
-        if held and not self._costs.copy_pays(num_computed_tokens, ready_stop):
-            cause, num_tokens = "slower", 0
-        # A rest that is too short to be loaded is computed in any case.
-        if state.expected_stop - num_computed_tokens - num_tokens >= MIN_LOAD_TOKENS:
-            count_recomputation(self._stats, state, cause)
-        state.computed_from = num_computed_tokens
-        count_offer(self._stats, state, self.store.tiers(held if num_tokens else ()))
-        if num_tokens < MIN_LOAD_TOKENS:
-            self.store.release(piece.chunk for piece in held)
-            return 0, False
-        state.offer, state.offer_start = held, num_computed_tokens
-        self._truncation.offer(state, held, self._kv_cache_manager)
-        # Moved KV is complete before the forward pass: it fills blocks token by token.
-        state.layers_before = 0 if state.moved is not None else self._costs.layers_before(
-            num_tokens * self._rank_token_bytes,
-            self._transfers.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
-            ready_stop, request.num_tokens,
-        )  # fmt: skip
-        self._offered.append(state)
-        return num_tokens, state.layers_before > 0
+        return self._offers.ask(state, num_computed_tokens, self._stats)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
@@ -242,50 +214,24 @@ class Scheduler:
         state = self._requests.get(request.request_id)
         if state is None or num_external_tokens == 0:
             return
-        start = state.offer_start
-        stop = start + num_external_tokens
-        used = [piece for piece in state.offer if piece.start < stop]
-        assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
-        copies, moved = plan_pieces(used, block_ids, start, stop, self._geometry)
-        self.store.release(piece.chunk for piece in state.offer[len(used) :])
-        state.sources = self.store.tiers(used)
-        for tier, tokens in state.sources.items():
-            self._stats.add("loaded_tokens", tier.value, tokens)
-        if not state.layers_before:
-            self._costs.load_tokens += num_external_tokens
-        elif self._queue is not None:
+        runs_ahead = self._offers.take(state, block_ids, num_external_tokens, self._stats)
+        if runs_ahead and self._queue is not None:
             self._queue.on_placed(request.request_id)
-        state.computed_from = stop
-        self._transfers.load(
-            request.request_id, [piece.chunk for piece in used], copies, moved,
-            is_partial=stop % self._geometry.block_tokens != 0, layers_before=state.layers_before,
-        )  # fmt: skip
-        state.offer = []
-        state.deadline = None
-        if start == 0:  # whole chunks of it are stored, since that is where they come from
-            state.num_chunks_seen = max(state.num_chunks_seen, stop // self._geometry.chunk_tokens)
-        self._truncation.taken(state, used, stop)
-        self._stats.add("moved_tokens", "dram", moves.num_tokens(moved))
-        for piece in used:
-            if piece.first is None:
-                self._truncation.found(state, piece.chunk.name)
 
     def sources(self, request: Request) -> dict[Tier, int]:
         """Tokens of the request's last load, by the tier they were in."""
         state = self._requests.get(request.request_id)
-        return state.sources if state is not None else {}
+        return state.counted.sources if state is not None else {}
 
     # ---- a step ------------------------------------------------------------------------
 
     def build_step(self, output: SchedulerOutput) -> StepPlan:
-        for unclaimed in self._offered:
-            self._withdraw(unclaimed)
-        self._offered.clear()
+        self._offers.end_schedule()
         if self._queue is not None:
             self._queue.on_step(output, self._requests)
         preempted = self._requests.keys() & (output.preempted_req_ids or ())
         # Also of those that have ended since a reset took their blocks.
-        self._transfers.preempted(output.preempted_req_ids or ())
+        self._plans.preempted(output.preempted_req_ids or ())
         for request_id in preempted:
             self._requests[request_id].begin_anew()
             # After a reset vLLM resumes requests in the step that tells of their preemption.
@@ -293,27 +239,41 @@ class Scheduler:
                 self._truncation.take_back(self._requests[request_id])
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or not state.stores or state.outdated:
+            if state is None or not state.stores or state.computing.is_outdated:
                 continue
             request = state.request
-            state.scheduled_stop = request.num_computed_tokens + num_scheduled
+            state.computing.scheduled_stop = request.num_computed_tokens + num_scheduled
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
             # token is beyond num_tokens until it is accepted, and so is never saved.
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-            has_more = computed // self._geometry.chunk_tokens > state.num_chunks_seen
+            has_more = computed // self._geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._block_ids(request_id))
-        plan = self._transfers.take_plan()
+        plan = self._plans.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
         plan.number = self._costs.step_planned(output)
         self._watch.add_to(plan)
         if self._has_adapters:
-            states = map(self._requests.get, output.num_scheduled_tokens)
-            plan.adapters = self._adapters.plan(
-                plan.number, (state.request.lora_request for state in states if state is not None)
-            )
+            plan.adapters = self._adapters.plan(plan.number, output.num_scheduled_tokens)
+            plan.checks = self._checks(plan.number, output.num_scheduled_tokens)
         self._waits.end_step(is_empty=not output.num_scheduled_tokens)
         return plan
+
+    def _checks(self, number: int, scheduled: Iterable[str]) -> list[LoadCheck]:
+        """Of requests that compute for the first time behind stored KV of an adapter."""
+        checks = []
+        for request_id in scheduled:
+            state = self._requests.get(request_id)
+            if state is None or not state.computing.unchecked:
+                continue
+            lora, computing = state.request.lora_request, state.computing
+            assert lora is not None
+            digests = self._adapters.digests(lora)
+            if self._adapters.identity(lora) != state.adapter:
+                digests = ()  # it was replaced since: no rank can have what was offered
+            checks.append(LoadCheck(lora.lora_int_id, digests, computing.unchecked))
+            computing.unchecked, computing.checked_in = (), number
+        return checks
 
     def _block_ids(self, request_id: str) -> Sequence[int]:
         assert self._kv_cache_manager is not None
@@ -324,34 +284,43 @@ class Scheduler:
         """Ranks have completed plans; a plan is complete when all of them have."""
         self._costs.step_ended(report, self._stats)
         if report.adapters:
-            self._on_adapters(self._adapters.on_report(report.number, report.adapters))
-        self._stats.add("chunks", "unsaved", self._transfers.on_report(report))
+            self._on_adapters(report)
+        self._stats.add("chunks", "unsaved", self._plans.on_report(report))
         if self._watch.on_report(report):
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
 
-    def _on_adapters(self, changed: Collection[int]) -> None:
-        """Ranks have said what the adapters are; those of `changed` are not what they were.
+    def _on_adapters(self, report: StepReport) -> None:
+        """Ranks have said what the adapters were in that step.
 
-        What is being saved may be of either: it is dropped. What has begun is of both.
+        What is being saved under another identity is dropped, and nothing more of such requests is
+        saved: they may have KV of both.
         """
-        if changed:
-            self.on_failed_load()
-            logger.warning("LoRA adapters %s were replaced; their KV is stored anew", changed)
+        mixed = self._adapters.on_report(report.number, report.adapters)
+        wrong = self._plans.saving_of_others(report.adapters, mixed, self._adapters)
+        if wrong:
+            self.store.drop(wrong)
+            logger.warning("LoRA adapters were replaced; what was computed meanwhile is not kept")
         for state in self._requests.values():
-            lora = state.request.lora_request
-            if lora is None or not state.scheduled_stop:
+            lora, computing = state.request.lora_request, state.computing
+            if lora is None or not computing.scheduled_stop:
                 continue
             adapter = self._adapters.identity(lora)
-            if lora.lora_int_id in changed:
-                state.outdated = True
-            elif state.adapter is None and adapter is not None:
+            if lora.lora_name in mixed:
+                computing.is_outdated = True
+            if lora.lora_int_id not in report.adapters:
+                continue
+            if state.adapter is None and adapter is not None:
                 state.be_of(adapter)
+            elif state.adapter != adapter:
+                computing.is_outdated = True
+                if computing.checked_in == report.number:  # vLLM computes it (LoadCheck)
+                    drop_in_flight(state.request)
 
     def on_failed_requests(self, request_ids: Collection[str]) -> None:
         """Loads ahead of the step have failed on some rank; vLLM computes the requests."""
         for request_id in request_ids:
-            was_ours = self._transfers.load_is_void(request_id)  # else another connector's
+            was_ours = self._plans.load_is_void(request_id)  # else another connector's
             state = self._requests.get(request_id)
             if state is not None and was_ours:
                 state.load_failed = True
@@ -363,12 +332,12 @@ class Scheduler:
         What is being saved may have been computed from it. Nobody says what was, so all of it
         is dropped, from all tiers; what is computed anew is saved again.
         """
-        self.store.drop(self._transfers.saving())
+        self.store.drop(self._plans.saving())
         self._save_anew()
 
     def _save_anew(self) -> None:
         for state in self._requests.values():
-            state.num_chunks_seen = 0
+            state.computing.chunks_seen = 0
 
     # ---- a request goes ----------------------------------------------------------------
 
@@ -381,46 +350,42 @@ class Scheduler:
         """
         if self._queue is not None:
             self._queue.on_finished(request.request_id)
+        self._adapters.leave(request.request_id)
+        self._alive.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False, None
-        self._withdraw(state)
+        self._offers.withdraw(state)
         self._saving.save_rest(state, block_ids)
         report = self._truncation.finished(state)
-        keeps = self._transfers.finished(request.request_id)
+        keeps = self._plans.finished(request.request_id)
         return keeps, None if report is None else {SECTION: report}
-
-    def _withdraw(self, state: RequestState) -> None:
-        if state.offer:
-            self.store.release(piece.chunk for piece in state.offer)
-            state.offer = []
-            self._truncation.take_back(state)
 
     # ---- the rest ----------------------------------------------------------------------
 
     def has_transfers(self) -> bool:
         """Whether workers still have to copy or report: the engine must go on stepping."""
-        return self._transfers.any_open()
+        return self._plans.any_open()
 
     def keeps_blocks(self) -> bool:
         """Whether blocks of finished requests come free when their saves have left them."""
-        return self._transfers.keeps_blocks()
+        return self._plans.keeps_blocks()
 
     def reset(self) -> bool:
         """Drop every tier. Chunks that the workers copy now are dropped when they are done."""
         for state in self._requests.values():
-            self._withdraw(state)
+            self._offers.withdraw(state)
             # Computed with what is being replaced: must not come back under the same name.
-            state.outdated = True
+            state.computing.is_outdated = True
         return self.store.reset()
 
-    def take_stats(self) -> AttnStoreStats | None:
-        stats, self._stats = self._stats, AttnStoreStats.empty()
+    def take_stats(self) -> StepStats | None:
+        stats, self._stats = self._stats, StepStats()
         self._figures.add_to(stats)
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
-        self._weights.close()
+        self._names.close()
         self.store.close()
         if self._lock >= 0:
             os.close(self._lock)
@@ -428,7 +393,7 @@ class Scheduler:
 
     def check_quiet(self) -> None:
         """Assert that nothing is held or in flight. For tests, after the last request."""
-        assert not self._transfers.any_open()
-        assert not any(state.offer for state in self._requests.values())
+        assert not self._plans.any_open()
+        assert not any(state.offered for state in self._requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0

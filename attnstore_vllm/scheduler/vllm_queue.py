@@ -8,17 +8,13 @@ priorities); one that vLLM skips stays in its place. It leaves when it is schedu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from attnstore_vllm.connector.requests import MIN_LOAD_TOKENS, RequestState
+from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, RequestState
+from attnstore_vllm.scheduler.vllm_types import Request, SchedulerOutput
 from attnstore_vllm.store.store import Store
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
-
-class QueueView:
+class VllmQueue:
     """Keeps store.queue() like vLLM's. All methods run on the scheduler's thread."""
 
     def __init__(self, store: Store, *, by_priority: bool) -> None:
@@ -49,9 +45,9 @@ class QueueView:
         if new or self._placed:
             self._store.leave_queue([*new, *self._placed])
             for name in new:
-                request = self._running.pop(name, None) or self._waiting.pop(name, None)
-                if request is not None:
-                    self._running[name] = request
+                begins = self._running.pop(name, None) or self._waiting.pop(name, None)
+                if begins is not None:
+                    self._running[name] = begins
         for request in back:
             if request.request_id not in self._placed:
                 self._look_up(request, states)
@@ -82,7 +78,9 @@ class QueueView:
     def _look_up(self, request: Request, states: Mapping[str, RequestState]) -> None:
         """What a preempted request will want again."""
         state = states.get(request.request_id)
-        if state is not None and not state.outdated and request.request_id in self._waiting:
+        if state is None or state.computing.is_outdated or state.adapter is None:
+            return
+        if request.request_id in self._waiting:
             self._store.find(
                 state.sequence, 0, request.num_tokens - 1, MIN_LOAD_TOKENS,
                 request_id=request.request_id, visit=state.visit,

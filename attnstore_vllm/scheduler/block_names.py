@@ -8,12 +8,11 @@ computes more of the kind, and leaves it to the store under an honest name.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blake3 import blake3
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from attnstore_vllm.scheduler.vllm_types import Request
 
 KEY_BYTES = 32
 
@@ -46,6 +45,15 @@ def show_blocks(request: Request, first: int, hasher: Any) -> None:
     request._block_hasher = hasher
     del request.block_hashes[first:]
     request.update_block_hashes()
+
+
+def drop_in_flight(request: Request) -> None:
+    """vLLM computes a running request again, from blocks on whose load has failed: what steps in
+    flight sample for it comes from what was wrong. As vLLM does when it preempts in a reset."""
+    request.spec_token_ids = []
+    request.num_output_placeholders = 0
+    request.num_stale_output_tokens = request.num_in_flight_tokens
+    request.drop_stale_output = True
 
 
 def hide_session(request: Request, block_tokens: int) -> None:

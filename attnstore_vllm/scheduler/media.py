@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING
 
 from attnstore_vllm.index.keys import MultimodalSpan
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.request import Request
+from attnstore_vllm.scheduler.vllm_types import Request
 
 logger = logging.getLogger(__name__)
 
 ALL_TOKENS = 1 << 60
-_COUNTED = re.compile(r"(?:.*:)?renderer\d+-mm-\d+-.*-\d+", re.DOTALL)
-"""As vLLM 0.32 counts (renderers/base.py); an adapter's name may stand before it."""
+_COUNTED = re.compile(r"renderer\d+-mm-\d+-\w{1,40}-\d+")
+"""As vLLM 0.32 counts (renderers/base.py); an adapter's name and a colon may stand before it."""
+_COUNTED_MAX = 120
+"""Characters of such a name. Longer ones are their users', who may send a megabyte."""
 
 
 def spans_of(request: Request) -> tuple[MultimodalSpan, ...]:
@@ -33,14 +31,9 @@ def spans_of(request: Request) -> tuple[MultimodalSpan, ...]:
     )
 
 
-def counts_media(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM names inputs by a counter. Their users' own uuids look the same to us."""
-    media = vllm_config.model_config.multimodal_config
-    return (
-        media is not None
-        and media.mm_processor_cache_gb == 0
-        and not vllm_config.cache_config.enable_prefix_caching
-    )
+def _is_counted(name: str) -> bool:
+    """Cost: constant."""
+    return _COUNTED.fullmatch(name[-_COUNTED_MAX:].rpartition(":")[2]) is not None
 
 
 class MediaNames:
@@ -59,7 +52,7 @@ class MediaNames:
         """Tokens before the first input that has no name. Cost: one match for each input."""
         for feature in request.mm_features:  # in the order of their offsets
             name = feature.identifier
-            if self._counted or not name or _COUNTED.fullmatch(name):
+            if self._counted or not name or _is_counted(name):
                 self._say(name)
                 return int(feature.mm_position.offset)
         return ALL_TOKENS
@@ -70,5 +63,5 @@ class MediaNames:
             logger.warning(
                 "AttnStore leaves prompts alone from their first picture or sound on: vLLM names "
                 "it %r, which means another one after a restart. Names by content need "
-                "--enable-prefix-caching, or --mm-processor-cache-gb above 0", name,
+                "--enable-prefix-caching, or --mm-processor-cache-gb above 0", (name or "")[:100],
             )  # fmt: skip

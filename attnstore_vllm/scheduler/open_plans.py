@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from attnstore_vllm.connector.messages import StepPlan, StepReport
 from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.scheduler.adapters import Adapters
+from attnstore_vllm.scheduler.messages import StepPlan, StepReport
+from attnstore_vllm.scheduler.vllm_types import LoRARequest
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.moves import MovedRun
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
@@ -29,11 +31,14 @@ class _Open:
     request_id: str
     ranks_left: int
     is_given_up: bool = False
+    lora: LoRARequest | None = None
+    adapter: bytes | None = None
+    """Of a save: what its KV is said to be computed with."""
     is_void: bool = False
     """Of a save: its request has lost the blocks, and may have others by now."""
 
 
-class Transfers:
+class OpenPlans:
     """All methods run on the scheduler's thread.
 
     Args:
@@ -45,8 +50,15 @@ class Transfers:
     """
 
     def __init__(
-        self, store: Store, num_ranks: int, rows: int | None, *, gives_blocks_away: bool
+        self,
+        store: Store,
+        num_ranks: int,
+        rows: int | None,
+        *,
+        gives_blocks_away: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._store = store
         self._num_ranks = num_ranks
         self._rows = rows
@@ -80,11 +92,23 @@ class Transfers:
         self._add(plan, Flow.LOAD, chunks)
         self._loading[request_id] = plan.plan_id
 
-    def save(self, request_id: str, chunk: Chunk, copies: tuple[ChunkCopy, ...]) -> None:
-        """`chunk`, which the store has begun to save, is filled when this step ends."""
+    def save(
+        self,
+        request_id: str,
+        chunk: Chunk,
+        copies: tuple[ChunkCopy, ...],
+        lora: LoRARequest | None = None,
+        adapter: bytes | None = None,
+    ) -> None:
+        """`chunk`, which the store has begun to save, is filled when this step ends.
+
+        Args:
+            lora, adapter: of its request, and what the adapter is taken for.
+        """
         plan = TransferPlan(next(self._ids), request_id, copies)
         self._plan.saves.append(plan)
         self._add(plan, Flow.SAVE, [chunk])
+        self._open[plan.plan_id].lora, self._open[plan.plan_id].adapter = lora, adapter
         self._saving_blocks += plan.num_blocks
 
     def _add(self, plan: TransferPlan, flow: Flow, chunks: list[Chunk]) -> None:
@@ -113,7 +137,7 @@ class Transfers:
             return False
         self._plan.finished_saving.append(request_id)
         if not self._kept:
-            self._kept_since = time.monotonic()
+            self._kept_since = self._clock()
         self._kept[request_id] = self._num_ranks
         return True
 
@@ -179,12 +203,28 @@ class Transfers:
         """The chunks that are being saved."""
         return [c for o in self._open.values() if o.flow is Flow.SAVE for c in o.chunks]
 
+    def saving_of_others(
+        self, told: Collection[int], mixed: Collection[str], adapters: Adapters
+    ) -> list[Chunk]:
+        """The chunks that are being saved under an adapter that is another one.
+
+        Args:
+            told: ids of adapters of which a report has come.
+            mixed: names that have stood for two.
+        """
+        return [
+            chunk for o in self._open.values() if o.flow is Flow.SAVE and o.lora is not None
+            if (o.lora.lora_int_id in told and adapters.identity(o.lora) != o.adapter)
+            or o.lora.lora_name in mixed
+            for chunk in o.chunks
+        ]  # fmt: skip
+
     def keeps_blocks(self) -> bool:
         """Whether vLLM keeps blocks of finished requests that will soon come free by themselves.
 
         Not for ever: as long as this says so, vLLM preempts nobody, and no request may get on.
         """
-        return bool(self._kept) and time.monotonic() < self._kept_since + KEPT_S
+        return bool(self._kept) and self._clock() < self._kept_since + KEPT_S
 
     def any_open(self) -> bool:
         """Whether workers still have to copy or report: the engine must go on stepping."""

@@ -4,30 +4,37 @@
 Weights that are updated through collective_rpc or finish_weight_update reach no connector. What
 follows them is a plain reset_prefix_cache, since vLLM's own cache is wrong from then on too. So
 after one all requests wait for one step, in which the workers look whether the weights are what
-they were.
+they were. The same at the start, since nothing need be reset before the first request; and, where
+vLLM has no prefix cache, when a request comes to a server that had none.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from attnstore_vllm.connector.messages import StepPlan, StepReport
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
+from attnstore_vllm.scheduler.vllm_types import KVCacheManager
 
 logger = logging.getLogger(__name__)
 
 
 class ResetWatch:
-    """All methods run on the scheduler's thread."""
+    """All methods run on the scheduler's thread.
 
-    def __init__(self) -> None:
+    Args:
+        on_reset: called when vLLM's prefix cache has been emptied.
+    """
+
+    def __init__(self, on_reset: Callable[[], None] = lambda: None) -> None:
+        self._on_reset = on_reset
         self._pool: Any = None
         self._blocks: object = None
         """vLLM's table of cached blocks: a reset puts another in its place."""
-        self._in_doubt = False
+        self._in_doubt = True
+        """From the start on: weights may come from elsewhere before the first request."""
+        self._was_reset = False
         self._is_wanted = False
         self._asked: int | None = None
         """The step in which the workers look."""
@@ -43,10 +50,16 @@ class ResetWatch:
         blocks = self._pool.cached_block_hash_to_block
         if blocks is not self._blocks:
             self._blocks, self._in_doubt, self._asked = blocks, True, None
+            self._was_reset = True
+            self._on_reset()
         # Only a step in which requests are scheduled may look: until a pause is over, the
         # weights may still be about to change.
         self._is_wanted = self._in_doubt
         return self._in_doubt
+
+    def doubt(self) -> None:
+        """Weights may have been updated, and vLLM has no prefix cache that would be reset then."""
+        self._in_doubt, self._asked = True, None
 
     def add_to(self, plan: StepPlan) -> None:
         """Have the workers look in this step, if they have not been asked."""
@@ -56,12 +69,17 @@ class ResetWatch:
         self._is_wanted = False
 
     def on_report(self, report: StepReport) -> bool:
-        """Whether the weights are not what they were."""
+        """Whether the weights are not what they were. Of a model whose weights cannot be seen:
+        whether they may be others, since somebody has reset vLLM's cache."""
         if self._asked is not None and report.number == self._asked:
             self._in_doubt, self._asked = False, None
-        if report.weights_changed:
+        changed = report.weights is Seen.CHANGED or (
+            report.weights is Seen.UNKNOWN and self._was_reset
+        )
+        if report.weights is not Seen.NOTHING:
+            self._was_reset = False
+        if changed:
             logger.warning(
-                "AttnStore drops every tier: vLLM has reset its prefix cache, and the weights are "
-                "not those of before"
+                "AttnStore drops every tier: the weights in memory are not those of before"
             )
-        return report.weights_changed
+        return changed

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from attnstore_vllm.connector.metrics import AttnStoreStats
-from attnstore_vllm.connector.requests import MIN_LOAD_TOKENS
 from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS
+from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.store.store import Store
 
 
 def prefetch(
     store: Store,
-    stats: AttnStoreStats,
+    stats: StepStats,
     order: PrefetchOrder,
     namespace: bytes | None,
     chunk_tokens: int,

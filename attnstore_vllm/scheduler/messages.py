@@ -6,17 +6,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from enum import IntEnum
 
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 
 
+class Seen(IntEnum):
+    """What a look at the live weights has shown. Of several ranks the largest counts."""
+
+    NOTHING = 0
+    """Nobody has looked."""
+    SAME = 1
+    UNKNOWN = 2
+    """This model's cannot be seen."""
+    CHANGED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCheck:
+    """A request computes for the first time behind stored KV of an adapter."""
+
+    lora_id: int
+    digests: tuple[bytes | None, ...]
+    """By rank: what the adapter was when the KV was offered."""
+    block_ids: tuple[int, ...]
+    """With that KV. Where the adapter is another one now, vLLM is to compute them."""
+
+
 @dataclass(slots=True)
-class StepPlan(KVConnectorMetadata):
+class StepPlan:
     """Scheduler side to workers: the copies of this step."""
 
     number: int = 0
@@ -35,13 +53,14 @@ class StepPlan(KVConnectorMetadata):
     """The forward pass may be a CUDA graph that calls no hook."""
     adapters: tuple[int, ...] = ()
     """LoRA ids of which the workers are to say what they are when the step ends."""
+    checks: list[LoadCheck] = field(default_factory=list)
     is_idle: bool = False
     """The scheduler side does without the store: so do the workers, and give back their memory."""
     looks_at_weights: bool = False
     """The report is to say whether the weights have changed."""
 
 
-class StepReport(KVConnectorWorkerMetadata):
+class StepReport:
     """Workers to scheduler side: plans that this many ranks have completed.
 
     Args:
@@ -51,7 +70,7 @@ class StepReport(KVConnectorWorkerMetadata):
         load_wait_s: that forward passes waited for their loads: what they have cost.
         measured: bytes and seconds of copies from DRAM, of one rank.
         rank, adapters: what the adapters of the plan are on this rank; None: not loaded.
-        weights_changed: since they were last looked at; False if they were not.
+        weights: what a look at them has shown.
     """
 
     def __init__(
@@ -64,7 +83,7 @@ class StepReport(KVConnectorWorkerMetadata):
         measured: Sequence[tuple[int, float]] = (),
         rank: int = 0,
         adapters: Mapping[int, bytes | None] | None = None,
-        weights_changed: bool = False,
+        weights: Seen = Seen.NOTHING,
     ) -> None:
         self.number = number
         self.given_up = set(given_up)
@@ -75,17 +94,16 @@ class StepReport(KVConnectorWorkerMetadata):
         self.measured = list(measured)
         self.adapters = {number: {rank: told} for number, told in (adapters or {}).items()}
         """By id, by rank."""
-        self.weights_changed = weights_changed
+        self.weights = weights
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
-        assert isinstance(other, StepReport)
+    def aggregate(self, other: StepReport) -> None:
+        """Take in what another rank says of the same step."""
         self.ranks.update(other.ranks)
         self.given_up |= other.given_up
         self.freed.update(other.freed)
         self.load_wait_s = max(self.load_wait_s, other.load_wait_s)
-        self.weights_changed |= other.weights_changed
+        self.weights = max(self.weights, other.weights)
         # The slowest rank's: all wait for it.
         self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
         for number, by_rank in other.adapters.items():
             self.adapters.setdefault(number, {}).update(by_rank)
-        return self

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from attnstore_vllm.connector.step_times import OPEN_MAX, StepTimes
 from attnstore_vllm.policy.cost import StepCost
+from attnstore_vllm.scheduler.waiting import OPEN_MAX, StepTimes
+from tests.vllm_objects import Clock, output
 
 
 class Heard(StepCost):
@@ -28,29 +27,11 @@ class Heard(StepCost):
         return None
 
 
-def output(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]],
-           drafts: Sequence[str] = ()) -> Any:  # fmt: skip
-    """By request: the tokens it had computed, and how many are scheduled."""
-    scheduled = {name: count for name, (_, count) in (new | cached).items()}
-    return SimpleNamespace(
-        num_scheduled_tokens=scheduled,
-        total_num_scheduled_tokens=sum(scheduled.values()),
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, num_computed_tokens=at) for name, (at, _) in new.items()
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(cached), num_computed_tokens=[at for at, _ in cached.values()]
-        ),
-        scheduled_spec_decode_tokens={key: [1, 2] for key in drafts},
-    )
-
-
 @pytest.fixture
 def times() -> Any:
     heard = Heard()
-    with mock.patch("time.monotonic") as clock:
-        clock.return_value = 100.0
-        yield StepTimes(heard), heard, clock
+    clock = Clock(100.0)
+    return StepTimes(heard, clock), heard, clock
 
 
 def test_prompts_and_answers_are_told_apart(times: Any) -> None:
@@ -59,7 +40,7 @@ def test_prompts_and_answers_are_told_apart(times: Any) -> None:
         output({"new": (512, 300)}, {"part": (2048, 1000), "answer": (90, 1), "drafts": (70, 3)},
                drafts=["drafts"]), loads=0,
     )  # fmt: skip
-    clock.return_value = 100.5
+    clock.now = 100.5
     steps.ended(number, 0.0)
     assert heard.steps == [(0.5, [(512, 812), (2048, 3048)], 2)]
 
@@ -67,7 +48,7 @@ def test_prompts_and_answers_are_told_apart(times: Any) -> None:
 def test_what_a_load_has_cost_is_no_part_of_a_steps_length(times: Any) -> None:
     steps, heard, clock = times
     number = steps.planned(output({"a": (256, 100)}, {}), loads=256)
-    clock.return_value = 100.5
+    clock.now = 100.5
     assert steps.ended(number, 0.2) == (None, 256)
     assert heard.steps == [(0.3, [(256, 356)], 0)]
 
@@ -75,12 +56,12 @@ def test_what_a_load_has_cost_is_no_part_of_a_steps_length(times: Any) -> None:
 def test_a_step_begins_when_the_one_before_it_ends(times: Any) -> None:
     steps, heard, clock = times
     first = steps.planned(output({"a": (0, 100)}, {}), loads=0)
-    clock.return_value = 100.1
+    clock.now = 100.1
     second = steps.planned(output({}, {"a": (100, 1)}), loads=0)
     empty = steps.planned(output({}, {}), loads=0)
-    clock.return_value = 101.0
+    clock.now = 101.0
     steps.ended(first, 0.0)
-    clock.return_value = 101.25
+    clock.now = 101.25
     steps.ended(second, 0.0)
     steps.ended(empty, 0.0)
     assert heard.steps == [(1.0, [(0, 100)], 0), (0.25, [], 1)]
@@ -89,7 +70,7 @@ def test_a_step_begins_when_the_one_before_it_ends(times: Any) -> None:
 def test_a_step_that_was_seen_too_late_says_nothing(times: Any) -> None:
     steps, heard, clock = times
     number = steps.planned(output({"a": (256, 100)}, {}), loads=256)
-    clock.return_value = 100.1
+    clock.now = 100.1
     assert steps.ended(number, 0.2) == (None, 256)
     assert heard.steps == []
 
@@ -98,6 +79,6 @@ def test_steps_that_never_come_back_are_forgotten(times: Any) -> None:
     steps, heard, clock = times
     numbers = [steps.planned(output({"a": (0, 9)}, {}), loads=0) for _ in range(2 * OPEN_MAX)]
     for number in numbers:
-        clock.return_value += 1.0
+        clock.now += 1.0
         steps.ended(number, 0.0)
     assert len(heard.steps) == OPEN_MAX

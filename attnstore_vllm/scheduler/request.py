@@ -1,85 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side knows of one request of vLLM, and what of it names its KV."""
+"""One request of vLLM: where it is on its way, and what of it names its KV."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import Enum
 
-from attnstore_vllm.connector.adapters import Asked
-from attnstore_vllm.connector.media import MediaNames, spans_of
-from attnstore_vllm.hints import HintReader
+from attnstore_vllm.hints import HintReader, Hints
 from attnstore_vllm.index.keys import SequenceKeys, moved_root, root_key, tenant_hash
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.by_return import Visit
-from attnstore_vllm.policy.returns import NO_TERMS, Run, Terms
+from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.scheduler.adapters import Asked
+from attnstore_vllm.scheduler.media import MediaNames, spans_of
+from attnstore_vllm.scheduler.vllm_types import Request
 from attnstore_vllm.types import Key, Tier
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 MIN_LOAD_TOKENS = 16
 """A shorter run of stored KV is not worth a load."""
 
 
+class Stage(Enum):
+    """Where a request is on its way through the store.
+
+    on_new_request
+          |
+       ARRIVED ------------------ nothing is stored, or it is in HBM --+
+          |  vLLM has room: what it wants is on its way from NVMe       |
+       WAITING  (Waiting: waiting.py)                                   |
+          |  it is there, or computing is sooner                        |
+       OFFERED  (Offered: offer.py) -- vLLM takes other requests first -> ARRIVED
+          |  vLLM has given it blocks; what is held is loaded           |
+       COMPUTING  (Computing: saving.py) <------------------------------+
+          |                   |
+          |                   +-- preempted: its blocks are lost -> ARRIVED
+       request_finished: what is left is saved, and the state is dropped
+    """
+
+    ARRIVED = "arrived"
+    WAITING = "waiting"
+    OFFERED = "offered"
+    COMPUTING = "computing"
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Of a request that vLLM has room for. Written by waiting.py."""
+
+    deadline: float | None = None
+    """Monotonic seconds; set when vLLM first asks and something is on its way."""
+    since: float | None = None
+    forecast: tuple[float, float] | None = None
+    """When it was first said how many seconds it would wait, and how many."""
+    round: int = 0
+    """The last round of looks in which it had one."""
+    coming: Sequence[Piece] = ()
+    """What it was found to want then; first what was found when it came."""
+    is_answered: bool = False
+    """It was worked out that it waits no longer; vLLM may have had no room for it since."""
+
+
+@dataclass(slots=True)
+class Offered:
+    """Held chunks, from vLLM's question to the end of the same schedule(). Written by offer.py."""
+
+    pieces: list[Piece]
+    start: int
+    layers_before: int
+    """How many layers are in HBM before its first step; 0: loaded in it."""
+
+
+@dataclass(slots=True)
+class Computing:
+    """How far its KV is computed, and offered to the store. Written by saving.py."""
+
+    first: int = 0
+    """The first token that vLLM computes: those before it were in HBM, or are loaded."""
+    scheduled_stop: int = 0
+    """Up to which token a step that was planned computes, since it has its blocks; 0: none yet."""
+    chunks_seen: int = 0
+    """Whole chunks that were offered to the store for saving, from the first on."""
+    is_outdated: bool = False
+    """Part of its KV is from before a reset, or of another adapter: nothing of it is saved."""
+    unchecked: tuple[int, ...] = ()
+    """Blocks with stored KV of its adapter, before its first step behind it."""
+    checked_in: int = 0
+    """The number of that step."""
+
+
+@dataclass(slots=True)
+class Counted:
+    """What is counted of a request, once, though vLLM asks again and again. Written by stats.py."""
+
+    wanted: bool = False
+    offered: bool = False
+    sources: dict[Tier, int] = field(default_factory=dict)
+    """Tokens of its last load, by the tier they were in."""
+    stored_stop: int = 0
+    """Up to which token the store had KV at some time since the request came."""
+
+
 @dataclass(slots=True)
 class RequestState:
-    """A request between on_new_request and request_finished."""
+    """A request between on_new_request and request_finished. Its own fields are what it is and asks
+    for; each part of its way has an owner, which alone writes it."""
 
     request: Request
     namespace: bytes
     tenant: bytes
     chunk_tokens: int
     media: MediaNames = field(default_factory=MediaNames)
+    hints: Hints = field(default_factory=Hints)
     came_with: tuple[object, object] = (None, None)
     """The salt and the id of the adapter: a session that changes them is another."""
-    adapter: bytes | None = None
-    """The adapter that its KV is computed with (connector/adapters.py). None: not known yet."""
-    asked: Asked | None = None
-    """What the workers were asked of its adapter, since it came or lost its blocks."""
-    visit: Visit | None = None
-    """What of the store it uses; set when it has come."""
     stores: bool = True
     """Whether what it computes is saved."""
-    terms: Terms = NO_TERMS
-    """What it asks for its KV."""
-    num_chunks_seen: int = 0
-    """Whole chunks that were offered to the store for saving, from the first on."""
-    deadline: float | None = None
-    """Monotonic seconds; set when the scheduler first asks and something is on its way."""
-    waiting_since: float | None = None
-    wait_forecast: tuple[float, float] | None = None
-    """When it was first said how many seconds it would wait, and how many."""
-    offer: list[Piece] = field(default_factory=list)
-    """Held chunks, from get_num_new_matched_tokens to the end of the same schedule()."""
-    offer_start: int = 0
-    layers_before: int = 0
-    """Of its last load: how many layers are in HBM before its first step; 0: loaded in it."""
+    visit: Visit | None = None
+    """What of the store it uses; set when it has come."""
+    adapter: bytes | None = None
+    """The adapter that its KV is computed with (adapters.py). None: not known yet."""
+    asked: Asked | None = None
+    """What the workers were asked of its adapter, since it came or lost its blocks."""
+    waiting: Waiting = field(default_factory=Waiting)
+    offered: Offered | None = None
     load_failed: bool = False
     """The device failed a copy: what is left is computed."""
-    scheduled_stop: int = 0
-    """Up to which token a step that was planned computes, since it has its blocks; 0: none yet."""
-    computed_from: int = 0
-    """The first token that vLLM computes: those before it were in HBM, or are loaded."""
-    sources: dict[Tier, int] = field(default_factory=dict)
-    """Tokens of the last load, by the tier they were in."""
-    expected_stop: int = 0
-    """Up to which token the store had KV at some time since the request came."""
-    look: int = 0
-    """The last round of looks (connector/waits.py) in which it had one."""
-    coming: Sequence[Piece] = ()
-    """What it was found to want then; first what was found when it came."""
-    is_answered: bool = False
-    """It was worked out that it waits no longer; vLLM may have had no room for it since."""
-    was_asked: bool = False
-    counted: bool = False
-    outdated: bool = False
-    """Part of its KV is from before a reset: nothing of it is saved."""
+    computing: Computing = field(default_factory=Computing)
+    counted: Counted = field(default_factory=Counted)
     finds_moved: bool = False
-    """KV of its tokens at other positions will do too."""
-    reports: bool = False
-    """The response is to say how many tokens were moved."""
+    """KV of its tokens at other positions will do too (truncation.py)."""
     moved_tokens: int = 0
     """Tokens whose KV was moved when it was loaded, all loads together."""
     moved: range | None = None
@@ -88,14 +138,23 @@ class RequestState:
     _root: Key | None = None
     _sequence: SequenceKeys | None = None
 
+    @property
+    def stage(self) -> Stage:
+        if self.offered is not None:
+            return Stage.OFFERED
+        if self.computing.scheduled_stop:
+            return Stage.COMPUTING
+        return Stage.WAITING if self.waiting.deadline is not None else Stage.ARRIVED
+
     def expect(self, pieces: Sequence[Piece]) -> None:
         """Note what a lookup found: an offer that falls short of it is a recomputation."""
         if pieces:
-            self.expected_stop = max(self.expected_stop, pieces[-1].stop)
+            self.counted.stored_stop = max(self.counted.stored_stop, pieces[-1].stop)
 
     def begin_anew(self) -> None:
         """It was preempted: it may wait again, and will have other blocks."""
-        self.deadline, self.is_answered, self.scheduled_stop = None, False, 0
+        self.waiting.deadline, self.waiting.is_answered = None, False
+        self.computing.scheduled_stop, self.computing.unchecked = 0, ()
         self.asked = None
 
     def usable_tokens(self) -> int:
@@ -116,20 +175,21 @@ class RequestState:
 
     @property
     def may_save(self) -> bool:
-        return self.stores and not self.outdated and self.adapter is not None
+        return self.stores and not self.computing.is_outdated and self.adapter is not None
 
     def pin_s(self, position: int) -> float | None:
         """How long a chunk that begins there is to be pinned: if it has tokens of the prompt."""
-        return self.terms.pin_s if position < self.request.num_prompt_tokens else None
+        return self.hints.terms.pin_s if position < self.request.num_prompt_tokens else None
 
     def run(self, number: int) -> Run | None:
         """Under which chunk `number` of the request is saved."""
         return None if self.visit is None else self.visit.run(number)
 
-    def be_of(self, adapter: bytes) -> None:
-        """From now on its KV is computed with this adapter."""
+    def be_of(self, adapter: bytes | None) -> None:
+        """From now on its KV is computed with this adapter; None: with one that nobody knows."""
         if adapter != self.adapter:
-            self.adapter, self._root, self._sequence, self.coming = adapter, None, None, ()
+            self.adapter, self._root, self._sequence = adapter, None, None
+            self.waiting.coming = ()
 
     @property
     def root(self) -> Key:
@@ -163,7 +223,8 @@ class RequestState:
     def begin_lineage(self, moved: range | None) -> None:
         """From now on what it computes is behind moved KV, or is not any more (None)."""
         if moved is None and self.moved is not None:
-            self.num_chunks_seen = min(self.num_chunks_seen, self.moved.start // self.chunk_tokens)
+            first_moved = self.moved.start // self.chunk_tokens
+            self.computing.chunks_seen = min(self.computing.chunks_seen, first_moved)
         self.moved, self._sequence = moved, None
 
 

@@ -3,45 +3,48 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from attnstore_vllm.connector.waits import ROUND_S, WAITS_MAX, Waits
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.waiting import ROUND_S, WAITS_MAX, Costs, Waits
+from tests.vllm_objects import Clock, as_store, request
 
 DEADLINE_S = 1.0
+
+
+class Nothing:
+    """A store in which nothing ever comes."""
+
+    def __init__(self) -> None:
+        self.hungry: set[str] = set()
+        self.slept: list[int] = []
+
+    def is_hungry(self, name: str) -> bool:
+        return name in self.hungry
+
+    def wait_for_any(self, pieces: list[Any], timeout_s: float) -> None:
+        self.slept.append(len(pieces))
 
 
 class Rig:
     """Waits over a store in which nothing ever comes."""
 
-    def __init__(self, clock: Any) -> None:
-        self.clock = clock
-        self.deadline_s = DEADLINE_S
-        self.hungry: set[str] = set()
-        self.slept: list[int] = []
-        store = SimpleNamespace(
-            is_hungry=self.hungry.__contains__,
-            wait_for_any=lambda pieces, timeout_s: self.slept.append(len(pieces)),
-        )
-        costs = SimpleNamespace(deadline=self.deadline)
-        self.waits = Waits(store, costs)  # type: ignore[arg-type]
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+        self.clock = Clock()
+        self.store = as_store(Nothing())
+        costs = Costs(self.store, deadline_s, computes_if_sooner=True, clock=self.clock)
+        self.waits = Waits(self.store, costs, self.clock)
 
-    def deadline(self, state: Any, now: float) -> float:
-        state.deadline = state.deadline or now + self.deadline_s
-        deadline: float = state.deadline
-        return deadline
+    def request(self, name: str) -> RequestState:
+        self.store.hungry.add(name)
+        state = RequestState(request(name), namespace=b"", tenant=b"", chunk_tokens=256)
+        coming: Any = [name]
+        state.waiting.coming = coming
+        return state
 
-    def request(self, name: str) -> Any:
-        self.hungry.add(name)
-        return SimpleNamespace(
-            request=SimpleNamespace(request_id=name), look=0, coming=[name],
-            waiting_since=None, deadline=None, is_answered=False,
-        )  # fmt: skip
-
-    def step(self, states: list[Any], computed: str = "") -> list[Any]:
+    def step(self, states: list[RequestState], computed: str = "") -> list[RequestState]:
         """vLLM goes through its queue. Returns those that were looked at.
 
         Args:
@@ -54,34 +57,32 @@ class Rig:
                 if state.request.request_id in computed.split():
                     self.waits.answered(state)
                 else:
-                    self.waits.add(state, state.coming)
+                    self.waits.add(state, state.waiting.coming)
         self.waits.end_step(is_empty=True)
         return looked
 
 
 @pytest.fixture
-def rig() -> Any:
-    with mock.patch("time.monotonic") as clock:
-        clock.return_value = 50.0
-        yield Rig(clock)
+def rig() -> Rig:
+    return Rig()
 
 
-def names(states: list[Any]) -> str:
+def names(states: list[RequestState]) -> str:
     return "".join(state.request.request_id for state in states)
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.2])
-def test_all_are_looked_at_in_turn_a_few_in_a_step(rig: Rig, step_s: float) -> None:
-    rig.deadline_s = 100.0
+def test_all_are_looked_at_in_turn_a_few_in_a_step(step_s: float) -> None:
+    rig = Rig(deadline_s=100.0)
     states = [rig.request(str(n)) for n in range(10)]
     turns = []
     for _ in range(12):
         turns.append(names(rig.step(states)))
-        rig.clock.return_value += step_s
+        rig.clock.now += step_s
     a_round = ["0123", "4567", "89"]
     assert turns == (a_round * 4 if step_s >= ROUND_S else a_round + [""] * 9)
-    assert rig.slept == [WAITS_MAX] * 12, "a step without work waits for those at the front"
-    rig.clock.return_value += ROUND_S
+    assert rig.store.slept == [WAITS_MAX] * 12, "a step without work waits for those at the front"
+    rig.clock.now += ROUND_S
     later = [names(rig.step(states)) for _ in range(4)]
     assert "0123" in later, "and again"
 
@@ -89,7 +90,7 @@ def test_all_are_looked_at_in_turn_a_few_in_a_step(rig: Rig, step_s: float) -> N
 def test_those_whose_kv_is_on_its_way_take_no_looks_from_others(rig: Rig) -> None:
     coming = [rig.request(f"c{n}") for n in range(6)]
     for state in coming:
-        rig.hungry.discard(state.request.request_id)
+        rig.store.hungry.discard(state.request.request_id)
     states = [rig.request(str(n)) for n in range(3)]
     assert rig.step([*coming, *states]) == [*coming, *states]
 
@@ -99,15 +100,15 @@ def test_who_has_an_answer_takes_no_looks_from_others(rig: Rig) -> None:
     states = [rig.request(str(n)) for n in range(60)]
     computed = " ".join(str(n) for n in range(50))
     assert rig.step(states, computed) == states[: 50 + WAITS_MAX]
-    assert not states[0].coming, "what it wanted is not kept alive by it"
+    assert not states[0].waiting.coming, "what it wanted is not kept alive by it"
 
 
 def test_an_answer_is_not_forgotten_while_vllm_has_no_room(rig: Rig) -> None:
     states = [rig.request(str(n)) for n in range(3)]
     for _ in range(10):
         assert states[0] in rig.step(states, "0")
-        rig.clock.return_value += 0.001
-    assert states[0].waiting_since is None
+        rig.clock.now += 0.001
+    assert states[0].waiting.since is None
     assert rig.step(states[:1]) == states[:1]  # now it should wait
     assert rig.step(states[:1]) == []
 
@@ -115,14 +116,14 @@ def test_an_answer_is_not_forgotten_while_vllm_has_no_room(rig: Rig) -> None:
 def test_the_deadline_runs_from_the_first_ask_for_all(rig: Rig) -> None:
     states = [rig.request(str(n)) for n in range(40)]
     rig.step(states)
-    assert {state.deadline for state in states[WAITS_MAX:]} == {50.0 + DEADLINE_S}
-    assert {state.waiting_since for state in states[WAITS_MAX:]} == {50.0}
-    rig.clock.return_value += DEADLINE_S
+    assert {state.waiting.deadline for state in states[WAITS_MAX:]} == {50.0 + DEADLINE_S}
+    assert {state.waiting.since for state in states[WAITS_MAX:]} == {50.0}
+    rig.clock.now += DEADLINE_S
     assert not any(rig.waits.goes_on(state) for state in states[WAITS_MAX:])
 
 
 def test_what_is_on_its_way_is_looked_at_whoever_waits(rig: Rig) -> None:
     states = [rig.request(str(n)) for n in range(10)]
     rig.step(states)
-    rig.hungry.discard("9")
+    rig.store.hungry.discard("9")
     assert states[9] in rig.step(states)

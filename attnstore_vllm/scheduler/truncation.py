@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnstore_vllm.config import TruncationConfig
-from attnstore_vllm.connector.block_names import hide_blocks, show_blocks
-from attnstore_vllm.connector.requests import RequestState
 from attnstore_vllm.hints import Hints
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.block_names import hide_blocks, show_blocks
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request
 from attnstore_vllm.store.store import Store
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +102,7 @@ class Truncation:
         # Not a sum: a request that was preempted may be served so again.
         state.moved_tokens = max(state.moved_tokens, stop - moved[0].start)
         # What lies between is stored already, where it was computed.
-        state.num_chunks_seen = stop // state.chunk_tokens
+        state.computing.chunks_seen = stop // state.chunk_tokens
 
     def found(self, state: RequestState, name: ChunkName) -> None:
         """A chunk is stored, and the request has KV of it in its place: so it is exact."""
@@ -125,7 +122,7 @@ class Truncation:
     def finished(self, state: RequestState) -> dict[str, Any] | None:
         """What the response says, if the request asked."""
         self._shown.pop(state.request.request_id, None)
-        return {"moved_tokens": state.moved_tokens} if state.reports else None
+        return {"moved_tokens": state.moved_tokens} if state.hints.report else None
 
     # ---- vLLM's prefix cache -----------------------------------------------------------
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnstore_vllm.connector.requests import RequestState
-from attnstore_vllm.connector.transfers import Transfers
-from attnstore_vllm.connector.truncation import Truncation
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.stops import kept_end
+from attnstore_vllm.scheduler.open_plans import OpenPlans
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import plan_save
@@ -26,12 +26,12 @@ class Saving:
         self,
         store: Store,
         geometry: Geometry,
-        transfers: Transfers,
+        plans: OpenPlans,
         truncation: Truncation,
     ) -> None:
         self._store = store
         self._geometry = geometry
-        self._transfers = transfers
+        self._plans = plans
         self._truncation = truncation
 
     def save_chunks(self, state: RequestState, computed: int, block_ids: Sequence[int]) -> None:
@@ -40,12 +40,12 @@ class Saving:
         if not state.may_save:
             return
         size = self._geometry.chunk_tokens
-        if computed // size <= state.num_chunks_seen:
+        if computed // size <= state.computing.chunks_seen:
             return
         sequence = state.sequence
-        for number in range(state.num_chunks_seen, computed // size):
+        for number in range(state.computing.chunks_seen, computed // size):
             self._save(state, sequence.name(number, state.tenant), number, block_ids)
-        state.num_chunks_seen = computed // size
+        state.computing.chunks_seen = computed // size
 
     def save_rest(self, state: RequestState, block_ids: Sequence[int]) -> None:
         """What is left of a request that has ended, the tail included."""
@@ -55,7 +55,8 @@ class Saving:
         # What is in flight counts as computed for vLLM, and is not.
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         computed = min(computed, request.num_tokens, len(block_ids) * self._geometry.block_tokens)
-        computed = min(computed, state.scheduled_stop)  # else another connector may be loading it
+        # Else another connector may be loading it.
+        computed = min(computed, state.computing.scheduled_stop)
         computed = min(computed, state.usable_tokens())
         if computed > 0 and state.may_save:
             self.save_chunks(state, computed, block_ids)
@@ -78,7 +79,7 @@ class Saving:
     ) -> None:
         chunk = self._store.begin_save(
             name, state.run(number), state.pin_s(name.position),
-            again=name.position >= state.computed_from,
+            again=name.position >= state.computing.first,
         )  # fmt: skip
         self._truncation.saved(state, name)
         if chunk is None:
@@ -87,4 +88,6 @@ class Saving:
             chunk.dram_slot, block_ids, name.position, name.num_tokens,
             block_tokens=self._geometry.block_tokens,
         )  # fmt: skip
-        self._transfers.save(state.request.request_id, chunk, copies)
+        self._plans.save(
+            state.request.request_id, chunk, copies, state.request.lora_request, state.adapter
+        )

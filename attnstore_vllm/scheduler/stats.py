@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side counts: of a request when vLLM asks for its KV, once each, though vLLM
+asks again and again while it has no room; and what the store has counted since the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attnstore_vllm.index.chunk import Dram
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.types import Tier
+
+
+class StepStats:
+    """`data`: {"counters" and "gauges": {"name:label": n}, "observed": {"name": [n, ...]}}.
+
+    A plain dict of strings and numbers, because it crosses processes. connector/metrics.py has
+    what they mean.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {"counters": {}, "gauges": {}, "observed": {}}
+
+    def add(self, name: str, label: str, amount: float) -> None:
+        if amount:
+            counters = self.data["counters"]
+            counters[f"{name}:{label}"] = counters.get(f"{name}:{label}", 0) + amount
+
+    def set(self, name: str, label: str, value: float) -> None:
+        self.data["gauges"][f"{name}:{label}"] = value
+
+    def observe(self, name: str, value: float) -> None:
+        self.data["observed"].setdefault(name, []).append(value)
+
+    def aggregate(self, data: Mapping[str, Any]) -> None:
+        """Add what another one has as its data."""
+        for key, amount in data["counters"].items():
+            name, label = key.split(":")
+            self.add(name, label, amount)
+        self.data["gauges"].update(data["gauges"])
+        for name, values in data["observed"].items():
+            self.data["observed"].setdefault(name, []).extend(values)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+def count_wanted(stats: StepStats, state: RequestState, pieces: Sequence[Piece]) -> None:
+    """The request is first offered a place: where is what it wants then?"""
+    if state.counted.wanted:
+        return
+    state.counted.wanted = True
+    in_dram = sum(p.stop - p.start for p in pieces if p.chunk.dram is Dram.READY)
+    wanted = sum(piece.stop - piece.start for piece in pieces)
+    stats.add("wanted_tokens", Tier.DRAM.value, in_dram)
+    stats.add("wanted_tokens", Tier.NVME.value, wanted - in_dram)
+
+
+def count_recomputation(stats: StepStats, state: RequestState, cause: str) -> None:
+    """Before count_offer."""
+    if not state.counted.offered:
+        stats.add("recomputations", cause, 1)
+
+
+def count_offer(stats: StepStats, state: RequestState, tokens: Mapping[Tier, int]) -> None:
+    """The request's first answer."""
+    if state.counted.offered:
+        return
+    state.counted.offered = True
+    for tier, number in tokens.items():
+        stats.add("offered_tokens", tier.value, number)
+
+
+def count_taken(
+    stats: StepStats, state: RequestState, sources: dict[Tier, int], moved_tokens: int
+) -> None:
+    """vLLM has taken an offer."""
+    state.counted.sources = sources
+    for tier, tokens in sources.items():
+        stats.add("loaded_tokens", tier.value, tokens)
+    stats.add("moved_tokens", Tier.DRAM.value, moved_tokens)
+
+
+class StoreFigures:
+    """The store's own counts and gauges, as differences.
+
+    Args:
+        token_bytes: KV bytes of a token, all ranks.
+    """
+
+    def __init__(self, store: Store, token_bytes: float) -> None:
+        self._store = store
+        self._token_bytes = token_bytes
+        self._reported: dict[tuple[str, str], float] = {}
+
+    def add_to(self, stats: StepStats) -> None:
+        """What has changed since the last call."""
+        for event, count in self._store.counts().items():
+            self._add(stats, "chunks", event, count)
+        for flow, num_bytes in self._store.moved_bytes().items():
+            self._add(stats, "bytes", flow.value, num_bytes)
+        first = self._store.first_written_tokens() * self._token_bytes
+        self._add(stats, "first_written_bytes", Tier.NVME.value, int(first))
+        for (name, label), value in self._store.gauges().items():
+            if self._reported.get((name, label)) != value:
+                self._reported[name, label] = value
+                stats.set(name, label, value)
+
+    def _add(self, stats: StepStats, name: str, label: str, total: float) -> None:
+        stats.add(name, label, total - self._reported.get((name, label), 0))
+        self._reported[name, label] = total

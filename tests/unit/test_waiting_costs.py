@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of the decision between waiting and computing: its outcome, and how good its
+forecasts were; and which loads begin before their step. With a clock that stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.stats import StepStats
+from attnstore_vllm.scheduler.waiting import Costs
+from tests.vllm_objects import Clock, as_store, output, request
+
+DEADLINE_S = 1.0
+
+
+@dataclass
+class Coming:
+    """A piece that is on its way. Computing 1,000 tokens takes a second."""
+
+    stop: int
+
+
+COMING: Any = [Coming(stop) for stop in (1000, 2000, 3000)]
+
+
+class Disk:
+    """Of it the store says what the test says."""
+
+    def __init__(self) -> None:
+        self.said: list[float] | None = None
+
+    def arrivals(self, request_id: str, pieces: Any) -> list[float] | None:
+        return self.said
+
+
+class Rig:
+    """Costs that know what computing takes; of the disk, what the test says."""
+
+    def __init__(self, clock: Clock, *, computes_if_sooner: bool = True) -> None:
+        self.disk = as_store(Disk())
+        self.stats = StepStats()
+        self.costs = Costs(self.disk, DEADLINE_S, computes_if_sooner, clock=clock)
+        teach(self.costs, load_s=None, token_s=0.001)
+        self.state = RequestState(request("asks"), namespace=b"", tenant=b"", chunk_tokens=1000)
+
+    def ask(self, arrivals: list[float] | None, ready_stop: int = 0) -> str | None:
+        self.disk.said = arrivals
+        return self.costs.why_not_wait(self.state, ready_stop, COMING)
+
+    def end_wait(self) -> dict[str, list[float]]:
+        """What is observed then."""
+        self.costs.end_wait(self.state, self.stats)
+        observed = dict(self.stats.data["observed"])
+        self.stats = StepStats()
+        return observed
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_wait_and_its_forecast(clock: Clock) -> None:
+    """The forecast is that of the last piece that is waited for, as it was first said."""
+    rig = Rig(clock)
+    assert rig.ask([0.1, 0.2, 40.0]) is None
+    clock.now += 0.1
+    assert rig.ask([0.1, 0.9, 1.5]) is None
+    clock.now += 0.2
+    observed = rig.end_wait()
+    assert observed.keys() == {"wait_seconds", "wait_over_forecast"}
+    assert observed["wait_seconds"] == pytest.approx([0.3])
+    assert observed["wait_over_forecast"] == pytest.approx([1.5])
+    assert rig.end_wait() == {}, "a wait ends once"
+
+
+def test_a_wait_before_its_forecast(clock: Clock) -> None:
+    """Others had the first looks, then the disk was not known: the forecast runs from its own
+    time on, the wait from the beginning."""
+    rig = Rig(clock)
+    rig.state.waiting.since = 49.0
+    assert rig.ask(None) is None
+    clock.now += 0.25
+    assert rig.ask([0.5, 30.0, 30.0]) is None
+    clock.now += 0.25
+    observed = rig.end_wait()
+    assert observed["wait_seconds"] == pytest.approx([1.5])
+    assert observed["wait_over_forecast"] == pytest.approx([0.5])
+
+
+def test_a_wait_without_a_forecast(clock: Clock) -> None:
+    """The disk is not known; or it is slower than computing, and waited for all the same."""
+    for arrivals in (None, [20.0, 30.0, 40.0]):
+        rig = Rig(clock, computes_if_sooner=False)
+        assert rig.ask(arrivals) is None
+        clock.now += 0.5
+        assert rig.end_wait() == {"wait_seconds": [0.5]}
+
+
+def test_who_does_not_wait(clock: Clock) -> None:
+    """Nothing is observed of a wait that there was not."""
+    rig = Rig(clock)
+    assert rig.ask([1.5, 2.5, 3.5]) == "slower"
+    assert rig.ask([1.5, 2.5, 2.5], ready_stop=1000) == "slower", "what is there saves nothing"
+    assert rig.end_wait() == {}
+    clock.now += DEADLINE_S - 0.01
+    assert rig.ask([0.1, 0.2, 0.3]) is None
+    clock.now += 0.01
+    assert rig.ask([0.1, 0.2, 0.3]) == "deadline"
+    assert rig.end_wait()["wait_seconds"] == pytest.approx([0.01])
+
+
+def test_a_step_and_its_forecast(clock: Clock) -> None:
+    """Without what its loads have cost; and only of steps that compute prompts."""
+    rig = Rig(clock)
+    for name, tokens, seconds, wait_s, observed in (
+        ("new", 1000, 2.002, 0.0, [2.0]),
+        ("loads", 1000, 1.001, 4.0, [1.0]),
+        ("quick", 500, 0.2505, 0.0, [0.5]),
+        ("answer", 1, 0.5, 0.0, []),
+    ):
+        rig.stats = StepStats()
+        number = rig.costs.step_planned(output({name: (0, tokens)}, {}))
+        clock.now += seconds + wait_s
+        rig.costs.step_ended(StepReport(number, load_wait_s=wait_s), rig.stats)
+        found = rig.stats.data["observed"].get("step_over_forecast", [])
+        assert found == pytest.approx(observed, rel=0.01), name
+
+
+# ---- loads ahead of their step ------------------------------------------------------------
+
+LAYERS = 10
+BYTES = 1_000_000
+
+
+def make_costs(*, ahead_layers: int = LAYERS, step_tokens: int = 1 << 30) -> Costs:
+    store: Any = None
+    return Costs(store, 1.0, True, ahead_layers=ahead_layers, step_tokens=step_tokens)
+
+
+def teach(costs: Costs, *, load_s: float | None, token_s: float | None) -> None:
+    """BYTES take load_s to load, a token token_s to compute."""
+    measured = [(BYTES, load_s)] * 20 if load_s is not None else []
+    costs.step_ended(StepReport(0, measured=measured), StepStats())
+    for count in range(100, 3100, 100) if token_s is not None else ():
+        assert token_s is not None
+        costs._steps.observe(0.001 + token_s * count, [(0, count)], 0)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "layers"),
+    # Computing 1,000 tokens takes a second: 9 tenths of it hide 9 of 10 layers behind the first.
+    [(0.5, 0), (0.9, 0), (2.0, 6), (5.0, 9), (100.0, 10)],
+)
+def test_a_load_that_its_step_does_not_hide_begins_before_it(load_s: float, layers: int) -> None:
+    costs = make_costs()
+    teach(costs, load_s=load_s, token_s=0.001)
+    assert costs.layers_before(BYTES, 0, 5000, 6000) == layers
+
+
+def test_loads_that_are_before_it_count() -> None:
+    costs = make_costs()
+    teach(costs, load_s=0.9, token_s=0.001)
+    assert costs.layers_before(BYTES, 0, 5000, 6000) == 0
+    assert costs.layers_before(BYTES, 9 * BYTES, 5000, 6000) >= 8
+
+
+def test_only_the_first_step_of_a_long_prompt_counts() -> None:
+    costs = make_costs(step_tokens=100)
+    teach(costs, load_s=0.9, token_s=0.001)
+    assert costs.layers_before(BYTES, 0, 5000, 6000) >= 8
+
+
+def test_without_measurements_every_load_is_for_its_step() -> None:
+    for load_s, token_s in ((None, 0.001), (5.0, None)):
+        costs = make_costs()
+        teach(costs, load_s=load_s, token_s=token_s)
+        assert costs.layers_before(BYTES, 0, 5000, 6000) == 0
+
+
+def test_where_copies_do_not_run_beside_the_model() -> None:
+    costs = make_costs(ahead_layers=0)
+    teach(costs, load_s=5.0, token_s=0.001)
+    assert costs.layers_before(BYTES, 0, 5000, 6000) == 0
