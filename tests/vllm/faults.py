@@ -188,7 +188,7 @@ def unsaved_layer(worker: Any) -> Undo:
         hbm.layers[-1][blocks] = before
 
     def before_the_step(plan: Any) -> None:
-        with_zeros(_blocks(plan.saves_before), lambda: begin(plan))
+        with_zeros(_blocks(plan.plan.saves_before), lambda: begin(plan))
 
     undo = [
         _replace(hbm.connector, "handle_preemptions", before_the_step),
