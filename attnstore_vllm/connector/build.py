@@ -189,17 +189,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def _scheduler(
     vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry, pool: SharedPool, lock: int
 ) -> Scheduler:
-    ranks = []
-    for rank in range(geometry.num_ranks):
-        description = pool.description(rank)
-        if description is None:
-            raise UnsupportedError(
-                f"rank {rank} has not said what its KV looks like; its log says why, or this vLLM "
-                "makes its connectors in an order that AttnStore does not know"
-            )
-        if REFUSAL in description:
-            raise UnsupportedError(f"rank {rank} cannot: {description[REFUSAL]}")
-        ranks.append(RankDescription.of_json(description))
+    ranks = _ranks(pool, geometry.num_ranks)
     rows = [r.rows for r in ranks]
     why_not_moved = next(filter(None, [r.why_not_moved for r in ranks]), None)
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
@@ -257,6 +247,22 @@ def _scheduler(
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
     )  # fmt: skip
+
+
+def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:
+    """What each has said. Raises UnsupportedError where one has not, or cannot."""
+    ranks = []
+    for rank in range(num_ranks):
+        description = pool.description(rank)
+        if description is None:
+            raise UnsupportedError(
+                f"rank {rank} has not said what its KV looks like; its log says why, or this vLLM "
+                "makes its connectors in an order that AttnStore does not know"
+            )
+        if REFUSAL in description:
+            raise UnsupportedError(f"rank {rank} cannot: {description[REFUSAL]}")
+        ranks.append(RankDescription.of_json(description))
+    return ranks
 
 
 def counts_media(vllm_config: VllmConfig) -> bool:

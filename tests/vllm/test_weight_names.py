@@ -17,6 +17,7 @@ from torch import nn
 
 from attnstore_vllm import plugin
 from attnstore_vllm.connector.weights import (
+    FILE_CLOCK_S,
     Weights,
     _directory,
     _parts,
@@ -125,6 +126,7 @@ def config(model: Path, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     made = EngineArgs(model=str(model), max_model_len=256, **options).create_engine_config()
+    time.sleep(2 * FILE_CLOCK_S)  # a model made just now is not one that changes while we start
     plugin._note_start()
     return made
 
