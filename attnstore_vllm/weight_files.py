@@ -135,7 +135,8 @@ class Memo:
 
     def _read(self) -> dict[str, str]:
         try:
-            with os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as stream:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for ever
+            with os.fdopen(os.open(self._path, flags), "rb") as stream:
                 digest, _, body = stream.read(MEMO_BYTES_MAX).partition(b"\n")
             found = json.loads(body) if digest == blake3(body).hexdigest().encode() else None
         except FileNotFoundError:

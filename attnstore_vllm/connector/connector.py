@@ -72,6 +72,24 @@ def _reason(error: Exception) -> str:
     return " ".join(text.split())[:REASON_MAX]
 
 
+def _reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """What a vLLM that we do not know makes raise is a reason too. Raises ConfigError."""
+    try:
+        return reason_to_idle(vllm_config, kv_cache_config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.debug("what made AttnStore idle", exc_info=True)
+        return _reason(error)
+
+
+def _say_idle(reason: str) -> None:
+    logger.warning(
+        "AttnStore is idle, the server runs as without it: this model cannot be served from "
+        "the store, since %s", reason,
+    )  # fmt: skip
+
+
 def _kernel_of(layer: Any) -> str:
     return f"{layer.attn_backend.get_name()}/{getattr(layer, 'isa', '')}"
 
@@ -92,7 +110,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = self._begin(build_scheduler, vllm_config, kv_cache_config)
             if self._scheduler is not None:
                 _SERVING[self._engine_id()] = self
-        elif reason_to_idle(vllm_config, kv_cache_config) is None:
+        elif _reason_to_idle(vllm_config, kv_cache_config) is None:
             self._worker = self._begin(build_worker, vllm_config, kv_cache_config)
 
     def _begin(
@@ -106,7 +124,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         Raises: ConfigError. A wrong setting is the user's to change; for all else that fails
             before the first request a server that starts is worth more than the store.
         """
-        reason = reason_to_idle(vllm_config, kv_cache_config)
+        reason = _reason_to_idle(vllm_config, kv_cache_config)
         if reason is None and self._engine_id() in _SERVING:
             reason = "another AttnStore connector serves this engine already; one is enough"
         if reason is None:
@@ -117,10 +135,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             except Exception as error:
                 logger.debug("what made AttnStore idle", exc_info=True)
                 reason = _reason(error)
-        logger.warning(
-            "AttnStore is idle, the server runs as without it: this model cannot be served from "
-            "the store, since %s", reason,
-        )  # fmt: skip
+        _say_idle(reason)
         return None
 
     def _engine_id(self) -> str:
@@ -222,8 +237,16 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            return
+        try:
             self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+        except Exception as error:  # of a vLLM that we do not know; workers learn it by a plan
+            logger.debug("what made AttnStore idle", exc_info=True)
+            _SERVING.pop(self._engine_id(), None)
+            self._scheduler.close()
+            self._scheduler = None
+            _say_idle(_reason(error))
 
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:

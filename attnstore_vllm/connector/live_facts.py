@@ -71,7 +71,7 @@ def _digest_tables(layers: Mapping[str, Any]) -> str:
 
 
 def _digest_module(module: torch.nn.Module) -> str:
-    hasher = blake3(f"{type(module).__module__}.{type(module).__qualname__}".encode())
+    hasher = blake3(f"{_module_of(type(module))}.{type(module).__qualname__}".encode())
     for name, value in _plain_values(module):
         hasher.update(f"\0{name}={value}".encode())
     tensors = {k: v for k, v in vars(module).items() if isinstance(v, torch.Tensor)}
@@ -114,16 +114,31 @@ def _holders(layers: Mapping[str, Any]) -> dict[int, list[torch.nn.Module]]:
 
 def _digest_code(layers: Mapping[str, Any]) -> str:
     """Of the files of the model's classes, but for those of vLLM, PyTorch and Transformers, whose
-    versions are in. A class that no file tells is another one in each start."""
+    versions are in. A class that no file tells is another one in each start.
+
+    Where a file lies does not count: a model's own code has its directory or commit in the names
+    of its modules.
+    """
     files: dict[str, str] = {}
     for top in outermost(layers.values()):
         for kind in {kind for module in top.modules() for kind in type(module).__mro__}:
             name = kind.__module__
-            if name.partition(".")[0] not in _TOLD_BY_VERSION and name not in files:
+            if not _is_told_by_version(name) and name not in files:
                 file = getattr(sys.modules.get(name), "__file__", None)
                 is_known = isinstance(file, str) and os.path.isfile(file)
                 files[name] = _digest_file(str(file)) if is_known else secrets.token_hex(16)
-    return blake3(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    found = sorted((name.rpartition(".")[2], digest) for name, digest in files.items())
+    return blake3(json.dumps(found).encode()).hexdigest()
+
+
+def _is_told_by_version(module: str) -> bool:
+    return module.partition(".")[0] in _TOLD_BY_VERSION
+
+
+def _module_of(kind: type) -> str:
+    """Of a class whose file is digested: the last part, which no directory is in."""
+    name = kind.__module__
+    return name if _is_told_by_version(name) else name.rpartition(".")[2]
 
 
 def _digest_file(file: str) -> str:

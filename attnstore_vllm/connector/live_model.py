@@ -126,6 +126,7 @@ def digest(model: nn.Module) -> bytes:
     table: dict[torch.device, torch.Tensor] = {}
     for name, tensor in _tensors(model):
         hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        hasher.update(f"{tensor.stride()}\0".encode())  # its bytes come in the memory's order
         for piece in _pieces(tensor):
             if piece.device.type == "cpu":
                 hasher.update(memoryview(piece.numpy()))

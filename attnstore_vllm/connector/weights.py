@@ -79,11 +79,17 @@ def identify(
         directory: the store's; the caller holds its lock.
     """
     load_format = str(vllm_config.load_config.load_format)
-    if load_format == "dummy":
+    if load_format == "dummy" and vllm_config.model_config.quantization is None:
         return "dummy", b"dummy"  # made from a fixed seed, and of the shapes that it is asked for
     try:
         files = _files(vllm_config, own_files)
-        return sampled(files), Digest(_weights(files), Memo(directory))
+        look, digest = sampled(files), Digest(_weights(files), Memo(directory))
+        try:
+            _check_times(files)  # once more: now a later change is seen by the digest itself
+        except (OSError, ValueError):
+            digest.close()
+            raise
+        return look, digest
     except (OSError, ValueError) as error:
         logger.warning(
             "AttnStore cannot tell the weights of %s: %s. What it stores now is not found again "

@@ -194,8 +194,8 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [b"", b"\0" * 100, b"cut", b"{}", b"[" * 100_000, b"flip", b"link"],
-    ids=["empty", "zeros", "cut", "no checksum", "deep", "flip", "link"],
+    [b"", b"\0" * 100, b"cut", b"{}", b"[" * 100_000, b"flip", b"link", b"pipe"],
+    ids=["empty", "zeros", "cut", "no checksum", "deep", "flip", "link", "pipe"],
 )
 def test_a_damaged_memo_is_an_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
@@ -212,6 +212,9 @@ def test_a_damaged_memo_is_an_empty_one(
     elif damage == b"link":
         memo.rename(tmp_path / "elsewhere")
         memo.symlink_to(tmp_path / "elsewhere")
+    elif damage == b"pipe":
+        memo.unlink()
+        os.mkfifo(memo)
     else:
         memo.write_bytes(damage)
     assert Memo(tmp_path).get(Stamp.of(files[0].stat())) is None

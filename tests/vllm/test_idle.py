@@ -6,13 +6,15 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -24,12 +26,15 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from attnstore_vllm.connector.connector import AttnStoreConnector
 from attnstore_vllm.connector.support import KV_TYPES, reason_to_idle
+from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.engine import Answer, Engine, EngineSpec, store_settings
 from tests.vllm.host import EngineHost
+from tests.vllm.prompts import random_tokens
 
-TOKENS = [Random(8).randrange(10, 900) for _ in range(600)]
+TOKENS = random_tokens("idle", 600)
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
 WIDE = replace(FULL, num_kv_heads=4)
 WINDOW = SlidingWindowSpec(
@@ -55,6 +60,57 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_a_plain_model_is_served(config: Any) -> None:
     assert reason_to_idle(config, groups(FULL)) is None
+
+
+@pytest.fixture
+def with_store(tmp_path: Path) -> Any:
+    (tmp_path / "store").mkdir()
+    transfer = KVTransferConfig(
+        kv_connector="AttnStoreConnector", kv_role="kv_both",
+        kv_connector_extra_config=store_settings(
+            EngineSpec(store=tmp_path / "store", models=tmp_path)
+        ),
+    )  # fmt: skip
+    model = make_model(tmp_path / "tiny", TINY)
+    return EngineArgs(
+        model=str(model), dtype="bfloat16", kv_transfer_config=transfer
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_vllm_without_a_field(with_store: Any, role: KVConnectorRole) -> None:
+    """A later one may have lost it: what raises is a reason to be idle."""
+    kv = groups(FULL)
+    other = SimpleNamespace(
+        num_blocks=kv.num_blocks, kv_cache_tensors=kv.kv_cache_tensors,
+        kv_cache_groups=[SimpleNamespace(layer_names=["g0l0", "g0l1"])],
+    )  # fmt: skip
+    connector = AttnStoreConnector(with_store, role, other)  # type: ignore[arg-type]
+    assert connector._scheduler is None and connector._worker is None
+
+
+def test_a_vllm_with_another_cache_manager(
+    with_store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its table of blocks is elsewhere, so no reset could be seen."""
+    kv = groups(FULL)
+    connector = AttnStoreConnector(with_store, KVConnectorRole.SCHEDULER, kv)
+    assert connector._scheduler is None  # no worker has said what its KV looks like
+    closed = []
+
+    class Unbound:
+        def bind_kv_cache_manager(self, manager: Any) -> None:
+            ResetWatch().bind(manager)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    connector._scheduler = Unbound()  # type: ignore[assignment]
+    caplog.clear()
+    connector.bind_kv_cache_manager(SimpleNamespace(block_pool=SimpleNamespace()))  # type: ignore[arg-type]
+    assert connector._scheduler is None and closed
+    assert "AttnStore is idle" in caplog.text
+    assert connector.build_connector_meta(None).plan.is_idle  # type: ignore[arg-type, attr-defined]
 
 
 MANAGER = "--disable-hybrid-kv-cache-manager"

@@ -8,18 +8,19 @@ if it would have computed the same, and only then.
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from attnstore_vllm.connector.live_facts import _digest_code, _digest_module
 from attnstore_vllm.transfer.layout import describe
 from tests.vllm.engine import Answer, Engine, EngineSpec
 from tests.vllm.host import EngineHost
+from tests.vllm.prompts import random_tokens
 
 pytest.importorskip("vllm")
-TOKENS = [Random(5).randrange(10, 900) for _ in range(400)]
+TOKENS = random_tokens("live facts", 400)
 
 
 def ask_twice(engine: Engine) -> tuple[Answer, Answer]:
@@ -117,3 +118,27 @@ def test_the_kernels_order_is_told_by_what_they_write() -> None:
     assert not written(False, 4).startswith("not told")
     assert written(False, 4) == written(False, 9)
     assert written(False, 4) != written(True, 4)
+
+
+ROTARY = """
+from torch import nn
+
+
+class TheirRotaryEmbedding(nn.Module):
+    pass
+"""
+
+
+def test_a_models_own_code_is_the_same_in_another_directory(tmp_path: Path) -> None:
+    """Transformers puts the directory and the commit into the names of such modules."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    digests = set()
+    for number in ("v1", "v2"):
+        place = tmp_path / number / f"copy_{number}"
+        place.mkdir(parents=True)
+        (place / "modeling.py").write_text(ROTARY)
+        (place / "config.json").write_text("{}")
+        rotary = get_class_from_dynamic_module("modeling.TheirRotaryEmbedding", str(place))()
+        digests.add((_digest_module(rotary), _digest_code({"layer": rotary})))
+    assert len(digests) == 1
