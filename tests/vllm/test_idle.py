@@ -85,7 +85,7 @@ def test_a_vllm_without_a_field(with_store: Any, role: KVConnectorRole) -> None:
         num_blocks=kv.num_blocks, kv_cache_tensors=kv.kv_cache_tensors,
         kv_cache_groups=[SimpleNamespace(layer_names=["g0l0", "g0l1"])],
     )  # fmt: skip
-    connector = AttnStoreConnector(with_store, role, other)  # type: ignore[arg-type]
+    connector = AttnStoreConnector(with_store, role, other)
     assert connector._scheduler is None and connector._worker is None
 
 
@@ -107,10 +107,10 @@ def test_a_vllm_with_another_cache_manager(
 
     connector._scheduler = Unbound()  # type: ignore[assignment]
     caplog.clear()
-    connector.bind_kv_cache_manager(SimpleNamespace(block_pool=SimpleNamespace()))  # type: ignore[arg-type]
+    connector.bind_kv_cache_manager(SimpleNamespace(block_pool=SimpleNamespace()))
     assert connector._scheduler is None and closed
     assert "AttnStore is idle" in caplog.text
-    assert connector.build_connector_meta(None).plan.is_idle  # type: ignore[arg-type, attr-defined]
+    assert connector.build_connector_meta(None).plan.is_idle
 
 
 MANAGER = "--disable-hybrid-kv-cache-manager"
