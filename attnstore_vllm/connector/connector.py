@@ -66,21 +66,27 @@ _SERVING: WeakValueDictionary[str, AttnStoreConnector] = WeakValueDictionary()
 """Scheduler sides at work, by engine: two in one MultiConnector would both answer for a request."""
 
 
-def _reason(error: Exception) -> str:
-    """Why a start of ours has failed, in one line."""
-    text = str(error) if isinstance(error, AttnStoreError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:REASON_MAX]
+def _try(call: Callable[[], S]) -> tuple[S | None, str]:
+    """What it returns, or why it has failed, in one line: then we are idle.
 
-
-def _reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """What a vLLM that we do not know makes raise is a reason too. Raises ConfigError."""
+    Raises: ConfigError. A wrong setting is the user's to change; for all else that fails before
+        the first request a server that starts is worth more than the store.
+    """
     try:
-        return reason_to_idle(vllm_config, kv_cache_config)
+        return call(), ""
     except ConfigError:
         raise
     except Exception as error:
         logger.debug("what made AttnStore idle", exc_info=True)
-        return _reason(error)
+        is_ours = isinstance(error, AttnStoreError)
+        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        return None, " ".join(text.split())[:REASON_MAX]
+
+
+def _reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """What a vLLM that we do not know makes raise is a reason too. Raises ConfigError."""
+    reason, failed = _try(lambda: reason_to_idle(vllm_config, kv_cache_config))
+    return reason or failed or None
 
 
 def _say_idle(reason: str) -> None:
@@ -119,22 +125,14 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
     ) -> S | None:
-        """A side of ours, or None: then this side is idle, and the server runs as without us.
-
-        Raises: ConfigError. A wrong setting is the user's to change; for all else that fails
-            before the first request a server that starts is worth more than the store.
-        """
+        """A side of ours, or None: then this side is idle, and the server runs as without us."""
         reason = _reason_to_idle(vllm_config, kv_cache_config)
         if reason is None and self._engine_id() in _SERVING:
             reason = "another AttnStore connector serves this engine already; one is enough"
         if reason is None:
-            try:
-                return build(vllm_config, kv_cache_config)
-            except ConfigError:
-                raise
-            except Exception as error:
-                logger.debug("what made AttnStore idle", exc_info=True)
-                reason = _reason(error)
+            side, reason = _try(lambda: build(vllm_config, kv_cache_config))
+            if side is not None:
+                return side
         _say_idle(reason)
         return None
 
@@ -160,22 +158,21 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side -------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._worker is None:
+        worker = self._worker
+        if worker is None:
             return
-        try:
-            self._worker.register_kv_caches(
-                kv_caches,
-                self._kernel_name(),
-                str(getattr(self._kv_cache_config, "kv_cache_layout", None)),
-                self._live_facts,
-                LiveAdapters.of(outermost(self._layers().values())),
-            )
-        except ConfigError:
-            raise
-        except Exception as error:
-            # The scheduler side reads it, is idle, and says so to all ranks with the first plan.
-            logger.debug("what made AttnStore idle", exc_info=True)
-            self._worker.refuse(_reason(error))
+        _, failed = _try(lambda: self._register(worker, kv_caches))
+        if failed:  # the scheduler side reads it, is idle, and tells all ranks by the first plan
+            worker.refuse(failed)
+
+    def _register(self, worker: Worker, kv_caches: dict[str, torch.Tensor]) -> None:
+        worker.register_kv_caches(
+            kv_caches,
+            self._kernel_name(),
+            str(getattr(self._kv_cache_config, "kv_cache_layout", None)),
+            self._live_facts,
+            LiveAdapters.of(outermost(self._layers().values())),
+        )
 
     def _layers(self) -> dict[str, Any]:
         """The attention layers, in the order of the slots."""
@@ -237,16 +234,15 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is None:
+        scheduler = self._scheduler
+        if scheduler is None:
             return
-        try:
-            self._scheduler.bind_kv_cache_manager(kv_cache_manager)
-        except Exception as error:  # of a vLLM that we do not know; workers learn it by a plan
-            logger.debug("what made AttnStore idle", exc_info=True)
+        _, failed = _try(lambda: scheduler.bind_kv_cache_manager(kv_cache_manager))
+        if failed:  # a vLLM that we do not know; workers learn it by a plan
             _SERVING.pop(self._engine_id(), None)
-            self._scheduler.close()
+            scheduler.close()
             self._scheduler = None
-            _say_idle(_reason(error))
+            _say_idle(failed)
 
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
