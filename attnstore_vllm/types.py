@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NewType
+from typing import Final, NewType
 
 Key = NewType("Key", bytes)
 """32 bytes that name a whole prefix in one namespace (index/keys.py)."""
@@ -13,10 +13,9 @@ KEY_BYTES = 32
 TOKEN_BYTES = 4
 """A token id is stored big-endian, so that byte order is token order (index/prefix.py)."""
 
-
-class Tier(Enum):
-    DRAM = "dram"
-    NVME = "nvme"
+DRAM: Final = "dram"
+NVME: Final = "nvme"
+"""Names of tiers, as metrics and messages have them."""
 
 
 class Flow(Enum):

@@ -108,7 +108,7 @@ class Load:
         for i in range(len(held), after):
             chunk = store.begin_save(keys.name(i, TENANT))
             if chunk is not None:
-                pool.slot(chunk.dram_slot)[:32] = chunk.name.key
+                pool.slot(chunk.dram.slot)[:32] = chunk.name.key
                 store.finish_saves([chunk])
                 self.saves += 1
         time.sleep(after / self._rate)

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from attnstore_vllm.index.chunk import Nvme
+from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.policy.eviction import Lru
-from attnstore_vllm.types import Key
+from attnstore_vllm.types import NVME, Key
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNK_TOKENS = 256
@@ -54,9 +54,9 @@ def enter(residency: Residency, keys: SequenceKeys, num_chunks: int) -> int:
         if chunk is None:
             continue
         residency.finish_save(chunk)
-        written = residency.begin_write_back()
+        written = residency.begin_store(residency.nvme)
         assert written is chunk
-        residency.finish_write_back(chunk, bytes(16))
+        residency.finish_store(residency.nvme, chunk, bytes(16))
         new += 1
     return new
 
@@ -83,7 +83,7 @@ def look_up(residency: Residency, seed: int, num_tokens: int) -> tuple[float, fl
         pieces = residency.index.match(keys, 0, num_tokens)
         seconds.append(time.perf_counter() - started)
         assert pieces[-1].stop == num_tokens
-        assert all(piece.chunk.nvme is Nvme.READY for piece in pieces)
+        assert all(piece.chunk.at(NVME).state is State.READY for piece in pieces)
         del pieces  # or the next look-up would find them as objects
     return seconds[0], seconds[1]
 
@@ -93,7 +93,7 @@ def measure(num_chunks: int, num_tokens: int, rounds: int) -> dict[str, Any]:
     before = resident_bytes()
     slots = num_chunks + rounds * (num_tokens // CHUNK_TOKENS)
     residency = Residency(16, slots, Lru, chunk_tokens=CHUNK_TOKENS, seed=1)
-    residency.open_nvme_slots(0, slots)
+    residency.nvme.open(0, slots)
     fill(residency, num_chunks)
     gc.collect()
     memory = (resident_bytes() - before) / num_chunks
@@ -103,7 +103,7 @@ def measure(num_chunks: int, num_tokens: int, rounds: int) -> dict[str, Any]:
     times = [look_up(residency, seed, num_tokens) for seed in seeds]
     first, again = (sorted(1000 * t[i] for t in times) for i in (0, 1))
     return {
-        "chunks": residency.nvme_used,
+        "chunks": residency.nvme.num_used,
         "bytes_per_chunk": round(memory, 1),
         "prompt_tokens": num_tokens,
         "rounds": rounds,

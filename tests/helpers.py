@@ -15,7 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.store.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
@@ -23,6 +23,7 @@ from attnstore_vllm.store.slab import Slab, new_generation, num_segments_for, se
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.devices import MemoryDevice
 from attnstore_vllm.transfer.pool import SharedPool
+from attnstore_vllm.types import NVME
 
 CHUNK_TOKENS = 16
 GRAIN = 4
@@ -150,7 +151,7 @@ class Rig:
         """Save as the workers do. None where the store wants no bytes."""
         chunk = self.store.begin_save(name)
         if chunk is not None:
-            self.pool.slot(chunk.dram_slot)[:] = payload_of(name) if payload is None else payload
+            self.pool.slot(chunk.dram.slot)[:] = payload_of(name) if payload is None else payload
             self.store.finish_saves([chunk])
         return chunk
 
@@ -171,7 +172,7 @@ class Rig:
         if wait:
             self.until(lambda: not any(_on_its_way(p.chunk) for p in pieces))
         held = self.store.hold_ready(self.store.find(sequence, 0, stop), sequence, stop)
-        found = [(p.chunk.name, bytes(self.pool.slot(p.chunk.dram_slot))) for p in held]
+        found = [(p.chunk.name, bytes(self.pool.slot(p.chunk.dram.slot))) for p in held]
         self.store.loaded(p.chunk for p in held)
         return found
 
@@ -194,9 +195,9 @@ class Rig:
 
 
 def _on_its_way(chunk: Chunk) -> bool:
-    if chunk.dropped or chunk.dram is Dram.READY:
+    if chunk.dropped or chunk.dram.state is State.READY:
         return False
-    return chunk.dram is Dram.READING or chunk.nvme is Nvme.READY
+    return chunk.dram.state is State.READING or chunk.at(NVME).state is State.READY
 
 
 def memory_rig(
@@ -238,5 +239,5 @@ def nvme_only(rig: Rig, device: MemoryDevice) -> list[int]:
     push_out_of_dram(rig, device, rig.dram_slots)
     for name in names_of(sequence_of(tokens)):
         chunk = rig.chunk(name)
-        assert (chunk.dram, chunk.nvme) == (Dram.ABSENT, Nvme.READY)
+        assert (chunk.dram.state, chunk.at(NVME).state) == (State.ABSENT, State.READY)
     return tokens

@@ -46,7 +46,7 @@ KNOWS = {
 }
 # The outermost frame of a thread of ours, where a bug of ours stops a tier and not the server; and
 # an executor, which hands every exception to its caller.
-MAY_CATCH_ALL = {"store/keeper.py": 1, "io/daemon_pool.py": 1, "connector/connector.py": 1}
+MAY_CATCH_ALL = {"store/thread.py": 1, "io/daemon_pool.py": 1, "connector/connector.py": 1}
 MOCKS = {"Mock", "MagicMock", "AsyncMock", "NonCallableMock", "create_autospec"}
 SKIPPED = {".venv", ".git", "build", "node_modules"}
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnstore_vllm.types import Tier
+from attnstore_vllm.types import DRAM, NVME
 
 
-def hit_sources() -> dict[Tier, Any]:
+def hit_sources() -> dict[str, Any]:
     """vLLM's names for our tiers; empty where it has none, and does not ask."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415
     except ModuleNotFoundError:
         return {}
-    return {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
+    return {DRAM: CacheHitSource.HOST, NVME: CacheHitSource.DISK}

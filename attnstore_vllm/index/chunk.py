@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One chunk of KV, and where its bytes are.
 
-                 begin_save            begin_prefetch
-    DRAM:  ABSENT ---------> SAVING   ABSENT ---------> READING
-           ABSENT <-evict--- READY <-- finish_save, finish_prefetch
+                 begin_save              begin_fetch
+    DRAM:  ABSENT ---------> SAVING     ABSENT ---------> READING
+           ABSENT <--evict-- READY <--- finish_save, finish_fetch
 
-                 begin_write_back
-    NVMe:  ABSENT -----------------> WRITING --> READY --evict--> ABSENT
+                 begin_store
+    each tier behind:  ABSENT ---------> WRITING --> READY --evict--> ABSENT
 
-Only READY bytes are ever read. A chunk is *clean* in DRAM when it is READY on NVMe too.
+Only READY bytes are ever read. A chunk is *clean* in DRAM when a tier behind has it READY too.
 
 A chunk that is on NVMe only, and that nobody looks at, is an entry of the index and no object
 (index/prefix.py). Its token ids are on the disk then: a Chunk made of such an entry does not
@@ -19,21 +19,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from attnstore_vllm.policy.returns import NO_RUN, Run
 from attnstore_vllm.types import Key
 
 
-class Dram(Enum):
+class State(Enum):
+    """Of a chunk's bytes in one tier."""
+
     ABSENT = "absent"
     SAVING = "the workers copy it out of HBM"
-    READING = "it comes up from NVMe"
-    READY = "ready"
-
-
-class Nvme(Enum):
-    ABSENT = "absent"
-    WRITING = "it is being written back"
+    READING = "it comes up from a tier behind"
+    WRITING = "it is being written"
     READY = "ready"
 
 
@@ -52,6 +50,22 @@ class ChunkName:
     """Its token ids, big-endian uint32; empty while they are not known."""
 
 
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A chunk's bytes in one tier."""
+
+    state: State
+    slot: int = -1
+    checksum: bytes = b""
+    """The payload's, once a tier behind DRAM has it READY."""
+    uses: int = 0
+    """Transfers that read or write the slot now: it cannot be given away."""
+
+
+NOWHERE: Final = Copy(State.ABSENT)
+"""In a tier that has nothing of the chunk. Never changed."""
+
+
 class _Referable:
     """Lets a class with slots be referred to weakly."""
 
@@ -63,32 +77,34 @@ class Chunk(_Referable):
     """A chunk that at least one tier has, or is getting. Changed by index/ alone."""
 
     name: ChunkName
-    dram: Dram = Dram.ABSENT
-    dram_slot: int = -1
-    nvme: Nvme = Nvme.ABSENT
-    nvme_slot: int = -1
-    checksum: bytes = b""
-    """Of the payload on NVMe; set with the first write-back or by recovery."""
-    holds: int = 0
-    """Transfers that read or write its DRAM slot now: it cannot be evicted."""
-    reads: int = 0
-    """Device requests that touch its NVMe slot now: the slot cannot be given away."""
+    dram: Copy = NOWHERE
+    behind: dict[str, Copy] = field(default_factory=dict)
+    """By the name of the tier: of those that have it, or are getting it."""
+    refused_by: set[str] = field(default_factory=set)
+    """Tiers that are full of what is worth more: it comes there only if it is used again."""
     dropped: bool = False
     """Not found any more; its slots are freed when the last transfer lets go."""
-    refused: bool = False
-    """NVMe is full of what is worth more: it is not written back unless it is used again."""
     repeats: int = 0
-    """Of its tokens, those that a tail which it supersedes had written to NVMe before."""
+    """Of its tokens, those that a tail which it supersedes had written before."""
     run: Run = NO_RUN
-    """That used it last. Of a chunk on NVMe only the tier's policy knows it."""
+    """That used it last. Of a chunk that is no object only its tier's policy knows it."""
     entry: int = -1
     """Its place in the index, while it is in it."""
-    from_nvme: bool = field(default=False)
-    """Its DRAM bytes came up from NVMe, and no request has loaded them since."""
+    came_from: str = ""
+    """The tier that its DRAM bytes came up from, while no request has loaded them since."""
+
+    def at(self, tier: str) -> Copy:
+        """Its bytes in a tier behind DRAM."""
+        return self.behind.get(tier, NOWHERE)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether some tier behind DRAM has it READY."""
+        return any(copy.state is State.READY for copy in self.behind.values())
 
     @property
     def usable(self) -> bool:
         """Whether a request that waits a little could load it."""
         if self.dropped:
             return False
-        return self.dram in (Dram.READY, Dram.READING) or self.nvme is Nvme.READY
+        return self.dram.state in (State.READY, State.READING) or self.is_behind

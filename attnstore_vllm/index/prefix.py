@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from attnstore_vllm._native import PrefixIndex as Entries
 from attnstore_vllm.index.best import Best, common_tokens
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Copy, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
 from attnstore_vllm.index.stops import GRAIN_TOKENS, stop_in, whole_blocks
-from attnstore_vllm.types import TOKEN_BYTES, Key
+from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
 
 NEIGHBOURS_MAX = 32
 """Siblings that are looked at, on each side, for the longest match and for what extends a tail;
@@ -109,7 +109,7 @@ def settle(pieces: list[Piece], grain: int = GRAIN_TOKENS) -> list[Piece]:
 def has_come(pieces: Sequence[Piece]) -> bool:
     """Whether all of them are READY in DRAM, or one never will be."""
     chunks = [piece.chunk for piece in pieces]
-    return any(c.dropped for c in chunks) or all(c.dram is Dram.READY for c in chunks)
+    return any(c.dropped for c in chunks) or all(c.dram.state is State.READY for c in chunks)
 
 
 class PrefixIndex:
@@ -147,9 +147,8 @@ class PrefixIndex:
         chunk = self._live.get(entry)
         if chunk is None:
             *_, slot, checksum = record = self._entries.record(entry)
-            nvme = Nvme.READY if slot >= 0 else Nvme.ABSENT
-            name = ChunkName(*record[:6], b"")
-            chunk = Chunk(name, nvme=nvme, nvme_slot=slot, checksum=checksum, entry=entry)
+            at_rest = {NVME: Copy(State.READY, slot, checksum)} if slot >= 0 else {}
+            chunk = Chunk(ChunkName(*record[:6], b""), behind=at_rest, entry=entry)
             self._live[entry] = chunk
         return chunk
 
@@ -173,7 +172,7 @@ class PrefixIndex:
             name.key, name.parent, name.extra, name.tenant, name.position, name.tokens
         )
         self._live[chunk.entry] = chunk
-        if chunk.nvme is Nvme.READY:
+        if chunk.at(NVME).state is State.READY:
             self.bind(chunk)
 
     def remove(self, chunk: Chunk) -> None:
@@ -197,7 +196,8 @@ class PrefixIndex:
 
     def bind(self, chunk: Chunk) -> None:
         """Note where on NVMe the chunk is; with unbind(), that it is not there any more."""
-        self._entries.bind(chunk.entry, chunk.nvme_slot, chunk.checksum)
+        copy = chunk.at(NVME)
+        self._entries.bind(chunk.entry, copy.slot, copy.checksum)
 
     def unbind(self, chunk: Chunk) -> None:
         self._entries.unbind(chunk.entry)

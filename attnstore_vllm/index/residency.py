@@ -4,7 +4,7 @@
 Invariants, checked by check_integrity():
 - a slot belongs to at most one chunk; free slots + owned slots == capacity, in each tier;
 - a chunk is in the index exactly when it is not dropped and some tier has or is getting it;
-- a held chunk's DRAM slot, and a slot that the device reads or writes, is not given away.
+- a slot that a transfer or a device touches is not given away.
 
 No I/O, no clock, no thread: the caller holds the lock and moves the bytes.
 """
@@ -13,25 +13,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Protocol
 
-from attnstore_vllm.index.adoption import Adoption
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
-from attnstore_vllm.index.dirty import DirtyQueue
-from attnstore_vllm.index.integrity import check_integrity
+from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, Copy, State
+from attnstore_vllm.index.dram_tier import DramTier
+from attnstore_vllm.index.nvme_tier import NvmeTier
 from attnstore_vllm.index.pinning import Pinning
-from attnstore_vllm.index.prefix import PrefixIndex
-from attnstore_vllm.index.room import DramRoom, NvmeRoom
-from attnstore_vllm.index.slots import ADOPTED, OWNED, DramSlots, NvmeSlots
+from attnstore_vllm.index.prefix import Piece, PrefixIndex
 from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.eviction import EvictionPolicy
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.pins import Pins
 from attnstore_vllm.policy.returns import Run, unknown_run
+from attnstore_vllm.types import NVME
 
 REFUSALS_MAX = 32
-"""Chunks that one call of begin_write_back refuses at most."""
+"""Chunks that one call of begin_store refuses at most."""
 _EXPECTED_MAX = 1 << 22
 """Chunks for which the index makes room at once; beyond, its tables grow."""
+
+
+class MakeBooks(Protocol):
+    """Makes the books of one more tier behind DRAM (index/tier.py)."""
+
+    name: str
+
+    def books(
+        self, policy: Callable[[int], EvictionPolicy], dram: DramTier, look_ahead: LookAhead
+    ) -> TierBehind: ...
 
 
 class Residency:
@@ -40,16 +51,17 @@ class Residency:
     It refers to each chunk that is in DRAM or in a transfer; what is on NVMe only is an entry.
 
     Args:
-        nvme_slots: the most there can be; open_nvme_slots() says which there are.
+        nvme_slots: the most there can be; nvme.open() says which there are.
         policy: makes an order of departure for so many slots.
         seed, grain: see PrefixIndex.
         pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
+        more: tiers behind NVMe, nearest first.
     """
 
     def __init__(
         self, dram_slots: int, nvme_slots: int, policy: Callable[[int], EvictionPolicy], *,
         chunk_tokens: int, seed: int = 0, grain: int = GRAIN_TOKENS,
-        pin_shares: tuple[float, float] = (0.0, 0.0),
+        pin_shares: tuple[float, float] = (0.0, 0.0), more: Sequence[MakeBooks] = (),
     ) -> None:  # fmt: skip
         expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
         self.index = PrefixIndex(chunk_tokens, seed, expected, grain)
@@ -57,56 +69,78 @@ class Residency:
         self.look_ahead = LookAhead()
         self.now = 0.0  # seconds; the caller sets it before what may need room
         self.first_written_tokens = 0
-        """Tokens written to NVMe that no record there had before."""
-        orders = [policy(num_slots) for num_slots in (dram_slots, dram_slots, nvme_slots)]
-        self._dram = DramSlots(dram_slots, orders[0], orders[1], Pins(*pin_shares))
-        self._nvme = NvmeSlots(nvme_slots, orders[2], Pins(*pin_shares))
-        self.room = DramRoom(self._dram, self.look_ahead)
-        self.pinning = Pinning(self._dram, self._nvme, self.room, self.counts)
-        self._nvme_room = NvmeRoom(self._nvme, self._dram.pins, self.index, self.look_ahead)
-        self.adoption = Adoption(self.index, self._nvme)
-        self._dirty = DirtyQueue(dram_slots)
-        self._nvme_lost = False
-
-    @property
-    def dram_used(self) -> int:
-        return len(self._dram.owned)
-
-    @property
-    def nvme_used(self) -> int:
-        return self._nvme.num_used
-
-    @property
-    def needs_nvme_slots(self) -> bool:
-        """Whether the next write-back would have to evict from NVMe."""
-        return self._nvme.num_free == 0
+        """Tokens written behind DRAM that no record there had before."""
+        self.dram = DramTier(
+            dram_slots, policy(dram_slots), policy(dram_slots), Pins(*pin_shares),
+            self.look_ahead, [NVME, *(make.name for make in more)],
+        )  # fmt: skip
+        self.nvme = NvmeTier(
+            nvme_slots, policy(nvme_slots), Pins(*pin_shares), self.index, dram_slots=dram_slots,
+            dram_pins=self.dram.pins, look_ahead=self.look_ahead,
+        )  # fmt: skip
+        self.behind: list[TierBehind] = [
+            self.nvme, *(make.books(policy, self.dram, self.look_ahead) for make in more)
+        ]  # fmt: skip
+        """All tiers behind DRAM, nearest first."""
+        self._tiers = [self.dram, *self.behind]
+        self.pinning = Pinning(self._tiers, self.counts)
 
     @property
     def num_dirty(self) -> int:
-        return len(self._dirty)
+        """Chunks that wait for being written, of all tiers."""
+        return sum(len(tier.waiting) for tier in self.behind)
 
-    def open_nvme_slots(self, first: int, count: int) -> None:
-        """Slots [first, first + count) can be used from now on, and are free."""
-        self._nvme.open(first, count)
+    # ---- who uses what -----------------------------------------------------------------
 
     def use(self, chunks: Sequence[Chunk], run: Run | None = None) -> None:
         """Note that a request wants these, in the order of depth."""
         run = run or unknown_run(self.now)
         run.use(self.now)
-        self._dram.use(chunks, run)
-        self._nvme.use([c.nvme_slot for c in chunks if c.nvme is not Nvme.ABSENT], run)
+        for tier in self._tiers:
+            tier.use(chunks, run)
         for chunk in chunks:
-            if chunk.refused:  # worth another look
-                chunk.refused = False
-                self.room.place(chunk)
-                if chunk.dram is Dram.READY and not self._nvme_lost:
-                    self._dirty.add(chunk)
+            if chunk.refused_by:  # worth another look
+                chunk.refused_by.clear()
+                self.dram.place(chunk)
+                self._wait_to_be_written(chunk)
 
     def run_of(self, chunk: Chunk) -> Run:
         """The run that used the chunk last, as far as that is known."""
-        if chunk.dram is Dram.ABSENT and chunk.nvme is not Nvme.ABSENT:
-            chunk.run = self._nvme.run_of(chunk.nvme_slot) or chunk.run
+        if chunk.dram.state is State.ABSENT:
+            for tier in self.behind:
+                if tier.name in chunk.behind:
+                    chunk.run = tier.run_of(chunk) or chunk.run
         return chunk.run
+
+    def renew(self, chunks: Sequence[Chunk]) -> None:
+        """A request for these, in the order of depth, may come soon. They stay of the runs that
+        they are of, so that nothing else is believed of the conversation than before."""
+        for run, of_run in groupby(reversed(chunks), self.run_of):
+            self.use([*of_run][::-1], run.renewed(self.now))
+
+    def unexpired(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces before the first whose chunk has expired. Drops what has expired: its lease
+        has ended, and nobody waits for it or has pinned it.
+
+        Cost: a look at the run of each piece.
+        """
+        expired = [piece.chunk for piece in pieces if self._has_expired(piece.chunk)]
+        kept: list[Piece] = []
+        for piece in pieces:
+            if piece.chunk in expired[:1]:
+                break
+            kept.append(piece)
+        for chunk in expired:
+            self.counts["expired"] += 1
+            self.drop(chunk)
+        return kept
+
+    def _has_expired(self, chunk: Chunk) -> bool:
+        return (
+            self.run_of(chunk).has_expired(self.now)
+            and not self.look_ahead.is_wanted(chunk)
+            and self.pinning.of(chunk, self.now) is None
+        )
 
     # ---- HBM -> DRAM -------------------------------------------------------------------
 
@@ -117,7 +151,7 @@ class Residency:
 
         Args:
             run: of the request that has computed it.
-            again: the request has computed it though NVMe may have it: DRAM takes it as well.
+            again: the request has computed it though a tier behind may have it: DRAM takes it too.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
         there is no room (counted as dropped if it is nowhere else).
         """
@@ -125,9 +159,10 @@ class Residency:
         if known is not None:
             self.use([known], run)
             # It takes no room from what waits to be read or written: it can be read again.
-            if not again or known.dram is not Dram.ABSENT or not self._make_room_in_dram(LAST):
+            is_here = known.dram.state is not State.ABSENT
+            if not again or is_here or not self._make_room_in_dram(LAST):
                 return None
-            known.name = name  # its tokens, which NVMe alone had
+            known.name = name  # its tokens, which the tiers behind alone had
             self.look_ahead.has_come(known)
         elif self.index.extends(name):
             return None
@@ -136,9 +171,7 @@ class Residency:
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.run.use(self.now)
-        chunk.dram_slot = self._dram.give(chunk)
-        chunk.dram = Dram.SAVING
-        chunk.holds += 1
+        self.dram.give(chunk, State.SAVING)
         if known is None:
             self.index.add(chunk)
         self.pinning.spread(chunk, self.now)
@@ -146,133 +179,134 @@ class Residency:
 
     def finish_save(self, chunk: Chunk) -> None:
         """All ranks have copied: the bytes are ready, and dirty until written back."""
-        assert chunk.dram is Dram.SAVING
-        chunk.dram = Dram.READY
-        self.room.place(chunk)
+        assert chunk.dram.state is State.SAVING
+        chunk.dram.state = State.READY
+        self.dram.place(chunk)
         if not chunk.dropped:
-            self.counts["saved" if chunk.nvme is Nvme.ABSENT else "saved_again"] += 1
-            if chunk.nvme is Nvme.ABSENT and not (chunk.refused or self._nvme_lost):
-                self._dirty.add(chunk)
+            self.counts["saved_again" if chunk.behind else "saved"] += 1
+            self._wait_to_be_written(chunk)
             for tail in self.index.extended_by(chunk.name):
-                if tail.nvme is not Nvme.ABSENT:
+                if tail.behind:
                     chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
-                if tail.dram is not Dram.SAVING:
+                if tail.dram.state is not State.SAVING:
                     self.pinning.inherit(chunk, tail, self.now)
                     self.counts["superseded"] += 1
                     self.drop(tail)
         self.release(chunk)
 
+    def _wait_to_be_written(self, chunk: Chunk) -> None:
+        """To each tier that has not got it, and has not refused it."""
+        if chunk.dram.state is not State.READY:
+            return
+        for tier in self.behind:
+            name = tier.name
+            if not (tier.is_lost or name in chunk.behind or name in chunk.refused_by):
+                tier.waiting.add(chunk)
+
     # ---- DRAM -> HBM -------------------------------------------------------------------
 
     def hold(self, chunk: Chunk) -> None:
         """A transfer reads the chunk's DRAM slot from now on."""
-        assert chunk.dram is Dram.READY
+        assert chunk.dram.state is State.READY
         assert not chunk.dropped
-        chunk.holds += 1
+        chunk.dram.uses += 1
 
     def release(self, chunk: Chunk) -> None:
-        assert chunk.holds > 0
-        chunk.holds -= 1
+        assert chunk.dram.uses > 0
+        chunk.dram.uses -= 1
         self._free_if_dropped(chunk)
 
-    # ---- DRAM -> NVMe ------------------------------------------------------------------
+    # ---- DRAM -> a tier behind ---------------------------------------------------------
 
-    def begin_write_back(self, *, newest_first: bool = False) -> Chunk | None:
-        """The chunk to write next, with an NVMe slot; None if there is none, or no slot.
+    def begin_store(self, tier: TierBehind, *, newest_first: bool = False) -> Chunk | None:
+        """The chunk to write next, with a slot of the tier; None if there is none, or no slot.
 
         Oldest first; at shutdown, which may not have the time for all, `newest_first`.
         """
         for _ in range(REFUSALS_MAX):
-            chunk = self._dirty.next(newest_first=newest_first)
-            room = self._make_room_on_nvme(chunk) if chunk is not None else False
+            chunk = tier.waiting.next(newest_first=newest_first)
+            room = self._make_room_behind(tier, chunk) if chunk is not None else False
             if chunk is None or room is False:
                 return None
-            self._dirty.remove(chunk)
+            tier.waiting.remove(chunk)
             if room:
                 break
             self.counts["refused"] += 1
-            chunk.refused = True
-            self.room.place(chunk)
+            chunk.refused_by.add(tier.name)
+            self.dram.place(chunk)
         else:
             return None
-        chunk.nvme_slot = self._nvme.give(chunk.entry, chunk.run)
-        chunk.nvme = Nvme.WRITING
+        chunk.behind[tier.name] = Copy(State.WRITING, tier.give(chunk), uses=1)
         self.pinning.spread(chunk, self.now)
-        chunk.holds += 1
-        chunk.reads += 1
+        chunk.dram.uses += 1
         return chunk
 
-    def finish_write_back(self, chunk: Chunk, checksum: bytes | None) -> None:
+    def finish_store(self, tier: TierBehind, chunk: Chunk, checksum: bytes | None) -> None:
         """The write has ended; `checksum` is the payload's, or None if the write failed."""
-        assert chunk.nvme is Nvme.WRITING
-        chunk.reads -= 1
+        copy = chunk.at(tier.name)
+        assert copy.state is State.WRITING
+        copy.uses -= 1
         if checksum is None:
             self.counts["write_failed"] += 1
-            chunk.refused = True  # tried again when it is used again; until then it may go
-            self._leave_nvme(chunk)
+            chunk.refused_by.add(tier.name)  # tried again when it is used again
+            self._leave(tier, chunk)
         else:
-            chunk.nvme = Nvme.READY
-            chunk.checksum = checksum
+            is_first = not chunk.is_behind
+            copy.state, copy.checksum = State.READY, checksum
             if not chunk.dropped:
-                self.index.bind(chunk)
+                tier.written(chunk)
             self.counts["written"] += 1
-            self.first_written_tokens += max(0, chunk.name.num_tokens - chunk.repeats)
-        self.room.place(chunk)
+            if is_first:
+                self.first_written_tokens += max(0, chunk.name.num_tokens - chunk.repeats)
+        self.dram.place(chunk)
         self.release(chunk)
 
-    # ---- NVMe -> DRAM ------------------------------------------------------------------
+    # ---- a tier behind -> DRAM ---------------------------------------------------------
 
-    def begin_prefetch(self, chunk: Chunk, whose: Order | None = None) -> bool:
+    def begin_fetch(self, chunk: Chunk, tier: TierBehind, whose: Order | None = None) -> bool:
         """Give the chunk a DRAM slot to be read into; False if there is no room now.
 
         Args:
+            tier: that has it READY, and is read.
             whose: the waiting request that wants it. What is wanted before it makes no room.
         """
-        assert chunk.nvme is Nvme.READY
-        assert chunk.dram is Dram.ABSENT
+        copy = chunk.at(tier.name)
+        assert copy.state is State.READY
+        assert chunk.dram.state is State.ABSENT
         assert not chunk.dropped
-        chunk.reads += 1  # before making room: its NVMe slot must not go meanwhile
+        copy.uses += 1  # before making room: its slot must not go meanwhile
         if not self._make_room_in_dram(whose):
-            chunk.reads -= 1
+            copy.uses -= 1
             return False
         self.run_of(chunk)
-        chunk.dram_slot = self._dram.give(chunk)
-        chunk.dram = Dram.READING
+        self.dram.give(chunk, State.READING)
+        chunk.came_from = tier.name
         self.pinning.spread(chunk, self.now)
-        chunk.holds += 1
         self.look_ahead.has_come(chunk)
         return True
 
-    def finish_prefetch(self, chunk: Chunk, verified: bool) -> None:
+    def finish_fetch(self, chunk: Chunk, verified: bool) -> None:
         """The read has ended; `verified` says that the bytes are those that were written.
 
         Its tokens are known by then: they came up with the bytes, see PrefixIndex.learn().
         """
-        assert chunk.dram is Dram.READING
-        chunk.reads -= 1
-        chunk.dram = Dram.READY
-        chunk.from_nvme = True
+        assert chunk.dram.state is State.READING
+        chunk.at(chunk.came_from).uses -= 1
+        chunk.dram.state = State.READY
         assert chunk.name.tokens or not verified
         if not verified:
             self.drop(chunk)
-        self.room.place(chunk)
+        self.dram.place(chunk)
         self.release(chunk)
 
     # ---- scrubbing ---------------------------------------------------------------------
 
-    def cold_chunk(self, slot: int) -> Chunk | None:
-        """The chunk that is in this NVMe slot and nowhere else, and that nothing touches."""
-        if self._nvme.state[slot] not in (OWNED, ADOPTED):
-            return None
-        chunk = self.index.chunk(self._nvme.owner[slot])
-        return chunk if chunk.dram is Dram.ABSENT and chunk.reads == 0 else None
+    def begin_scrub(self, tier: TierBehind, chunk: Chunk) -> None:
+        """The device reads the chunk's slot in this tier; the caller keeps the object."""
+        chunk.at(tier.name).uses += 1
 
-    def begin_scrub(self, chunk: Chunk) -> None:
-        """The device reads the chunk's NVMe slot; the caller keeps the object."""
-        chunk.reads += 1
-
-    def end_scrub(self, chunk: Chunk) -> None:
-        chunk.reads -= 1
+    def end_scrub(self, tier: TierBehind, chunk: Chunk) -> None:
+        chunk.at(tier.name).uses -= 1
         self._free_if_dropped(chunk)
 
     # ---- leaving -----------------------------------------------------------------------
@@ -285,116 +319,121 @@ class Residency:
 
     def _forget(self, chunk: Chunk) -> None:
         chunk.dropped = True
-        self.room.lose(chunk)
+        self.dram.lose(chunk)
         self.index.remove(chunk)
-        if chunk.nvme is not Nvme.ABSENT:
-            self._nvme.abandon(chunk.nvme_slot)
+        for tier in self.behind:
+            if tier.name in chunk.behind:
+                tier.abandon(chunk)
 
     def drop_all(self) -> None:
         """Forget everything (a weight update). Cost: the objects, and some ms a million."""
         for chunk in self.index.all_live():
             self.drop(chunk)
-        self._forget_entries(keep=[])
-        self._dirty.clear()
+        for tier in self.behind:
+            tier.forget_all_at_rest(keep=())
+            tier.waiting.clear()
 
-    def _forget_entries(self, keep: list[Chunk]) -> None:
-        """Forget all that is no object. No object but these is in the index."""
-        self._nvme.take_back_owned()
-        self.index.clear(keep)
+    def lose(self, tier: TierBehind) -> None:
+        """The tier is out of use: forget what only it has, and write nothing to it any more.
 
-    def lose_nvme(self) -> None:
-        """The NVMe tier is out of use: forget what only it has, and write nothing back any more.
-
-        A slot that the device touches now stays held for good: it may be touched much later.
+        A slot that a device touches now stays held for good: it may be touched much later.
         """
-        self._nvme_lost = True
-        self._dirty.clear()
+        tier.is_lost = True
+        tier.waiting.clear()
         keep = []
         for chunk in self.index.all_live():
-            if chunk.dram in (Dram.ABSENT, Dram.READING):
+            copy = chunk.at(tier.name)
+            is_read = chunk.dram.state is State.READING and chunk.came_from == tier.name
+            others = [c for name, c in chunk.behind.items() if name != tier.name]
+            is_elsewhere = any(c.state is State.READY for c in others)
+            if is_read or (chunk.dram.state is State.ABSENT and not is_elsewhere):
                 self.drop(chunk)
                 continue
             keep.append(chunk)
-            if chunk.nvme is Nvme.READY:
-                self._leave_nvme(chunk)
-            elif chunk.nvme is Nvme.WRITING:
-                self._nvme.abandon(chunk.nvme_slot)
-        self._forget_entries(keep)
+            if copy.state is State.READY:
+                self._leave(tier, chunk)
+            elif copy.state is State.WRITING:
+                tier.abandon(chunk)
+        tier.forget_all_at_rest(keep)
 
     # ---- room --------------------------------------------------------------------------
 
     def _make_room_in_dram(self, whose: Order | None = None) -> bool:
-        if whose is not None and self.room.is_full_of_wanted(whose):
-            victim, is_wanted = self.room.farther(whose), True
-        elif self._dram.free:
+        if whose is not None and self.dram.is_full_of_wanted(whose):
+            victim, is_wanted = self.dram.farther(whose), True
+        elif self.dram.free:
             return True
         else:
             self.pinning.end(self.now)
-            victim, is_wanted = self.room.victim(self.now, whose)
+            victim, is_wanted = self.dram.victim(self.now, whose)
         if victim is None:
             return False
         self.counts["given_up"] += is_wanted
         self.counts["evicted_dram"] += 1
-        self._leave_dram(victim)
-        return bool(self._dram.free)
+        self.leave_dram(victim)
+        return bool(self.dram.free)
 
-    def _make_room_on_nvme(self, chunk: Chunk) -> bool | None:
+    def _make_room_behind(self, tier: TierBehind, chunk: Chunk) -> bool | None:
         """None: there is room, but what would have to go is worth more than this chunk.
 
         A chunk that DRAM has as well is then as one that was refused: it is not written again
         before it is used again, which would move the same bytes for ever in a small store.
         """
-        if self._nvme.num_free:
+        if tier.num_free:
             return True
         self.pinning.end(self.now)
-        slot, is_refused = self._nvme_room.victim(chunk, self.now)
+        slot, is_refused = tier.victim(chunk, self.now)
         if slot is None:
             return None if is_refused else False
-        self.counts["evicted_nvme"] += 1
-        victim = self.index.live(self._nvme.owner[slot])
-        if victim is None:  # it is an entry and no object now
+        self.counts[f"evicted_{tier.name}"] += 1
+        victim = tier.live(slot)
+        if victim is None:
             self.counts["lost"] += 1
-            self.index.remove_entry(self._nvme.owner[slot])
-            self._nvme.take_back(slot)
+            tier.forget_at_rest(slot)
         else:
-            victim.refused = True
-            self._leave_nvme(victim)
-        return self._nvme.num_free > 0
+            victim.refused_by.add(tier.name)
+            self._leave(tier, victim)
+        return tier.num_free > 0
 
-    def _leave_dram(self, chunk: Chunk) -> None:
-        self._dram.take_back(chunk.dram_slot)
-        chunk.dram, chunk.dram_slot = Dram.ABSENT, -1
-        chunk.from_nvme = False
-        if chunk.nvme is Nvme.READY and not chunk.dropped:
+    def leave_dram(self, chunk: Chunk) -> None:
+        """The chunk, which no transfer touches, leaves DRAM."""
+        self.dram.take_back(chunk)
+        chunk.dram, chunk.came_from = NOWHERE, ""
+        if chunk.is_behind and not chunk.dropped:
             self.look_ahead.has_gone(chunk)
         self._forget_if_nowhere(chunk)
 
-    def _leave_nvme(self, chunk: Chunk) -> None:
-        self._nvme.take_back(chunk.nvme_slot)
-        if not chunk.dropped:
-            self.index.unbind(chunk)
-        chunk.nvme, chunk.nvme_slot, chunk.checksum = Nvme.ABSENT, -1, b""
-        self.room.place(chunk)
+    def _leave(self, tier: TierBehind, chunk: Chunk) -> None:
+        tier.take_back(chunk)
+        del chunk.behind[tier.name]
+        self.dram.place(chunk)
         self._forget_if_nowhere(chunk)
 
     def _forget_if_nowhere(self, chunk: Chunk) -> None:
-        if chunk.dram is Dram.ABSENT and chunk.nvme is Nvme.ABSENT and not chunk.dropped:
-            if chunk.holds == 0:
-                self.counts["lost"] += 1
+        if chunk.dram is NOWHERE and not (chunk.behind or chunk.dropped):
+            self.counts["lost"] += 1
             self._forget(chunk)
 
     def _free_if_dropped(self, chunk: Chunk) -> None:
-        if not chunk.dropped or chunk.holds:
+        if not chunk.dropped or chunk.dram.uses:
             return
-        if chunk.dram is not Dram.ABSENT:
-            self._leave_dram(chunk)
-        if chunk.nvme is not Nvme.ABSENT and not chunk.reads:
-            self._leave_nvme(chunk)
+        if chunk.dram is not NOWHERE:
+            self.leave_dram(chunk)
+        for tier in self.behind:
+            if tier.name in chunk.behind and not chunk.at(tier.name).uses:
+                self._leave(tier, chunk)
+
+    # ---- for tests ---------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert the invariants above. Cost: all chunks; for tests and idle moments."""
-        check_integrity(self.index, self._dram, self._nvme, nvme_lost=self._nvme_lost)
+        for tier in self._tiers:
+            tier.check_integrity()
+        for chunk in self.index:
+            assert not chunk.dropped
+            assert chunk.dram is not NOWHERE or chunk.behind
+            assert chunk.name.tokens or chunk.dram.state is not State.READY
 
     def num_held(self) -> int:
         """Chunks that a transfer holds now; zero when nothing is in flight."""
-        return sum(chunk.holds > 0 for chunk in self._dram.owned.values())
+        return sum(chunk.dram.uses > 0 for chunk in self.dram.owned.values())

@@ -167,13 +167,13 @@ def plan_copies(
     sizes = {"block_tokens": geometry.block_tokens, "chunk_tokens": geometry.chunk_tokens}
     placed = [piece for piece in used if piece.first is None]
     copies = plan_load(
-        [(piece.chunk.dram_slot, piece.start, piece.stop) for piece in placed],
+        [(piece.chunk.dram.slot, piece.start, piece.stop) for piece in placed],
         block_ids, start, min(stop, placed[-1].stop), **sizes,
     ) if placed else ()  # fmt: skip
     moved = moves.plan_moves(
         [
             moves.Piece(
-                piece.chunk.dram_slot, piece.first, piece.start - piece.shift,
+                piece.chunk.dram.slot, piece.first, piece.start - piece.shift,
                 piece.start, min(piece.stop, stop),
             )
             for piece in used

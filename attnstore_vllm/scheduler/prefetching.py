@@ -29,4 +29,4 @@ def prefetch(
     pieces = store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
     stats.add("prefetches", "hit" if pieces else "miss", 1)
     for tier, tokens in store.tiers(pieces).items():
-        stats.add("prefetch_tokens", tier.value, tokens)
+        stats.add("prefetch_tokens", tier, tokens)

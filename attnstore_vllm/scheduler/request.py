@@ -15,7 +15,7 @@ from attnstore_vllm.policy.returns import Run
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import MediaNames, spans_of
 from attnstore_vllm.scheduler.vllm_types import Request
-from attnstore_vllm.types import Key, Tier
+from attnstore_vllm.types import Key
 
 MIN_LOAD_TOKENS = 16
 """A shorter run of stored KV is not worth a load."""
@@ -95,7 +95,7 @@ class Counted:
 
     wanted: bool = False
     offered: bool = False
-    sources: dict[Tier, int] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)
     """Tokens of its last load, by the tier they were in."""
     stored_stop: int = 0
     """Up to which token the store had KV at some time since the request came."""

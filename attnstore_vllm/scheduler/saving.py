@@ -85,7 +85,7 @@ class Saving:
         if chunk is None:
             return
         copies = plan_save(
-            chunk.dram_slot, block_ids, name.position, name.num_tokens,
+            chunk.dram.slot, block_ids, name.position, name.num_tokens,
             block_tokens=self._geometry.block_tokens,
         )  # fmt: skip
         self._plans.save(

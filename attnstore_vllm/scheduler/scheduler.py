@@ -44,7 +44,6 @@ from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, Schedul
 from attnstore_vllm.scheduler.waiting import Clock, Costs, Waits
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +217,7 @@ class Scheduler:
         if runs_ahead and self._queue is not None:
             self._queue.on_placed(request.request_id)
 
-    def sources(self, request: Request) -> dict[Tier, int]:
+    def sources(self, request: Request) -> dict[str, int]:
         """Tokens of the request's last load, by the tier they were in."""
         state = self._requests.get(request.request_id)
         return state.counted.sources if state is not None else {}

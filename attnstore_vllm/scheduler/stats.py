@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnstore_vllm.index.chunk import Dram
+from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.types import Tier
+from attnstore_vllm.types import DRAM, NVME
 
 
 class StepStats:
@@ -53,10 +53,10 @@ def count_wanted(stats: StepStats, state: RequestState, pieces: Sequence[Piece])
     if state.counted.wanted:
         return
     state.counted.wanted = True
-    in_dram = sum(p.stop - p.start for p in pieces if p.chunk.dram is Dram.READY)
+    in_dram = sum(p.stop - p.start for p in pieces if p.chunk.dram.state is State.READY)
     wanted = sum(piece.stop - piece.start for piece in pieces)
-    stats.add("wanted_tokens", Tier.DRAM.value, in_dram)
-    stats.add("wanted_tokens", Tier.NVME.value, wanted - in_dram)
+    stats.add("wanted_tokens", DRAM, in_dram)
+    stats.add("wanted_tokens", NVME, wanted - in_dram)
 
 
 def count_recomputation(stats: StepStats, state: RequestState, cause: str) -> None:
@@ -65,23 +65,23 @@ def count_recomputation(stats: StepStats, state: RequestState, cause: str) -> No
         stats.add("recomputations", cause, 1)
 
 
-def count_offer(stats: StepStats, state: RequestState, tokens: Mapping[Tier, int]) -> None:
+def count_offer(stats: StepStats, state: RequestState, tokens: Mapping[str, int]) -> None:
     """The request's first answer."""
     if state.counted.offered:
         return
     state.counted.offered = True
     for tier, number in tokens.items():
-        stats.add("offered_tokens", tier.value, number)
+        stats.add("offered_tokens", tier, number)
 
 
 def count_taken(
-    stats: StepStats, state: RequestState, sources: dict[Tier, int], moved_tokens: int
+    stats: StepStats, state: RequestState, sources: dict[str, int], moved_tokens: int
 ) -> None:
     """vLLM has taken an offer."""
     state.counted.sources = sources
     for tier, tokens in sources.items():
-        stats.add("loaded_tokens", tier.value, tokens)
-    stats.add("moved_tokens", Tier.DRAM.value, moved_tokens)
+        stats.add("loaded_tokens", tier, tokens)
+    stats.add("moved_tokens", DRAM, moved_tokens)
 
 
 class StoreFigures:
@@ -103,7 +103,7 @@ class StoreFigures:
         for flow, num_bytes in self._store.moved_bytes().items():
             self._add(stats, "bytes", flow.value, num_bytes)
         first = self._store.first_written_tokens() * self._token_bytes
-        self._add(stats, "first_written_bytes", Tier.NVME.value, int(first))
+        self._add(stats, "first_written_bytes", NVME, int(first))
         for (name, label), value in self._store.gauges().items():
             if self._reported.get((name, label)) != value:
                 self._reported[name, label] = value

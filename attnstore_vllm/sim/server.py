@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from attnstore_vllm.index.chunk import ChunkName, Dram
+from attnstore_vllm.index.chunk import ChunkName, State
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.stops import kept_end
@@ -328,7 +328,7 @@ class Server:
     def _first_offer(self, job: Job, local: int, found: Sequence[Piece]) -> None:
         job.was_asked = True
         job.deadline_s = self.now + self._machine.load_deadline_s
-        ready = [piece for piece in found if piece.chunk.dram is Dram.READY]
+        ready = [piece for piece in found if piece.chunk.dram.state is State.READY]
         job.ready = frozenset(piece.chunk.name.key for piece in ready)
         if job.is_counted:
             out = self._out

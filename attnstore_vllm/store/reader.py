@@ -1,67 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVMe -> DRAM: what waiting requests want is read, nearest first, and verified.
+"""A tier behind -> DRAM: what waiting requests want is read, nearest first, and verified.
 
-    look-ahead -> begin_prefetch -> device -> header and payload verified -> READY, waiters are told
+    look-ahead -> begin_fetch -> the tier reads and verifies -> READY, waiters are told
 
-A record is read whole. Its bytes are used if its header is that of this record, names this
-chunk and states the tokens that its key was made from, and if its payload has the checksum
-that the index has and the header states. Anything else drops the chunk.
+A chunk is read from the nearest tier that has it and answers.
 """
 
 from __future__ import annotations
 
-import mmap
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from attnstore_vllm.errors import CorruptRecordError, DeviceError
-from attnstore_vllm.index.chunk import Chunk, Dram, Nvme
-from attnstore_vllm.io.device import Completion, Op
-from attnstore_vllm.policy.cost import ReadCost
+from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
+from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.lookahead import LAST, Order
 from attnstore_vllm.store.context import Context
-from attnstore_vllm.store.flights import Transfer
-from attnstore_vllm.store.format import Header, SegmentHeader
+from attnstore_vllm.store.tier_io import TierIo
 from attnstore_vllm.types import Flow
 
 WANTED_MAX = 65536
 """Chunks that may be queued for nobody in particular."""
 
 
-def check_record(
-    page: memoryview, checksum: bytes, chunk: Chunk, segment: SegmentHeader, where: str
-) -> Header:
-    """The header of a record that was read, if it is the chunk's.
+class Reader:
+    """See the module. Methods marked *locked* are called with the store's lock held.
 
     Args:
-        checksum: of the payload that came with it.
-    Raises: CorruptRecordError.
+        tiers: nearest first.
     """
-    header = Header.decode(bytes(page), chunk.nvme_slot, segment, where)
-    for field, want, got in (
-        ("key", chunk.name.key, header.name.key),
-        ("payload checksum in the header", chunk.checksum, header.payload_checksum),
-        ("payload checksum", chunk.checksum, checksum),
-    ):
-        if want != got:
-            raise CorruptRecordError(where, field, want.hex(), got.hex())
-    return header
 
-
-class Reader:
-    """See the module. Methods marked *locked* are called with the store's lock held."""
-
-    def __init__(self, context: Context, depth: int) -> None:
+    def __init__(self, context: Context, tiers: Sequence[TierIo]) -> None:
         self._context = context
+        self._tiers = tiers
         self._wanted: OrderedDict[Chunk, None] = OrderedDict()
-        self._pages = deque(
-            memoryview(mmap.mmap(-1, context.slab.header_bytes)) for _ in range(depth)
-        )
-        self._depth = depth
-        self.cost = ReadCost()
-        """Locked. Of reads that follow each other."""
-        self._ended_at = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -71,7 +43,19 @@ class Reader:
     @property
     def num_reading(self) -> int:
         """Locked."""
-        return self._depth - len(self._pages)
+        return sum(tier.num_loading for tier in self._tiers)
+
+    @property
+    def has_all_in_use(self) -> bool:
+        """Locked. Whether no tier is left alone."""
+        return all(tier.health.reads.in_use for tier in self._tiers)
+
+    def source(self, chunk: Chunk) -> TierIo | None:
+        """Locked. The tier to read the chunk from; None if none that has it answers."""
+        for tier in self._tiers:
+            if chunk.at(tier.tier.name).state is State.READY and tier.health.reads.in_use:
+                return tier
+        return None
 
     def want(self, chunks: Iterable[Chunk]) -> None:
         """Locked. Queue chunks that no waiting request wants, after all that one does."""
@@ -81,13 +65,11 @@ class Reader:
 
     def arrivals(self, request_id: str, chunks: Sequence[Chunk]) -> list[float] | None:
         """Locked. Seconds until each of a waiting request's chunks is in DRAM, rising; None as long
-        as the disk is not known.
+        as one of the tiers that they come from is not known.
 
         What is in flight and what nearer requests want comes before them; without a place in the
         queue, what was wanted earlier.
         """
-        if self.cost.mean_s is None:
-            return None
         flying = self.num_reading
         look_ahead = self._context.residency.look_ahead
         ahead = flying + look_ahead.num_absent_before(request_id)
@@ -96,11 +78,13 @@ class Reader:
             ahead += next((i for i, c in enumerate(self._wanted) if c in mine), 0)
         arrivals, latest = [], 0.0
         for chunk in chunks:
-            if chunk.dram is Dram.READING:
-                latest = max(latest, self.cost.seconds(flying))
-            elif chunk.dram is Dram.ABSENT:
-                ahead += 1
-                latest = self.cost.seconds(ahead)
+            if chunk.dram.state in (State.READING, State.ABSENT):
+                cost = (self.source(chunk) or self._tiers[0]).cost
+                if cost.mean_s is None:
+                    return None
+                is_absent = chunk.dram.state is State.ABSENT
+                ahead += is_absent
+                latest = max(latest, cost.seconds(ahead if is_absent else flying))
             arrivals.append(latest)
         return arrivals
 
@@ -109,11 +93,10 @@ class Reader:
         self._wanted.clear()
         self._context.residency.look_ahead.stop_fetching()
 
-    def _next(self) -> tuple[Chunk, Order] | None:
-        """Locked. What is to be read next, and for whom."""
-        context = self._context
-        look_ahead = context.residency.look_ahead
-        while context.reads.in_use:
+    def _next(self) -> tuple[Chunk, TierIo, Order] | None:
+        """Locked. What is to be read next, from where, and for whom."""
+        look_ahead = self._context.residency.look_ahead
+        while any(tier.health.reads.in_use for tier in self._tiers):
             found = look_ahead.next_to_fetch()
             if found is None and self._wanted:
                 found = next(iter(self._wanted)), LAST
@@ -121,73 +104,58 @@ class Reader:
                 break
             chunk, whose = found
             assert isinstance(chunk, Chunk)
-            if not chunk.dropped and chunk.dram is Dram.ABSENT and chunk.nvme is Nvme.READY:
-                return chunk, whose
+            source = self.source(chunk)
+            if not chunk.dropped and chunk.dram.state is State.ABSENT and source is not None:
+                return chunk, source, whose
             self._wanted.pop(chunk, None)
             look_ahead.has_come(chunk)
         return None
 
     def start(self) -> None:
         """Submit reads up to the depth. From any thread; waits for nothing."""
-        transfers: list[Transfer] = []
         context = self._context
+        residency = context.residency
+        begun: set[TierIo] = set()
         with context.progress:
-            context.residency.now = context.clock()
-            while self._pages and (found := self._next()) is not None:
-                chunk, whose = found
-                if not context.residency.begin_prefetch(chunk, whose):
+            residency.now = context.clock()
+            while (found := self._next()) is not None:
+                chunk, source, whose = found
+                if not source.can_load or not residency.begin_fetch(chunk, source.tier, whose):
                     break  # no room now: tried again when something has ended
                 self._wanted.pop(chunk, None)
-                page = self._pages.popleft()
-                segment = context.slab.segment(chunk.nvme_slot)
-                begun_at = context.residency.now
-                transfers.append(
-                    Transfer(
-                        Op.READ,
-                        partial(self._finish, chunk, page, segment, begun_at),
-                        partial(self._give_up, chunk),
-                        offset=context.slab.offset(chunk.nvme_slot),
-                        buffers=(page, context.pool.slot(chunk.dram_slot)),
-                        checksum=True,
-                    )
+                source.begin_load(
+                    chunk,
+                    context.pool.slot(chunk.dram.slot),
+                    partial(self._finish, chunk, source, residency.now),
+                    partial(self._give_up, chunk),
                 )
-        context.flights.submit(transfers)
+                begun.add(source)
+        for source in begun:
+            source.submit()
 
     def _finish(
-        self, chunk: Chunk, page: memoryview, segment: SegmentHeader, begun_at: float,
-        completion: Completion,
+        self, chunk: Chunk, source: TierIo, begun_at: float, failure: AttnStoreError | None,
+        tokens: bytes,
     ) -> None:  # fmt: skip
+        """Locked."""
         context = self._context
-        now = context.clock()
-        failure: DeviceError | CorruptRecordError | None = completion.error
-        tokens = b""
-        if completion.error is None:
-            # Held by this read: neither the slot nor the expected checksum can change.
-            where = context.slab.where(chunk.nvme_slot)
-            try:
-                header = check_record(page, completion.checksum, chunk, segment, where)
-                tokens = header.name.tokens
-            except CorruptRecordError as error:
-                failure = error
-        with context.progress:
-            if completion.error is None:
-                num_bytes = len(page) + context.pool.slot_bytes
-                context.moved_bytes[Flow.PREFETCH] += num_bytes
-                self.cost.observe(now - max(begun_at, self._ended_at))
-                self._ended_at = now
-            verified = failure is None and context.residency.index.learn(chunk, tokens)
-            if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
-                event = "read_failed" if completion.error is not None else "corrupt"
-                context.residency.counts[event] += 1
-            context.residency.finish_prefetch(chunk, verified)
-            self._pages.append(page)
-            context.progress.notify_all()
-        context.note_read(failure)
+        is_corrupt = isinstance(failure, CorruptRecordError)
+        if failure is None or is_corrupt:
+            now = context.clock()
+            context.moved_bytes[Flow.PREFETCH] += source.record_bytes
+            source.cost.observe(now - max(begun_at, source.load_ended_at))
+            source.load_ended_at = now
+        verified = failure is None and context.residency.index.learn(chunk, tokens)
+        if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
+            event = "corrupt" if failure is None or is_corrupt else "read_failed"
+            context.residency.counts[event] += 1
+        context.residency.finish_fetch(chunk, verified)
+        context.progress.notify_all()
 
     def _give_up(self, chunk: Chunk) -> None:
         """The read is late. Whoever waits for the chunk computes."""
-        with self._context.progress:
-            self._context.residency.counts["read_late"] += 1
-            self._context.residency.drop(chunk)
-            self._context.progress.notify_all()
-        self._context.note_hang(Op.READ)
+        context = self._context
+        with context.progress:
+            context.residency.counts["read_late"] += 1
+            context.residency.drop(chunk)
+            context.progress.notify_all()

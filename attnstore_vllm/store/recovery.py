@@ -17,8 +17,8 @@ import numpy as np
 
 from attnstore_vllm.io.checksum import page_checksums
 from attnstore_vllm.io.device import Completion, Op
-from attnstore_vllm.store.context import Context
-from attnstore_vllm.store.flights import Transfer
+from attnstore_vllm.store.disk import Disk
+from attnstore_vllm.store.disk_requests import DiskRequest
 from attnstore_vllm.store.format import CHECKSUM_AT, SegmentHeader, judge_headers
 
 logger = logging.getLogger(__name__)
@@ -39,17 +39,18 @@ class _Buffer:
 
 
 class Recovery:
-    """One scan of all our segments. Runs on the keeper's thread."""
+    """One scan of all our segments. Runs on the store's thread."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._context = context = disk.context
         self._todo: deque[range] = deque()
-        for segment in sorted(set(context.slab.own) - set(context.slab.fresh)):
-            records = context.slab.records_of(segment)
+        for segment in sorted(set(disk.slab.own) - set(disk.slab.fresh)):
+            records = disk.slab.records_of(segment)
             for first in range(records.start, records.stop, BATCH_HEADERS):
                 self._todo.append(range(first, min(first + BATCH_HEADERS, records.stop)))
         self.num_records = sum(map(len, self._todo))
-        size = context.slab.header_bytes
+        size = disk.slab.header_bytes
         self._buffers = [_Buffer(BATCH_HEADERS, size) for _ in range(BATCHES)]
         self._open = 0
         self._started = context.clock()
@@ -61,30 +62,30 @@ class Recovery:
 
     def start(self) -> None:
         """Submit what the buffers allow. Goes on where the device is out of use for a while."""
-        transfers: list[Transfer] = []
-        context = self._context
-        while self._todo and self._buffers and context.reads.in_use:
+        requests: list[DiskRequest] = []
+        disk, context = self._disk, self._context
+        while self._todo and self._buffers and disk.health.reads.in_use:
             records = self._todo.popleft()
             buffer = self._buffers.pop()
             with context.progress:
-                segment = context.slab.segment(records.start)
-            transfers.append(
-                Transfer(
+                segment = disk.slab.segment(records.start)
+            requests.append(
+                DiskRequest(
                     Op.READ,
                     partial(self._finish, records, buffer, segment),
-                    partial(context.note_hang, Op.READ),
-                    offset=context.slab.offset(records.start),
+                    disk.late(Op.READ),
+                    offset=disk.slab.offset(records.start),
                     buffers=buffer.pages[: len(records)],
-                    stride=context.slab.record_bytes,
+                    stride=disk.slab.record_bytes,
                 )
             )
-        self._open += len(transfers)
-        context.flights.submit(transfers)
+        self._open += len(requests)
+        disk.requests.submit(requests)
 
     def _finish(
         self, records: range, buffer: _Buffer, segment: SegmentHeader, completion: Completion
     ) -> None:
-        context = self._context
+        disk, context = self._disk, self._context
         if completion.error is None:
             self._adopt(records, buffer.whole, segment)
         elif len(records) > 1:  # find the ones that can be read
@@ -93,17 +94,17 @@ class Recovery:
         else:
             with context.progress:
                 context.residency.counts["read_failed"] += 1
-                context.residency.open_nvme_slots(records.start, 1)
+                disk.tier.open(records.start, 1)
         self._buffers.append(buffer)
         self._open -= 1
         if completion.error is None or len(records) == 1:
-            context.note_read(completion.error)
+            disk.health.note_read(completion.error)
         if not self._todo and not self._open:
             self._end()
 
     def _adopt(self, records: range, buffer: memoryview, segment: SegmentHeader) -> None:
-        context = self._context
-        size = context.slab.header_bytes
+        disk, context = self._disk, self._context
+        size = disk.slab.header_bytes
         raw = buffer[: len(records) * size]
         numbers = np.arange(records.start, records.stop, dtype=np.int64)
         checksums = page_checksums(raw, size, CHECKSUM_AT)
@@ -114,23 +115,23 @@ class Recovery:
             raw = memoryview(pages[good].tobytes())
         with context.progress:
             # A reset since then has made them invalid.
-            if context.slab.segment(records.start).generation != segment.generation:
+            if disk.slab.segment(records.start).generation != segment.generation:
                 good, num_damaged = good[:0], 0
             context.residency.counts["corrupt"] += num_damaged
             self.damaged += num_damaged
-            context.residency.open_nvme_slots(records.start, len(records))
+            disk.tier.open(records.start, len(records))
             if len(good):
                 slots = numbers[good].astype(np.uint32)
-                adopted = context.residency.adoption.enter(raw, slots, size)
+                adopted = disk.tier.adopt(raw, slots, size)
                 self.found += adopted.entered - adopted.superseded
             context.progress.notify_all()
 
     def _end(self) -> None:
-        context = self._context
+        disk, context = self._disk, self._context
         self.seconds = context.clock() - self._started
-        order = context.residency.adoption.order()
+        order = disk.tier.adopted()
         with context.progress:
-            context.residency.adoption.finish(order, context.clock())
+            disk.tier.all_adopted(order, context.clock())
             context.residency.counts["recovered"] += self.found
             self.is_over = True
             context.progress.notify_all()
@@ -138,5 +139,5 @@ class Recovery:
             logger.info(
                 "AttnStore found %d chunks of earlier runs in %s (%d records read in %.2f s, "
                 "%d of them damaged)",
-                self.found, context.slab.path, self.num_records, self.seconds, self.damaged,
+                self.found, disk.slab.path, self.num_records, self.seconds, self.damaged,
             )  # fmt: skip

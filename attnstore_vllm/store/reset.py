@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import logging
 import mmap
-from functools import partial
 
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.device import Completion, Op
-from attnstore_vllm.store.context import Context
-from attnstore_vllm.store.flights import Transfer
+from attnstore_vllm.store.disk import Disk
+from attnstore_vllm.store.disk_requests import DiskRequest
 from attnstore_vllm.store.format import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
 
-class Reset:
+class DiskReset:
     """One reset. `is_over` and `succeeded` are read with the store's lock held."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
         self._left = 0
         self._error: DeviceError | None = None
         self.is_over = False
@@ -32,48 +31,44 @@ class Reset:
     def succeeded(self) -> bool:
         return self.is_over and self._error is None
 
-    def start(self) -> None:
-        """Forget everything and write the new headers. From any thread; waits for nothing.
+    def requests(self) -> list[DiskRequest]:
+        """Locked, after everything was forgotten: what makes it so on the disk too.
 
         A write of before that lands after a new header has the old generation: invalid.
         """
-        context = self._context
-        with context.progress:
-            context.residency.drop_all()
-            headers = context.slab.renew()
-            self._left = len(headers)
+        slab = self._disk.slab
+        headers = slab.renew()
+        self._left = len(headers)
         if not headers:
-            self._sync()
-            return
-        transfers: list[Transfer] = []
+            return [self._sync()]
+        requests: list[DiskRequest] = []
         for header in headers:
             page = memoryview(mmap.mmap(-1, PAGE_BYTES))
             page[:] = header.encode()
-            transfers.append(
-                Transfer(
+            requests.append(
+                DiskRequest(
                     Op.WRITE,
                     self._written,
-                    partial(context.note_hang, Op.WRITE),
-                    offset=context.slab.segment_offset(header.number),
+                    self._disk.late(Op.WRITE),
+                    offset=slab.segment_offset(header.number),
                     buffers=(page,),
                 )
             )
-        context.flights.submit(transfers)
+        return requests
 
     def _written(self, completion: Completion) -> None:
-        with self._context.progress:
+        with self._disk.context.progress:
             self._error = self._error or completion.error
             self._left -= 1
             if self._left:
                 return
         if self._error is None:
-            self._sync()
+            self._disk.requests.submit([self._sync()])
         else:
             self._end()
 
-    def _sync(self) -> None:
-        late = partial(self._context.note_hang, Op.SYNC)
-        self._context.flights.submit([Transfer(Op.SYNC, self._synced, late)])
+    def _sync(self) -> DiskRequest:
+        return DiskRequest(Op.SYNC, self._synced, self._disk.late(Op.SYNC))
 
     def _synced(self, completion: Completion) -> None:
         self._error = completion.error
@@ -82,6 +77,7 @@ class Reset:
     def _end(self) -> None:
         if self._error is not None:
             logger.error("the reset did not reach the disk: %s", self._error)
-        with self._context.progress:
+        progress = self._disk.context.progress
+        with progress:
             self.is_over = True
-            self._context.progress.notify_all()
+            progress.notify_all()

@@ -14,48 +14,70 @@ from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.device import Completion, Op
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.store.context import Context
-from attnstore_vllm.store.flights import Transfer
-from attnstore_vllm.store.format import SegmentHeader
-from attnstore_vllm.store.reader import check_record
+from attnstore_vllm.store.disk import Disk
+from attnstore_vllm.store.disk_requests import DiskRequest
+from attnstore_vllm.store.format import Header, SegmentHeader
+from attnstore_vllm.types import NVME
 
 LOOK_MAX = 256
 """Slots that one call looks at for a record to read."""
 
 
-class Scrubber:
-    """Runs on the keeper's thread."""
+def check_record(
+    page: memoryview, checksum: bytes, chunk: Chunk, segment: SegmentHeader, where: str
+) -> Header:
+    """The header of a record that was read, if it is the chunk's.
 
-    def __init__(self, context: Context, budget: Budget) -> None:
-        self._context = context
+    Args:
+        checksum: of the payload that came with it.
+    Raises: CorruptRecordError.
+    """
+    copy = chunk.at(NVME)
+    header = Header.decode(bytes(page), copy.slot, segment, where)
+    for field, want, got in (
+        ("key", chunk.name.key, header.name.key),
+        ("payload checksum in the header", copy.checksum, header.payload_checksum),
+        ("payload checksum", copy.checksum, checksum),
+    ):
+        if want != got:
+            raise CorruptRecordError(where, field, want.hex(), got.hex())
+    return header
+
+
+class Scrubber:
+    """Runs on the store's thread."""
+
+    def __init__(self, disk: Disk, budget: Budget) -> None:
+        self._disk = disk
+        self._context = context = disk.context
         self._budget = budget
         self._slot = 0
-        self._page = memoryview(mmap.mmap(-1, context.slab.header_bytes))
+        self._page = memoryview(mmap.mmap(-1, disk.slab.header_bytes))
         self._payload = memoryview(mmap.mmap(-1, context.pool.slot_bytes))
         self._is_reading = False
 
     def start(self) -> None:
         """Read the next cold record, if the budget has room for it."""
-        context = self._context
-        if self._is_reading or not context.reads.in_use:
+        disk, context = self._disk, self._context
+        if self._is_reading or not disk.health.reads.in_use:
             return
         with context.progress:
             chunk = self._next()
             if chunk is None:
                 return
-            if not self._budget.take(context.clock(), context.slab.record_bytes):
+            if not self._budget.take(context.clock(), disk.slab.record_bytes):
                 return
-            context.residency.begin_scrub(chunk)
-            segment = context.slab.segment(chunk.nvme_slot)
-        self._slot = chunk.nvme_slot + 1
+            context.residency.begin_scrub(disk.tier, chunk)
+            segment = disk.slab.segment(chunk.at(NVME).slot)
+        self._slot = chunk.at(NVME).slot + 1
         self._is_reading = True
-        context.flights.submit(
+        disk.requests.submit(
             [
-                Transfer(
+                DiskRequest(
                     Op.READ,
                     partial(self._finish, chunk, segment),
-                    partial(context.note_hang, Op.READ),
-                    offset=context.slab.offset(chunk.nvme_slot),
+                    disk.late(Op.READ),
+                    offset=disk.slab.offset(chunk.at(NVME).slot),
                     buffers=(self._page, self._payload),
                     checksum=True,
                 )
@@ -64,21 +86,21 @@ class Scrubber:
 
     def _next(self) -> Chunk | None:
         """The next chunk that only NVMe has; None if there is none within LOOK_MAX slots."""
-        limit = self._context.slab.records_max
+        limit = self._disk.slab.records_max
         for _ in range(min(LOOK_MAX, limit)):
             if self._slot >= limit:
                 self._slot = 0
-            chunk = self._context.residency.cold_chunk(self._slot)
+            chunk = self._disk.tier.cold_chunk(self._slot)
             if chunk is not None:
                 return chunk
             self._slot += 1
         return None
 
     def _finish(self, chunk: Chunk, segment: SegmentHeader, completion: Completion) -> None:
-        context = self._context
+        disk, context = self._disk, self._context
         failure: AttnStoreError | None = completion.error
         if completion.error is None and not chunk.dropped:
-            where = context.slab.where(chunk.nvme_slot)
+            where = disk.slab.where(chunk.at(NVME).slot)
             try:
                 check_record(self._page, completion.checksum, chunk, segment, where)
             except CorruptRecordError as error:
@@ -90,6 +112,6 @@ class Scrubber:
                 event = "read_failed" if completion.error is not None else "corrupt"
                 context.residency.counts[event] += 1
                 context.residency.drop(chunk)
-            context.residency.end_scrub(chunk)
+            context.residency.end_scrub(disk.tier, chunk)
             self._is_reading = False
-        context.note_read(failure)
+        disk.health.note_read(failure)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiered store: one owner of DRAM and NVMe, on the scheduler side.
+"""The tiered store: one owner of DRAM and the tiers behind it, on the scheduler side.
 
 Two threads meet here, under one short lock that nobody holds across I/O:
 - the scheduler's: looks up, holds, begins and finishes saves. Never waits, except where a
   method says so, and then with a deadline;
-- ours (store/keeper.py): finishes what the device has completed, verifies, writes back. It
+- ours (store/thread.py): finishes what the devices have completed, verifies, writes back. It
   works also while the engine core sleeps.
 
-Bytes in DRAM come from HBM, or from NVMe after their checksum was verified; nothing else is
-ever READY.
+Bytes in DRAM come from HBM, or from a tier behind after their checksum was verified; nothing else
+is ever READY.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.leases import renew, unexpired
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import Piece, confirm, has_come, settle
 from attnstore_vllm.index.residency import Residency
@@ -34,10 +34,11 @@ from attnstore_vllm.policy.eviction import EvictionPolicy, Fifo, Lru
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.returns import NO_TERMS, ReturnEstimator, Run, Terms
 from attnstore_vllm.store.context import Context, Pool
-from attnstore_vllm.store.flights import Flights
-from attnstore_vllm.store.keeper import Keeper
+from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
-from attnstore_vllm.types import Flow, Key, Tier
+from attnstore_vllm.store.thread import StoreThread
+from attnstore_vllm.store.tier_io import MakeTier
+from attnstore_vllm.types import DRAM, Flow, Key
 
 RESET_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 3.0
@@ -56,6 +57,7 @@ class Store:
         ttl_s: after so long without use a chunk is not found; None: as long as there is room.
         pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
         moved: MovedKv's min_tokens and sinks.
+        more_tiers: behind NVMe, nearest first.
         clock, threaded, grain: for tests: a time of their own, turn(), and see PrefixIndex.
     """
 
@@ -73,6 +75,7 @@ class Store:
         ttl_s: float | None = None,
         pin_shares: tuple[float, float] = (0.0, 0.0),
         moved: tuple[int, int] = (64, 0),
+        more_tiers: Sequence[MakeTier] = (),
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
         grain: int = GRAIN_TOKENS,
@@ -84,6 +87,7 @@ class Store:
         self.residency = Residency(
             pool.num_slots, slab.records_max, partial(self._policy, eviction), grain=grain,
             chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64), pin_shares=pin_shares,
+            more=more_tiers,
         )  # fmt: skip
         self._pieces_max = pool.num_slots
         self._moved = MovedKv(
@@ -91,21 +95,20 @@ class Store:
             min_tokens=moved[0], sinks=moved[1], seed=secrets.randbits(63),
         )  # fmt: skip
         self._clock = clock
-        for segment in slab.fresh:
-            records = slab.records_of(segment)
-            self.residency.open_nvme_slots(records.start, len(records))
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._pool = pool
-        self._slab = slab
-        flights = Flights(device, io_deadline_s, clock)
-        self._context = Context(self.residency, self._progress, pool, slab, flights, clock)
-        self._keeper = Keeper(
-            self._context, device, io_depth, daily_writes=daily_writes, scrub_rate=scrub_rate,
-            learn=self._learn,
-        )  # fmt: skip
+        self._context = context = Context(self.residency, self._progress, pool, clock)
+        nvme = NvmeIo(
+            context, slab, device, io_depth, deadline_s=io_deadline_s, scrub_rate=scrub_rate
+        )
+        behind = self.residency.behind[1:]
+        more = [make.io(context, tier) for make, tier in zip(more_tiers, behind, strict=True)]
+        self.thread = StoreThread(
+            context, [nvme, *more], daily_writes=daily_writes, learn=self._learn
+        )
         if threaded:
-            self._keeper.start()
+            self.thread.start()
 
     def _policy(self, eviction: str, num_slots: int) -> EvictionPolicy:
         if eviction == "attnstore":
@@ -114,7 +117,7 @@ class Store:
 
     def turn(self) -> None:
         """One round of what our thread does. For simulations, without the thread."""
-        self._keeper.turn(0.0)
+        self.thread.turn(0.0)
 
     def _learn(self) -> None:
         """On our thread. The table is fitted beside the scheduler, and put in place at once."""
@@ -158,7 +161,7 @@ class Store:
                     self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
         self._read(pieces)
         if self._estimator.is_due:
-            self._keeper.wake()
+            self.thread.wake()
         return pieces, visit
 
     def find(
@@ -190,8 +193,8 @@ class Store:
         return pieces
 
     def _read(self, pieces: Sequence[Piece]) -> None:
-        if any(piece.chunk.dram is Dram.ABSENT for piece in pieces):
-            self._keeper.reader.start()
+        if any(piece.chunk.dram.state is State.ABSENT for piece in pieces):
+            self.thread.reader.start()
 
     def _match(self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int) -> list[Piece]:
         """Locked."""
@@ -199,13 +202,18 @@ class Store:
         if sequence.finds_moved:
             pieces = self._moved.go_on(pieces, sequence, start, stop)
         if self._has_leases:
-            pieces = unexpired(self.residency, pieces)
+            pieces = self.residency.unexpired(pieces)
         if pieces and pieces[-1].stop - start < min_tokens:
             return []
-        if not self._context.reads.in_use:
-            pieces = list(takewhile(lambda p: p.chunk.dram is Dram.READY, pieces))
+        if not self.thread.reader.has_all_in_use:
+            pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
         pieces = pieces[: self._pieces_max]  # more can never be in DRAM at once
         return settle(pieces, self.residency.index.grain)
+
+    def _comes(self, chunk: Chunk) -> bool:
+        """Locked. Whether it is in DRAM, or a tier that answers has it."""
+        is_ready = chunk.dram.state is State.READY
+        return is_ready or self.thread.reader.source(chunk) is not None
 
     def _want(
         self,
@@ -218,16 +226,16 @@ class Store:
         residency = self.residency
         used = self._without_ends(pieces)
         if visit is None:
-            renew(residency, [piece.chunk for piece in used])
+            residency.renew([piece.chunk for piece in used])
         else:
             border = visit.num_shared * chunk_tokens
             residency.use([p.chunk for p in used if p.start < border], visit.shared)
             residency.use([p.chunk for p in used if p.start >= border], visit.own)
         chunks = [piece.chunk for piece in pieces]
         if request_id is not None and request_id in residency.look_ahead:
-            residency.room.want(request_id, chunks)
+            residency.dram.want(request_id, chunks)
         else:
-            self._keeper.reader.want(chunk for chunk in chunks if chunk.dram is Dram.ABSENT)
+            self.thread.reader.want(chunk for chunk in chunks if chunk.dram.state is State.ABSENT)
 
     def _without_ends(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Those whose use may be seen by what becomes of them. Not a tail with an end: a request
@@ -245,7 +253,7 @@ class Store:
         """These requests run, or have ended."""
         with self._lock:
             for request_id in request_ids:
-                self.residency.room.leave_queue(request_id)
+                self.residency.dram.leave_queue(request_id)
 
     def hold_ready(self, pieces: Sequence[Piece], sequence: SequenceKeys, stop: int) -> list[Piece]:
         """Hold the leading pieces that are READY in DRAM, and return them.
@@ -256,7 +264,7 @@ class Store:
         held: list[Piece] = []
         with self._lock:
             for piece in pieces:
-                if piece.chunk.dram is not Dram.READY or piece.chunk.dropped:
+                if piece.chunk.dram.state is not State.READY or piece.chunk.dropped:
                     break
                 confirmed = confirm(piece, sequence, stop, held[-1].stop if held else piece.start)
                 if confirmed is None:
@@ -276,28 +284,28 @@ class Store:
     def arrivals(self, request_id: str, pieces: Sequence[Piece]) -> list[float] | None:
         """See Reader.arrivals."""
         with self._lock:
-            return self._keeper.reader.arrivals(request_id, [piece.chunk for piece in pieces])
+            return self.thread.reader.arrivals(request_id, [piece.chunk for piece in pieces])
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:
             for chunk in chunks:
                 self.residency.release(chunk)
 
-    def tiers(self, pieces: Sequence[Piece]) -> dict[Tier, int]:
+    def tiers(self, pieces: Sequence[Piece]) -> Counter[str]:
         """Tokens by the tier their KV was in when the request came."""
-        was_here = total = 0
+        tokens = Counter[str]()
         for piece in pieces:
-            num_tokens = piece.stop - piece.start
-            total += num_tokens
-            if piece.chunk.dram is Dram.READY and not piece.chunk.from_nvme:
-                was_here += num_tokens
-        return {Tier.DRAM: was_here, Tier.NVME: total - was_here}
+            chunk = piece.chunk
+            was_here = chunk.dram.state is State.READY and not chunk.came_from
+            tier = DRAM if was_here else chunk.came_from or next(iter(chunk.behind), DRAM)
+            tokens[tier] += piece.stop - piece.start
+        return tokens
 
     def loaded(self, chunks: Iterable[Chunk]) -> None:
         """The workers have copied the held chunks into HBM."""
         with self._lock:
             for chunk in chunks:
-                chunk.from_nvme = False
+                chunk.came_from = ""
                 self.residency.release(chunk)
 
     # ---- saving ------------------------------------------------------------------------
@@ -335,7 +343,7 @@ class Store:
         with self._lock:
             for chunk in chunks:
                 self.residency.finish_save(chunk)
-        self._keeper.wake()
+        self.thread.wake()
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
         """Forget these chunks in all tiers, also those that are being saved."""
@@ -361,11 +369,15 @@ class Store:
         Returns False if they could not be written: then records of before could come
         back after a restart, and the caller must say that the reset failed.
         """
-        reset = self._keeper.reset()
+        resets = self.thread.reset()
+
+        def is_over() -> bool:
+            return self.thread.is_out or all(reset.is_over for reset in resets)
+
         with self._progress:
             self._moved.clear()
-            self._progress.wait_for(lambda: reset.is_over or self._keeper.is_out, RESET_DEADLINE_S)
-            return reset.succeeded
+            self._progress.wait_for(is_over, RESET_DEADLINE_S)
+            return all(reset.succeeded for reset in resets)
 
     def counts(self) -> dict[str, int]:
         """Events since the start, by name."""
@@ -384,24 +396,23 @@ class Store:
 
     def gauges(self) -> dict[tuple[str, str], float]:
         """What is now, as (name, label): value."""
-        recovery = self._keeper.recovery
         with self._lock:
-            return {
-                ("held_bytes", Tier.DRAM.value): self.residency.dram_used * self._pool.slot_bytes,
-                ("held_bytes", Tier.NVME.value): self.residency.nvme_used * self._slab.record_bytes,
-                ("nvme_in_use", "reads"): float(self._context.reads.in_use),
-                ("nvme_in_use", "writes"): float(self._context.writes.in_use),
-                ("recovery", "seconds"): recovery.seconds,
-                ("recovery", "records"): recovery.num_records if recovery.is_over else 0,
-                ("recovery", "chunks"): recovery.found,
-            }
+            dram = self.residency.dram
+            gauges = {("held_bytes", DRAM): float(dram.num_used * self._pool.slot_bytes)}
+            for io in self.thread.tiers:
+                name, health = io.tier.name, io.health
+                gauges["held_bytes", name] = float(io.tier.num_used * io.record_bytes)
+                gauges[f"{name}_in_use", "reads"] = float(health.reads.in_use)
+                gauges[f"{name}_in_use", "writes"] = float(health.writes.in_use)
+                gauges |= io.gauges()
+            return gauges
 
     def is_idle(self) -> bool:
         """Nothing dirty, nothing in flight, nothing held."""
         with self._lock:
-            return self._keeper.is_idle() and self.residency.num_held() == 0
+            return self.thread.is_idle() and self.residency.num_held() == 0
 
     def close(self) -> None:
         """Write back what is dirty, for CLOSE_DEADLINE_S at most; then stop."""
-        self._keeper.stop(CLOSE_DEADLINE_S)
+        self.thread.stop(CLOSE_DEADLINE_S)
         self._pool.close()

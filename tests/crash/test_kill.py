@@ -68,7 +68,7 @@ def found_bytes(store: Store, pool: SharedPool, n: int) -> bytes | None:
     )
     if pieces[0].chunk.dropped:
         return None
-    found = bytes(pool.slot(pieces[0].chunk.dram_slot))
+    found = bytes(pool.slot(pieces[0].chunk.dram.slot))
     store.loaded([pieces[0].chunk])
     return found
 

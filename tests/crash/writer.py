@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Nvme
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.choose import DeviceKind, open_device
 from attnstore_vllm.machine import SLAB_NAME, lock_directory
@@ -26,6 +26,7 @@ from attnstore_vllm.store.format import PAGE_BYTES
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.pool import SharedPool, pool_name
+from attnstore_vllm.types import NVME
 from tests.helpers import (
     CHUNK_TOKENS,
     SHAPE,
@@ -89,13 +90,13 @@ def main(directory: Path, kind: DeviceKind, num_records: int, first: int) -> Non
     for n in itertools.count(first):
         chunk = store.begin_save(chunk_name(n))
         assert chunk is not None
-        worker.slot(chunk.dram_slot)[:] = payload(n)
+        worker.slot(chunk.dram.slot)[:] = payload(n)
         store.finish_saves([chunk])
         begun.append(chunk)
         while store.counts().get("written", 0) < n - first - AHEAD:
             store.wait_for_any((), 0.0002)
         # In a full store the oldest may have been written and evicted again: it is passed over.
-        while begun and (begun[0].nvme is Nvme.READY or len(begun) > 2 * DRAM_SLOTS):
+        while begun and (begun[0].at(NVME).state is State.READY or len(begun) > 2 * DRAM_SLOTS):
             begun.popleft()
             print(n - len(begun), flush=True)
 

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnstore_vllm.index import keys
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, Copy, State
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, encode_tokens
 from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, Piece, PrefixIndex, confirm
-from attnstore_vllm.types import TOKEN_BYTES, Key
+from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, name_of
 
 PIECE_TOKENS = CHUNK_TOKENS // 8
@@ -99,7 +99,7 @@ class Known:
 
     @property
     def usable(self) -> bool:
-        return self.chunk is None or self.chunk.dram is Dram.READY
+        return self.chunk is None or self.chunk.dram.state is State.READY
 
     def shared(self, wanted: bytes) -> tuple[int, bool]:
         """The leading tokens that a look-up may promise, and whether for sure."""
@@ -128,8 +128,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     # ---- coming and going --------------------------------------------------------------
 
-    def enter(self, name: ChunkName, dram: Dram) -> None:
-        chunk = Chunk(name, dram=dram)
+    def enter(self, name: ChunkName, dram: State) -> None:
+        chunk = Chunk(name, dram=Copy(dram))
         if name.key in self.known:
             with pytest.raises(ValueError, match="known already"):
                 self.index.add(chunk)
@@ -143,7 +143,7 @@ class IndexMachine(RuleBasedStateMachine):
     def add(self, prompt: Prompt, first: int, is_saving: bool) -> None:
         self.recent.append(prompt)
         for name in names_for(prompt)[first:]:
-            self.enter(name, Dram.SAVING if is_saving else Dram.READY)
+            self.enter(name, State.SAVING if is_saving else State.READY)
 
     @precondition(lambda self: len(self.known) < CHUNKS_MAX - CROWD)
     @rule(prompt=prompts, number=st.integers(0, 2), shared=st.integers(0, 15), cold=st.booleans())
@@ -153,7 +153,7 @@ class IndexMachine(RuleBasedStateMachine):
         for _ in range(CROWD):
             self.num_made += 1
             name = branch(names_for(prompt)[: number + 1][-1], shared, 10**6 + self.num_made)
-            self.enter(name, Dram.READY)
+            self.enter(name, State.READY)
             if cold:
                 self.cool_one(self.known[name.key])
 
@@ -161,7 +161,7 @@ class IndexMachine(RuleBasedStateMachine):
     def finish_save(self, which: int) -> None:
         saving = self.pick(which, lambda known: not known.usable)
         if saving is not None and saving.chunk is not None:
-            saving.chunk.dram = Dram.READY
+            saving.chunk.dram.state = State.READY
 
     @rule(which=choices, as_entry=st.booleans(), count=st.sampled_from([1, 1, 3, 20]))
     def remove(self, which: int, as_entry: bool, count: int) -> None:
@@ -199,8 +199,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert known.chunk is not None
         self.num_made += 1
         known.slot, known.checksum = self.num_made, self.num_made.to_bytes(16, "big")
-        known.chunk.nvme, known.chunk.nvme_slot = Nvme.READY, known.slot
-        known.chunk.checksum = known.checksum
+        known.chunk.behind[NVME] = Copy(State.READY, known.slot, known.checksum)
         self.index.bind(known.chunk)
 
     def cool_one(self, known: Known) -> None:
@@ -208,7 +207,7 @@ class IndexMachine(RuleBasedStateMachine):
         if known.slot < 0:
             self.bind_one(known)
         assert known.chunk is not None
-        known.chunk.dram = Dram.ABSENT
+        known.chunk.dram = NOWHERE
         known.chunk = None
         assert self.index.live(known.entry) is None
 
@@ -222,7 +221,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.unbind(known.chunk)
         known.slot, known.checksum = -1, b""
-        known.chunk.nvme, known.chunk.nvme_slot, known.chunk.checksum = Nvme.ABSENT, -1, b""
+        del known.chunk.behind[NVME]
 
     @rule(which=choices, count=st.sampled_from([1, 5, 40]))
     def cool(self, which: int, count: int) -> None:
@@ -239,14 +238,14 @@ class IndexMachine(RuleBasedStateMachine):
         chunk = self.index.get(known.name.key)
         assert chunk is not None
         assert self.index.get(known.name.key) is self.index.chunk(known.entry) is chunk
-        assert (chunk.dram, chunk.nvme) == (Dram.ABSENT, Nvme.READY)
-        assert (chunk.nvme_slot, chunk.checksum) == (known.slot, known.checksum)
+        assert (chunk.dram.state, chunk.at(NVME).state) == (State.ABSENT, State.READY)
+        assert (chunk.at(NVME).slot, chunk.at(NVME).checksum) == (known.slot, known.checksum)
         others = bytes([known.name.tokens[0] ^ 1]) + known.name.tokens[1:]
         assert not self.index.learn(chunk, others)
         assert chunk.name.tokens == b""
         assert self.index.learn(chunk, known.name.tokens)
         assert chunk.name == known.name
-        chunk.dram, known.chunk = Dram.READY, chunk
+        chunk.dram, known.chunk = Copy(State.READY), chunk
 
     # ---- looking up --------------------------------------------------------------------
 
@@ -371,10 +370,11 @@ def test_many_siblings_cost_no_more_than_few(part_at: int, cold: bool) -> None:
     names = [branch(FIRST, part_at, number) for number in range(SIBLINGS)]
 
     def add(name: ChunkName) -> None:
-        chunk = Chunk(name, nvme=Nvme.READY, nvme_slot=len(index), checksum=bytes(16))
+        at_rest = Copy(State.READY, len(index), bytes(16))
+        chunk = Chunk(name, behind={NVME: at_rest})
         index.add(chunk)
         if not cold:
-            chunk.dram, chunks[name.key] = Dram.READY, chunk
+            chunk.dram, chunks[name.key] = Copy(State.READY), chunk
 
     def look_up(name: ChunkName) -> None:
         """Of another sibling's tokens all but the last, and one that nobody has."""

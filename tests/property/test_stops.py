@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
 from attnstore_vllm.index.prefix import confirm
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.stops import kept_end, whole_blocks
 from attnstore_vllm.policy.eviction import Lru
+from attnstore_vllm.types import NVME
 from tests.helpers import sequence_of
 
 GRAIN, CHUNK = 4, 64  # eighths of two blocks, as in chunks of 256
@@ -70,7 +71,7 @@ class World:
     def __init__(self, secret: Store) -> None:
         self._secret = secret
         self._residency = Residency(SLOTS, SLOTS, Lru, chunk_tokens=CHUNK, grain=GRAIN)
-        self._residency.open_nvme_slots(0, SLOTS)
+        self._residency.nvme.open(0, SLOTS)
         self._names: list[list[ChunkName]] = []
 
     def do(self, act: Act) -> int | None:
@@ -116,18 +117,18 @@ class World:
         return confirmed.stop if confirmed is not None else last.start
 
     def _read(self, chunk: Chunk) -> None:
-        assert self._residency.begin_prefetch(chunk)
+        assert self._residency.begin_fetch(chunk, self._residency.nvme)
         known = {name.key: name.tokens for names in self._names for name in names}
         assert self._residency.index.learn(chunk, known[chunk.name.key])
-        self._residency.finish_prefetch(chunk, verified=True)
+        self._residency.finish_fetch(chunk, verified=True)
 
     def _cool(self) -> None:
         residency = self._residency
-        while (chunk := residency.begin_write_back()) is not None:
-            residency.finish_write_back(chunk, bytes(16))
-        for chunk in list(residency._dram.owned.values()):
-            assert (chunk.dram, chunk.nvme) == (Dram.READY, Nvme.READY)
-            residency._leave_dram(chunk)
+        while (chunk := residency.begin_store(residency.nvme)) is not None:
+            residency.finish_store(residency.nvme, chunk, bytes(16))
+        for chunk in list(residency.dram.owned.values()):
+            assert (chunk.dram.state, chunk.at(NVME).state) == (State.READY, State.READY)
+            residency.leave_dram(chunk)
 
     def _evict(self, number: int) -> None:
         for name in self._names[number] if number < len(self._names) else ():

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from typing import Any, ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -24,10 +25,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.testing.devices import PowerLossDevice
-from attnstore_vllm.types import Key
+from attnstore_vllm.testing.dict_tier import MakeDictTier
+from attnstore_vllm.types import NVME, Key
 from tests.helpers import (
     CHUNK_TOKENS,
     RECORD_BYTES,
@@ -63,6 +65,8 @@ def prefix_name(tokens: list[int], end: int) -> ChunkName:
 
 
 class StoreMachine(RuleBasedStateMachine):
+    options: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         super().__init__()
         self.now: dict[Key, bytes] = {}
@@ -80,7 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
         slab = new_slab(num_records)
         format_device(self.device, slab)
         self.device.durable[:] = self.device.image
-        self.rig = Rig(self.device, slab, DRAM_SLOTS)
+        self.rig = Rig(self.device, slab, DRAM_SLOTS, options=self.options)
 
     # ---- saving ------------------------------------------------------------------------
 
@@ -91,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
         if chunk is not None:
             self.num_puts += 1
             payload = payload_of(name, self.num_puts)
-            self.rig.pool.slot(chunk.dram_slot)[:] = payload
+            self.rig.pool.slot(chunk.dram.slot)[:] = payload
             self.saving.append((chunk, payload))
 
     @precondition(lambda self: self.saving)
@@ -174,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.device.settle()
         for piece in self.rig.store.hold_ready(pieces, sequence_of(tokens), stop):
             chunk = piece.chunk
-            payload = bytes(self.rig.pool.slot(chunk.dram_slot))
+            payload = bytes(self.rig.pool.slot(chunk.dram.slot))
             if chunk.name.key in self.now:
                 assert payload == self.now[chunk.name.key], "wrong bytes"
             else:
@@ -214,10 +218,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def records(self) -> list[int]:
         """Records that the store may read; first those of SEQUENCES that are in no other tier."""
-        chunks = [c for c in self.rig.store.residency.index if c.nvme is Nvme.READY]
+        chunks = [c for c in self.rig.store.residency.index if c.at(NVME).state is State.READY]
         names = {name.key for tokens in SEQUENCES for name in names_of(sequence_of(tokens))}
-        chunks.sort(key=lambda c: (c.dram is not Dram.ABSENT, c.name.key not in names))
-        return [chunk.nvme_slot for chunk in chunks]
+        chunks.sort(key=lambda c: (c.dram.state is not State.ABSENT, c.name.key not in names))
+        return [chunk.at(NVME).slot for chunk in chunks]
 
     # ---- reset, crash, restart ---------------------------------------------------------
 
@@ -252,7 +256,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.device.release()
         self.device.settle()
         residency = self.rig.store.residency
-        clean = [c for c in residency.index if c.nvme is Nvme.READY]
+        clean = [c for c in residency.index if c.at(NVME).state is State.READY]
         volatile = self.is_volatile
         after = PowerLossDevice(self.device.size_bytes, self.device._rng)
         after.image[:] = after.durable[:] = self.device.image
@@ -272,7 +276,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.rig.store.finish_saves([chunk])
         self.rig.close()
         self.device = device
-        self.rig = Rig(device, found_slab(device.image), DRAM_SLOTS)
+        self.rig = Rig(device, found_slab(device.image), DRAM_SLOTS, options=self.options)
         self.held, self.saving, self.is_volatile = [], [], False
         self.now.clear()
 
@@ -282,14 +286,16 @@ class StoreMachine(RuleBasedStateMachine):
     def no_slot_in_use_is_given_away_and_capacity_holds(self) -> None:
         self.device.settle()
         for chunk, payload in (*self.held, *self.saving):
-            assert self.rig.pool.slot(chunk.dram_slot) == payload, "a slot in use was given away"
+            assert self.rig.pool.slot(chunk.dram.slot) == payload, "a slot in use was given away"
         residency = self.rig.store.residency
         residency.check_integrity()
         for chunk in residency.index:
             known = chunk.name.key in self.now or self.on_disk[chunk.name.key]
-            assert known or chunk.dram is Dram.SAVING, "nobody put this, or a reset dropped it"
-        assert residency.dram_used <= DRAM_SLOTS
-        assert residency.nvme_used <= self.rig.slab.records_per_segment
+            assert known or chunk.dram.state is State.SAVING, (
+                "nobody put this, or a reset dropped it"
+            )
+        assert residency.dram.num_used <= DRAM_SLOTS
+        assert residency.nvme.num_used <= self.rig.slab.records_per_segment
         if not (self.is_damaged or self.is_torn):
             assert residency.counts["corrupt"] == 0, "a record was overwritten while it was read"
         in_use = {id(chunk) for chunk, _ in (*self.held, *self.saving)}
@@ -309,6 +315,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.rig.store.is_idle()
         self.rig.close()
 
+
+class ThreeTiersMachine(StoreMachine):
+    """The same with a third tier, of which nothing but the list of tiers knows."""
+
+    options: ClassVar[dict[str, Any]] = {"more_tiers": (MakeDictTier(6),)}
+
+
+TestThreeTiers = ThreeTiersMachine.TestCase
+TestThreeTiers.settings = settings(max_examples=40, stateful_step_count=50)
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(max_examples=60, stateful_step_count=50)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from attnstore_vllm.testing.dict_tier import MakeDictTier
 from tests.simulation.run import run
 
 
@@ -13,3 +14,9 @@ def test_seeds() -> None:
     for event in ("error", "flipped bit", "lost write", "misplaced write", "hang", "full",
                   "power loss", "restarts", "resets"):  # fmt: skip
         assert counts[event] > 0, event
+
+
+def test_seeds_with_a_third_tier() -> None:
+    counts = run(1000, 50, 400, tiers=[MakeDictTier(8)])
+    assert counts["from nvme"] > 100
+    assert counts["from dict"] > 100

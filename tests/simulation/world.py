@@ -18,6 +18,7 @@ from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.store.tier_io import MakeTier
 from attnstore_vllm.transfer.pool import SharedPool
 from tests.helpers import (
     format_image,
@@ -55,6 +56,7 @@ class World:
     seed: int
     dram_slots: int = 6
     records: int = 12
+    more_tiers: tuple[MakeTier, ...] = ()
     random: Random = field(init=False)
     disk: SimulatedDisk = field(init=False)
     pool: SharedPool = field(init=False)
@@ -76,7 +78,7 @@ class World:
         self.pool = open_pool(self.dram_slots)
         self.store = Store(
             self.pool, slab, self.disk, 4, io_deadline_s=IO_DEADLINE_S, scrub_rate=1 << 20,
-            clock=lambda: self.disk.now, threaded=False,
+            clock=lambda: self.disk.now, threaded=False, more_tiers=self.more_tiers,
         )  # fmt: skip
 
     def run(self, steps: int) -> None:
@@ -123,7 +125,7 @@ class World:
         for name in names_of(sequence_of(tokens)):
             chunk = self.store.begin_save(name)
             if chunk is not None:
-                self.pool.slot(chunk.dram_slot)[:] = payload_of(name)
+                self.pool.slot(chunk.dram.slot)[:] = payload_of(name)
                 self.store.finish_saves([chunk])
                 self.counts["saved"] += 1
 
@@ -140,17 +142,17 @@ class World:
             chunk = piece.chunk
             name = chunk.name
             position = name.position
-            assert self.pool.slot(chunk.dram_slot)[:] == payload_of(name), (
+            assert self.pool.slot(chunk.dram.slot)[:] == payload_of(name), (
                 f"seed {self.seed}: wrong bytes"
             )
             own = sequence.tokens(position, piece.stop)
             assert name.tokens[: len(own)] == own, f"seed {self.seed}: KV of other tokens"
-            self.counts["from nvme" if chunk.from_nvme else "from dram"] += 1
+            self.counts[f"from {chunk.came_from or 'dram'}"] += 1
             self.held.append(chunk)
 
     def let_go(self) -> None:
         for chunk in self.held:
-            assert self.pool.slot(chunk.dram_slot)[:] == payload_of(chunk.name), (
+            assert self.pool.slot(chunk.dram.slot)[:] == payload_of(chunk.name), (
                 f"seed {self.seed}: bytes changed while they were held"
             )
         self.store.loaded(self.held)
@@ -181,7 +183,7 @@ class World:
     def reset(self) -> None:
         """New weights: nothing of before may come back, now or after a restart."""
         self.let_go()
-        self.store._keeper.reset()
+        self.store.thread.reset()
         self.conversations = []
         self.counts["resets"] += 1
 
@@ -196,7 +198,7 @@ class World:
         assert self.store.is_idle(), f"seed {self.seed}: does not come to rest"
         self.store.residency.check_integrity()
         for chunk in self.store.residency.index:
-            assert chunk.holds == 0, f"seed {self.seed}: held for good"
+            assert chunk.dram.uses == 0, f"seed {self.seed}: held for good"
 
     def close(self) -> None:
         self.pool.close()

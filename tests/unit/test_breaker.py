@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from attnstore_vllm.index.chunk import Chunk, Dram
+from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S, PAUSE_MIN_S, Breaker
 from attnstore_vllm.policy.budget import Budget
@@ -101,7 +101,7 @@ def test_a_hang_costs_the_chunk_and_the_tier_comes_back() -> None:
         name = name_of(sequence_of(tokens_of(number, CHUNK_TOKENS)), 0)
         chunk = store.begin_save(name)
         assert chunk is not None
-        pool.slot(chunk.dram_slot)[:] = payload_of(name)
+        pool.slot(chunk.dram.slot)[:] = payload_of(name)
         store.finish_saves([chunk])
         until(store.is_idle)
 
@@ -113,9 +113,11 @@ def test_a_hang_costs_the_chunk_and_the_tier_comes_back() -> None:
     until(lambda: piece.chunk.dropped)
     assert store.counts()["read_late"] == store.counts()["device_late"] == 1
     assert store.gauges()["nvme_in_use", "reads"] == store.gauges()["nvme_in_use", "writes"] == 0
-    assert piece.chunk.dram is Dram.READING, "the device may still write to its slot"
+    assert piece.chunk.dram.state is State.READING, "the device may still write to its slot"
     on_nvme = sequence_of(tokens_of(2, CHUNK_TOKENS))
-    ready = [p for p in store.find(on_nvme, 0, CHUNK_TOKENS) if p.chunk.dram is not Dram.READY]
+    ready = [
+        p for p in store.find(on_nvme, 0, CHUNK_TOKENS) if p.chunk.dram.state is not State.READY
+    ]
     assert ready == [], "nobody waits for a tier that is out of use"
     slow.release()
     until(lambda: store.gauges()["nvme_in_use", "reads"] == 1)

@@ -14,6 +14,7 @@ from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.types import NVME
 from tests.helpers import NAMESPACE, SHAPE, Rig, capacity_for, name_of, tokens_of
 
 CHUNKS = 3
@@ -75,7 +76,7 @@ def test_a_flipped_bit_is_found(
 ) -> None:
     rig = start(directory)
     chunk = rig.chunk(name_of(sequence(1, None), 1))
-    at += rig.slab.offset(chunk.nvme_slot)
+    at += rig.slab.offset(chunk.at(NVME).slot)
     rig.close()
     with (directory / "slab").open("r+b") as file:
         byte = os.pread(file.fileno(), 1, at)[0]

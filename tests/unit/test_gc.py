@@ -14,6 +14,7 @@ import pytest
 from attnstore_vllm.cli.main import EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.machine import lock_directory
+from attnstore_vllm.types import NVME
 from tests.helpers import NAMESPACE, RECORD_BYTES
 from tests.unit.test_cli import CHUNKS, put, sequence, start
 
@@ -195,7 +196,7 @@ def test_damaged_records_go_with_any_rule(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rig = start(directory)
-    at = rig.slab.offset(rig.chunk(sequence_name(0)).nvme_slot) + 100
+    at = rig.slab.offset(rig.chunk(sequence_name(0)).at(NVME).slot) + 100
     rig.close()
     with (directory / "slab").open("r+b") as file:
         byte = os.pread(file.fileno(), 1, at)[0]

@@ -210,7 +210,7 @@ def test_what_has_expired_is_not_found_and_is_dropped(open_rig: Rigs) -> None:
     assert rig.store.counts()["expired"] == 3
     assert ask(rig, 2) == 36
     device.settle()
-    assert rig.store.residency.dram_used == rig.store.residency.nvme_used == 3
+    assert rig.store.residency.dram.num_used == rig.store.residency.nvme.num_used == 3
 
 
 def test_on_nvme_too(open_rig: Rigs) -> None:
@@ -222,7 +222,7 @@ def test_on_nvme_too(open_rig: Rigs) -> None:
         ask(rig, number)
         device.settle()
     names = names_of(sequence_of(conversation(1)))
-    assert not any(rig.chunk(name).dram_slot >= 0 for name in names)
+    assert not any(rig.chunk(name).dram.slot >= 0 for name in names)
     clock.now += 60.0
     assert ask(rig, 1) == 0
 
@@ -283,7 +283,7 @@ def test_a_prefetch_leaves_what_is_known_of_the_conversation_as_it_is(open_rig: 
     clock.now += 50.0
     pieces = rig.store.find(sequence, 0, 40)
     device.settle()
-    assert {piece.chunk.dram_slot >= 0 for piece in pieces} == {True}
+    assert {piece.chunk.dram.slot >= 0 for piece in pieces} == {True}
     runs = {rig.store.residency.run_of(piece.chunk) for piece in pieces}
     assert [(run.number, run.kind, run.is_shared) for run in runs] == [
         (before.number, before.kind, before.is_shared)

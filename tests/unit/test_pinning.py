@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from attnstore_vllm.index.chunk import Chunk, Dram, Nvme
+from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.by_return import CHUNKS_MAX, GROUPS_MAX, ByReturn
 from attnstore_vllm.policy.eviction import LOOK_MAX, EvictionPolicy, Lru
 from attnstore_vllm.policy.pins import ENDED_MAX
 from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.types import NVME
 from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
 from tests.unit.test_room import CHECKSUM, Tiers
 
@@ -27,7 +28,7 @@ def tiers_of(
 ) -> Tiers:
     tiers = Tiers(slots, 3 * slots, policy or by_return, chunk_tokens=CHUNK_TOKENS,
                   pin_shares=shares)  # fmt: skip
-    tiers.open_nvme_slots(0, 3 * slots)
+    tiers.nvme.open(0, 3 * slots)
     return tiers
 
 
@@ -51,7 +52,7 @@ def test_what_is_pinned_stays_in_the_tiers_that_it_is_in(tiers: Tiers) -> None:
     chunks = press(tiers, 0, 3)
     pin(tiers, chunks[0])
     press(tiers, 3, 30)
-    assert (chunks[0].dram, chunks[0].nvme) == (Dram.READY, Nvme.READY)
+    assert (chunks[0].dram.state, chunks[0].at(NVME).state) == (State.READY, State.READY)
     assert chunks[1].dropped
     assert tiers.counts["pinned"] == 2
 
@@ -61,14 +62,14 @@ def test_a_pin_follows_the_chunk_to_the_other_tier(tiers: Tiers) -> None:
     dirty = tiers.save(0)
     for chunk in (cold, dirty):
         pin(tiers, chunk)
-    assert tiers.begin_write_back() is dirty
-    tiers.finish_write_back(dirty, CHECKSUM)
+    assert tiers.begin_store(tiers.nvme) is dirty
+    tiers.finish_store(tiers.nvme, dirty, CHECKSUM)
     tiers.wait("a", cold)
     assert tiers.fetch() is cold
-    tiers.room.leave_queue("a")
+    tiers.dram.leave_queue("a")
     press(tiers, 3, 30)
     for chunk in (dirty, cold):
-        assert (chunk.dram, chunk.nvme) == (Dram.READY, Nvme.READY)
+        assert (chunk.dram.state, chunk.at(NVME).state) == (State.READY, State.READY)
 
 
 def test_its_end_makes_it_one_among_others(tiers: Tiers) -> None:
@@ -76,7 +77,7 @@ def test_its_end_makes_it_one_among_others(tiers: Tiers) -> None:
     pin(tiers, chunks[0], 25.0)
     press(tiers, 2, 30)
     assert chunks[0].dropped
-    assert len(tiers._dram.pins) == len(tiers._nvme.pins) == 0
+    assert len(tiers.dram.pins) == len(tiers.nvme.pins) == 0
 
 
 def test_nobody_pins_more_than_its_share() -> None:
@@ -91,7 +92,7 @@ def test_nobody_pins_more_than_its_share() -> None:
         assert theirs is not None
         tiers.finish_save(theirs)
         pin(tiers, theirs)
-    assert len(tiers._dram.pins) == 4
+    assert len(tiers.dram.pins) == 4
     assert tiers.begin_save(name_of(sequence_of(tokens_of(90, 16)), 0)) is not None
     tiers.check_integrity()
 
@@ -103,7 +104,7 @@ def test_pins_that_have_ended_are_nobodys_share(tiers: Tiers) -> None:
     tiers.tick()
     for chunk in chunks[2:]:
         pin(tiers, chunk)
-    assert set(tiers._dram.pins) == {chunk.dram_slot for chunk in chunks[2:]}
+    assert set(tiers.dram.pins) == {chunk.dram.slot for chunk in chunks[2:]}
     assert tiers.counts["pin_refused"] == 0
 
 
@@ -116,7 +117,7 @@ def test_many_pins_hide_nobody_else() -> None:
         for number in range(slots // 2):
             pin(tiers, tiers.clean(number))
         rest = press(tiers, slots, 4 * slots)
-        assert len(tiers._dram.pins) == slots // 2
+        assert len(tiers.dram.pins) == slots // 2
         assert tiers.counts["dropped"] == 0
         assert tiers.counts["evicted_dram"] == 4 * slots - slots // 2
         assert rest[0].dropped
@@ -133,9 +134,9 @@ def test_pins_that_end_together_are_let_go_step_by_step() -> None:
     for number in range(slots // 2):
         tiers.save(slots + number)
     tiers.now = LONG
-    before = len(tiers._dram.pins)
+    before = len(tiers.dram.pins)
     tiers.save(5 * slots)
-    assert len(tiers._dram.pins) == before - ENDED_MAX
+    assert len(tiers.dram.pins) == before - ENDED_MAX
     tiers.check_integrity()
 
 
@@ -148,12 +149,17 @@ def test_what_is_waited_for_and_pinned_is_not_given_up(tiers: Tiers) -> None:
     for chunk in cold[2:4]:
         pin(tiers, chunk)
     tiers.look_ahead.prepend(["first"])
-    tiers.room.want("first", cold[4:])
+    tiers.dram.want("first", cold[4:])
     assert tiers.fetch() is cold[4]
-    assert [chunk.dram for chunk in cold[:4]] == [Dram.READY, Dram.ABSENT, Dram.READY, Dram.READY]
-    tiers.room.leave_queue("far")
+    assert [chunk.dram.state for chunk in cold[:4]] == [
+        State.READY,
+        State.ABSENT,
+        State.READY,
+        State.READY,
+    ]
+    tiers.dram.leave_queue("far")
     press(tiers, 10, 10)
-    assert [chunk.dram for chunk in cold[2:4]] == [Dram.READY, Dram.READY]
+    assert [chunk.dram.state for chunk in cold[2:4]] == [State.READY, State.READY]
 
 
 def test_what_is_dropped_is_pinned_no_more(tiers: Tiers) -> None:
@@ -161,22 +167,22 @@ def test_what_is_dropped_is_pinned_no_more(tiers: Tiers) -> None:
     for chunk in chunks:
         pin(tiers, chunk)
     tiers.drop(chunks[0])
-    assert (len(tiers._dram.pins), len(tiers._nvme.pins)) == (1, 1)
+    assert (len(tiers.dram.pins), len(tiers.nvme.pins)) == (1, 1)
     pin(tiers, chunks[0])
     tiers.drop_all()
-    assert len(tiers._dram.pins) == len(tiers._nvme.pins) == 0
+    assert len(tiers.dram.pins) == len(tiers.nvme.pins) == 0
 
 
 def test_a_disk_that_is_lost_takes_its_pins_along(tiers: Tiers) -> None:
     clean, cold, written = tiers.clean(0), tiers.cold(2), tiers.save(1)
-    assert tiers.begin_write_back() is written
+    assert tiers.begin_store(tiers.nvme) is written
     for chunk in (clean, written, cold):
         pin(tiers, chunk)
-    tiers.lose_nvme()
+    tiers.lose(tiers.nvme)
     pin(tiers, written)
-    assert len(tiers._nvme.pins) == 0
-    assert set(tiers._dram.pins) == {clean.dram_slot, written.dram_slot}
-    tiers.finish_write_back(written, None)
+    assert len(tiers.nvme.pins) == 0
+    assert set(tiers.dram.pins) == {clean.dram.slot, written.dram.slot}
+    tiers.finish_store(tiers.nvme, written, None)
 
 
 def test_the_chunk_that_takes_a_tails_place_is_pinned_in_its_stead() -> None:
@@ -185,14 +191,14 @@ def test_the_chunk_that_takes_a_tails_place_is_pinned_in_its_stead() -> None:
     tail = tiers.begin_save(name_of(sequence_of(tokens[:9]), 0))
     assert tail is not None
     tiers.finish_save(tail)
-    assert tiers.begin_write_back() is tail
-    tiers.finish_write_back(tail, CHECKSUM)
+    assert tiers.begin_store(tiers.nvme) is tail
+    tiers.finish_store(tiers.nvme, tail, CHECKSUM)
     pin(tiers, tail)
     whole = tiers.begin_save(name_of(sequence_of(tokens), 0))
     assert whole is not None
     tiers.finish_save(whole)
     assert tail.dropped
-    assert list(tiers._dram.pins) == [whole.dram_slot]
+    assert list(tiers.dram.pins) == [whole.dram.slot]
     assert tiers.counts["pin_refused"] == 0
     tiers.check_integrity()
 
@@ -207,4 +213,4 @@ def test_use_by_others_neither_ends_a_pin_nor_is_forgotten(tiers: Tiers) -> None
     assert not chunk.dropped
     tiers.now += 1000.0
     press(tiers, 30, 1)
-    assert len(tiers._nvme.pins) == 0
+    assert len(tiers.nvme.pins) == 0

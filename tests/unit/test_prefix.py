@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attnstore_vllm.index.best import common_tokens
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.chunk import Chunk, ChunkName, Copy, State
 from attnstore_vllm.index.keys import chunk_key, encode_tokens, root_key
 from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, PrefixIndex
 from attnstore_vllm.index.stops import GRAIN_TOKENS, kept_end, stop_in, whole_blocks
-from attnstore_vllm.types import TOKEN_BYTES, Key
+from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, name_of, sequence_of, tokens_of
 
 ROOT = root_key(NAMESPACE, None, b"")
@@ -27,7 +27,7 @@ TOKEN_LISTS = st.lists(TOKEN, min_size=1, max_size=6)
 
 
 def ready(name: ChunkName) -> Chunk:
-    return Chunk(name, dram=Dram.READY)
+    return Chunk(name, dram=Copy(State.READY))
 
 
 def child(tokens: list[int], parent: Key = ROOT, extra: bytes = b"") -> ChunkName:
@@ -121,10 +121,10 @@ def test_siblings_of_another_parent_or_image_are_not_found() -> None:
 
 def test_a_chunk_that_cannot_be_loaded_is_no_match() -> None:
     index = PrefixIndex(CHUNK_TOKENS, grain=1)
-    saving = Chunk(child([1, 2, 3]), dram=Dram.SAVING)
+    saving = Chunk(child([1, 2, 3]), dram=Copy(State.SAVING))
     index.add(saving)
     assert index.best_match(ROOT, b"", encode_tokens([1, 2, 3])) is None
-    saving.dram = Dram.READY
+    saving.dram.state = State.READY
     assert index.best_match(ROOT, b"", encode_tokens([1, 2, 9])) == (saving, 2, True)
 
 
@@ -134,9 +134,8 @@ def test_of_equal_matches_one_of_known_tokens_is_better() -> None:
         index = PrefixIndex(CHUNK_TOKENS, seed, grain=1)
         known = ready(child([1, 2, 3, 4, 9]))
         index.add(known)
-        elsewhere = Chunk(
-            child([1, 2, 3, 4, 8, 8]), nvme=Nvme.READY, nvme_slot=0, checksum=bytes(16)
-        )
+        at_rest = Copy(State.READY, 0, bytes(16))
+        elsewhere = Chunk(child([1, 2, 3, 4, 8, 8]), behind={NVME: at_rest})
         index.add(elsewhere)
         del elsewhere  # now an entry, whose tokens nobody knows
         assert index.best_match(ROOT, b"", wanted) == (known, 4, True)

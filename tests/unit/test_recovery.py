@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnstore_vllm.index.chunk import ChunkName, Dram, Nvme
+from attnstore_vllm.index.chunk import ChunkName, State
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.checksum import checksum
@@ -21,6 +21,7 @@ from attnstore_vllm.store import recovery
 from attnstore_vllm.store.format import Header
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
+from attnstore_vllm.types import NVME
 from tests.helpers import (
     CHUNK_TOKENS,
     NAMESPACE,
@@ -79,7 +80,7 @@ def next_start(image: bytearray, device: Device, depth: int = 3) -> Iterator[Rig
 
 def slots(rig: Rig) -> dict[int, bytes]:
     """What it has found: record number to key."""
-    return {chunk.nvme_slot: chunk.name.key for chunk in rig.store.residency.index}
+    return {chunk.at(NVME).slot: chunk.name.key for chunk in rig.store.residency.index}
 
 
 def found(device: MemoryDevice) -> dict[int, bytes]:
@@ -209,7 +210,7 @@ def test_a_reset_while_the_scan_goes_on_finds_nothing_more(
     device.step()
     device.settle()
     assert len(slots(rig)) == 1
-    reset = rig.store._keeper.reset()
+    (reset,) = rig.store.thread.reset()
     device.release()
     rig.until(lambda: reset.is_over)
     rig.until_idle()
@@ -224,7 +225,7 @@ def test_a_reset_while_the_scan_goes_on_finds_nothing_more(
 
 def residency(nvme_slots: int = 3) -> Residency:
     tiers = Residency(2, nvme_slots, Lru, chunk_tokens=CHUNK_TOKENS)
-    tiers.open_nvme_slots(0, nvme_slots)
+    tiers.nvme.open(0, nvme_slots)
     return tiers
 
 
@@ -237,19 +238,23 @@ def adopt(tiers: Residency, records: list[tuple[int, ChunkName, bytes]]) -> int:
         )
         for i, (slot, chunk, digest) in enumerate(records)
     )
-    done = tiers.adoption.enter(memoryview(pages), numbers, len(pages) // len(records))
-    tiers.adoption.finish(tiers.adoption.order(), tiers.now)
+    done = tiers.nvme.adopt(memoryview(pages), numbers, len(pages) // len(records))
+    tiers.nvme.all_adopted(tiers.nvme.adopted(), tiers.now)
     return done.entered - done.superseded
 
 
 def test_adopted_chunks_are_on_nvme_in_their_slots() -> None:
     tiers = residency()
     assert adopt(tiers, [(2, name(1), CHECKSUM), (0, name(2), CHECKSUM)]) == 2
-    assert (tiers.dram_used, tiers.nvme_used) == (0, 2)
+    assert (tiers.dram.num_used, tiers.nvme.num_used) == (0, 2)
     chunk = tiers.index.get(name(1).key)
     assert chunk is not None
-    assert (chunk.dram, chunk.nvme, chunk.nvme_slot) == (Dram.ABSENT, Nvme.READY, 2)
-    assert chunk.checksum == CHECKSUM
+    assert (chunk.dram.state, chunk.at(NVME).state, chunk.at(NVME).slot) == (
+        State.ABSENT,
+        State.READY,
+        2,
+    )
+    assert chunk.at(NVME).checksum == CHECKSUM
     assert chunk.usable
     tiers.check_integrity()
 
@@ -258,15 +263,15 @@ def test_what_goes_while_the_order_is_worked_out_has_none(monkeypatch: pytest.Mo
     """The scheduler's thread drops an adopted chunk just then."""
     tiers = residency()
     adopt(tiers, [(2, name(1), CHECKSUM), (0, name(2), CHECKSUM)])
-    states = tiers._nvme.states().copy()
+    states = tiers.nvme.states().copy()
     chunk = tiers.index.get(name(1).key)
     assert chunk is not None
     tiers.drop(chunk)
-    monkeypatch.setattr(tiers._nvme, "states", lambda: states)
-    order = tiers.adoption.order()
+    monkeypatch.setattr(tiers.nvme, "states", lambda: states)
+    order = tiers.nvme.adopted()
     monkeypatch.undo()
-    tiers.adoption.finish(order, tiers.now)
-    assert tiers.nvme_used == 1
+    tiers.nvme.all_adopted(order, tiers.now)
+    assert tiers.nvme.num_used == 1
     tiers.check_integrity()
 
 
@@ -276,8 +281,8 @@ def test_capacity_holds_from_the_first_moment_and_the_oldest_goes_first() -> Non
     saved = tiers.begin_save(name(4))
     assert saved is not None
     tiers.finish_save(saved)
-    assert tiers.begin_write_back() is saved
-    assert (tiers.nvme_used, saved.nvme_slot) == (3, 2)
+    assert tiers.begin_store(tiers.nvme) is saved
+    assert (tiers.nvme.num_used, saved.at(NVME).slot) == (3, 2)
     assert tiers.index.get(name(1).key) is None
     tiers.check_integrity()
 
@@ -287,7 +292,7 @@ def test_what_is_known_already_is_left_out() -> None:
     known = tiers.begin_save(name(1))
     assert known is not None
     assert adopt(tiers, [(0, name(1), CHECKSUM)]) == 0
-    assert (known.nvme, tiers.nvme_used) == (Nvme.ABSENT, 0)
+    assert (known.at(NVME).state, tiers.nvme.num_used) == (State.ABSENT, 0)
     tiers.check_integrity()
 
 
@@ -298,7 +303,7 @@ def test_a_tail_that_a_longer_record_supersedes_is_left_out(tail_first: bool) ->
     assert adopt(tiers, records if tail_first else records[::-1]) == 1
     assert tiers.index.get(name(2, 5).key) is None
     assert tiers.index.get(name(2).key) is not None
-    assert tiers.nvme_used == 1
+    assert tiers.nvme.num_used == 1
     tiers.check_integrity()
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.policy.eviction import Lru
+from attnstore_vllm.types import NVME
 from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
@@ -29,9 +30,9 @@ class Checked(Residency):
         return chunk
 
     def write_back(self) -> Chunk:
-        chunk = self.begin_write_back()
+        chunk = self.begin_store(self.nvme)
         assert chunk is not None
-        self.finish_write_back(chunk, CHECKSUM)
+        self.finish_store(self.nvme, chunk, CHECKSUM)
         return chunk
 
     def save_to_nvme(self, chunk_name: ChunkName) -> Chunk:
@@ -42,7 +43,7 @@ class Checked(Residency):
 
 def checked(dram_slots: int, nvme_slots: int) -> Checked:
     residency = Checked(dram_slots, nvme_slots, Lru, chunk_tokens=CHUNK_TOKENS)
-    residency.open_nvme_slots(0, nvme_slots)
+    residency.nvme.open(0, nvme_slots)
     return residency
 
 
@@ -53,8 +54,8 @@ def tiers() -> Iterator[Checked]:
     residency.check_integrity()
 
 
-def place(chunk: Chunk) -> tuple[Dram, Nvme]:
-    return chunk.dram, chunk.nvme
+def place(chunk: Chunk) -> tuple[State, State]:
+    return chunk.dram.state, chunk.at(NVME).state
 
 
 def push_out_of_dram(tiers: Checked) -> None:
@@ -68,14 +69,14 @@ def push_out_of_dram(tiers: Checked) -> None:
 def test_a_save(tiers: Checked) -> None:
     chunk = tiers.begin_save(name(1))
     assert chunk is not None
-    assert place(chunk) == (Dram.SAVING, Nvme.ABSENT)
-    assert chunk.holds == 1
+    assert place(chunk) == (State.SAVING, State.ABSENT)
+    assert chunk.dram.uses == 1
     assert not chunk.usable
     assert tiers.index.get(name(1).key) is chunk
     tiers.finish_save(chunk)
-    assert place(chunk) == (Dram.READY, Nvme.ABSENT)
-    assert (chunk.holds, chunk.usable) == (0, True)
-    assert (tiers.num_dirty, tiers.dram_used, tiers.nvme_used) == (1, 1, 0)
+    assert place(chunk) == (State.READY, State.ABSENT)
+    assert (chunk.dram.uses, chunk.usable) == (0, True)
+    assert (tiers.num_dirty, tiers.dram.num_used, tiers.nvme.num_used) == (1, 1, 0)
     assert tiers.counts == {"saved": 1}
 
 
@@ -85,7 +86,7 @@ def test_what_is_stored_is_not_saved_again(tiers: Checked) -> None:
     tiers.save(name(2))
     tiers.use([chunk])  # as begin_save of a known chunk does
     assert tiers.begin_save(name(1)) is None
-    assert tiers.dram_used == 2
+    assert tiers.dram.num_used == 2
 
 
 def test_saving_a_known_chunk_makes_it_recently_used(tiers: Checked) -> None:
@@ -108,9 +109,9 @@ def test_a_longer_chunk_supersedes_its_tails(tiers: Checked) -> None:
     whole = tiers.save(name(1, 16))
     assert tail.dropped
     assert tiers.counts["superseded"] == 1
-    assert (tiers.dram_used, tiers.index.get(tail.name.key)) == (1, None)
+    assert (tiers.dram.num_used, tiers.index.get(tail.name.key)) == (1, None)
     assert tiers.begin_save(name(1, 5)) is None  # the longer one has all its tokens
-    assert tiers.begin_write_back() is whole  # the tail is not written any more
+    assert tiers.begin_store(tiers.nvme) is whole  # the tail is not written any more
 
 
 def test_a_tail_stays_until_the_longer_chunk_is_ready(tiers: Checked) -> None:
@@ -136,12 +137,12 @@ def test_a_held_tail_keeps_its_slot_when_superseded(tiers: Checked) -> None:
     tiers.hold(tail)
     tiers.save(name(1, 16))
     assert tail.dropped
-    assert tiers.dram_used == 2
+    assert tiers.dram.num_used == 2
     assert tiers.begin_save(name(2)) is not None  # the whole one goes, not the held tail
-    assert place(tail)[0] is Dram.READY
+    assert place(tail)[0] is State.READY
     tiers.check_integrity()
     tiers.release(tail)
-    assert (place(tail)[0], tiers.dram_used) == (Dram.ABSENT, 1)
+    assert (place(tail)[0], tiers.dram.num_used) == (State.ABSENT, 1)
 
 
 # ---- eviction --------------------------------------------------------------------------
@@ -150,16 +151,16 @@ def test_a_held_tail_keeps_its_slot_when_superseded(tiers: Checked) -> None:
 def test_capacity_is_never_exceeded(tiers: Checked) -> None:
     for number in range(20):
         tiers.save_to_nvme(name(number))
-        assert tiers.dram_used <= 2
-        assert tiers.nvme_used <= 3
+        assert tiers.dram.num_used <= 2
+        assert tiers.nvme.num_used <= 3
         tiers.check_integrity()
-    assert (tiers.dram_used, tiers.nvme_used) == (2, 3)
+    assert (tiers.dram.num_used, tiers.nvme.num_used) == (2, 3)
 
 
 def test_evicting_a_clean_chunk_loses_nothing(tiers: Checked) -> None:
     chunk = tiers.save_to_nvme(name(1))
     push_out_of_dram(tiers)
-    assert place(chunk) == (Dram.ABSENT, Nvme.READY)
+    assert place(chunk) == (State.ABSENT, State.READY)
     assert chunk.usable and tiers.counts["lost"] == 0
 
 
@@ -173,10 +174,10 @@ def test_evicting_a_dirty_chunk_loses_it_and_counts(tiers: Checked) -> None:
 def test_a_clean_chunk_goes_before_an_older_dirty_one(tiers: Checked) -> None:
     dirty = tiers.save(name(1))
     clean = tiers.save(name(2))
-    assert tiers.begin_write_back(newest_first=True) is clean
-    tiers.finish_write_back(clean, b"c" * 16)
+    assert tiers.begin_store(tiers.nvme, newest_first=True) is clean
+    tiers.finish_store(tiers.nvme, clean, b"c" * 16)
     tiers.save(name(3))
-    assert (dirty.dram, clean.dram) == (Dram.READY, Dram.ABSENT)
+    assert (dirty.dram.state, clean.dram.state) == (State.READY, State.ABSENT)
 
 
 def test_a_held_chunk_is_never_evicted(tiers: Checked) -> None:
@@ -184,17 +185,17 @@ def test_a_held_chunk_is_never_evicted(tiers: Checked) -> None:
     tiers.hold(held)
     for number in range(2, 6):
         tiers.save(name(number))
-        assert held.dram is Dram.READY
+        assert held.dram.state is State.READY
     tiers.release(held)
     tiers.use([tiers.save(name(7))])
     tiers.save(name(8))
-    assert held.dram is Dram.ABSENT
+    assert held.dram.state is State.ABSENT
 
 
 def test_a_full_nvme_gives_up_its_oldest_whether_or_not_dram_has_it(tiers: Checked) -> None:
     chunks = [tiers.save_to_nvme(name(number)) for number in range(3)]
     # 0 was pushed out of DRAM and is on NVMe only; 1 and 2 are in both.
-    assert [chunk.dram for chunk in chunks] == [Dram.ABSENT, Dram.READY, Dram.READY]
+    assert [chunk.dram.state for chunk in chunks] == [State.ABSENT, State.READY, State.READY]
     tiers.use([chunks[0]])
     tiers.use([chunks[2]])
     tiers.save_to_nvme(name(4))  # evicts 1 from DRAM, then from NVMe
@@ -202,7 +203,7 @@ def test_a_full_nvme_gives_up_its_oldest_whether_or_not_dram_has_it(tiers: Check
     assert tiers.counts["evicted_nvme"] == tiers.counts["lost"] == 1
     tiers.use([chunks[0]])
     tiers.save_to_nvme(name(5))  # evicts 4 or 2 from DRAM, and 2 from NVMe
-    assert chunks[2].nvme is Nvme.ABSENT
+    assert chunks[2].at(NVME).state is State.ABSENT
     assert tiers.counts["evicted_nvme"] == 2
 
 
@@ -210,10 +211,10 @@ def test_what_nvme_gave_up_is_not_written_again_and_is_lost_with_its_dram_slot()
     tiers = checked(2, 1)
     first = tiers.save_to_nvme(name(1))
     second = tiers.save_to_nvme(name(2))
-    assert place(first) == (Dram.READY, Nvme.ABSENT)
-    assert tiers.begin_write_back() is None
+    assert place(first) == (State.READY, State.ABSENT)
+    assert tiers.begin_store(tiers.nvme) is None
     tiers.save(name(3))  # the oldest goes, though it is nowhere else: NVMe would not have it
-    assert (first.usable, place(second)) == (False, (Dram.READY, Nvme.READY))
+    assert (first.usable, place(second)) == (False, (State.READY, State.READY))
     assert tiers.counts["lost"] == 1
     tiers.check_integrity()
 
@@ -221,12 +222,12 @@ def test_what_nvme_gave_up_is_not_written_again_and_is_lost_with_its_dram_slot()
 def test_write_back_waits_while_no_nvme_slot_can_go(tiers: Checked) -> None:
     small = checked(3, 1)
     first, second = small.save(name(1)), small.save(name(2))
-    assert small.begin_write_back() is first
-    assert small.begin_write_back() is None  # the only slot is being written
+    assert small.begin_store(small.nvme) is first
+    assert small.begin_store(small.nvme) is None  # the only slot is being written
     assert small.num_dirty == 1
-    small.finish_write_back(first, CHECKSUM)
-    assert small.begin_write_back() is second
-    assert first.nvme is Nvme.ABSENT
+    small.finish_store(small.nvme, first, CHECKSUM)
+    assert small.begin_store(small.nvme) is second
+    assert first.at(NVME).state is State.ABSENT
     small.check_integrity()
 
 
@@ -235,53 +236,56 @@ def test_write_back_waits_while_no_nvme_slot_can_go(tiers: Checked) -> None:
 
 def test_a_write_back(tiers: Checked) -> None:
     chunk = tiers.save(name(1))
-    assert tiers.begin_write_back() is chunk
-    assert place(chunk) == (Dram.READY, Nvme.WRITING)
-    assert (chunk.holds, chunk.reads) == (1, 1)
+    assert tiers.begin_store(tiers.nvme) is chunk
+    assert place(chunk) == (State.READY, State.WRITING)
+    assert (chunk.dram.uses, chunk.at(NVME).uses) == (1, 1)
     assert chunk.usable  # a load may read the same bytes meanwhile
-    tiers.finish_write_back(chunk, CHECKSUM)
-    assert place(chunk) == (Dram.READY, Nvme.READY)
-    assert (chunk.holds, chunk.reads, chunk.checksum) == (0, 0, CHECKSUM)
-    assert tiers.begin_write_back() is None
+    tiers.finish_store(tiers.nvme, chunk, CHECKSUM)
+    assert place(chunk) == (State.READY, State.READY)
+    assert (chunk.dram.uses, chunk.at(NVME).uses, chunk.at(NVME).checksum) == (0, 0, CHECKSUM)
+    assert tiers.begin_store(tiers.nvme) is None
 
 
 def test_oldest_first(tiers: Checked) -> None:
     first, second = tiers.save(name(1)), tiers.save(name(2))
-    assert (tiers.begin_write_back(), tiers.begin_write_back()) == (first, second)
+    assert (tiers.begin_store(tiers.nvme), tiers.begin_store(tiers.nvme)) == (first, second)
 
 
 def test_a_failed_write_back_leaves_the_chunk_in_dram(tiers: Checked) -> None:
     chunk = tiers.save(name(1))
-    tiers.begin_write_back()
-    tiers.finish_write_back(chunk, None)
-    assert place(chunk) == (Dram.READY, Nvme.ABSENT)
+    tiers.begin_store(tiers.nvme)
+    tiers.finish_store(tiers.nvme, chunk, None)
+    assert place(chunk) == (State.READY, State.ABSENT)
     assert chunk.usable
-    assert tiers.nvme_used == 0
+    assert tiers.nvme.num_used == 0
     assert tiers.counts["write_failed"] == 1
-    assert tiers.begin_write_back() is None  # no retry without a limit
+    assert tiers.begin_store(tiers.nvme) is None  # no retry without a limit
 
 
 def test_what_is_being_written_is_not_evicted(tiers: Checked) -> None:
     chunk = tiers.save(name(1))
-    tiers.begin_write_back()
+    tiers.begin_store(tiers.nvme)
     for number in (2, 3, 4):
         tiers.save(name(number))
-    assert chunk.dram is Dram.READY
+    assert chunk.dram.state is State.READY
 
 
 @pytest.mark.parametrize("checksum", [CHECKSUM, None])
 def test_dropped_while_being_written(tiers: Checked, checksum: bytes | None) -> None:
     chunk = tiers.save(name(1))
-    tiers.begin_write_back()
+    tiers.begin_store(tiers.nvme)
     tiers.drop(chunk)
     assert tiers.index.get(name(1).key) is None
-    assert (tiers.dram_used, tiers.nvme_used) == (1, 1)  # the device still reads and writes them
+    assert (tiers.dram.num_used, tiers.nvme.num_used) == (
+        1,
+        1,
+    )  # the device still reads and writes them
     tiers.check_integrity()
     again = tiers.save(name(1))
-    assert again.dram_slot != chunk.dram_slot
-    tiers.finish_write_back(chunk, checksum)
-    assert place(chunk) == (Dram.ABSENT, Nvme.ABSENT)
-    assert (tiers.dram_used, tiers.nvme_used) == (1, 0)
+    assert again.dram.slot != chunk.dram.slot
+    tiers.finish_store(tiers.nvme, chunk, checksum)
+    assert place(chunk) == (State.ABSENT, State.ABSENT)
+    assert (tiers.dram.num_used, tiers.nvme.num_used) == (1, 0)
 
 
 # ---- prefetch --------------------------------------------------------------------------
@@ -290,28 +294,28 @@ def test_dropped_while_being_written(tiers: Checked, checksum: bytes | None) -> 
 def on_nvme_only(tiers: Checked) -> Chunk:
     chunk = tiers.save_to_nvme(name(1))
     push_out_of_dram(tiers)
-    assert place(chunk) == (Dram.ABSENT, Nvme.READY)
+    assert place(chunk) == (State.ABSENT, State.READY)
     return chunk
 
 
 def test_a_prefetch(tiers: Checked) -> None:
     chunk = on_nvme_only(tiers)
-    assert tiers.begin_prefetch(chunk)
-    assert place(chunk) == (Dram.READING, Nvme.READY)
-    assert (chunk.holds, chunk.reads) == (1, 1)
-    tiers.finish_prefetch(chunk, verified=True)
-    assert place(chunk) == (Dram.READY, Nvme.READY)
-    assert (chunk.holds, chunk.reads, chunk.from_nvme) == (0, 0, True)
+    assert tiers.begin_fetch(chunk, tiers.nvme)
+    assert place(chunk) == (State.READING, State.READY)
+    assert (chunk.dram.uses, chunk.at(NVME).uses) == (1, 1)
+    tiers.finish_fetch(chunk, verified=True)
+    assert place(chunk) == (State.READY, State.READY)
+    assert (chunk.dram.uses, chunk.at(NVME).uses, chunk.came_from) == (0, 0, NVME)
 
 
 def test_bytes_that_are_not_verified_are_never_ready(tiers: Checked) -> None:
     chunk = on_nvme_only(tiers)
-    assert tiers.begin_prefetch(chunk)
-    used = tiers.dram_used, tiers.nvme_used
-    tiers.finish_prefetch(chunk, verified=False)
+    assert tiers.begin_fetch(chunk, tiers.nvme)
+    used = tiers.dram.num_used, tiers.nvme.num_used
+    tiers.finish_fetch(chunk, verified=False)
     assert chunk.dropped
-    assert place(chunk) == (Dram.ABSENT, Nvme.ABSENT)
-    assert (tiers.dram_used, tiers.nvme_used) == (used[0] - 1, used[1] - 1)
+    assert place(chunk) == (State.ABSENT, State.ABSENT)
+    assert (tiers.dram.num_used, tiers.nvme.num_used) == (used[0] - 1, used[1] - 1)
 
 
 def test_a_prefetch_without_room_changes_nothing(tiers: Checked) -> None:
@@ -320,22 +324,22 @@ def test_a_prefetch_without_room_changes_nothing(tiers: Checked) -> None:
         known = tiers.index.get(name(number).key)
         assert known is not None
         tiers.hold(known)
-    assert not tiers.begin_prefetch(chunk)
-    assert place(chunk) == (Dram.ABSENT, Nvme.READY)
-    assert (chunk.holds, chunk.reads) == (0, 0)
+    assert not tiers.begin_fetch(chunk, tiers.nvme)
+    assert place(chunk) == (State.ABSENT, State.READY)
+    assert (chunk.dram.uses, chunk.at(NVME).uses) == (0, 0)
     assert tiers.index.get(name(1).key) is chunk
 
 
 @pytest.mark.parametrize("verified", [True, False])
 def test_dropped_while_being_read(tiers: Checked, verified: bool) -> None:
     chunk = on_nvme_only(tiers)
-    assert tiers.begin_prefetch(chunk)
-    slots = chunk.dram_slot, chunk.nvme_slot
+    assert tiers.begin_fetch(chunk, tiers.nvme)
+    slots = chunk.dram.slot, chunk.at(NVME).slot
     tiers.drop(chunk)
-    assert (chunk.dram_slot, chunk.nvme_slot) == slots
+    assert (chunk.dram.slot, chunk.at(NVME).slot) == slots
     tiers.check_integrity()
-    tiers.finish_prefetch(chunk, verified)
-    assert place(chunk) == (Dram.ABSENT, Nvme.ABSENT)
+    tiers.finish_fetch(chunk, verified)
+    assert place(chunk) == (State.ABSENT, State.ABSENT)
     assert not chunk.usable
 
 
@@ -344,10 +348,10 @@ def test_an_nvme_slot_that_is_being_read_is_not_given_away() -> None:
     chunk = tiers.save_to_nvme(name(1))
     tiers.save(name(2))
     tiers.save(name(3))
-    assert tiers.begin_prefetch(chunk)
-    assert tiers.begin_write_back() is None
-    tiers.finish_prefetch(chunk, verified=True)
-    assert tiers.begin_write_back() is not None
+    assert tiers.begin_fetch(chunk, tiers.nvme)
+    assert tiers.begin_store(tiers.nvme) is None
+    tiers.finish_fetch(chunk, verified=True)
+    assert tiers.begin_store(tiers.nvme) is not None
     tiers.check_integrity()
 
 
@@ -374,18 +378,18 @@ def test_a_chunk_that_was_dropped_while_held_goes_with_the_last_hold(tiers: Chec
     tiers.drop(chunk)
     tiers.drop(chunk)
     tiers.release(chunk)
-    assert tiers.dram_used == 1
+    assert tiers.dram.num_used == 1
     tiers.release(chunk)
-    assert (tiers.dram_used, tiers.nvme_used) == (0, 0)
+    assert (tiers.dram.num_used, tiers.nvme.num_used) == (0, 0)
 
 
 def test_dropped_while_being_saved(tiers: Checked) -> None:
     chunk = tiers.begin_save(name(1))
     assert chunk is not None
     tiers.drop_all()
-    assert tiers.dram_used == 1  # the workers still write into it
+    assert tiers.dram.num_used == 1  # the workers still write into it
     tiers.finish_save(chunk)
-    assert (tiers.dram_used, tiers.num_dirty) == (0, 0)
+    assert (tiers.dram.num_used, tiers.num_dirty) == (0, 0)
     assert tiers.counts["saved"] == 0
 
 
@@ -393,4 +397,4 @@ def test_drop_all(tiers: Checked) -> None:
     on_nvme_only(tiers)
     tiers.drop_all()
     assert len(tiers.index) == 0
-    assert (tiers.dram_used, tiers.nvme_used, tiers.num_dirty) == (0, 0, 0)
+    assert (tiers.dram.num_used, tiers.nvme.num_used, tiers.num_dirty) == (0, 0, 0)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Dram, Nvme
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.policy.by_return import ByReturn
 from attnstore_vllm.policy.eviction import EvictionPolicy, Lru
 from attnstore_vllm.policy.lookahead import LAST
 from attnstore_vllm.policy.returns import ReturnEstimator, Run
+from attnstore_vllm.types import NVME
 from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
@@ -38,20 +39,20 @@ class Tiers(Residency):
 
     def clean(self, number: int) -> Chunk:
         chunk = self.save(number)
-        written = self.begin_write_back()
+        written = self.begin_store(self.nvme)
         assert written is chunk
-        self.finish_write_back(chunk, CHECKSUM)
+        self.finish_store(self.nvme, chunk, CHECKSUM)
         return chunk
 
     def cold(self, number: int) -> Chunk:
         """On NVMe only. The caller keeps it, or it becomes an entry."""
         chunk = self.clean(number)
-        self._leave_dram(chunk)
+        self.leave_dram(chunk)
         return chunk
 
     def wait(self, request_id: str, *chunks: Chunk) -> None:
         self.look_ahead.append(request_id)
-        self.room.want(request_id, chunks)
+        self.dram.want(request_id, chunks)
 
     def fetch(self) -> Chunk | None:
         found = self.look_ahead.next_to_fetch()
@@ -59,10 +60,10 @@ class Tiers(Residency):
             return None
         chunk, whose = found
         assert isinstance(chunk, Chunk)
-        if not self.begin_prefetch(chunk, whose):
+        if not self.begin_fetch(chunk, self.nvme, whose):
             return None
         assert self.index.learn(chunk, tokens_of_chunk[chunk.name.key])
-        self.finish_prefetch(chunk, True)
+        self.finish_fetch(chunk, True)
         return chunk
 
 
@@ -77,7 +78,7 @@ def by_return(num_slots: int) -> EvictionPolicy:
 def tiers(request: pytest.FixtureRequest) -> Iterator[Tiers]:
     policy: Callable[[int], EvictionPolicy] = request.param
     tiers = Tiers(SLOTS, 3 * SLOTS, policy, chunk_tokens=CHUNK_TOKENS)
-    tiers.open_nvme_slots(0, 3 * SLOTS)
+    tiers.nvme.open(0, 3 * SLOTS)
     yield tiers
     tiers.check_integrity()
 
@@ -88,7 +89,7 @@ def test_a_read_takes_what_is_clean_and_unwanted_and_the_oldest_of_it(tiers: Tie
     dirty = [tiers.save(3), tiers.save(4)]
     tiers.wait("a", cold)
     assert tiers.fetch() is cold
-    assert [chunk.dram for chunk in (*clean, *dirty)] == [Dram.ABSENT, *[Dram.READY] * 3]
+    assert [chunk.dram.state for chunk in (*clean, *dirty)] == [State.ABSENT, *[State.READY] * 3]
 
 
 def test_a_read_does_not_take_what_is_nowhere_else(tiers: Tiers) -> None:
@@ -98,9 +99,9 @@ def test_a_read_does_not_take_what_is_nowhere_else(tiers: Tiers) -> None:
     dirty = [tiers.save(n) for n in range(3, 5)]
     tiers.wait("b", cold[2])
     assert tiers.fetch() is None
-    written = tiers.begin_write_back()
+    written = tiers.begin_store(tiers.nvme)
     assert written is dirty[0]
-    tiers.finish_write_back(written, CHECKSUM)
+    tiers.finish_store(tiers.nvme, written, CHECKSUM)
     assert tiers.fetch() is cold[2]
     assert tiers.counts["lost"] == 0
 
@@ -111,8 +112,8 @@ def test_a_read_takes_it_when_nothing_is_written(tiers: Tiers) -> None:
     dirty = [tiers.save(n) for n in range(1, 5)]
     tiers.wait("a", cold)
     assert tiers.fetch() is None
-    tiers.room.writes_stalled = True
-    assert not tiers.begin_prefetch(cold, LAST), "nobody waits for it"
+    tiers.dram.writes_stalled = True
+    assert not tiers.begin_fetch(cold, tiers.nvme, LAST), "nobody waits for it"
     assert tiers.begin_save(name(0), again=True) is None
     assert tiers.fetch() is cold
     assert [chunk.dropped for chunk in dirty] == [True, False, False, False]
@@ -123,13 +124,13 @@ def test_what_could_not_be_written_makes_room_and_is_tried_again_when_it_is_used
 ) -> None:
     chunk = tiers.save(0)
     for _ in range(2):
-        assert tiers.begin_write_back() is chunk
-        tiers.finish_write_back(chunk, None)
-        assert (tiers.num_dirty, chunk.dram) == (0, Dram.READY)
+        assert tiers.begin_store(tiers.nvme) is chunk
+        tiers.finish_store(tiers.nvme, chunk, None)
+        assert (tiers.num_dirty, chunk.dram.state) == (0, State.READY)
         tiers.use([chunk])
         assert tiers.num_dirty == 1
-    assert tiers.begin_write_back() is chunk
-    tiers.finish_write_back(chunk, None)
+    assert tiers.begin_store(tiers.nvme) is chunk
+    tiers.finish_store(tiers.nvme, chunk, None)
     cold = tiers.cold(1)
     for number in range(2, 5):
         tiers.clean(number)
@@ -146,14 +147,14 @@ def test_what_was_computed_though_nvme_has_it_is_in_dram_again(tiers: Tiers) -> 
     assert tiers.look_ahead.next_to_fetch() is None, "nobody reads it now"
     assert tiers.begin_save(name(0), again=True) is None, "it is on its way"
     tiers.finish_save(chunk)
-    assert (chunk.dram, chunk.nvme, chunk.name.tokens) == (
-        Dram.READY, Nvme.READY, name(0).tokens,
+    assert (chunk.dram.state, chunk.at(NVME).state, chunk.name.tokens) == (
+        State.READY, State.READY, name(0).tokens,
     )  # fmt: skip
     assert (tiers.num_dirty, tiers.counts["saved_again"]) == (0, 1)
-    tiers.room.leave_queue("a")
+    tiers.dram.leave_queue("a")
     for number in range(1, 1 + SLOTS):
         tiers.clean(number)
-    assert (chunk.dram, chunk.nvme) == (Dram.ABSENT, Nvme.READY)
+    assert (chunk.dram.state, chunk.at(NVME).state) == (State.ABSENT, State.READY)
 
 
 def test_what_can_be_read_again_takes_no_room_from_what_is_dirty_or_wanted(tiers: Tiers) -> None:
@@ -168,15 +169,15 @@ def test_what_can_be_read_again_takes_no_room_from_what_is_dirty_or_wanted(tiers
 
 def test_it_may_lose_its_place_on_nvme_while_it_is_copied() -> None:
     tiers = Tiers(SLOTS, 1, Lru, chunk_tokens=CHUNK_TOKENS)
-    tiers.open_nvme_slots(0, 1)
+    tiers.nvme.open(0, 1)
     chunk = tiers.cold(0)
     assert tiers.begin_save(name(0), again=True) is chunk
     other = tiers.clean(1)
-    assert (chunk.nvme, other.nvme) == (Nvme.ABSENT, Nvme.READY)
+    assert (chunk.at(NVME).state, other.at(NVME).state) == (State.ABSENT, State.READY)
     tiers.use([chunk])
     assert tiers.num_dirty == 0, "its bytes are not there yet"
     tiers.finish_save(chunk)
-    assert (chunk.dram, tiers.num_dirty) == (Dram.READY, 1)
+    assert (chunk.dram.state, tiers.num_dirty) == (State.READY, 1)
     tiers.check_integrity()
 
 
@@ -188,9 +189,9 @@ def test_a_read_takes_from_farther_requests_and_from_none_nearer(tiers: Tiers) -
     tiers.wait("last", *cold[4:])
     assert tiers.fetch() is None
     tiers.look_ahead.prepend(["first"])
-    tiers.room.want("first", cold[4:5])
+    tiers.dram.want("first", cold[4:5])
     assert tiers.fetch() is cold[4]
-    assert [chunk.dram for chunk in cold[:4]] == [Dram.READY] * 3 + [Dram.ABSENT]
+    assert [chunk.dram.state for chunk in cold[:4]] == [State.READY] * 3 + [State.ABSENT]
     assert tiers.counts["given_up"] == 1
 
 
@@ -200,11 +201,11 @@ def test_what_was_given_up_is_fetched_again_when_there_is_room(tiers: Tiers) -> 
     tiers.wait("far", *cold[2:4])
     assert [tiers.fetch() for _ in range(4)] == cold[:4]
     tiers.look_ahead.prepend(["first"])
-    tiers.room.want("first", cold[4:])
+    tiers.dram.want("first", cold[4:])
     assert tiers.fetch() is cold[4]
-    tiers.room.leave_queue("first")
+    tiers.dram.leave_queue("first")
     assert tiers.fetch() is cold[3]
-    assert cold[4].dram is Dram.ABSENT
+    assert cold[4].dram.state is State.ABSENT
 
 
 def test_a_save_takes_what_can_be_read_again_before_what_cannot(tiers: Tiers) -> None:
@@ -213,7 +214,7 @@ def test_a_save_takes_what_can_be_read_again_before_what_cannot(tiers: Tiers) ->
     tiers.wait("a", cold)
     assert tiers.fetch() is cold
     tiers.save(5)
-    assert (cold.dram, cold.nvme) == (Dram.ABSENT, Nvme.READY)
+    assert (cold.dram.state, cold.at(NVME).state) == (State.ABSENT, State.READY)
     tiers.save(6)
     assert [chunk.dropped for chunk in dirty] == [True, False, False]
     assert tiers.counts["lost"] == 1
@@ -221,18 +222,18 @@ def test_a_save_takes_what_can_be_read_again_before_what_cannot(tiers: Tiers) ->
 
 def test_an_eighth_of_dram_is_kept_for_saves_from_all_but_the_nearest() -> None:
     tiers = Tiers(16, 48, Lru, chunk_tokens=CHUNK_TOKENS)
-    tiers.open_nvme_slots(0, 48)
+    tiers.nvme.open(0, 48)
     cold = [tiers.cold(n) for n in range(18)]
     tiers.wait("near", *cold[:2])
     tiers.wait("far", *cold[2:])
     while tiers.fetch():
         pass
-    assert tiers.dram_used == 14
-    tiers.room.leave_queue("near")  # its chunks may go now
+    assert tiers.dram.num_used == 14
+    tiers.dram.leave_queue("near")  # its chunks may go now
     while tiers.fetch():
         pass
-    assert tiers.dram_used == 16, "it is the nearest itself"
-    assert all(chunk.dram is Dram.READY for chunk in cold[2:])
+    assert tiers.dram.num_used == 16, "it is the nearest itself"
+    assert all(chunk.dram.state is State.READY for chunk in cold[2:])
 
 
 def test_a_hint_takes_no_room_from_whoever_waits(tiers: Tiers) -> None:
@@ -240,18 +241,18 @@ def test_a_hint_takes_no_room_from_whoever_waits(tiers: Tiers) -> None:
     tiers.wait("a", *cold[:4])
     while tiers.fetch():
         pass
-    assert not tiers.begin_prefetch(cold[4], LAST)
+    assert not tiers.begin_fetch(cold[4], tiers.nvme, LAST)
 
 
 def test_a_chunk_that_runs_or_is_aborted_for_is_evicted_again(tiers: Tiers) -> None:
     clean = [tiers.clean(n) for n in range(4)]
     tiers.wait("a", clean[0], clean[1])
     tiers.save(10)
-    assert clean[2].dram is Dram.ABSENT
-    tiers.room.leave_queue("a")
-    tiers.room.leave_queue("a")
+    assert clean[2].dram.state is State.ABSENT
+    tiers.dram.leave_queue("a")
+    tiers.dram.leave_queue("a")
     tiers.save(11)
-    assert [chunk.dram is Dram.READY for chunk in clean].count(False) == 2
+    assert [chunk.dram.state is State.READY for chunk in clean].count(False) == 2
 
 
 def test_nvme_keeps_what_is_waited_for_as_long_as_there_is_anything_else(tiers: Tiers) -> None:
@@ -260,13 +261,13 @@ def test_nvme_keeps_what_is_waited_for_as_long_as_there_is_anything_else(tiers: 
     tiers.clean(20)
     assert cold[0].dropped
     assert not any(chunk.dropped for chunk in cold[1:])
-    tiers.room.want("a", cold[1:])
+    tiers.dram.want("a", cold[1:])
     newest = tiers.begin_save(name(21))
     assert newest is not None
     tiers.finish_save(newest)
-    assert tiers.begin_write_back() is newest
+    assert tiers.begin_store(tiers.nvme) is newest
     assert sum(chunk.dropped for chunk in cold[1:]) <= 1
-    tiers.finish_write_back(newest, CHECKSUM)
+    tiers.finish_store(tiers.nvme, newest, CHECKSUM)
 
 
 def test_what_is_dropped_while_it_is_wanted_is_wanted_no_more(tiers: Tiers) -> None:
@@ -275,8 +276,8 @@ def test_what_is_dropped_while_it_is_wanted_is_wanted_no_more(tiers: Tiers) -> N
     tiers.drop(clean[0])
     tiers.drop_all()
     assert tiers.look_ahead.next_to_fetch() is None
-    assert tiers.dram_used == tiers.nvme_used == 0
-    tiers.room.leave_queue("a")
+    assert tiers.dram.num_used == tiers.nvme.num_used == 0
+    tiers.dram.leave_queue("a")
 
 
 class Stingy(Lru):
@@ -290,7 +291,7 @@ class Stingy(Lru):
 def full() -> Iterator[Tiers]:
     """NVMe has no free slot, and gives none for what comes."""
     tiers = Tiers(SLOTS, 3 * SLOTS, Stingy, chunk_tokens=CHUNK_TOKENS)
-    tiers.open_nvme_slots(0, 3 * SLOTS)
+    tiers.nvme.open(0, 3 * SLOTS)
     for number in range(3 * SLOTS):
         tiers.cold(number)
     yield tiers
@@ -299,19 +300,19 @@ def full() -> Iterator[Tiers]:
 
 def test_what_is_worth_less_than_all_that_nvme_has_is_not_written(full: Tiers) -> None:
     refused = [full.save(20), full.save(21)]
-    assert full.begin_write_back() is None
+    assert full.begin_store(full.nvme) is None
     assert (full.num_dirty, full.counts["refused"], full.counts["evicted_nvme"]) == (0, 2, 0)
-    assert all(chunk.dram is Dram.READY for chunk in refused)
+    assert all(chunk.dram.state is State.READY for chunk in refused)
     full.use([refused[1]], None)
     assert full.num_dirty == 1  # it is asked for: worth another look
-    assert full.begin_write_back() is None
+    assert full.begin_store(full.nvme) is None
     assert full.counts["refused"] == 3
 
 
 def test_what_was_refused_makes_room_for_reads(full: Tiers) -> None:
     for number in range(20, 20 + SLOTS):
         full.save(number)
-    assert full.begin_write_back() is None
+    assert full.begin_store(full.nvme) is None
     cold = full.index.get(name(3).key)
     assert cold is not None
     full.wait("a", cold)
@@ -322,9 +323,9 @@ def test_what_was_refused_makes_room_for_reads(full: Tiers) -> None:
 def test_what_is_waited_for_is_written_whatever_it_is_worth(full: Tiers) -> None:
     wanted = full.save(20)
     full.wait("a", wanted)
-    assert full.begin_write_back() is wanted
+    assert full.begin_store(full.nvme) is wanted
     assert full.counts["evicted_nvme"] == 1
-    full.finish_write_back(wanted, CHECKSUM)
+    full.finish_store(full.nvme, wanted, CHECKSUM)
 
 
 def test_when_all_of_nvme_is_waited_for_the_farthest_goes(tiers: Tiers) -> None:
@@ -332,11 +333,11 @@ def test_when_all_of_nvme_is_waited_for_the_farthest_goes(tiers: Tiers) -> None:
     tiers.wait("near", *cold[4:])
     tiers.wait("far", *cold[:4])
     tiers.save(20)
-    assert tiers.begin_write_back() is None  # nobody waits for that one
+    assert tiers.begin_store(tiers.nvme) is None  # nobody waits for that one
     assert tiers.counts["refused"] == 1
     wanted = tiers.save(21)
     tiers.wait("first", wanted)
-    assert tiers.begin_write_back() is wanted
+    assert tiers.begin_store(tiers.nvme) is wanted
     assert [chunk.dropped for chunk in cold] == [False] * 3 + [True] + [False] * 8
-    tiers.finish_write_back(wanted, CHECKSUM)
+    tiers.finish_store(tiers.nvme, wanted, CHECKSUM)
     assert not tiers.look_ahead.is_wanted(cold[3])

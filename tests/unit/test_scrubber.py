@@ -15,11 +15,11 @@ from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MIN_S
-from attnstore_vllm.store.keeper import SCRUB_BURST_S
+from attnstore_vllm.store.nvme_io import SCRUB_BURST_S
 from attnstore_vllm.store.scrubber import LOOK_MAX
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
-from attnstore_vllm.types import Key
+from attnstore_vllm.types import NVME, Key
 from tests import helpers
 from tests.helpers import CHUNK_TOKENS, RECORD_BYTES, Rig, found_slab
 
@@ -63,7 +63,9 @@ class Scrubbed(Rig):
     @property
     def records(self) -> dict[int, Key]:
         """What NVMe has: record number to key."""
-        return {c.nvme_slot: c.name.key for c in self.store.residency.index if c.nvme_slot >= 0}
+        return {
+            c.at(NVME).slot: c.name.key for c in self.store.residency.index if c.at(NVME).slot >= 0
+        }
 
     def count(self, event: str) -> int:
         return self.store.counts().get(event, 0)
@@ -121,8 +123,8 @@ def open_cold() -> Iterator[Cold]:
         rig.until_idle()
         rig.turn()  # a scrub that was in flight
         rig.store.residency.check_integrity()
-        assert rig.store.residency.nvme_used == len(rig.records), "a slot stays taken"
-        assert all(chunk.reads == 0 for chunk in rig.store.residency.index)
+        assert rig.store.residency.nvme.num_used == len(rig.records), "a slot stays taken"
+        assert all(chunk.at(NVME).uses == 0 for chunk in rig.store.residency.index)
         rig.close()
 
 
@@ -174,7 +176,7 @@ def check_lost(rig: Scrubbed, memory: MemoryDevice, lost: int, event: str) -> No
     assert rig.records == others
     assert (rig.count(event), rig.count("scrubbed")) == (1, len(others))
     assert rig.count("corrupt") + rig.count("read_failed") == 1
-    assert rig.store.residency.nvme_used == len(others), "its slot is free"
+    assert rig.store.residency.nvme.num_used == len(others), "its slot is free"
     assert rig.read(sequence(lost)) == []
     fill(rig, [lost])
     rig.turn(3 * len(others))
@@ -217,7 +219,7 @@ def test_the_stores_own_thread_scrubs() -> None:
     helpers.wait_until(lambda: store.counts().get("scrubbed", 0) >= 6, store)
     store.close()
     assert store.counts()["corrupt"] == 1
-    assert {chunk.nvme_slot for chunk in store.residency.index} == {0, 1, 3}
+    assert {chunk.at(NVME).slot for chunk in store.residency.index} == {0, 1, 3}
 
 
 def test_it_goes_round_the_file_and_starts_again(open_cold: Cold) -> None:
@@ -331,7 +333,7 @@ def test_what_is_wanted_while_it_is_scrubbed_is_served_right_or_not_at_all(
     rig.turn()
     rig.store.release(piece.chunk for piece in held)
     assert memory.pending == ()
-    assert rig.check_read(sequence(0)) == rig.store.residency.dram_used == 1 - rot
+    assert rig.check_read(sequence(0)) == rig.store.residency.dram.num_used == 1 - rot
     assert (rig.count("corrupt") > 0, 0 in rig.records) == (rot > 0, rot == 0)
 
 
@@ -344,10 +346,10 @@ def test_the_slot_of_a_chunk_that_was_dropped_is_not_given_away_meanwhile(open_c
         rig.put(name(conversation))
     write_back(rig, memory)
     assert rig.records.keys() == {1, 2, 3}
-    assert rig.store.residency.nvme_used == 4
+    assert rig.store.residency.nvme.num_used == 4
     memory.release()
     rig.turn()
-    assert rig.store.residency.nvme_used == 3
+    assert rig.store.residency.nvme.num_used == 3
     fill(rig, [20])
     assert rig.records[0] == name(20).key
     assert rig.count("corrupt") == rig.count("read_failed") == 0
@@ -371,7 +373,7 @@ def test_a_record_is_not_evicted_while_it_is_scrubbed(open_cold: Cold) -> None:
 def test_a_reset_while_a_scrub_is_in_flight(open_cold: Cold) -> None:
     rig, memory = open_cold()
     rig.turn()
-    reset = rig.store._keeper.reset()
+    (reset,) = rig.store.thread.reset()
     assert rig.records == {}
     while not reset.is_over:
         memory.step(1)
@@ -381,7 +383,7 @@ def test_a_reset_while_a_scrub_is_in_flight(open_cold: Cold) -> None:
     assert rig.records == {1: name(10).key}
     memory.release()
     rig.turn()
-    assert rig.store.residency.nvme_used == 1
+    assert rig.store.residency.nvme.num_used == 1
     assert rig.count("corrupt") == 0
 
 
@@ -392,7 +394,7 @@ def test_a_scrub_that_does_not_end_is_given_up(open_cold: Cold) -> None:
     rig.turn(3)
     assert rig.count("device_late") == 1
     assert memory.pending == (), "it was cancelled, and the disk is left alone"
-    assert rig.store.residency.nvme_used == len(rig.records)
+    assert rig.store.residency.nvme.num_used == len(rig.records)
     memory.release()
     rig.now += 2 * PAUSE_MIN_S
     rig.turn(10)

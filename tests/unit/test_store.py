@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from attnstore_vllm.index.chunk import Dram
+from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.cost import READS_MIN
-from attnstore_vllm.types import Flow, Tier
+from attnstore_vllm.types import DRAM, NVME, Flow
 from tests.helpers import (
     PAYLOAD_BYTES,
     RECORD_BYTES,
@@ -44,7 +44,7 @@ def three_on_nvme(open_rig: Rigs) -> tuple[Rig, list[SequenceKeys]]:
         device.settle()
     push_out_of_dram(rig, device, 8)
     device.hold()
-    reads = rig.store._keeper.reader.cost
+    reads = rig.store.thread.tiers[0].cost
     for _ in range(READS_MIN):
         reads.observe(0.01)
     return rig, sequences
@@ -83,7 +83,7 @@ def test_what_is_saved_is_read_from_dram(open_rig: Rigs) -> None:
     sequence = sequence_of(conversation(1))
     rig.put_all(sequence)
     assert rig.check_read(sequence) == 3
-    assert rig.store.tiers(rig.store.find(sequence, 0, 40)) == {Tier.DRAM: 40, Tier.NVME: 0}
+    assert rig.store.tiers(rig.store.find(sequence, 0, 40)) == {DRAM: 40}
 
 
 def test_written_back_evicted_prefetched_equal(open_rig: Rigs) -> None:
@@ -93,10 +93,10 @@ def test_written_back_evicted_prefetched_equal(open_rig: Rigs) -> None:
     sequence = sequence_of(tokens)
     pieces = rig.store.find(sequence, 0, 40)
     device.settle()
-    assert rig.store.tiers(pieces) == {Tier.DRAM: 0, Tier.NVME: 40}
+    assert rig.store.tiers(pieces) == {NVME: 40}
     assert rig.check_read(sequence) == 3
     # Loaded once: a second load of the same bytes comes from DRAM.
-    assert rig.store.tiers(pieces) == {Tier.DRAM: 40, Tier.NVME: 0}
+    assert rig.store.tiers(pieces) == {DRAM: 40}
     assert rig.store.moved_bytes()[Flow.PREFETCH] == 3 * RECORD_BYTES
     assert rig.store.moved_bytes()[Flow.WRITE_BACK] == 11 * RECORD_BYTES
 
@@ -106,8 +106,8 @@ def test_a_find_from_the_middle_prefetches_only_what_is_asked_for(open_rig: Rigs
     tokens = nvme_only(rig, device)
     rig.store.find(sequence_of(tokens), 16, 32)
     device.settle()
-    places = [rig.chunk(name).dram for name in names_of(sequence_of(tokens))]
-    assert places == [Dram.ABSENT, Dram.READY, Dram.ABSENT]
+    places = [rig.chunk(name).dram.state for name in names_of(sequence_of(tokens))]
+    assert places == [State.ABSENT, State.READY, State.ABSENT]
 
 
 def test_reads_come_nearest_first(open_rig: Rigs) -> None:
@@ -116,7 +116,7 @@ def test_reads_come_nearest_first(open_rig: Rigs) -> None:
     device.hold()
     rig.store.find(sequence_of(tokens), 0, 40)
     names = names_of(sequence_of(tokens))
-    wanted = [rig.slab.offset(rig.chunk(name).nvme_slot) for name in names]
+    wanted = [rig.slab.offset(rig.chunk(name).at(NVME).slot) for name in names]
     assert [request.offset for request in device.pending] == wanted
     device.step()
     device.settle()
@@ -134,7 +134,7 @@ def test_a_read_that_ends_out_of_order_is_not_offered_before_its_prefix(open_rig
     device.step(1)
     device.settle()
     assert rig.store.hold_ready(pieces, sequence_of(tokens), 40) == []
-    assert pieces[1].chunk.dram is Dram.READY
+    assert pieces[1].chunk.dram.state is State.READY
 
 
 def test_a_run_that_is_too_short_is_neither_kept_nor_read(open_rig: Rigs) -> None:
@@ -151,7 +151,7 @@ def test_a_run_that_is_too_short_is_neither_kept_nor_read(open_rig: Rigs) -> Non
     assert rig.store.find(template, 0, 16, min_tokens=5) == []
     push_out_of_dram(rig, device, 1)
     (piece,) = rig.store.find(sequence_of(new), 0, 16)
-    assert piece.chunk.dram is Dram.READY, "the other one was pushed out"
+    assert piece.chunk.dram.state is State.READY, "the other one was pushed out"
 
     push_out_of_dram(rig, device, 2)
     device.hold()
@@ -229,7 +229,7 @@ def test_room_for_a_read_that_comes_late_is_used(open_rig: Rigs) -> None:
     assert len(held) == 2
     rig.store.find(sequence_of(tokens), 0, 16)
     device.settle()
-    assert rig.chunk(name_of(sequence_of(tokens), 0)).dram is Dram.ABSENT
+    assert rig.chunk(name_of(sequence_of(tokens), 0)).dram.state is State.ABSENT
     rig.store.loaded(piece.chunk for piece in held)
     device.settle()
     assert rig.check_read(sequence_of(tokens)) == 1
@@ -253,8 +253,8 @@ def test_held_bytes_are_counted_by_tier(open_rig: Rigs) -> None:
     rig.put_all(sequence_of(conversation(1)))
     device.settle()
     gauges = rig.store.gauges()
-    assert gauges["held_bytes", Tier.DRAM.value] == 3 * PAYLOAD_BYTES
-    assert gauges["held_bytes", Tier.NVME.value] == 3 * RECORD_BYTES
+    assert gauges["held_bytes", DRAM] == 3 * PAYLOAD_BYTES
+    assert gauges["held_bytes", NVME] == 3 * RECORD_BYTES
 
 
 # ---- restart ---------------------------------------------------------------------------

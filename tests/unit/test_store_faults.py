@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from attnstore_vllm.index.chunk import Dram, Nvme
+from attnstore_vllm.index.chunk import State
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.breaker import FAILURES_MAX
 from attnstore_vllm.testing.devices import Effect, FailingDevice, Fault, MemoryDevice, SlowDevice
-from attnstore_vllm.types import Flow
+from attnstore_vllm.types import NVME, Flow
 from tests.helpers import (
     PAYLOAD_BYTES,
     RECORD_BYTES,
@@ -67,8 +67,8 @@ class Faulty:
         chunk = self.rig.chunk(name_of(sequence_of(tokens_of(conversation, 16)), 0))
         for _ in range(DRAM_SLOTS):
             self.put(next(self._fillers))
-        assert (chunk.dram, chunk.nvme) == (Dram.ABSENT, Nvme.READY)
-        return chunk.nvme_slot
+        assert (chunk.dram.state, chunk.at(NVME).state) == (State.ABSENT, State.READY)
+        return chunk.at(NVME).slot
 
 
 def right(conversation: int) -> bytes:
@@ -199,7 +199,7 @@ def test_a_disk_that_refuses_every_write(open_faulty: Open) -> None:
     assert faulty.rig.store.gauges()["nvme_in_use", "writes"] == 0
     assert faulty.rig.store.gauges()["nvme_in_use", "reads"] == 1
     assert faulty.rig.store.residency.num_dirty <= 2 * DRAM_SLOTS, "what is not written piles up"
-    assert faulty.rig.store.residency.nvme_used == 0
+    assert faulty.rig.store.residency.nvme.num_used == 0
     assert not faulty.rig.store.reset(), "the old records may come back: that has to be said"
     assert faulty.read(19) is None
 
@@ -235,7 +235,7 @@ def test_one_bad_place_costs_only_what_is_there(open_faulty: Open) -> None:
 
 
 def until_out(faulty: Faulty) -> None:
-    faulty.rig.until(lambda: faulty.rig.store._keeper.is_out)
+    faulty.rig.until(lambda: faulty.rig.store.thread.is_out)
 
 
 def test_dram_goes_on_when_the_device_dies(
@@ -274,13 +274,13 @@ def test_slots_that_a_dead_device_may_still_touch_are_not_given_away(open_faulty
     faulty.memory.hold()
     rig = faulty.rig
     (piece,) = rig.store.find(sequence_of(tokens_of(1, 16)), 0, 16)
-    reading = piece.chunk.dram_slot
+    reading = piece.chunk.dram.slot
     faulty.device.die()
     until_out(faulty)
     for number in range(20, 30):
         chunk = rig.put(name_of(sequence_of(tokens_of(number, 16)), 0))
         assert chunk is not None
-        assert chunk.dram_slot != reading
+        assert chunk.dram.slot != reading
     faulty.memory.step()  # the disk was only late
     assert faulty.read(29) == right(29)
 
@@ -302,7 +302,7 @@ def test_a_device_that_dies_during_recovery(open_faulty: Open) -> None:
     failing = FailingDevice(memory)
     rig = Rig(failing, found_slab(memory.image), DRAM_SLOTS)
     failing.die()
-    rig.until(lambda: rig.store._keeper.is_out)
+    rig.until(lambda: rig.store.thread.is_out)
     rig.put(name_of(sequence_of(tokens_of(1, 16)), 0))
     assert rig.check_read(sequence_of(tokens_of(1, 16))) == 1
     rig.close()

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.index.chunk import Dram, Nvme
+from attnstore_vllm.index.chunk import State
 from attnstore_vllm.io.aiofiles_device import AiofilesDevice, direct_flag
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.types import NVME
 from tests.device_helpers import needs_uring
 from tests.helpers import (
     NAMESPACE,
@@ -64,7 +65,10 @@ def put_on_nvme_only(rig: Rig) -> list[int]:
         rig.until_idle()
     tokens = tokens_of(1, 40)
     for name in names_of(sequence_of(tokens)):
-        assert (rig.chunk(name).dram, rig.chunk(name).nvme) == (Dram.ABSENT, Nvme.READY)
+        assert (rig.chunk(name).dram.state, rig.chunk(name).at(NVME).state) == (
+            State.ABSENT,
+            State.READY,
+        )
     return tokens
 
 
@@ -129,7 +133,7 @@ def test_damage_between_two_starts_is_a_miss(start: Open, tmp_path: Path, in_hea
     rig = start()
     rig.put_all(sequence_of(tokens_of(1, 40)))
     rig.until_idle()
-    slot = rig.chunk(name_of(sequence_of(tokens_of(1, 40)), 1)).nvme_slot
+    slot = rig.chunk(name_of(sequence_of(tokens_of(1, 40)), 1)).at(NVME).slot
     at = rig.slab.offset(slot) + 100 if in_header else rig.slab.payload_offset(slot) + 5000
     rig.close()
     with (tmp_path / "slab").open("r+b") as file:
@@ -168,7 +172,7 @@ def test_the_page_cache_is_bypassed_where_that_is_possible(start: Open, tmp_path
     name = name_of(sequence_of(tokens_of(1, 16)), 0)
     rig.put(name)
     rig.until_idle()
-    record = rig.chunk(name).nvme_slot
+    record = rig.chunk(name).at(NVME).slot
     with (tmp_path / "slab").open("rb") as file:
         file.seek(rig.slab.payload_offset(record))
         assert file.read(PAYLOAD_BYTES) == payload_of(name)

@@ -13,7 +13,7 @@ from attnstore_vllm.io.device import Op
 from attnstore_vllm.store import store as store_module
 from attnstore_vllm.store.format import PAGE_BYTES
 from attnstore_vllm.testing.devices import MemoryDevice, SlowDevice
-from attnstore_vllm.types import Tier
+from attnstore_vllm.types import DRAM, NVME
 from tests.helpers import (
     SEGMENT_AT,
     Rig,
@@ -41,8 +41,8 @@ def test_a_reset_drops_all_also_for_the_next_start(open_rig: Rigs) -> None:
     tokens = nvme_only(rig, device)
     assert rig.store.reset()
     assert rig.read(sequence_of(tokens)) == []
-    assert rig.store.gauges()["held_bytes", Tier.DRAM.value] == 0
-    assert rig.store.gauges()["held_bytes", Tier.NVME.value] == 0
+    assert rig.store.gauges()["held_bytes", DRAM] == 0
+    assert rig.store.gauges()["held_bytes", NVME] == 0
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.counts()["recovered"] == 0
     assert again.read(sequence_of(tokens)) == []
@@ -97,9 +97,9 @@ def test_a_reset_during_saves_loads_reads_and_writes(open_rig: Rigs) -> None:
     resetter = threading.Thread(target=rig.store.reset)
     resetter.start()
     rig.until(lambda: len(rig.store.residency.index) == 0)
-    slots = {piece.chunk.dram_slot for piece in loaded} | {saving.dram_slot}
+    slots = {piece.chunk.dram.slot for piece in loaded} | {saving.dram.slot}
     later = rig.store.begin_save(name_of(sequence_of(conversation(4)), 0))
-    assert later is None or later.dram_slot not in slots, "a slot in use was given away"
+    assert later is None or later.dram.slot not in slots, "a slot in use was given away"
     device.release()
     resetter.join()
     rig.store.loaded(piece.chunk for piece in loaded)

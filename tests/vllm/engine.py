@@ -115,6 +115,12 @@ class Engine:
     def store(self) -> Store:
         return self.side.store
 
+    @property
+    def device(self) -> Any:
+        """The disk of its store."""
+        nvme: Any = self.store.thread.tiers[0]
+        return nvme.device
+
     # ---- requests ----------------------------------------------------------------------
 
     def submit(
@@ -207,10 +213,10 @@ class Engine:
         self.settle()
         residency = self.store.residency
         with self.store.queue():
-            for chunk in list(residency._dram.owned.values()):
+            for chunk in list(residency.dram.owned.values()):
                 residency.counts["evicted_dram"] += 1
-                residency._leave_dram(chunk)
-        assert self.store.residency.dram_used == 0
+                residency.leave_dram(chunk)
+        assert self.store.residency.dram.num_used == 0
 
     def loaded(self) -> dict[str, int]:
         """Tokens loaded since the last call, by the tier they were in."""

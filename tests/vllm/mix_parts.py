@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 from vllm.lora.request import LoRARequest
 
-from attnstore_vllm.index.chunk import ChunkName, Dram
+from attnstore_vllm.index.chunk import ChunkName, State
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key, tenant_hash
 from attnstore_vllm.types import Key
 from tests.vllm.scripted import CHUNK, ScriptedEngine
@@ -133,9 +133,9 @@ def check_stored(
     for chunk in ours.store.residency.index:
         name = chunk.name
         assert not any(secret in name.tokens for secret in secrets), "said store: false"
-        if chunk.dram is not Dram.READY:
+        if chunk.dram.state is not State.READY:
             continue
-        slot = np.frombuffer(engine.pool.slot(chunk.dram_slot), np.uint8)
+        slot = np.frombuffer(engine.pool.slot(chunk.dram.slot), np.uint8)
         kv = [slot[i : i + TOKEN_KV].tobytes() for i in range(0, CHUNK * TOKEN_KV, TOKEN_KV)]
         kv = kv[: name.num_tokens]
         stop = name.position + name.num_tokens

@@ -58,7 +58,7 @@ class Gate:
 @contextmanager
 def closed_gate(engine: Engine) -> Iterator[Gate]:
     """Open at the end, however that comes: the tests after this one have the same disk."""
-    gate = Gate(engine.store._keeper._device)
+    gate = Gate(engine.device)
     gate.patch.start()
     try:
         yield gate
@@ -90,7 +90,7 @@ def queued(engine: Engine) -> tuple[Answer, Answer, int]:
     engine.evict_dram()
     with closed_gate(engine) as gate:
         number = engine.submit(prompt)
-        engine.wait_for(lambda: gate.num_waiting > 0)  # the keeper's thread may bring them
+        engine.wait_for(lambda: gate.num_waiting > 0)  # the store's thread may bring them
         engine.abort(number)
         engine.drain()
         held = engine.side.store.residency.num_held
@@ -178,8 +178,8 @@ def offered_without_room(engine: Engine) -> tuple[Answer, Answer, int]:
     for _ in range(5):
         engine.step()
         assert engine.request(number).num_computed_tokens == 0
-        chunks = engine.side.store.residency._dram.owned.values()
-        held = [chunk for chunk in chunks if chunk.holds and chunk.name.tenant == bytes(32)]
+        chunks = engine.side.store.residency.dram.owned.values()
+        held = [chunk for chunk in chunks if chunk.dram.uses and chunk.name.tenant == bytes(32)]
         assert not held, "of its own; those of the others are being written"
     engine.abort(number)
     for other in large:

@@ -18,7 +18,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from attnstore_vllm.index.chunk import Dram
+from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, encode_tokens, root_key
 from attnstore_vllm.scheduler.scheduler import Scheduler as OurScheduler
 from attnstore_vllm.testing.tiny_model import TINY, make_model
@@ -124,11 +124,11 @@ def check_stored(engine: ScriptedEngine) -> int:
             continue
         prefix = parents[name.parent] + name.tokens
         assert prefix in known, "KV of tokens that no request had is stored"
-        if chunk.dram is not Dram.READY:
+        if chunk.dram.state is not State.READY:
             continue
         kv: list[bytes] = []
         extend_kv(kv, known[prefix])
-        slot = np.frombuffer(engine.pool.slot(chunk.dram_slot), dtype=np.uint8)
+        slot = np.frombuffer(engine.pool.slot(chunk.dram.slot), dtype=np.uint8)
         layer_bytes, num_bytes = CHUNK * TOKEN_KV, chunk.name.num_tokens * TOKEN_KV
         for layer in range(LAYERS * len(engine.workers)):
             wanted = in_layer(kv[chunk.name.position :], layer).tobytes()
@@ -156,7 +156,7 @@ def test_a_slot_that_is_wrong_is_noticed(case: Case, seed: int, engine: Scripted
     engine.drain()
     wait_until_quiet(engine.ours)
     chunk = next(c for c in engine.ours.store.residency.index if c.name.position == 32)
-    engine.pool.slot(chunk.dram_slot)[5 * TOKEN_KV] ^= 1
+    engine.pool.slot(chunk.dram.slot)[5 * TOKEN_KV] ^= 1
     with pytest.raises(AssertionError):
         check_stored(engine)
     engine.scheduler.reset_prefix_cache()

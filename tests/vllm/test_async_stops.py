@@ -232,7 +232,7 @@ def test_a_save_that_survives_a_reset_is_seen(
 
     def drop_what_is_ready() -> None:
         for chunk in list(residency.index):
-            if not chunk.holds:
+            if not chunk.dram.uses:
                 residency.drop(chunk)
 
     monkeypatch.setattr(residency, "drop_all", drop_what_is_ready)

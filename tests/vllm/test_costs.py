@@ -98,7 +98,7 @@ def on_a_slow_disk(engine: Engine) -> tuple[list[Answer], list[Answer], list[int
     engine.forget_hbm()
     engine.loaded()
     second, loaded, differences = [], [], []
-    slow = SlowReads(engine.store._keeper._device)
+    slow = SlowReads(engine.device)
 
     def ask(numbers: range, **costs: Any) -> None:
         before = said(engine)
@@ -106,7 +106,7 @@ def on_a_slow_disk(engine: Engine) -> tuple[list[Answer], list[Answer], list[int
             with mock.patch.multiple(engine.side._costs, **costs):
                 second.append(engine.ask(PROMPTS[number]))
             loaded.append(sum(engine.loaded().values()))
-            engine.wait_for(lambda: engine.store._keeper.reader.num_reading == 0)
+            engine.wait_for(lambda: engine.store.thread.reader.num_reading == 0)
         after = said(engine)
         differences.append({name: after[name] - before[name] for name in after})
 

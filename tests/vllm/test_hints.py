@@ -63,7 +63,7 @@ def test_what_is_not_to_be_stored_is_not(engine: ScriptedEngine) -> None:
 def test_the_prompt_is_pinned_and_the_answer_is_not(engine: ScriptedEngine) -> None:
     engine.add("a", PROMPT, 3 * CHUNK, params={"attnstore": {"pin": True, "ttl": "1h"}})
     engine.drain()
-    dram = engine.ours.store.residency._dram
+    dram = engine.ours.store.residency.dram
     pinned = {dram.owned[slot].name.position for slot in dram.pins}
     assert pinned == {0, CHUNK, 2 * CHUNK, 3 * CHUNK}
     assert len(dram.owned) > len(pinned)
@@ -71,7 +71,7 @@ def test_the_prompt_is_pinned_and_the_answer_is_not(engine: ScriptedEngine) -> N
 
 def test_terms_are_of_the_runs_that_are_saved(engine: ScriptedEngine) -> None:
     run(engine, "a", PROMPT, priority="low", ttl=90)
-    runs = {chunk.run for chunk in engine.ours.store.residency._dram.owned.values()}
+    runs = {chunk.run for chunk in engine.ours.store.residency.dram.owned.values()}
     assert {(run.priority, run.lease.ttl_s) for run in runs if run.lease} == {(-1, 90.0)}
     assert all(run.lease for run in runs)
 

@@ -82,8 +82,8 @@ def cool(engine: ScriptedEngine) -> None:
     store = engine.ours.store
     wait_until(store.is_idle, store)
     with store.queue():
-        for chunk in list(store.residency._dram.owned.values()):
-            store.residency._leave_dram(chunk)
+        for chunk in list(store.residency.dram.owned.values()):
+            store.residency.leave_dram(chunk)
 
 
 @pytest.mark.parametrize("tier", ["dram", "nvme"])

@@ -18,10 +18,10 @@ from attnstore_vllm.io.device import Completion, Device, IoRequest, Op, Seal
 
 
 @dataclass(slots=True)
-class Transfer:
+class DiskRequest:
     """One request to come. `done` is called once, `late` at most once and before it.
 
-    Both are called without the store's lock, `late` on the keeper's thread.
+    Both are called without the store's lock, `late` on the store's thread.
     """
 
     op: Op
@@ -36,8 +36,8 @@ class Transfer:
     is_late: bool = field(init=False, default=False)
 
 
-class Flights:
-    """The keeper's requests on one device.
+class DiskRequests:
+    """Our requests on one device.
 
     Args:
         deadline_s: how long a request may take before it is late.
@@ -48,40 +48,45 @@ class Flights:
         self._deadline_s = deadline_s
         self._clock = clock
         self._tags = itertools.count(1)
-        self._open: dict[int, Transfer] = {}
+        self._open: dict[int, DiskRequest] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def submit(self, transfers: Sequence[Transfer]) -> None:
+    def submit(self, wanted: Sequence[DiskRequest]) -> None:
         """Hand requests to the device. From any thread; waits for nothing."""
-        if not transfers:
+        if not wanted:
             return
         deadline = self._clock() + self._deadline_s
-        requests: list[IoRequest] = []
+        sent: list[IoRequest] = []
         with self._lock:
-            for transfer in transfers:
-                transfer.deadline = deadline
+            for request in wanted:
+                request.deadline = deadline
                 tag = next(self._tags)
-                self._open[tag] = transfer
-                requests.append(
+                self._open[tag] = request
+                sent.append(
                     IoRequest(
-                        tag, transfer.op, transfer.offset, transfer.buffers, transfer.seals,
-                        transfer.checksum, transfer.stride,
+                        tag, request.op, request.offset, request.buffers, request.seals,
+                        request.checksum, request.stride,
                     )
                 )  # fmt: skip
         try:
-            self._device.submit(requests)
+            self._device.submit(sent)
         except DeviceError as error:
-            for request in requests:
-                self._end(Completion(request.tag, error))
+            for unsent in sent:
+                self._end(Completion(unsent.tag, error))
 
-    def run(self, timeout_s: float) -> None:
-        """Wait for completions, `timeout_s` at most, and tell the owners of what has ended."""
-        for completion in self._device.poll(timeout_s):
+    def run(self, timeout_s: float) -> bool:
+        """Wait for completions, `timeout_s` at most, and tell the owners of what has ended.
+
+        Returns whether something has.
+        """
+        completions = self._device.poll(timeout_s)
+        for completion in completions:
             self._end(completion)
         self._check_deadlines()
+        return bool(completions)
 
     def cancel_all(self) -> None:
         with self._lock:
@@ -90,20 +95,20 @@ class Flights:
 
     def _end(self, completion: Completion) -> None:
         with self._lock:
-            transfer = self._open.pop(completion.tag)
-        transfer.done(completion)
+            request = self._open.pop(completion.tag)
+        request.done(completion)
 
     def _check_deadlines(self) -> None:
         now = self._clock()
         with self._lock:
             late = {
-                tag: transfer
-                for tag, transfer in self._open.items()
-                if transfer.deadline < now and not transfer.is_late
+                tag: request
+                for tag, request in self._open.items()
+                if request.deadline < now and not request.is_late
             }
-            for transfer in late.values():
-                transfer.is_late = True
+            for request in late.values():
+                request.is_late = True
         if late:
             self._device.cancel(list(late))
-            for transfer in late.values():
-                transfer.late()
+            for request in late.values():
+                request.late()

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DRAM: few slots, of chunks that are objects. Who makes room when it is full: what nobody waits
+for first, then the farthest in the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from attnstore_vllm.index.chunk import Chunk, Copy, State
+from attnstore_vllm.index.tier import Tier
+from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
+from attnstore_vllm.policy.pins import Pin, Pins
+from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.types import DRAM
+
+SAVES_PART = 8
+"""One slot in so many is kept for what is saved and not yet written, or saves would push out what
+was read for the requests at the window's end, to be read again."""
+
+DIRTY_PART = 2
+"""When more than one slot in so many is dirty and nothing is written, reads may take what is
+nowhere else."""
+
+
+class DramTier(Tier):
+    """`owned` is what keeps its chunks alive.
+
+    Two orders of departure: `clean` of what a tier behind has too or all of them refuse, `dirty` of
+    what is nowhere else. What is not READY, or is wanted or pinned, stands in neither.
+
+    Args:
+        behind: the names of the tiers behind.
+    """
+
+    def __init__(
+        self, num_slots: int, clean: EvictionPolicy, dirty: EvictionPolicy, pins: Pins,
+        look_ahead: LookAhead, behind: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.name = DRAM
+        self.num_slots = num_slots
+        self.clean = clean
+        self.dirty = dirty
+        self.pins = pins
+        self.free = list(range(num_slots - 1, -1, -1))
+        self.owned: dict[int, Chunk] = {}
+        self.writes_stalled = False
+        """Nothing is being written, though the store's thread has just looked for what could be."""
+        self._look_ahead = look_ahead
+        self._behind = frozenset(behind)
+
+    @property
+    def num_used(self) -> int:
+        return len(self.owned)
+
+    def copy_of(self, chunk: Chunk) -> Copy:
+        return chunk.dram
+
+    def give(self, chunk: Chunk, state: State) -> None:
+        """A free slot becomes the chunk's; one transfer uses it."""
+        slot = self.free.pop()
+        assert slot not in self.owned
+        self.owned[slot] = chunk
+        chunk.dram = Copy(state, slot, uses=1)
+
+    def take_back(self, chunk: Chunk) -> None:
+        slot = chunk.dram.slot
+        assert self.owned.pop(slot) is chunk
+        self._enter(chunk, None)
+        self.pins.remove(slot)
+        self.free.append(slot)
+
+    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
+        for chunk in chunks:
+            chunk.run = run
+        slots = [chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0]
+        for order in (self.clean, self.dirty):
+            order.use([slot for slot in slots if slot in order], run)
+
+    # ---- pins ----------------------------------------------------------------------------
+
+    def pin(self, chunk: Chunk, pin: Pin) -> bool:
+        accepted = self.pins.add(chunk.dram.slot, pin, self.num_slots)
+        self.place(chunk)
+        return accepted
+
+    def unpin(self, chunk: Chunk) -> None:
+        """The caller places the chunk."""
+        self.pins.remove(chunk.dram.slot)
+
+    def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
+        for slot in self.pins.take_ended(now):
+            chunk = self.owned[slot]
+            chunk.run = renewed(chunk.run)
+            self.place(chunk)
+
+    # ---- who leaves ----------------------------------------------------------------------
+
+    def place(self, chunk: Chunk) -> None:
+        copy = chunk.dram
+        if copy.state is State.ABSENT:
+            return
+        stays = copy.state is not State.READY or chunk.dropped
+        if stays or self._look_ahead.is_wanted(chunk) or copy.slot in self.pins:
+            self._enter(chunk, None)
+            return
+        may_go = chunk.is_behind or self._behind <= chunk.refused_by
+        self._enter(chunk, self.clean if may_go else self.dirty)
+
+    def _enter(self, chunk: Chunk, order: EvictionPolicy | None) -> None:
+        """Put the chunk in one of the orders, or in none."""
+        slot = chunk.dram.slot
+        for other in (self.clean, self.dirty):
+            if other is not order and slot in other:
+                other.remove(slot)
+        if order is not None and slot not in order:
+            order.add(slot, chunk.run)
+
+    def is_full_of_wanted(self, whose: Order) -> bool:
+        """Whether a read for this request may only take the place of what farther ones want."""
+        num_staying = len(self.owned) - len(self.clean) - len(self.dirty)
+        limit = self.num_slots - self.num_slots // SAVES_PART
+        return num_staying >= limit and whose != self._look_ahead.first
+
+    def farther(self, whose: Order | None) -> Chunk | None:
+        """What only requests beyond this one want, and can be read again."""
+        wanted = self._look_ahead.farthest(whose, self._can_be_fetched_again)
+        assert wanted is None or isinstance(wanted, Chunk)
+        return wanted
+
+    def victim(self, now: float, whose: Order | None) -> tuple[Chunk | None, bool]:
+        """The chunk to evict, or None if none can go; and whether somebody waits for it.
+
+        First what nobody waits for and a tier behind has too, or has refused; then what only
+        requests beyond `whose` wait for and can be read again. What is to be written yet would be
+        lost: it goes for a save alone (`whose` is None), which brings what nobody has; for what a
+        request waits for only if most is dirty and nothing is written: else it would wait for
+        nothing.
+        """
+
+        def can_go(slot: int) -> bool:
+            return self.owned[slot].dram.uses == 0
+
+        slot = self.clean.victim(now, can_go)
+        if slot is None:
+            wanted = self.farther(whose)
+            if wanted is not None:
+                return wanted, True
+            is_stuck = self.writes_stalled and len(self.dirty) > self.num_slots // DIRTY_PART
+            if whose is None or (is_stuck and whose != LAST):
+                slot = self.dirty.victim(now, can_go)
+        return (self.owned[slot] if slot is not None else None), False
+
+    def _can_be_fetched_again(self, chunk: Hashable) -> bool:
+        assert isinstance(chunk, Chunk)
+        copy = chunk.dram
+        is_ready = copy.state is State.READY and chunk.is_behind
+        return is_ready and copy.uses == 0 and copy.slot not in self.pins
+
+    # ---- the waiting queue ---------------------------------------------------------------
+
+    def want(self, request_id: str, chunks: Sequence[Chunk]) -> None:
+        """What a waiting request wants, in place of what it wanted before."""
+        absent = [chunk for chunk in chunks if chunk.dram.state is State.ABSENT]
+        new, unwanted = self._look_ahead.want(request_id, chunks, absent)
+        self._place_all((*new, *unwanted))
+
+    def leave_queue(self, request_id: str) -> None:
+        """The request runs, or was aborted."""
+        self._place_all(self._look_ahead.remove(request_id))
+
+    def lose(self, chunk: Chunk) -> None:
+        """The chunk is not found any more."""
+        self.place(chunk)
+        self._place_all(self._look_ahead.lost(chunk))
+
+    def _place_all(self, chunks: Sequence[Hashable]) -> None:
+        for chunk in chunks:
+            assert isinstance(chunk, Chunk)
+            self.place(chunk)
+
+    def check_integrity(self) -> None:
+        assert len(self.free) + len(self.owned) == self.num_slots
+        assert not set(self.free) & self.owned.keys()
+        for slot, chunk in self.owned.items():
+            assert chunk.dram.slot == slot
+            assert chunk.dram.state is not State.ABSENT
+            uses = [chunk.dram.uses, *(copy.uses for copy in chunk.behind.values())]
+            assert chunk.dropped <= (max(uses) > 0)
+            assert not (slot in self.pins and (slot in self.clean or slot in self.dirty))
+        assert all(slot in self.owned for slot in self.pins)

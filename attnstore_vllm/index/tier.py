@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam of a tier: what residency.py needs of the books of each, and what they share.
+
+A tier's books say which slots are free, whose the others are, and who leaves next. They move no
+bytes: store/tier_io.py is the seam for that. DRAM (dram_tier.py) stands before all others, since
+HBM is copied from and to it alone. The tiers behind it are a list, nearest first: NVMe
+(nvme_tier.py), and whatever else is made of TierBehind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from attnstore_vllm.index.chunk import Chunk, Copy, State
+from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.policy.lookahead import LookAhead
+from attnstore_vllm.policy.pins import Pin, Pins
+from attnstore_vllm.policy.returns import Run
+
+
+class Tier(ABC):
+    """The books of one tier. A chunk has at most one slot in it."""
+
+    name: str
+    num_slots: int
+    """The most there can be."""
+    pins: Pins
+
+    @property
+    @abstractmethod
+    def num_used(self) -> int:
+        """Slots that are not free."""
+
+    @abstractmethod
+    def copy_of(self, chunk: Chunk) -> Copy:
+        """The chunk's bytes here; NOWHERE if there are none."""
+
+    @abstractmethod
+    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
+        """A run uses those of these chunks that are here, in the order of depth."""
+
+    @abstractmethod
+    def pin(self, chunk: Chunk, pin: Pin) -> bool:
+        """Keep the chunk in no order of departure, if its tenant's share allows."""
+
+    @abstractmethod
+    def unpin(self, chunk: Chunk) -> None:
+        """Take the chunk's pin away, if it has one."""
+
+    @abstractmethod
+    def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
+        """Let go what is pinned no longer, as if its run had used it now. Cost: bounded."""
+
+    @abstractmethod
+    def place(self, chunk: Chunk) -> None:
+        """Said whenever the state of a chunk that may be here has changed."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Assert what always holds. Cost: all slots; for tests and idle moments."""
+
+
+class Waiting:
+    """Chunks of DRAM that wait for being written to one tier, in the order they came. Bounded.
+
+    What was evicted or dropped since it came is passed over, and does not pile up.
+
+    Args:
+        limit: chunks that can wait at a time: the slots of DRAM.
+    """
+
+    def __init__(self, tier: str, limit: int) -> None:
+        self._tier = tier
+        self._limit = limit
+        self._oldest_first: dict[Chunk, None] = {}
+
+    def __len__(self) -> int:
+        """At most twice the limit."""
+        return len(self._oldest_first)
+
+    def add(self, chunk: Chunk) -> None:
+        if len(self._oldest_first) >= 2 * self._limit:
+            self._oldest_first = {c: None for c in self._oldest_first if self._waits(c)}
+        self._oldest_first[chunk] = None
+
+    def next(self, *, newest_first: bool) -> Chunk | None:
+        """The chunk to write next; it stays until remove()."""
+        while self._oldest_first:
+            queue = self._oldest_first
+            chunk = next(reversed(queue) if newest_first else iter(queue))
+            if self._waits(chunk):
+                return chunk
+            del queue[chunk]
+        return None
+
+    def remove(self, chunk: Chunk) -> None:
+        del self._oldest_first[chunk]
+
+    def clear(self) -> None:
+        self._oldest_first.clear()
+
+    def _waits(self, chunk: Chunk) -> bool:
+        is_here = chunk.dram.state is State.READY and not chunk.dropped
+        return is_here and self._tier not in chunk.behind
+
+
+class TierBehind(Tier):
+    """A tier that DRAM is written back to and read from.
+
+    Args:
+        dram_slots: of the tier before it.
+        dram_pins: what is pinned there is admitted here.
+    """
+
+    order: EvictionPolicy
+    """Who leaves next, by slot. What is pinned stands in none."""
+
+    def __init__(self, name: str, dram_slots: int, dram_pins: Pins, look_ahead: LookAhead) -> None:
+        self.name = name
+        self.is_lost = False
+        """Out of use for good: nothing comes here any more."""
+        self.waiting = Waiting(name, dram_slots)
+        self._dram_pins = dram_pins
+        self._look_ahead = look_ahead
+
+    def copy_of(self, chunk: Chunk) -> Copy:
+        return chunk.at(self.name)
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int: ...
+
+    @abstractmethod
+    def give(self, chunk: Chunk) -> int:
+        """A free slot, which is the chunk's from now on."""
+
+    @abstractmethod
+    def take_back(self, chunk: Chunk) -> None:
+        """The chunk's slot is free."""
+
+    @abstractmethod
+    def abandon(self, chunk: Chunk) -> None:
+        """The chunk is not found any more, but its slot is not free before take_back()."""
+
+    @abstractmethod
+    def written(self, chunk: Chunk) -> None:
+        """The chunk is READY here, and in the index."""
+
+    @abstractmethod
+    def live(self, slot: int) -> Chunk | None:
+        """The owner of the slot. None: it is at rest, an entry of the index and no object."""
+
+    def forget_at_rest(self, slot: int) -> None:
+        """The slot is free, and its owner, which is at rest, is not found any more."""
+        raise NotImplementedError(f"{self.name} keeps no chunk that is no object")
+
+    def forget_all_at_rest(self, keep: Iterable[Chunk]) -> None:
+        """No chunk that is no object is found any more.
+
+        Args:
+            keep: all objects that stay in the index.
+        """
+
+    def run_of(self, chunk: Chunk) -> Run | None:
+        """The run that used the chunk last, if it is remembered here and not in the chunk."""
+        return None
+
+    def place(self, chunk: Chunk) -> None:
+        """Nothing depends on what other tiers have of the chunk."""
+
+    # ---- room ----------------------------------------------------------------------------
+
+    def victim(self, chunk: Chunk, now: float) -> tuple[int | None, bool]:
+        """The slot to free for a chunk, None if none can go; and then, whether it is refused.
+
+        What somebody waits for goes only if nothing else is found, the farthest first, and only
+        for what somebody waits for too, or has pinned.
+        """
+        slot = self.order.victim(now, self._can_go)
+        if self._look_ahead.is_wanted(chunk) or chunk.dram.slot in self._dram_pins:
+            return (slot if slot is not None else self._farthest()), False
+        if slot is None:
+            return None, self._farthest() is not None
+        is_refused = not self.order.admits(chunk.run, slot, now)
+        return (None if is_refused else slot), is_refused
+
+    def _can_go(self, slot: int) -> bool:
+        chunk = self.live(slot)
+        return chunk is None or (self._is_idle(chunk) and not self._look_ahead.is_wanted(chunk))
+
+    def _farthest(self) -> int | None:
+        chunk = self._look_ahead.farthest_of_all(self._can_leave)
+        assert chunk is None or isinstance(chunk, Chunk)
+        return chunk.at(self.name).slot if chunk is not None else None
+
+    def _can_leave(self, chunk: Hashable) -> bool:
+        assert isinstance(chunk, Chunk)
+        is_pinned = chunk.at(self.name).slot in self.pins
+        return self._is_idle(chunk) and not chunk.dropped and not is_pinned
+
+    def _is_idle(self, chunk: Chunk) -> bool:
+        copy = chunk.at(self.name)
+        return copy.uses == 0 and copy.state is State.READY

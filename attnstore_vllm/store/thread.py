@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store's own thread: everything between DRAM and the tiers behind, also while the engine
+sleeps.
+
+It runs the parts in turn (what each tier does by itself, reads, writes), waits for what ends, and
+tells the parts. The lock is taken to decide and to note what has ended, never across I/O or a
+checksum.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from attnstore_vllm.policy.budget import Budget
+from attnstore_vllm.store.context import Context
+from attnstore_vllm.store.reader import Reader
+from attnstore_vllm.store.tier_io import Reset, TierIo
+from attnstore_vllm.store.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+_IDLE_POLL_S = 0.05
+WRITE_BURST_S = 3600.0
+
+
+class StoreThread:
+    """See the module. Methods marked *locked* are called with the store's lock held.
+
+    Args:
+        tiers: nearest first. The first one's poll() is where the thread waits.
+        daily_writes: bytes that may be written to each a day, or None.
+        learn: called in every turn: what is slow and not urgent.
+    """
+
+    def __init__(
+        self, context: Context, tiers: Sequence[TierIo], *, daily_writes: int | None = None,
+        learn: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._context = context
+        self._learn = learn
+        self.tiers = tiers
+        self.reader = Reader(context, tiers)
+        rate = daily_writes / 86_400 if daily_writes is not None else None
+        self._writers = [Writer(context, tier, Budget(rate, WRITE_BURST_S)) for tier in tiers]
+        self._stopping = False
+        self.is_out = False
+        """Locked. The thread has ended by an error of ours: all it moves is out of use for good."""
+        self._thread = threading.Thread(target=self._run, name="attnstore", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        self.tiers[0].wake()
+
+    def is_idle(self) -> bool:
+        """Locked. Nothing dirty and nothing in flight."""
+        if self.is_out:
+            return True
+        is_busy = self.reader.is_busy or any(writer.has_work for writer in self._writers)
+        return not is_busy and all(tier.is_at_rest for tier in self.tiers)
+
+    def stop(self, grace_s: float) -> None:
+        """Write back what is dirty, newest first, for up to `grace_s`; then end all."""
+        deadline = time.monotonic() + grace_s
+        progress = self._context.progress
+        with progress:
+            for writer in self._writers:
+                writer.newest_first = True
+            self.reader.forget_wanted()  # nobody waits for it now, and reads go before writes
+            while self._has_writes():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                progress.wait(min(0.1, left))
+            self._stopping = True
+        self.wake()
+        self._thread.join(max(0.5, deadline - time.monotonic()))
+        for tier in self.tiers:
+            tier.cancel()
+            if not tier.close(max(0.5, deadline - time.monotonic())):
+                logger.warning(
+                    "%s still has requests in flight; nobody waits for them", tier.tier.name
+                )
+
+    def _has_writes(self) -> bool:
+        """Locked. Whether something is still to be written where that is possible."""
+        pairs = zip(self.tiers, self._writers, strict=True)
+        return any(writer.has_work and tier.health.writes.in_use for tier, writer in pairs)
+
+    def reset(self) -> list[Reset]:
+        """Begin a reset of all tiers; the caller waits for it. From any thread."""
+        with self._context.progress:
+            self.reader.forget_wanted()
+            self._context.residency.drop_all()
+            resets = [tier.reset() for tier in self.tiers]
+        for tier in self.tiers:
+            tier.submit()
+        self.wake()
+        return resets
+
+    # ---- the thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self.turn(_POLL_S)
+        except Exception:
+            # The thread's outermost frame: the tiers behind are out of use, the server goes on.
+            logger.exception("AttnStore's NVMe tier stops; DRAM and the server go on")
+            with self._context.progress:
+                self.is_out = True
+                self._stopping = True
+                for tier in self.tiers:
+                    tier.health.end()
+                    self._context.residency.lose(tier.tier)
+                self._context.progress.notify_all()
+
+    def turn(self, poll_s: float) -> None:
+        """Start what can be started, wait `poll_s` at most for what ends, and note it."""
+        if self._learn is not None:
+            self._learn()
+        for tier in self.tiers:
+            tier.turn()
+        self.reader.start()
+        with self._context.progress:
+            reading = self.reader.num_reading > 0
+        for writer in self._writers:
+            writer.start(reading)
+        with self._context.progress:
+            is_storing = any(tier.num_storing for tier in self.tiers)
+            self._context.residency.dram.writes_stalled = not is_storing
+        if not reading:
+            for tier in self.tiers:
+                if tier.idle_turn():
+                    poll_s = min(poll_s, _IDLE_POLL_S)
+        first, *others = self.tiers
+        for tier in others:
+            if tier.poll(0.0):
+                first.wake()  # what has ended may have made room for more
+        first.poll(poll_s)
