@@ -21,7 +21,7 @@ import numpy as np
 
 from attnstore_vllm.config import seconds_of
 from attnstore_vllm.index.keys import encode_tokens
-from attnstore_vllm.policy.returns import NO_TERMS, Terms
+from attnstore_vllm.policy.runs import NO_TERMS, Terms
 from attnstore_vllm.types import TOKEN_BYTES
 
 SECTION: Final = "attnstore"

@@ -26,7 +26,8 @@ from tqdm import tqdm
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.policy.eviction import Lru
+from attnstore_vllm.policy.eviction.departures import Departures, departures
+from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.types import NVME, Key
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +36,10 @@ CONVERSATION_CHUNKS = 16
 VOCABULARY = 128_000
 TENANT = bytes(32)
 SYSTEM = np.random.default_rng(0).integers(0, VOCABULARY, CHUNK_TOKENS).tolist()
+
+
+def lru(num_slots: int) -> Departures:
+    return departures("lru", num_slots, ReturnEstimator())
 
 
 def resident_bytes() -> int:
@@ -92,7 +97,13 @@ def measure(num_chunks: int, num_tokens: int, rounds: int) -> dict[str, Any]:
     gc.collect()
     before = resident_bytes()
     slots = num_chunks + rounds * (num_tokens // CHUNK_TOKENS)
-    residency = Residency(16, slots, Lru, chunk_tokens=CHUNK_TOKENS, seed=1)
+    residency = Residency(
+        16,
+        slots,
+        lru,
+        chunk_tokens=CHUNK_TOKENS,
+        seed=1,
+    )
     residency.nvme.open(0, slots)
     fill(residency, num_chunks)
     gc.collect()

@@ -18,6 +18,8 @@ from blake3 import blake3
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
 from attnstore_vllm.io.device import Device
+from attnstore_vllm.policy.eviction.departures import Departures, departures
+from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.store.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
 from attnstore_vllm.store.slab import Slab, new_generation, num_segments_for, segment_bytes_for
 from attnstore_vllm.store.store import Store
@@ -118,6 +120,11 @@ def names_of(sequence: SequenceKeys) -> list[ChunkName]:
 
 def payload_of(name: ChunkName, version: int = 0, num_bytes: int = PAYLOAD_BYTES) -> bytes:
     return blake3(name.key + version.to_bytes(8, "little")).digest(length=num_bytes)
+
+
+def lru(num_slots: int) -> Departures:
+    """The order of departure in which nothing is learned."""
+    return departures("lru", num_slots, ReturnEstimator())
 
 
 def wait_until(condition: Callable[[], bool], store: Store) -> None:

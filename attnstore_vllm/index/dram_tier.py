@@ -8,10 +8,10 @@ from collections.abc import Callable, Hashable, Sequence
 
 from attnstore_vllm.index.chunk import Chunk, Copy, State
 from attnstore_vllm.index.tier import Tier
-from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.pins import Pin, Pins
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.runs import Run
 from attnstore_vllm.types import DRAM
 
 SAVES_PART = 8
@@ -34,7 +34,7 @@ class DramTier(Tier):
     """
 
     def __init__(
-        self, num_slots: int, clean: EvictionPolicy, dirty: EvictionPolicy, pins: Pins,
+        self, num_slots: int, clean: Departures, dirty: Departures, pins: Pins,
         look_ahead: LookAhead, behind: Sequence[str],
     ) -> None:  # fmt: skip
         self.name = DRAM
@@ -107,7 +107,7 @@ class DramTier(Tier):
         may_go = chunk.is_behind or self._behind <= chunk.refused_by
         self._enter(chunk, self.clean if may_go else self.dirty)
 
-    def _enter(self, chunk: Chunk, order: EvictionPolicy | None) -> None:
+    def _enter(self, chunk: Chunk, order: Departures | None) -> None:
         """Put the chunk in one of the orders, or in none."""
         slot = chunk.dram.slot
         for other in (self.clean, self.dirty):

@@ -27,10 +27,10 @@ import numpy.typing as npt
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.tier import TierBehind
-from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.pins import Pin, Pins
-from attnstore_vllm.policy.returns import NO_RUN, Run
+from attnstore_vllm.policy.runs import NO_RUN, Run
 from attnstore_vllm.types import NVME
 
 CLOSED: Final = 0
@@ -52,7 +52,7 @@ class NvmeTier(TierBehind):
     """All slots are closed at first."""
 
     def __init__(
-        self, num_slots: int, order: EvictionPolicy, pins: Pins, index: PrefixIndex, *,
+        self, num_slots: int, order: Departures, pins: Pins, index: PrefixIndex, *,
         dram_slots: int, dram_pins: Pins, look_ahead: LookAhead,
     ) -> None:  # fmt: skip
         super().__init__(NVME, dram_slots, dram_pins, look_ahead)

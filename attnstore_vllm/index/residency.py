@@ -23,10 +23,10 @@ from attnstore_vllm.index.pinning import Pinning
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
 from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.index.tier import TierBehind
-from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.pins import Pins
-from attnstore_vllm.policy.returns import Run, unknown_run
+from attnstore_vllm.policy.runs import Run, unknown_run
 from attnstore_vllm.types import NVME
 
 REFUSALS_MAX = 32
@@ -41,7 +41,7 @@ class MakeBooks(Protocol):
     name: str
 
     def books(
-        self, policy: Callable[[int], EvictionPolicy], dram: DramTier, look_ahead: LookAhead
+        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead
     ) -> TierBehind: ...
 
 
@@ -59,7 +59,7 @@ class Residency:
     """
 
     def __init__(
-        self, dram_slots: int, nvme_slots: int, policy: Callable[[int], EvictionPolicy], *,
+        self, dram_slots: int, nvme_slots: int, policy: Callable[[int], Departures], *,
         chunk_tokens: int, seed: int = 0, grain: int = GRAIN_TOKENS,
         pin_shares: tuple[float, float] = (0.0, 0.0), more: Sequence[MakeBooks] = (),
     ) -> None:  # fmt: skip

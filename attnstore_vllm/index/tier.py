@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from attnstore_vllm.index.chunk import Chunk, Copy, State
-from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.pins import Pin, Pins
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.runs import Run
 
 
 class Tier(ABC):
@@ -113,7 +113,7 @@ class TierBehind(Tier):
         dram_pins: what is pinned there is admitted here.
     """
 
-    order: EvictionPolicy
+    order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
 
     def __init__(self, name: str, dram_slots: int, dram_pins: Pins, look_ahead: LookAhead) -> None:

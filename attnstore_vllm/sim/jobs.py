@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.policy.by_return import Visit
+from attnstore_vllm.policy.visits import Visit
 from attnstore_vllm.sim.keys import TraceKeys
 from attnstore_vllm.sim.trace import Request
 from attnstore_vllm.store.format import PAGE_BYTES

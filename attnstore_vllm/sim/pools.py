@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
-from attnstore_vllm.policy.by_return import ByReturn, visit_of
-from attnstore_vllm.policy.eviction import Fifo, Lru
-from attnstore_vllm.policy.returns import ReturnEstimator, unknown_run
+from attnstore_vllm.policy.eviction.departures import departures
+from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
+from attnstore_vllm.policy.runs import unknown_run
+from attnstore_vllm.policy.visits import visit_of
 from attnstore_vllm.sim.trace import Request, Trace
 
 
@@ -38,24 +40,23 @@ def _always(_: object) -> bool:
 class InOrder:
     """lru and fifo. Of one request the last chunk is the one that goes first."""
 
-    def __init__(self, num_slots: int, policy: Lru) -> None:
+    def __init__(self, policy: str, num_slots: int, trace: Trace) -> None:
         self._num_slots = num_slots
-        self._policy = policy
+        self._order = departures(policy, trace.num_chunks, ReturnEstimator())
 
     def __contains__(self, chunk: int) -> bool:
-        return chunk in self._policy
+        return chunk in self._order
 
     def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
-        policy, run = self._policy, unknown_run(request.arrival_s)
-        for chunk in reversed(chunks):
-            if chunk in policy:
-                policy.use([chunk], run)
-                continue
-            if len(policy) >= self._num_slots:
-                victim = policy.victim(request.arrival_s, _always)
-                assert victim is not None
-                policy.remove(victim)
-            policy.add(chunk, run)
+        order, run = self._order, unknown_run(request.arrival_s)
+        order.use([chunk for chunk in chunks if chunk in order], run)
+        for chunk in chunks:
+            if chunk not in order:
+                order.add(chunk, run)
+        while len(order) > self._num_slots:
+            victim = order.victim(request.arrival_s, _always)
+            assert victim is not None
+            order.remove(victim)
 
 
 class ByReturnPool:
@@ -65,7 +66,7 @@ class ByReturnPool:
         self._num_slots = num_slots
         self._chunk_tokens = trace.chunk_tokens
         self._estimator = ReturnEstimator()
-        self._order = ByReturn(trace.num_chunks, self._estimator)
+        self._order = departures("attnstore", trace.num_chunks, self._estimator)
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._order
@@ -132,8 +133,8 @@ class Infinite:
 
 POLICIES: dict[str, Callable[[int, Trace], Pool]] = {
     "attnstore": ByReturnPool,
-    "lru": lambda num_slots, trace: InOrder(num_slots, Lru(trace.num_chunks)),
-    "fifo": lambda num_slots, trace: InOrder(num_slots, Fifo(trace.num_chunks)),
+    "lru": partial(InOrder, "lru"),
+    "fifo": partial(InOrder, "fifo"),
     "belady": Belady,
     "infinite": lambda _, __: Infinite(),
 }

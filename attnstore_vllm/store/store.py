@@ -29,10 +29,11 @@ from attnstore_vllm.index.prefix import Piece, confirm, has_come, settle
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.io.device import Device
-from attnstore_vllm.policy.by_return import ByReturn, Visit, visit_of
-from attnstore_vllm.policy.eviction import EvictionPolicy, Fifo, Lru
+from attnstore_vllm.policy.eviction.departures import departures
+from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.returns import NO_TERMS, ReturnEstimator, Run, Terms
+from attnstore_vllm.policy.runs import NO_TERMS, Run, Terms
+from attnstore_vllm.policy.visits import Visit, visit_of
 from attnstore_vllm.store.context import Context, Pool
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
@@ -84,10 +85,11 @@ class Store:
         self._ttl_s = ttl_s
         self._has_leases = ttl_s is not None
         """Whether anything may expire: what costs nothing where nobody asks for it."""
+        order = partial(departures, eviction, estimator=self._estimator, ttl_s=ttl_s)
         self.residency = Residency(
-            pool.num_slots, slab.records_max, partial(self._policy, eviction), grain=grain,
-            chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64), pin_shares=pin_shares,
-            more=more_tiers,
+            pool.num_slots, slab.records_max, order, grain=grain,
+            chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64),
+            pin_shares=pin_shares, more=more_tiers,
         )  # fmt: skip
         self._pieces_max = pool.num_slots
         self._moved = MovedKv(
@@ -109,11 +111,6 @@ class Store:
         )
         if threaded:
             self.thread.start()
-
-    def _policy(self, eviction: str, num_slots: int) -> EvictionPolicy:
-        if eviction == "attnstore":
-            return ByReturn(num_slots, self._estimator, self._ttl_s)
-        return {"lru": Lru, "fifo": Fifo}[eviction](num_slots)
 
     def turn(self) -> None:
         """One round of what our thread does. For simulations, without the thread."""

@@ -16,10 +16,10 @@ from attnstore_vllm.index.chunk import NOWHERE, Chunk, State
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.io.checksum import checksum
-from attnstore_vllm.policy.eviction import EvictionPolicy
+from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.pins import Pin, Pins
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.runs import Run
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.tier_io import Loaded, Stored, TierIo
@@ -32,7 +32,7 @@ class DictBooks(TierBehind):
     """`owned` keeps its chunks alive; those that were dropped stay until nothing touches them."""
 
     def __init__(
-        self, name: str, num_slots: int, order: EvictionPolicy, dram: DramTier,
+        self, name: str, num_slots: int, order: Departures, dram: DramTier,
         look_ahead: LookAhead,
     ) -> None:  # fmt: skip
         super().__init__(name, dram.num_slots, dram.pins, look_ahead)
@@ -198,7 +198,7 @@ class MakeDictTier:
         self._num_slots = num_slots
 
     def books(
-        self, policy: Callable[[int], EvictionPolicy], dram: DramTier, look_ahead: LookAhead
+        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead
     ) -> DictBooks:
         order = policy(self._num_slots)
         return DictBooks(self.name, self._num_slots, order, dram, look_ahead)

@@ -21,9 +21,8 @@ from attnstore_vllm.index.keys import SequenceKeys, chunk_key
 from attnstore_vllm.index.prefix import confirm
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.stops import kept_end, whole_blocks
-from attnstore_vllm.policy.eviction import Lru
 from attnstore_vllm.types import NVME
-from tests.helpers import sequence_of
+from tests.helpers import lru, sequence_of
 
 GRAIN, CHUNK = 4, 64  # eighths of two blocks, as in chunks of 256
 SLOTS = 512
@@ -70,7 +69,7 @@ class World:
 
     def __init__(self, secret: Store) -> None:
         self._secret = secret
-        self._residency = Residency(SLOTS, SLOTS, Lru, chunk_tokens=CHUNK, grain=GRAIN)
+        self._residency = Residency(SLOTS, SLOTS, lru, chunk_tokens=CHUNK, grain=GRAIN)
         self._residency.nvme.open(0, SLOTS)
         self._names: list[list[ChunkName]] = []
 

@@ -10,16 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.policy.by_return import (
-    CHUNKS_MAX,
-    GROUPS_MAX,
-    VICTIMS_MAX,
-    ByReturn,
-    Visit,
-    visit_of,
-)
-from attnstore_vllm.policy.eviction import EvictionPolicy
-from attnstore_vllm.policy.returns import ReturnEstimator, Run, kind_of
+from attnstore_vllm.policy.eviction.by_return import VICTIMS_MAX
+from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, Departures, departures
+from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator, kind_of
+from attnstore_vllm.policy.runs import Run
+from attnstore_vllm.policy.visits import Visit, visit_of
 
 KIND = kind_of(1, None, 1000, is_fresh=True, is_shared=False)
 
@@ -32,16 +27,16 @@ def run_at(since: float, kind: int = KIND) -> Run:
     return Run(1, kind, since, False)
 
 
-def untrained(num_slots: int = 100) -> ByReturn:
-    return ByReturn(num_slots, ReturnEstimator())
+def untrained(num_slots: int = 100) -> Departures:
+    return departures("attnstore", num_slots, ReturnEstimator())
 
 
-def fill(order: ByReturn, slots: range, run: Run) -> None:
+def fill(order: Departures, slots: range, run: Run) -> None:
     for slot in slots:
         order.add(slot, run)
 
 
-def empty(order: EvictionPolicy, now: float) -> list[int]:
+def empty(order: Departures, now: float) -> list[int]:
     gone = []
     while len(order):
         slot = order.victim(now, anything)
@@ -109,7 +104,7 @@ def test_the_cost_of_a_decision_is_bounded() -> None:
         fill(order, range(20 * number, 20 * number + 20), run_at(float(number)))
     asked: list[int] = []
     assert order.victim(2000.0, lambda slot: asked.append(slot) or False) is None  # type: ignore[func-returns-value]
-    assert len(asked) <= 2 * GROUPS_MAX * (CHUNKS_MAX + 1)
+    assert len(asked) <= 2 * GROUPS_MAX * (SLOTS_MAX + 1)
 
 
 def test_held_runs_at_one_end_do_not_hide_the_others() -> None:
@@ -190,7 +185,7 @@ def test_a_decision_finds_the_run_that_is_worth_least() -> None:
         kind_of(turn, None, tokens, is_fresh=True, is_shared=False)
         for turn in (1, 2) for tokens in (100, 4000, 40_000)
     ]  # fmt: skip
-    order = ByReturn(60, estimator)
+    order = departures("attnstore", 60, estimator)
     left = {n: run_at(4.0 * n, rng.choice(kinds)) for n in range(60)}
     for slot, run in left.items():
         order.add(slot, run)
@@ -207,7 +202,7 @@ def test_a_decision_finds_the_run_that_is_worth_least() -> None:
     assert worths[-1] > 10 * worths[0]
 
 
-def ask(order: ByReturn, estimator: ReturnEstimator, chunks: list[int], now: float) -> Visit:
+def ask(order: Departures, estimator: ReturnEstimator, chunks: list[int], now: float) -> Visit:
     """A request of whole chunks of 256 tokens, all of which are stored then."""
     last = []
     for chunk in chunks:
@@ -226,7 +221,7 @@ def ask(order: ByReturn, estimator: ReturnEstimator, chunks: list[int], now: flo
 
 def test_what_conversations_share_is_told_from_what_is_their_own() -> None:
     estimator = ReturnEstimator()
-    order = ByReturn(100, estimator)
+    order = departures("attnstore", 100, estimator)
     assert ask(order, estimator, [0, 1, 2], 0.0).num_shared == 0
     visit = ask(order, estimator, [0, 1, 12, 13], 10.0)  # another one, same beginning
     assert visit.num_shared == 2
@@ -238,7 +233,7 @@ def test_what_conversations_share_is_told_from_what_is_their_own() -> None:
 
 def test_a_conversation_alone_shares_nothing() -> None:
     estimator = ReturnEstimator()
-    order = ByReturn(100, estimator)
+    order = departures("attnstore", 100, estimator)
     for turn in range(1, 6):
         visit = ask(order, estimator, list(range(2 * turn)), 30.0 * turn)
         assert visit.num_shared == 0
@@ -248,7 +243,7 @@ def test_a_conversation_alone_shares_nothing() -> None:
 def test_a_conversation_without_end() -> None:
     """Also the same prompt again and again, as a health probe sends it."""
     estimator = ReturnEstimator()
-    order = ByReturn(10, estimator)
+    order = departures("attnstore", 10, estimator)
     for second in range(33_000):
         visit = ask(order, estimator, [0, 1], float(second))
     assert visit.own.kind == kind_of(4, 1.0, 512, is_fresh=False, is_shared=False)
@@ -268,8 +263,8 @@ def test_what_has_left_a_group_takes_no_room_in_it() -> None:
 
 def test_turns_are_counted_also_if_nothing_is_stored_any_more() -> None:
     estimator = ReturnEstimator()
-    ask(ByReturn(100, estimator), estimator, [0, 1], 0.0)
-    visit = ask(ByReturn(100, estimator), estimator, [0, 1, 2], 20.0)
+    ask(departures("attnstore", 100, estimator), estimator, [0, 1], 0.0)
+    visit = ask(departures("attnstore", 100, estimator), estimator, [0, 1, 2], 20.0)
     assert visit.own.kind == kind_of(2, 20.0, 768, is_fresh=False, is_shared=False)
 
 

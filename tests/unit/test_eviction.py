@@ -3,14 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.policy.eviction import LOOK_MAX, EvictionPolicy, Fifo, Lru
-from attnstore_vllm.policy.returns import unknown_run
+from attnstore_vllm.policy.eviction.departures import Departures, departures
+from attnstore_vllm.policy.eviction.lru import LOOK_MAX
+from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
+from attnstore_vllm.policy.runs import Run, lease_for, unknown_run
+from tests.helpers import lru
 
-RUN = unknown_run(0.0)
+
+def fifo(num_slots: int) -> Departures:
+    return departures("fifo", num_slots, ReturnEstimator())
+
+
+def run_now() -> Run:
+    return unknown_run(0.0)
 
 
 def everything(slot: int) -> bool:
@@ -21,21 +34,21 @@ def nothing(slot: int) -> bool:
     return False
 
 
-def filled(count: int) -> Lru:
-    policy = Lru(count)
+def filled(count: int) -> Departures:
+    """Each slot by another run."""
+    order = lru(count)
     for slot in range(count):
-        policy.add(slot, RUN)
-    return policy
+        order.add(slot, run_now())
+    return order
 
 
-def test_it_is_an_eviction_policy() -> None:
-    policy: EvictionPolicy = Lru(3)
-    assert policy.victim(0.0, everything) is None
+def test_an_empty_tier_gives_up_nothing() -> None:
+    assert lru(3).victim(0.0, everything) is None
 
 
 def test_the_least_recently_used_goes_first() -> None:
     policy = filled(3)
-    policy.use([0], RUN)
+    policy.use([0], run_now())
     assert policy.victim(0.0, everything) == 1
     policy.remove(1)
     assert policy.victim(0.0, everything) == 2
@@ -62,18 +75,18 @@ def test_the_cost_of_a_decision_is_bounded() -> None:
 def test_an_id_is_added_once() -> None:
     policy = filled(1)
     with pytest.raises(AssertionError):
-        policy.add(0, RUN)
+        policy.add(0, run_now())
 
 
 @given(st.lists(st.tuples(st.sampled_from("aur"), st.integers(0, 5))))
 def test_order_against_a_list(steps: list[tuple[str, int]]) -> None:
-    policy, oldest_first = Lru(6), list[int]()
+    policy, oldest_first = lru(6), list[int]()
     for action, chunk in steps:
         if action == "a" and chunk not in oldest_first:
-            policy.add(chunk, RUN)
+            policy.add(chunk, run_now())
             oldest_first.append(chunk)
         elif action == "u" and chunk in oldest_first:
-            policy.use([chunk], RUN)
+            policy.use([chunk], run_now())
             oldest_first.remove(chunk)
             oldest_first.append(chunk)
         elif action == "r" and chunk in oldest_first:
@@ -83,18 +96,52 @@ def test_order_against_a_list(steps: list[tuple[str, int]]) -> None:
 
 
 def test_fifo_forgets_use() -> None:
-    policy = Fifo(3)
+    policy = fifo(3)
     for slot in range(3):
-        policy.add(slot, RUN)
-    policy.use([0], RUN)
+        policy.add(slot, run_now())
+    policy.use([0], run_now())
     assert policy.victim(0.0, everything) == 0
 
 
 def test_of_one_run_the_deepest_goes_first() -> None:
     policy = filled(4)
-    policy.use([0, 2, 1], RUN)
+    policy.use([0, 2, 1], run_now())
     gone = []
     while len(policy):
         gone.append(policy.victim(0.0, everything))
         policy.remove(gone[-1] if gone[-1] is not None else -1)
-    assert gone == [3, 1, 2, 0]
+    assert gone == [3, 1, 2, 0]  # nobody has used 3 since
+
+
+@pytest.mark.parametrize("make", [lru, fifo])
+def test_a_simple_order_keeps_priorities_too(make: Callable[[int], Departures]) -> None:
+    order, gone = make(3), []
+    for slot, priority in enumerate((1, -1, 0)):
+        order.add(slot, replace(run_now(), priority=priority))
+    while (slot_gone := order.victim(0.0, everything)) is not None:
+        gone.append(slot_gone)
+        order.remove(slot_gone)
+    assert gone == [1, 2, 0]
+
+
+@pytest.mark.parametrize("make", [lru, fifo])
+def test_a_simple_order_keeps_leases_too(make: Callable[[int], Departures]) -> None:
+    order = make(2)
+    order.add(0, run_now())
+    order.add(1, replace(run_now(), lease=lease_for(10.0, 0.0)))
+    assert order.victim(9.0, everything) == 0
+    order.use([1], replace(run_now(), since=5.0, lease=lease_for(10.0, 5.0)))
+    assert order.victim(14.0, everything) == 0
+    assert order.victim(15.0, everything) == 1
+
+
+@pytest.mark.parametrize("make", [lru, fifo])
+def test_what_recovery_found_goes_before_all_others(make: Callable[[int], Departures]) -> None:
+    order = make(4)
+    order.add(0, run_now())
+    order.add_oldest(np.array([3, 1], np.int32), 0.0)
+    gone = []
+    while (slot := order.victim(0.0, everything)) is not None:
+        gone.append(slot)
+        order.remove(slot)
+    assert gone == [3, 1, 0]

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.policy.by_return import CHUNKS_MAX, GROUPS_MAX, STALE_MAX, ByReturn, visit_of
-from attnstore_vllm.policy.returns import Lease, ReturnEstimator, Run, Terms, lease_for
+from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, STALE_MAX, departures
+from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
+from attnstore_vllm.policy.runs import Lease, Run, Terms, lease_for
+from attnstore_vllm.policy.visits import visit_of
 from tests.helpers import Rig, Rigs, conversation, name_of, names_of, sequence_of
 from tests.unit.test_by_return import KIND, anything, empty, fill, untrained
 
@@ -82,9 +84,9 @@ def test_expired_ones_that_are_held_hide_nobody() -> None:
     count = 3 * GROUPS_MAX
     for number in range(count):
         first = 20 * number
-        fill(order, range(first, first + CHUNKS_MAX + 2), run_of(float(number), ttl_s=1.0))
+        fill(order, range(first, first + SLOTS_MAX + 2), run_of(float(number), ttl_s=1.0))
     order.add(3999, run_of(0.0))
-    free = 20 * (count - 1) + CHUNKS_MAX + 1
+    free = 20 * (count - 1) + SLOTS_MAX + 1
     asked = [order.victim(99.0, lambda slot: slot in (free, 3999)) for _ in range(count)]
     assert None not in asked
     assert free in asked
@@ -104,7 +106,7 @@ def test_the_memory_of_leases_is_bounded() -> None:
 
 
 def test_what_recovery_found_expires_as_if_it_had_been_used_then() -> None:
-    order = ByReturn(100, ReturnEstimator(), ttl_s=60.0)
+    order = departures("attnstore", 100, ReturnEstimator(), ttl_s=60.0)
     order.add_oldest(np.arange(3, dtype=np.int32), 1000.0)
     found = order.run_of(0)
     assert found is not None

@@ -3,36 +3,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from attnstore_vllm.index.chunk import Chunk, State
-from attnstore_vllm.policy.by_return import CHUNKS_MAX, GROUPS_MAX, ByReturn
-from attnstore_vllm.policy.eviction import LOOK_MAX, EvictionPolicy, Lru
+from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, Departures, departures
+from attnstore_vllm.policy.eviction.lru import LOOK_MAX
+from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.pins import ENDED_MAX
-from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.types import NVME
-from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
+from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 from tests.unit.test_room import CHECKSUM, Tiers
 
 LONG = 1e6
 
 
-def by_return(num_slots: int) -> EvictionPolicy:
-    return ByReturn(num_slots, ReturnEstimator())
+def by_return(num_slots: int) -> Departures:
+    return departures("attnstore", num_slots, ReturnEstimator())
 
 
 def tiers_of(
-    slots: int, policy: type[Lru] | None = None, shares: tuple[float, float] = (0.5, 0.5)
+    slots: int,
+    policy: Callable[[int], Departures] = by_return,
+    shares: tuple[float, float] = (0.5, 0.5),
 ) -> Tiers:
-    tiers = Tiers(slots, 3 * slots, policy or by_return, chunk_tokens=CHUNK_TOKENS,
+    tiers = Tiers(slots, 3 * slots, policy, chunk_tokens=CHUNK_TOKENS,
                   pin_shares=shares)  # fmt: skip
     tiers.nvme.open(0, 3 * slots)
     return tiers
 
 
-@pytest.fixture(params=[Lru, None])
+@pytest.fixture(params=[lru, by_return])
 def tiers(request: pytest.FixtureRequest) -> Iterator[Tiers]:
     tiers = tiers_of(4, request.param)
     yield tiers
@@ -110,9 +112,9 @@ def test_pins_that_have_ended_are_nobodys_share(tiers: Tiers) -> None:
 
 def test_many_pins_hide_nobody_else() -> None:
     """More of them than a decision looks at, older and poorer than all that can go."""
-    slots = 8 * GROUPS_MAX * CHUNKS_MAX
+    slots = 8 * GROUPS_MAX * SLOTS_MAX
     assert slots > 2 * LOOK_MAX
-    for policy in (None, Lru):
+    for policy in (by_return, lru):
         tiers = tiers_of(slots, policy)
         for number in range(slots // 2):
             pin(tiers, tiers.clean(number))

@@ -16,7 +16,6 @@ from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Device, Op
-from attnstore_vllm.policy.eviction import Lru
 from attnstore_vllm.store import recovery
 from attnstore_vllm.store.format import Header
 from attnstore_vllm.store.slab import Slab
@@ -30,6 +29,7 @@ from tests.helpers import (
     Rig,
     format_device,
     found_slab,
+    lru,
     name_of,
     new_slab,
     payload_of,
@@ -224,7 +224,7 @@ def test_a_reset_while_the_scan_goes_on_finds_nothing_more(
 
 
 def residency(nvme_slots: int = 3) -> Residency:
-    tiers = Residency(2, nvme_slots, Lru, chunk_tokens=CHUNK_TOKENS)
+    tiers = Residency(2, nvme_slots, lru, chunk_tokens=CHUNK_TOKENS)
     tiers.nvme.open(0, nvme_slots)
     return tiers
 

@@ -9,9 +9,8 @@ import pytest
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.policy.eviction import Lru
 from attnstore_vllm.types import NVME
-from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
+from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
 
@@ -42,7 +41,7 @@ class Checked(Residency):
 
 
 def checked(dram_slots: int, nvme_slots: int) -> Checked:
-    residency = Checked(dram_slots, nvme_slots, Lru, chunk_tokens=CHUNK_TOKENS)
+    residency = Checked(dram_slots, nvme_slots, lru, chunk_tokens=CHUNK_TOKENS)
     residency.nvme.open(0, nvme_slots)
     return residency
 

@@ -9,8 +9,13 @@ from random import Random
 
 import pytest
 
-from attnstore_vllm.policy import returns
-from attnstore_vllm.policy.returns import NUM_KINDS, ReturnEstimator, age_of, kind_of
+from attnstore_vllm.policy.eviction import return_estimator as returns
+from attnstore_vllm.policy.eviction.return_estimator import (
+    NUM_KINDS,
+    ReturnEstimator,
+    age_of,
+    kind_of,
+)
 
 FIRST = kind_of(1, None, 1000, is_fresh=True, is_shared=False)
 SECOND = kind_of(2, 30.0, 1000, is_fresh=False, is_shared=False)

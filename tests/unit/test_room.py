@@ -9,12 +9,13 @@ import pytest
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.policy.by_return import ByReturn
-from attnstore_vllm.policy.eviction import EvictionPolicy, Lru
+from attnstore_vllm.policy.eviction.departures import Departures, departures
+from attnstore_vllm.policy.eviction.lru import Lru
+from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.lookahead import LAST
-from attnstore_vllm.policy.returns import ReturnEstimator, Run
+from attnstore_vllm.policy.runs import Run
 from attnstore_vllm.types import NVME
-from tests.helpers import CHUNK_TOKENS, name_of, sequence_of, tokens_of
+from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
 SLOTS = 4
@@ -70,13 +71,13 @@ class Tiers(Residency):
 tokens_of_chunk = {name(n).key: name(n).tokens for n in range(40)}
 
 
-def by_return(num_slots: int) -> EvictionPolicy:
-    return ByReturn(num_slots, ReturnEstimator())
+def by_return(num_slots: int) -> Departures:
+    return departures("attnstore", num_slots, ReturnEstimator())
 
 
-@pytest.fixture(params=[Lru, by_return])
+@pytest.fixture(params=[lru, by_return])
 def tiers(request: pytest.FixtureRequest) -> Iterator[Tiers]:
-    policy: Callable[[int], EvictionPolicy] = request.param
+    policy: Callable[[int], Departures] = request.param
     tiers = Tiers(SLOTS, 3 * SLOTS, policy, chunk_tokens=CHUNK_TOKENS)
     tiers.nvme.open(0, 3 * SLOTS)
     yield tiers
@@ -168,7 +169,7 @@ def test_what_can_be_read_again_takes_no_room_from_what_is_dirty_or_wanted(tiers
 
 
 def test_it_may_lose_its_place_on_nvme_while_it_is_copied() -> None:
-    tiers = Tiers(SLOTS, 1, Lru, chunk_tokens=CHUNK_TOKENS)
+    tiers = Tiers(SLOTS, 1, lru, chunk_tokens=CHUNK_TOKENS)
     tiers.nvme.open(0, 1)
     chunk = tiers.cold(0)
     assert tiers.begin_save(name(0), again=True) is chunk
@@ -221,7 +222,7 @@ def test_a_save_takes_what_can_be_read_again_before_what_cannot(tiers: Tiers) ->
 
 
 def test_an_eighth_of_dram_is_kept_for_saves_from_all_but_the_nearest() -> None:
-    tiers = Tiers(16, 48, Lru, chunk_tokens=CHUNK_TOKENS)
+    tiers = Tiers(16, 48, lru, chunk_tokens=CHUNK_TOKENS)
     tiers.nvme.open(0, 48)
     cold = [tiers.cold(n) for n in range(18)]
     tiers.wait("near", *cold[:2])
@@ -280,17 +281,21 @@ def test_what_is_dropped_while_it_is_wanted_is_wanted_no_more(tiers: Tiers) -> N
     tiers.dram.leave_queue("a")
 
 
-class Stingy(Lru):
+class Stingy(Lru[Run]):
     """Nothing is worth a slot that somebody has."""
 
-    def admits(self, run: Run, slot: int, now: float) -> bool:
+    def admits(self, key: Run, over: Run, now: float) -> bool:
         return False
+
+
+def stingy(num_slots: int) -> Departures:
+    return Departures(num_slots, Stingy(lambda run: run.priority))
 
 
 @pytest.fixture
 def full() -> Iterator[Tiers]:
     """NVMe has no free slot, and gives none for what comes."""
-    tiers = Tiers(SLOTS, 3 * SLOTS, Stingy, chunk_tokens=CHUNK_TOKENS)
+    tiers = Tiers(SLOTS, 3 * SLOTS, stingy, chunk_tokens=CHUNK_TOKENS)
     tiers.nvme.open(0, 3 * SLOTS)
     for number in range(3 * SLOTS):
         tiers.cold(number)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose each slot of a tier is, and which leaves next. Pure: time is given.
+
+The slots stand in groups: those that a run (policy/runs.py) was the last to use. An order says
+which run gives up a slot; of its group the deepest chunk goes first, for without it the others
+are still a prefix. Before all others goes a run whose lease has expired, whatever the order; those
+are found by a heap of the times to look.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from attnstore_vllm.policy.eviction.base import Order
+from attnstore_vllm.policy.eviction.by_return import ByReturn
+from attnstore_vllm.policy.eviction.lru import Fifo, Lru
+from attnstore_vllm.policy.eviction.return_estimator import EDGES_S, ReturnEstimator
+from attnstore_vllm.policy.runs import Lease, Run, lease_for, unknown_run
+
+GROUPS_MAX = 4
+"""Expired groups that a decision looks at, if none of their slots can go ..."""
+SLOTS_MAX = 8
+"""... and of any group so many slots. What is held or wanted is so by whole groups, mostly."""
+OLDEST_SLOTS = 256
+"""Of what a recovery found, so many stand in one group."""
+STALE_MAX = 16
+"""A group forgets those that have left it when they are more than these and those left."""
+PRIORITY_FACTORS = {-1: 1 / 16, 0: 1.0, 1: 16.0}
+"""Of what a run of each priority is worth. A factor and not an order: worth falls with age, so what
+nobody comes back to leaves in the end, whatever somebody said of it."""
+LEASES_MAX = 32
+"""Leases that one decision looks at."""
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    number: int
+    run: Run
+    slots: array[int] = field(default_factory=lambda: array("i"))
+    """By depth; those that have left the group are still in it, until they are met."""
+    num_left: int = 0
+    """Slots that are still of the group."""
+
+
+class Departures:
+    """Of one tier. A slot is added once. Some 20 bytes a slot.
+
+    Args:
+        order: of runs.
+        ttl_s: of slots of which nothing is known (add_oldest); None: they do not expire.
+    """
+
+    def __init__(self, num_slots: int, order: Order[Run], ttl_s: float | None = None) -> None:
+        self._order = order
+        self._num_slots = num_slots
+        self._ttl_s = ttl_s
+        self.clear()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, slot: int) -> bool:
+        return self._group_of[slot] >= 0
+
+    def clear(self) -> None:
+        """Remove all. Cost: all slots."""
+        self._length = 0
+        self._opened = 0
+        self._group_of = array("q", [-1]) * self._num_slots
+        self._groups: dict[int, _Group] = {}
+        self._by_run: dict[Run, _Group] = {}
+        self._leases: list[tuple[float, int]] = []  # a heap: when to look at which group
+        self._expired: OrderedDict[int, _Group] = OrderedDict()
+        self._order.clear()
+
+    def run_of(self, slot: int) -> Run | None:
+        """The run that the slot is of. None: it is free."""
+        group = self._groups.get(self._group_of[slot])
+        return group.run if group is not None else None
+
+    def add(self, slot: int, run: Run) -> None:
+        """The slot was filled, for this run."""
+        assert self._group_of[slot] < 0
+        self._enter(self._group(run), slot)
+
+    def use(self, slots: Sequence[int], run: Run) -> None:
+        """A run uses these, in the order of depth. May be said again while it does."""
+        if not slots:
+            return
+        if not self._order.moves_on_use:
+            for slot in slots:
+                self._groups[self._group_of[slot]].run.use(run.since)
+            return
+        group = self._group(run)
+        for slot in slots:
+            before = self._group_of[slot]
+            assert before >= 0
+            if before != group.number:
+                self.remove(slot)
+                self._enter(group, slot)
+
+    def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
+        """Add many of which nothing is known; of them the first goes first.
+
+        They are as old as can be, until somebody uses them.
+        """
+        group_of = np.frombuffer(self._group_of, np.int64)
+        assert np.all(group_of[slots] < 0)
+        oldest = unknown_run(now - EDGES_S[-1])
+        lease = lease_for(self._ttl_s, now)
+        runs = []
+        for start in range(0, len(slots), OLDEST_SLOTS):
+            part = slots[start : start + OLDEST_SLOTS]
+            group = self._open(replace(oldest, lease=lease))
+            group.slots = array("i", part[::-1].astype(np.int32).tobytes())
+            group.num_left = len(part)
+            group_of[part] = group.number
+            runs.append(group.run)
+        self._order.add_oldest(runs)
+        self._length += len(slots)
+
+    def remove(self, slot: int) -> None:
+        """The slot is free, or not to leave now."""
+        group = self._groups[self._group_of[slot]]
+        self._group_of[slot] = -1
+        self._length -= 1
+        group.num_left -= 1
+        self._tidy(group)
+
+    def victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
+        """The slot to free, or None if none is found that can go. Nothing is changed.
+
+        Args:
+            can_go: False for a slot that a transfer holds. Few are.
+        Cost: that of the order.
+        """
+        slot = self._expired_victim(now, can_go) if self._leases or self._expired else None
+        if slot is not None:
+            return slot
+        found: dict[Run, int] = {}
+
+        def has_one(run: Run) -> bool:
+            slot = self._last(self._by_run[run], can_go)
+            if slot is not None:
+                found[run] = slot
+            return slot is not None
+
+        run = self._order.victim(now, has_one)
+        return found[run] if run is not None else None
+
+    def admits(self, run: Run, slot: int, now: float) -> bool:
+        """Whether a chunk of this run is worth the slot that victim() said."""
+        held = self.run_of(slot)
+        return held is None or self._order.admits(run, held, now)
+
+    def _expired_victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
+        """A slot that nobody will find any more. Those that cannot go now do not hide others."""
+        for _ in range(LEASES_MAX):
+            if not self._leases or self._leases[0][0] > now:
+                break
+            group = self._groups.get(heappop(self._leases)[1])
+            if group is not None and group.run.has_expired(now):
+                self._expired[group.number] = group
+            elif group is not None:
+                self._watch(group, group.run.lease)
+        for group in list(islice(self._expired.values(), GROUPS_MAX)):
+            if not group.run.has_expired(now):  # used again meanwhile
+                del self._expired[group.number]
+                self._watch(group, group.run.lease)
+                continue
+            slot = self._last(group, can_go)
+            if slot is not None:
+                return slot
+            self._expired.move_to_end(group.number)
+        return None
+
+    def _watch(self, group: _Group, lease: Lease | None) -> None:
+        """Look at the group when its lease may have expired. Cost: O(log groups), amortized."""
+        if lease is None:
+            return
+        heappush(self._leases, (lease.expires, group.number))
+        if len(self._leases) > 2 * len(self._groups) + STALE_MAX:
+            live = {number for _, number in self._leases} & self._groups.keys()
+            leases = ((number, self._groups[number].run.lease) for number in live)
+            self._leases = [(lease.expires, number) for number, lease in leases if lease]
+            heapify(self._leases)
+
+    def _last(self, group: _Group, can_go: Callable[[int], bool]) -> int | None:
+        """The group's deepest slot that can go."""
+        slots, group_of, number = group.slots, self._group_of, group.number
+        while slots and group_of[slots[-1]] != number:
+            slots.pop()
+        if not slots or can_go(slots[-1]):
+            return slots[-1] if slots else None
+        ours = (slot for slot in reversed(slots) if group_of[slot] == number)
+        return next((slot for slot in islice(ours, 1, SLOTS_MAX) if can_go(slot)), None)
+
+    def _group(self, run: Run) -> _Group:
+        group = self._by_run.get(run)
+        if group is None:
+            group = self._open(run)
+            self._order.add(run)
+        else:
+            self._order.use(run)
+        return group
+
+    def _open(self, run: Run) -> _Group:
+        self._opened += 1
+        group = self._by_run[run] = self._groups[self._opened] = _Group(self._opened, run)
+        self._watch(group, run.lease)
+        return group
+
+    def _enter(self, group: _Group, slot: int) -> None:
+        self._group_of[slot] = group.number
+        group.slots.append(slot)
+        group.num_left += 1
+        self._length += 1
+
+    def _tidy(self, group: _Group) -> None:
+        """Some slot has left. Cost: O(1), amortized."""
+        if not group.num_left:
+            del self._groups[group.number], self._by_run[group.run]
+            self._expired.pop(group.number, None)
+            self._order.remove(group.run)
+        elif len(group.slots) > 2 * group.num_left + STALE_MAX:
+            left = dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)
+            group.slots = array("i", left)
+
+
+def by_return(estimator: ReturnEstimator) -> ByReturn[Run]:
+    """What servers use. Of each kind the runs of one priority stand apart, in a lane of their own:
+    what they are worth is multiplied by a factor."""
+
+    def worth(run: Run, now: float) -> tuple[float, bool]:
+        factor = PRIORITY_FACTORS[run.priority]
+        # Of one request, what others share is before what is its own, and stays.
+        return factor * estimator.worth(run.kind, now - run.since), run.is_shared
+
+    return ByReturn(lambda run: (run.kind, run.priority), worth)
+
+
+def departures(
+    name: str, num_slots: int, estimator: ReturnEstimator, ttl_s: float | None = None
+) -> Departures:
+    """Args: name: attnstore, lru or fifo."""
+    order: Order[Run]
+    match name:
+        case "lru":
+            order = Lru(lambda run: run.priority)
+        case "fifo":
+            order = Fifo(lambda run: run.priority)
+        case _:
+            order = by_return(estimator)
+    return Departures(num_slots, order, ttl_s)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Least recently used first, and first in, first out: to compare with."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Generic
+
+from attnstore_vllm.policy.eviction.base import K
+
+LOOK_MAX = 64
+"""Keys of one rank that one decision looks at. Bounds its cost."""
+
+
+class Lru(Generic[K]):
+    """Least recently used first.
+
+    Args:
+        rank: of a key; those of a lower one go before those of a higher one.
+    """
+
+    moves_on_use = True
+
+    def __init__(self, rank: Callable[[K], int]) -> None:
+        self._rank = rank
+        self._oldest_first: dict[int, OrderedDict[K, None]] = {}
+
+    def add(self, key: K) -> None:
+        self._of_rank(key)[key] = None
+
+    def add_oldest(self, keys: Iterable[K]) -> None:
+        for key in reversed(list(keys)):
+            self.add(key)
+            self._of_rank(key).move_to_end(key, last=False)
+
+    def use(self, key: K) -> None:
+        self._of_rank(key).move_to_end(key)
+
+    def remove(self, key: K) -> None:
+        del self._of_rank(key)[key]
+
+    def clear(self) -> None:
+        self._oldest_first.clear()
+
+    def victim(self, now: float, can_go: Callable[[K], bool]) -> K | None:
+        """See Order. Among the LOOK_MAX oldest of each rank."""
+        for rank in sorted(self._oldest_first):
+            for _, key in zip(range(LOOK_MAX), self._oldest_first[rank], strict=False):
+                if can_go(key):
+                    return key
+        return None
+
+    def admits(self, key: K, over: K, now: float) -> bool:
+        return True
+
+    def _of_rank(self, key: K) -> OrderedDict[K, None]:
+        return self._oldest_first.setdefault(self._rank(key), OrderedDict())
+
+
+class Fifo(Lru[K]):
+    """First in, first out."""
+
+    moves_on_use = False
+
+    def use(self, key: K) -> None:
+        """Being used does not help a slot to stay."""
