@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # make setup | demo | test | check | sanitize | bench | gpu-check
 PYTHON := .venv/bin/python
-CXX_FILES := $(wildcard $(foreach dir,csrc csrc/cuda csrc/tests,$(dir)/*.cpp $(dir)/*.cu $(dir)/*.h))
+CXX_FILES := $(foreach end,cpp cu h,$(wildcard csrc/*/*.$(end)))
 # The one that has PyTorch for CUDA and this package; .venv has PyTorch for the CPU.
 GPU_PYTHON ?= python3
 

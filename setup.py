@@ -20,14 +20,20 @@ from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import Extension, setup
 from setuptools.errors import CompileError, LinkError
 
-SOURCES = ["module", "page_copier", "page_runs", "stream_copy", "omp_team"]
-SOURCES += ["prefix_index", "prefix_index_recovery", "prefix_index_sketch"]
-SOURCES += ["prefix_index_bindings"]
-SOURCES += ["bind_rotator", "page_rotator", "moved_tokens", "rotate_block"]
-SOURCES += ["rotate_block_avx2", "rotate_block_avx512", "rotate_block_bf16"]
-SOURCES += ["content_index", "content_find", "content_anchors", "bind_content_index"]
-XXHASH_SOURCES = ["bind_checksum", "checksum", "checksum_avx2"]
-URING_SOURCES = ["bind_uring", "uring_device", "uring_loop", "mailbox", "hash_pool"]
+SOURCES = ["bind/module", "bind/bind_prefix_index", "bind/bind_content_index", "bind/bind_rotator"]
+SOURCES += ["copy/page_copier", "copy/page_runs", "copy/stream_copy", "copy/omp_team"]
+SOURCES += ["index/prefix_index", "index/prefix_index_recovery", "index/prefix_index_sketch"]
+SOURCES += ["rotate/page_rotator", "rotate/moved_tokens", "rotate/rotate_block"]
+SOURCES += ["rotate/rotate_block_avx2", "rotate/rotate_block_avx512", "rotate/rotate_block_bf16"]
+SOURCES += ["content/content_index", "content/content_find", "content/content_anchors"]
+XXHASH_SOURCES = ["bind/bind_checksum", "io/checksum", "io/checksum_avx2"]
+URING_SOURCES = [
+    "bind/bind_uring",
+    "io/uring_device",
+    "io/uring_loop",
+    "io/mailbox",
+    "io/hash_pool",
+]
 XXHASH_PROBE = """
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -38,10 +44,10 @@ URING_PROBE = """
 int main() { io_uring ring; return io_uring_queue_init(1, &ring, IORING_SETUP_CLAMP) > 0; }
 """
 
-CUDA_SOURCES = ["cuda/module.cpp", "cuda/page_mover.cpp", "cuda/batched_copy.cpp"]
-CUDA_SOURCES += ["cuda/copy_jobs.cpp", "cuda/copy_kernel.cu", "page_runs.cpp"]
-CUDA_SOURCES += ["cuda/page_turner.cpp", "cuda/rotate_jobs.cpp", "cuda/rotate_kernel.cu"]
-CUDA_SOURCES += ["moved_tokens.cpp"]
+CUDA_SOURCES = ["bind/cuda_module.cpp", "cuda/cuda_copier.cpp", "cuda/batched_copy.cpp"]
+CUDA_SOURCES += ["cuda/copy_jobs.cpp", "cuda/copy_kernel.cu", "copy/page_runs.cpp"]
+CUDA_SOURCES += ["cuda/cuda_rotator.cpp", "cuda/rotate_jobs.cpp", "cuda/rotate_kernel.cu"]
+CUDA_SOURCES += ["rotate/moved_tokens.cpp"]
 ARCHITECTURES = (80, 90, 100)
 
 
@@ -141,7 +147,8 @@ NVCC_LINK_FLAGS = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL"]
 native = Pybind11Extension(
     "attnstore_vllm._native",
     [f"csrc/{name}.cpp" for name in SOURCES],
-    depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
+    depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
+    include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=["-O3", *WARNINGS, "-pthread"],
     extra_link_args=["-pthread", "-ldl"],

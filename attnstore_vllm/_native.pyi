@@ -1,51 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Sequence
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer, Unpack
+from typing_extensions import Buffer
 
 from attnstore_vllm.types import Key
 
 Copies = npt.NDArray[np.int64]
 
-class _Pages(TypedDict):
-    """Where pages are in slots and in blocks."""
+class PageShape:
+    """Where pages are in slots, in blocks and in rows of a write buffer."""
 
-    slots_base: int
-    num_slots: int
-    slot_bytes: int
-    layer_bytes: int
-    page_bytes: int
-    layer_bases: list[int]
-    num_blocks: int
-    block_stride: int
-    run_offsets: list[int]
-    run_bytes: int
+    def __init__(
+        self,
+        *,
+        slots_base: int,
+        num_slots: int,
+        slot_bytes: int,
+        layer_bytes: int,
+        page_bytes: int,
+        layer_bases: list[int],
+        num_blocks: int,
+        block_stride: int,
+        run_offsets: list[int],
+        run_bytes: int,
+        rows_base: int = 0,
+        num_rows: int = 0,
+    ) -> None: ...
 
-class _Rotation(TypedDict):
+class RotationShape:
     """Where K and V are in a page, and how K turns."""
 
-    key: tuple[int, ...]
-    value: tuple[int, ...]
-    num_heads: int
-    head_dim: int
-    block_tokens: int
-    dtype: str
-    """"bfloat16", "float16" or "float32"."""
-    is_neox: bool
-    theta: list[float]
-
-class _TurnedPages(_Pages, _Rotation): ...
+    def __init__(
+        self,
+        *,
+        key: tuple[int, ...],
+        value: tuple[int, ...],
+        num_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        dtype: str,
+        is_neox: bool,
+        theta: list[float],
+    ) -> None:
+        """Args: dtype: "bfloat16", "float16" or "float32"."""
 
 class PageCopier:
-    def __init__(self, **pages: Unpack[_Pages]) -> None: ...
+    def __init__(self, pages: PageShape) -> None: ...
     def load(self, copies: Copies, first_layer: int, stop_layer: int) -> None: ...
     def save(self, copies: Copies, first_layer: int, stop_layer: int) -> None: ...
 
 class PageRotator:
-    def __init__(self, **pages: Unpack[_TurnedPages]) -> None: ...
+    def __init__(self, pages: PageShape, rotation: RotationShape) -> None: ...
     def load(self, moved: Copies, first_layer: int, stop_layer: int) -> None: ...
 
 def omp_team_size() -> int:
@@ -80,6 +87,9 @@ class Uring:
     def wake(self) -> None: ...
     def failure(self) -> str: ...
     def close(self, timeout_s: float) -> bool: ...
+
+record_offsets: dict[str, int]
+"""Of the fields of a record's header that recovery reads, in bytes."""
 
 class PrefixIndex:
     def __init__(self, chunk_tokens: int, seed: int, expected: int, grain: int) -> None: ...

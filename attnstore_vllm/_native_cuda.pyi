@@ -3,9 +3,8 @@
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Unpack
 
-from attnstore_vllm._native import _Pages, _TurnedPages
+from attnstore_vllm import _native
 
 Copies = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int64]
@@ -14,30 +13,25 @@ Moved = npt.NDArray[np.int64]
 runtime_version: int
 """Of the CUDA runtime that is linked in: 13000 is 13.0."""
 
-class Move:
-    LOAD: Move
-    SAVE: Move
-    GATHER: Move
-    DRAIN: Move
+class Copy:
+    LOAD: Copy
+    SAVE: Copy
+    GATHER: Copy
+    DRAIN: Copy
 
 def register_host(address: int, num_bytes: int) -> int:
     """Page-lock memory; its address as the device sees it. Raises RuntimeError."""
 
 def unregister_host(address: int) -> None: ...
 
-class PageMover:
-    def __init__(
-        self,
-        *,
-        device: int,
-        rows_base: int,
-        num_rows: int,
-        arrays: int,
-        **pages: Unpack[_Pages],
-    ) -> None: ...
+class PageShape(_native.PageShape): ...
+class RotationShape(_native.RotationShape): ...
+
+class PageCopier:
+    def __init__(self, pages: PageShape, *, device: int, arrays: int) -> None: ...
     def by_kernel(
         self,
-        move: Move,
+        copy: Copy,
         copies: Copies,
         rows: Rows,
         first_layer: int,
@@ -49,17 +43,17 @@ class PageMover:
     ) -> None: ...
     def by_dma(
         self,
-        move: Move,
+        copy: Copy,
         copies: Copies,
         rows: Rows,
         first_layer: int,
         stop_layer: int,
         stream: int,
     ) -> None: ...
-    def count_runs(self, move: Move, copies: Copies, rows: Rows) -> int: ...
+    def count_runs(self, copy: Copy, copies: Copies, rows: Rows) -> int: ...
 
 class MoveTable:
-    """Tokens that go to other positions, as the kernel of PageTurner reads them."""
+    """Tokens that go to other positions, as the kernel of PageRotator reads them."""
 
     @property
     def words(self) -> npt.NDArray[np.int64]:
@@ -67,8 +61,10 @@ class MoveTable:
     @property
     def num_tokens(self) -> int: ...
 
-class PageTurner:
-    def __init__(self, *, device: int, arrays: int, **pages: Unpack[_TurnedPages]) -> None: ...
+class PageRotator:
+    def __init__(
+        self, pages: PageShape, rotation: RotationShape, *, device: int, arrays: int
+    ) -> None: ...
     def check(self, moved: Moved, first_layer: int, stop_layer: int) -> None:
         """Raises IndexError for what does not exist, and for a place that is named twice."""
     def table(self, moved: Moved) -> MoveTable:

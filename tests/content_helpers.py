@@ -18,7 +18,7 @@ OTHER = root_key(NAMESPACE, "another", b"")
 SURE = 32 + 64 - 1
 """Tokens in a row that are found wherever they lie."""
 
-# As in csrc/content_index.h.
+# As in csrc/content/content_index.h.
 CANDIDATES_MAX, WALKS_MAX, SIBLINGS_MAX, NEIGHBOURS = 32, 8, 4096, 4
 LOOKS_MAX = 13 + 2 * NEIGHBOURS
 

@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tests.fake_turner import PageTurner
+from tests.fake_rotator import PageRotator
 
 DEVICE_OFFSET = 1 << 40
 """What the device adds to an address of page-locked memory."""
 Array = npt.NDArray[np.int64]
 
 
-class Move(Enum):
+class Copy(Enum):
     LOAD = ("slot", "block")
     SAVE = ("block", "slot")
     GATHER = ("block", "row")
@@ -191,24 +191,29 @@ class FakeGpu:
             del self.registered[address]
 
         return SimpleNamespace(
-            Move=Move, register_host=register_host, unregister_host=unregister_host,
-            PageMover=lambda **shape: PageMover(self, **shape),
-            PageTurner=lambda **shape: PageTurner(self, DEVICE_OFFSET, **shape),
+            Copy=Copy, register_host=register_host, unregister_host=unregister_host,
+            PageShape=page_shape, RotationShape=SimpleNamespace,
+            PageCopier=partial(PageCopier, self),
+            PageRotator=partial(PageRotator, self, DEVICE_OFFSET),
         )  # fmt: skip
 
 
-class PageMover:
+def page_shape(**numbers: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"rows_base": 0, "num_rows": 0, **numbers})
+
+
+class PageCopier:
     """Its arithmetic is its own, so that the other is not measured by itself."""
 
-    def __init__(self, gpu: FakeGpu, **shape: Any) -> None:
+    def __init__(self, gpu: FakeGpu, pages: SimpleNamespace, *, device: int, arrays: int) -> None:
         self.gpu = gpu
-        self.shape = SimpleNamespace(**shape)
+        self.shape = pages
         self.damage = False
         """The next bytes that arrive in a slot are wrong."""
-        at = (ctypes.c_int64 * len(shape["layer_bases"])).from_address(shape["arrays"])
-        assert list(at) == shape["layer_bases"]
+        at = (ctypes.c_int64 * len(pages.layer_bases)).from_address(arrays)
+        assert list(at) == pages.layer_bases
 
-    def count_runs(self, move: Move, copies: Array, rows: Array) -> int:
+    def count_runs(self, move: Copy, copies: Array, rows: Array) -> int:
         self._check(move, copies, rows, 0, 0)
         ends: list[tuple[int, int]] = []
         count = 0
@@ -219,7 +224,7 @@ class PageMover:
         return count
 
     def by_kernel(
-        self, move: Move, copies: Array, rows: Array, first: int, stop: int,
+        self, move: Copy, copies: Array, rows: Array, first: int, stop: int,
         table_device: int, table_host: int, thread_blocks: int, stream: int,
     ) -> None:  # fmt: skip
         self._check(move, copies, rows, first, stop)
@@ -244,7 +249,7 @@ class PageMover:
                 queue.run(partial(self._copy_of_table, move, read_table, i, layer))
 
     def by_dma(
-        self, move: Move, copies: Array, rows: Array, first: int, stop: int, stream: int
+        self, move: Copy, copies: Array, rows: Array, first: int, stop: int, stream: int
     ) -> None:
         self._check(move, copies, rows, first, stop)
         self.gpu.fail_if_told("by_dma")
@@ -257,7 +262,7 @@ class PageMover:
             queue.run(partial(self._copy, move, slot, within, block, _row(rows, i), layer))
 
     def _copy_of_table(
-        self, move: Move, read_table: Callable[[], Array], i: int, layer: int
+        self, move: Copy, read_table: Callable[[], Array], i: int, layer: int
     ) -> None:
         slot, within, block, row = (int(number) for number in read_table()[i])
         s = self.shape
@@ -266,13 +271,13 @@ class PageMover:
             assert 0 <= number < limit, "the kernel has read a table that was not there"
         self._copy(move, slot, within, block, row, layer)
 
-    def _copy(self, move: Move, slot: int, within: int, block: int, row: int, layer: int) -> None:
+    def _copy(self, move: Copy, slot: int, within: int, block: int, row: int, layer: int) -> None:
         for source, target in self._runs(move, np.array([slot, within, block]), row, layer):
             ctypes.memmove(target, source, self.shape.run_bytes)
-            if self.damage and move in (Move.SAVE, Move.DRAIN):
+            if self.damage and move in (Copy.SAVE, Copy.DRAIN):
                 ctypes.memset(target, 0, 1)
 
-    def _runs(self, move: Move, copy: Array, row: int, layer: int) -> list[tuple[int, int]]:
+    def _runs(self, move: Copy, copy: Array, row: int, layer: int) -> list[tuple[int, int]]:
         s, (slot, within, block) = self.shape, (int(number) for number in copy)
         runs = []
         for run, offset in enumerate(s.run_offsets):
@@ -286,7 +291,7 @@ class PageMover:
             runs.append((page[move.value[0]], page[move.value[1]]))
         return runs
 
-    def _check(self, move: Move, copies: Array, rows: Array, first: int, stop: int) -> None:
+    def _check(self, move: Copy, copies: Array, rows: Array, first: int, stop: int) -> None:
         s = self.shape
         limits = [s.num_slots, s.layer_bytes // s.page_bytes, s.num_blocks]
         good = bool(((copies >= 0) & (copies < limits)).all())

@@ -118,10 +118,7 @@ def main() -> None:
     if not PYTHON.exists():
         print("making .venv ...", flush=True)
         venv.create(VENV, with_pip=True)
-    folders = (ROOT / "csrc", ROOT / "csrc" / "cuda")
-    native = sorted(
-        str(p.relative_to(ROOT)) for folder in folders for p in folder.glob("*") if p.is_file()
-    )
+    native = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file())
     here = f"{platform.python_version()} {os.fspath(ROOT)}"
     compilers = here + str(shutil.which("nvcc"))
     steps: list[tuple[str, Callable[[], None], str]] = [

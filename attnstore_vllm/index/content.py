@@ -5,7 +5,7 @@ A prompt that was truncated (oldest turns dropped, middle cut out, thinking remo
 tokens of stored chunks at other positions. They are looked for by content: hashes of windows of
 32 tokens, rolled over the request, against those of every 64th token of the stored chunks; what
 is found is compared token by token in memory, and followed through the chain of chunks, forth and
-back. The algorithm and its limits are in csrc/content_index.h.
+back. The algorithm and its limits are in csrc/content/content_index.h.
 
 vLLM takes KV only for tokens that follow without a gap. So what is found is one contiguous cover:
 
@@ -61,7 +61,7 @@ class Extent(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one find() did; each is bounded, whatever the input (csrc/content_index.h)."""
+    """What one find() did; each is bounded, whatever the input (csrc/content/content_index.h)."""
 
     windows: int
     """Windows of the request that were hashed and looked up."""

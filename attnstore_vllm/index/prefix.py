@@ -2,7 +2,7 @@
 """Which stored chunks continue a prefix: by key for whole chunks, by tokens inside one.
 
 Chunks that continue the same prefix are siblings. The native index keeps of each a *sketch*, a
-hash of each eighth of its tokens (csrc/prefix_index_sketch.h), and siblings in the order of
+hash of each eighth of its tokens (csrc/index/prefix_index_sketch.h), and siblings in the order of
 their sketches: the one that shares most leading eighths with a given one stands beside its place.
 
 What a match rests on:
@@ -217,8 +217,8 @@ class PrefixIndex:
     ) -> tuple[
         npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.uint32], int, int, int
     ]:
-        """See csrc/prefix_index.h. Returns slots bound now, their entries, then slots that are
-        free again; and how many were entered, were left out, and were superseded."""
+        """See csrc/index/prefix_index.h. Returns slots bound now, their entries, then slots that
+        are free again; and how many were entered, were left out, and were superseded."""
         return self._entries.adopt(headers, slots, header_bytes)
 
     def sequences(self, entries: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file as a Device, through io_uring and O_DIRECT: Linux, and a file system that takes both.
 
-The work is done by csrc/uring_device.h on threads of its own; this keeps the buffers alive and
+The work is done by csrc/io/uring_device.h on threads of its own; this keeps the buffers alive and
 gives errors their place and their words.
 """
 

@@ -8,7 +8,7 @@ Kernels have orders of their own. In all that we know a token and a dim are spli
                                      + d1 * dim_outer   + d0 * dim_inner
 
 Offsets are in elements, from the page's beginning in its slot, where the runs of the page stand one
-after the other (transfer/layout.py). csrc/page_content.h computes by the same formula.
+after the other (transfer/layout.py). csrc/rotate/page_content.h computes by the same formula.
 """
 
 from __future__ import annotations

@@ -27,11 +27,18 @@ import torch
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatch, copy_error
-from attnstore_vllm.transfer.cuda_methods import RULES, Method, Move, Rule, Rules, choose
-from attnstore_vllm.transfer.cuda_moves import TokenMover, rotation_numbers
+from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, Rules, choose
+from attnstore_vllm.transfer.cuda_moves import TokenMover
 from attnstore_vllm.transfer.cuda_selftest import check_engine, check_moves
 from attnstore_vllm.transfer.cuda_tables import PAGES_AT_ONCE, TableRing, pack
-from attnstore_vllm.transfer.engine import Event, Pages, Rotation, Rows
+from attnstore_vllm.transfer.engine import (
+    Event,
+    Pages,
+    Rotation,
+    Rows,
+    page_numbers,
+    rotation_numbers,
+)
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.moves import Moved
@@ -95,14 +102,19 @@ class CudaEngine:
             self._buffer = self._make_buffer(num_rows)
             seen = self._register(slots_base, num_slots * geometry.slot_bytes)
             undo.callback(self._native.unregister_host, slots_base)
-            shape = self._make_shape(seen + rank * geometry.rank_bytes, num_slots, layouts)
-            self._mover = self._native.PageMover(
-                **shape, rows_base=self._buffer.data_ptr(), num_rows=num_rows
+            numbers = page_numbers(seen, num_slots, rank, geometry, layouts)
+            self._arrays = torch.tensor(
+                [*numbers["layer_bases"], *numbers["run_offsets"]],
+                dtype=torch.int64, device=self._device,
+            )  # fmt: skip
+            rows = {"rows_base": self._buffer.data_ptr(), "num_rows": num_rows}
+            self._copier = self._native.PageCopier(
+                self._native.PageShape(**numbers, **rows), **self._on_device()
             )
             self._loads, self._saves = self._make_streams()
-            self._tables = {move: TableRing(self._device) for move in (Move.LOAD, Move.SAVE)}
-            self._tables[Move.DRAIN] = self._tables[Move.SAVE]
-            self._tables[Move.GATHER] = TableRing(self._device)
+            self._tables = {copy: TableRing(self._device) for copy in (Copy.LOAD, Copy.SAVE)}
+            self._tables[Copy.DRAIN] = self._tables[Copy.SAVE]
+            self._tables[Copy.GATHER] = TableRing(self._device)
             self._numbers = count(1)
             self._load_times = StopWatch()
             self._model_waits = StopWatch()
@@ -112,10 +124,10 @@ class CudaEngine:
             """The model's stream: behind its latest gather."""
             self._spoilt: set[tuple[int, int]] = set()
             """(row, layer) that a failed gather was to fill."""
-            self._chosen: dict[Move, tuple[Pages, Rows, Rules, Rule]] = {}
+            self._chosen: dict[Copy, tuple[Pages, Rows, Rules, Rule]] = {}
             place = (geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
             check_engine(self, *place)
-            self.token_mover = self._make_token_mover(shape, rotation)
+            self.token_mover = self._make_token_mover(numbers, rotation)
             if rotation is not None and self.token_mover is not None:
                 self.why_not_moved = check_moves(self, rotation, *place)
             undo.pop_all()
@@ -127,9 +139,9 @@ class CudaEngine:
         try:
             self._loads.wait_stream(self._model())
             start = self._load_times.start(self._loads)
-            self._copy(Move.LOAD, pages, _NO_ROWS, layers, self._loads)
+            self._copy(Copy.LOAD, pages, _NO_ROWS, layers, self._loads)
             stop = self._load_times.stop(start, self._loads, num_bytes)
-            return self._event(Move.LOAD, stop)
+            return self._event(Copy.LOAD, stop)
         except RuntimeError as error:
             return self._failed(self._loads, error)
 
@@ -140,27 +152,27 @@ class CudaEngine:
         try:
             self._loads.wait_stream(self._model())
             start = self._load_times.start(self._loads)
-            ring = self._tables[Move.LOAD]
+            ring = self._tables[Copy.LOAD]
             self.token_mover.give(moved, layers, ring, self._loads.cuda_stream)
             stop = self._load_times.stop(start, self._loads, num_bytes)
-            return self._event(Move.LOAD, stop)
+            return self._event(Copy.LOAD, stop)
         except RuntimeError as error:
             return self._failed(self._loads, error)
 
     def save(self, pages: Pages, layers: range) -> Event:
         try:
             self._saves.wait_stream(self._model())
-            self._copy(Move.SAVE, pages, _NO_ROWS, layers, self._saves)
-            return self._event(Move.SAVE, self._saves.record_event())
+            self._copy(Copy.SAVE, pages, _NO_ROWS, layers, self._saves)
+            return self._event(Copy.SAVE, self._saves.record_event())
         except RuntimeError as error:
             return self._failed(self._saves, error)
 
     def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
         model = self._model()
         try:
-            self._copy(Move.GATHER, pages, rows, layers, model)
+            self._copy(Copy.GATHER, pages, rows, layers, model)
             event = model.record_event()
-            self._tables[Move.GATHER].used_until(event)
+            self._tables[Copy.GATHER].used_until(event)
             self._gathered[model.cuda_stream] = event
             if self._spoilt:
                 self._spoilt -= _places(rows, layers)
@@ -174,8 +186,8 @@ class CudaEngine:
         try:
             for event in self._gathered.values():
                 self._saves.wait_event(event)
-            self._copy(Move.DRAIN, pages, rows, layers, self._saves)
-            return self._event(Move.DRAIN, self._saves.record_event())
+            self._copy(Copy.DRAIN, pages, rows, layers, self._saves)
+            return self._event(Copy.DRAIN, self._saves.record_event())
         except RuntimeError as error:
             return self._failed(self._saves, error)
 
@@ -225,22 +237,22 @@ class CudaEngine:
     # ---- one copy ----------------------------------------------------------------------
 
     def _copy(
-        self, move: Move, pages: Pages, rows: Rows, layers: range, stream: torch.cuda.Stream
+        self, copy: Copy, pages: Pages, rows: Rows, layers: range, stream: torch.cuda.Stream
     ) -> None:
         """Append a copy to `stream`. Raises RuntimeError if CUDA refuses it."""
         assert layers.step == 1
-        handle, native_move = stream.cuda_stream, getattr(self._native.Move, move.name)
-        rule = self._rule(move, pages, rows)
+        handle, native_copy = stream.cuda_stream, getattr(self._native.Copy, copy.name)
+        rule = self._rule(copy, pages, rows)
         span = (layers.start, layers.stop)
         if rule.method is Method.DMA:
-            self._mover.by_dma(native_move, pages, rows, *span, handle)
+            self._copier.by_dma(native_copy, pages, rows, *span, handle)
             return
-        ring = self._tables[move]
+        ring = self._tables[copy]
         for first in range(0, len(pages), PAGES_AT_ONCE):
             some = slice(first, first + PAGES_AT_ONCE)
             staged = ring.stage(pack(pages[some], rows[some] if len(rows) else None), handle)
-            self._mover.by_kernel(
-                native_move, pages[some], rows[some], *span,
+            self._copier.by_kernel(
+                native_copy, pages[some], rows[some], *span,
                 staged.device, staged.host, rule.thread_blocks, handle,
             )  # fmt: skip
             ring.was_given()
@@ -253,24 +265,24 @@ class CudaEngine:
             logger.debug("the stream of a failed copy has failed as well")
         return FailedEvent(copy_error(error))
 
-    def _event(self, move: Move, event: torch.cuda.Event) -> CudaEvent:
-        """`event` was just recorded on the move's stream."""
-        self._tables[move].used_until(event)
-        lane = "loads" if move is Move.LOAD else "saves"
+    def _event(self, copy: Copy, event: torch.cuda.Event) -> CudaEvent:
+        """`event` was just recorded on the copy's stream."""
+        self._tables[copy].used_until(event)
+        lane = "loads" if copy is Copy.LOAD else "saves"
         return CudaEvent(event, lane, next(self._numbers))
 
-    def _rule(self, move: Move, pages: Pages, rows: Rows) -> Rule:
+    def _rule(self, copy: Copy, pages: Pages, rows: Rows) -> Rule:
         """Loads come layer by layer with the same pages, so the last answer is kept."""
-        last = self._chosen.get(move)
+        last = self._chosen.get(copy)
         if (
             last is not None and last[2] is self.rules
             and np.array_equal(last[0], pages) and np.array_equal(last[1], rows)
         ):  # fmt: skip
             return last[3]
-        runs = self._mover.count_runs(getattr(self._native.Move, move.name), pages, rows)
+        runs = self._copier.count_runs(getattr(self._native.Copy, copy.name), pages, rows)
         run_bytes = len(pages) * self._geometry.page_bytes / max(1, runs)
-        rule = choose(self.rules, move, run_bytes)
-        self._chosen[move] = (pages.copy(), rows.copy(), self.rules, rule)
+        rule = choose(self.rules, copy, run_bytes)
+        self._chosen[copy] = (pages.copy(), rows.copy(), self.rules, rule)
         return rule
 
     def _model(self) -> torch.cuda.Stream:
@@ -291,7 +303,7 @@ class CudaEngine:
             ) from error
 
     def _make_buffer(self, num_rows: int) -> torch.Tensor:
-        """[layers, rows, page_bytes]; csrc/page_map.h."""
+        """[layers, rows, page_bytes]; csrc/copy/page_map.h."""
         g = self._geometry
         shape = (g.num_layers, num_rows, g.page_bytes)
         try:
@@ -303,44 +315,22 @@ class CudaEngine:
                 "--gpu-memory-utilization"
             ) from error
 
-    def _make_shape(
-        self, slots_base: int, num_slots: int, layouts: Sequence[LayerLayout]
-    ) -> dict[str, Any]:
-        """For the native code; `slots_base`: this rank's part of slot 0 as the device sees it."""
-        g, shape = self._geometry, layouts[0]
-        assert len(layouts) == g.num_layers
-        assert all(layout.page_bytes == g.page_bytes for layout in layouts)
-        assert all(layout.num_blocks == shape.num_blocks for layout in layouts)
-        assert all(layout.block_stride == shape.block_stride for layout in layouts)
-        assert all(layout.run_offsets == shape.run_offsets for layout in layouts)
-        bases = [layout.base for layout in layouts]
-        self._arrays = torch.tensor(
-            [*bases, *shape.run_offsets], dtype=torch.int64, device=self._device
-        )
-        return {
-            "device": self._device.index,
-            "slots_base": slots_base,
-            "num_slots": num_slots,
-            "slot_bytes": g.slot_bytes,
-            "layer_bytes": g.layer_bytes,
-            "page_bytes": g.page_bytes,
-            "layer_bases": bases,
-            "num_blocks": shape.num_blocks,
-            "block_stride": shape.block_stride,
-            "run_offsets": list(shape.run_offsets),
-            "run_bytes": shape.run_bytes,
-            "arrays": self._arrays.data_ptr(),
-        }
+    def _on_device(self) -> dict[str, int]:
+        """The device, and where the native code's arrays are on it."""
+        return {"device": self._device.index, "arrays": self._arrays.data_ptr()}
 
     def _make_token_mover(
-        self, shape: dict[str, Any], rotation: Rotation | None
+        self, numbers: dict[str, Any], rotation: Rotation | None
     ) -> TokenMover | None:
         """None if there is no rotation, or it does not go with these pages."""
         if rotation is None:
             return None
-        numbers = rotation_numbers(rotation, self._geometry.block_tokens)
+        native = self._native
+        turned = rotation_numbers(rotation, self._geometry.block_tokens)
+        shapes = native.PageShape(**numbers), native.RotationShape(**turned)
         try:
-            return TokenMover(self._native.PageTurner(**shape, **numbers), len(numbers["theta"]))
+            rotator = native.PageRotator(*shapes, **self._on_device())
+            return TokenMover(rotator, len(turned["theta"]))
         except ValueError as error:
             self.why_not_moved = str(error)
             return None

@@ -19,8 +19,8 @@ from enum import Enum
 KIB = 1024
 
 
-class Move(Enum):
-    """The four copies. The native module names them alike (csrc/cuda/page_mover.h)."""
+class Copy(Enum):
+    """The four copies. The native module names them alike (csrc/cuda/cuda_copier.h)."""
 
     LOAD = "slots to blocks"
     SAVE = "blocks to slots"
@@ -47,7 +47,7 @@ class Rule:
         assert self.thread_blocks > 0
 
 
-Rules = Mapping[Move, Sequence[Rule]]
+Rules = Mapping[Copy, Sequence[Rule]]
 """The longest `from_run_bytes` first; the last is 0."""
 
 _ACROSS = (Rule(64 * KIB, Method.DMA), Rule(0, Method.KERNEL))
@@ -59,19 +59,19 @@ _ACROSS = (Rule(64 * KIB, Method.DMA), Rule(0, Method.KERNEL))
 #   2 us of latency are 110 KiB.
 # - A gather moves within HBM, where the copy engines are slow, and the model's stream waits for it.
 RULES: Rules = {
-    Move.LOAD: _ACROSS,
-    Move.SAVE: _ACROSS,
-    Move.GATHER: (Rule(0, Method.KERNEL, thread_blocks=128),),
-    Move.DRAIN: _ACROSS,
+    Copy.LOAD: _ACROSS,
+    Copy.SAVE: _ACROSS,
+    Copy.GATHER: (Rule(0, Method.KERNEL, thread_blocks=128),),
+    Copy.DRAIN: _ACROSS,
 }
 
 
-def choose(rules: Rules, move: Move, run_bytes: float) -> Rule:
+def choose(rules: Rules, copy: Copy, run_bytes: float) -> Rule:
     """The rule for a copy whose runs are `run_bytes` long on average."""
-    return next(rule for rule in rules[move] if run_bytes >= rule.from_run_bytes)
+    return next(rule for rule in rules[copy] if run_bytes >= rule.from_run_bytes)
 
 
 def only(method: Method, thread_blocks: int = 4) -> Rules:
     """Rules that move everything by `method`, except gathers, which stay as they are."""
     across = (Rule(0, method, thread_blocks),)
-    return {**dict.fromkeys(Move, across), Move.GATHER: RULES[Move.GATHER]}
+    return {**dict.fromkeys(Copy, across), Copy.GATHER: RULES[Copy.GATHER]}

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from attnstore_vllm.transfer.cuda_tables import TableRing
-from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.moves import Moved
 
 # NEVER MEASURED: no GPU has run this. Twice the copy kernel's, since it computes as well.
@@ -28,7 +27,7 @@ class TokenMover:
     """Appends moves of tokens to one stream.
 
     Args:
-        native: a PageTurner of _native_cuda.
+        native: a PageRotator of _native_cuda.
         num_pairs: of dims that turn.
     """
 
@@ -74,17 +73,3 @@ class TokenMover:
                 start, total = i, 0
             total += count
         return [*parts, moved[start:]]
-
-
-def rotation_numbers(rotation: Rotation, block_tokens: int) -> dict[str, Any]:
-    """As the native code takes them."""
-    return {
-        "key": rotation.content.key.numbers(),
-        "value": rotation.content.value.numbers(),
-        "num_heads": rotation.num_heads,
-        "head_dim": rotation.head_dim,
-        "block_tokens": block_tokens,
-        "dtype": rotation.dtype,
-        "is_neox": rotation.rope.is_neox,
-        "theta": rotation.rope.theta.tolist(),
-    }

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm._native import PageCopier, PageRotator, omp_team_size
+from attnstore_vllm._native import PageCopier, PageRotator, PageShape, RotationShape, omp_team_size
 from attnstore_vllm.transfer.content import ContentMap
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
@@ -185,7 +185,7 @@ def page_copier(
     slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
 ) -> PageCopier:
     """The native copier of one rank's pages; of its arguments what CpuEngine says."""
-    return PageCopier(**_shape(slots_base, num_slots, rank, geometry, layouts))
+    return PageCopier(PageShape(**page_numbers(slots_base, num_slots, rank, geometry, layouts)))
 
 
 def page_rotator(
@@ -197,25 +197,32 @@ def page_rotator(
     rotation: Rotation,
 ) -> PageRotator:
     """The native copier of single tokens; of its arguments what CpuEngine says."""
-    return PageRotator(
-        **_shape(slots_base, num_slots, rank, geometry, layouts),
-        key=rotation.content.key.numbers(),
-        value=rotation.content.value.numbers(),
-        num_heads=rotation.num_heads,
-        head_dim=rotation.head_dim,
-        block_tokens=geometry.block_tokens,
-        dtype=rotation.dtype,
-        is_neox=rotation.rope.is_neox,
-        theta=rotation.rope.theta.tolist(),
-    )
+    pages = PageShape(**page_numbers(slots_base, num_slots, rank, geometry, layouts))
+    return PageRotator(pages, RotationShape(**rotation_numbers(rotation, geometry.block_tokens)))
 
 
-def _shape(
+def rotation_numbers(rotation: Rotation, block_tokens: int) -> dict[str, Any]:
+    """Of a native RotationShape."""
+    return {
+        "key": rotation.content.key.numbers(),
+        "value": rotation.content.value.numbers(),
+        "num_heads": rotation.num_heads,
+        "head_dim": rotation.head_dim,
+        "block_tokens": block_tokens,
+        "dtype": rotation.dtype,
+        "is_neox": rotation.rope.is_neox,
+        "theta": rotation.rope.theta.tolist(),
+    }
+
+
+def page_numbers(
     slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
 ) -> dict[str, Any]:
+    """Of a native PageShape."""
     shape = layouts[0]
     assert len(layouts) == geometry.num_layers
     assert all(layout.page_bytes == geometry.page_bytes for layout in layouts)
+    assert all(layout.num_blocks == shape.num_blocks for layout in layouts)
     assert all(layout.block_stride == shape.block_stride for layout in layouts)
     assert all(layout.run_offsets == shape.run_offsets for layout in layouts)
     return {

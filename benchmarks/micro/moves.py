@@ -28,7 +28,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm._native import PageRotator, omp_team_size
+from attnstore_vllm._native import PageRotator, PageShape, RotationShape, omp_team_size
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.transfer.content import ContentMap, ContentSide
 from attnstore_vllm.transfer.layout import describe
@@ -94,7 +94,7 @@ class Moves:
         by_layer = memory.kv.view(shape.layers, memory.num_blocks, -1)
         layouts = [describe("layer", kv, memory.num_blocks) for kv in by_layer]
         pages = CHUNK_TOKENS // BLOCK_TOKENS
-        self.rotator = PageRotator(
+        pages_shape = PageShape(
             slots_base=memory.pool.address,
             num_slots=memory.num_slots,
             slot_bytes=memory.pool.slot_bytes,
@@ -105,6 +105,8 @@ class Moves:
             block_stride=shape.page_bytes,
             run_offsets=[0],
             run_bytes=shape.page_bytes,
+        )
+        rotation = RotationShape(
             key=case.content.key.numbers(),
             value=case.content.value.numbers(),
             num_heads=HEADS[case.head_dim],
@@ -114,6 +116,7 @@ class Moves:
             is_neox=case.is_neox,
             theta=[10_000.0 ** (-2 * i / case.head_dim) for i in range(case.head_dim // 2)],
         )
+        self.rotator = PageRotator(pages_shape, rotation)
 
     def moved(self) -> Moved:
         """As many tokens as a plain load has, to slots and blocks that were not used for long."""

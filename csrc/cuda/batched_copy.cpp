@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "batched_copy.h"
+#include "cuda/batched_copy.h"
 
 #include <cstddef>
 
-#include "cuda_error.h"
+#include "cuda/cuda_error.h"
 
 namespace attnstore {
 

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "../page_runs.h"
+#include "copy/page_runs.h"
 
 namespace attnstore {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "copy_jobs.h"
+#include "cuda/copy_jobs.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../page_runs.h"
-#include "copy_words.h"
+#include "copy/page_runs.h"
+#include "cuda/copy_words.h"
 
 namespace attnstore {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "copy_kernel.h"
+#include "cuda/copy_kernel.h"
 
 namespace attnstore {
 

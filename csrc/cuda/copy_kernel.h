@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "copy_words.h"
+#include "cuda/copy_words.h"
 
 namespace attnstore {
 

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "../page_map.h"
+#include "copy/page_map.h"
 
 #if defined(__CUDA_ARCH__)
 #define ATTNSTORE_UNROLL _Pragma("unroll")

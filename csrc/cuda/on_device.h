@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda_error.h"
+#include "cuda/cuda_error.h"
 
 namespace attnstore {
 

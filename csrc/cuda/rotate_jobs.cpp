@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "rotate_jobs.h"
+#include "cuda/rotate_jobs.h"
 
 #include <algorithm>
 #include <cstddef>

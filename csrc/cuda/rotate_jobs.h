@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../moved_tokens.h"
-#include "rotate_words.h"
+#include "cuda/rotate_words.h"
+#include "rotate/moved_tokens.h"
 
 namespace attnstore {
 

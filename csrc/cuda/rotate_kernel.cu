@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "copy_kernel.h"
-#include "rotate_kernel.h"
+#include "cuda/copy_kernel.h"
+#include "cuda/rotate_kernel.h"
 
 namespace attnstore {
 

@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
-#include "../rotation.h"
-#include "rotate_words.h"
+#include "cuda/rotate_words.h"
+#include "rotate/rotation.h"
 
 namespace attnstore {
 

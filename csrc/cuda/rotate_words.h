@@ -18,9 +18,9 @@
 
 #include <cstdint>
 
-#include "../page_content.h"
-#include "../rotation.h"
-#include "copy_words.h"
+#include "cuda/copy_words.h"
+#include "rotate/page_content.h"
+#include "rotate/rotation.h"
 
 namespace attnstore {
 

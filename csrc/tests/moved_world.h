@@ -8,10 +8,10 @@
 #include <thread>
 #include <vector>
 
-#include "../moved_tokens.h"
-#include "../omp_team.h"
-#include "../page_rotator.h"
-#include "check.h"
+#include "copy/omp_team.h"
+#include "rotate/moved_tokens.h"
+#include "rotate/page_rotator.h"
+#include "tests/check.h"
 
 namespace moved_world {
 

@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../content_index.h"
-#include "check.h"
+#include "content/content_index.h"
+#include "tests/check.h"
 
 namespace {
 

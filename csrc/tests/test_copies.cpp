@@ -5,9 +5,9 @@
 #include <thread>
 #include <vector>
 
-#include "../omp_team.h"
-#include "../page_copier.h"
-#include "check.h"
+#include "copy/omp_team.h"
+#include "copy/page_copier.h"
+#include "tests/check.h"
 
 namespace {
 

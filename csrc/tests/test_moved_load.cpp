@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "moved_world.h"
+#include "tests/moved_world.h"
 
 namespace {
 

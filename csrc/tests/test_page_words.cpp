@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "../cuda/copy_jobs.h"
-#include "../cuda/copy_words.h"
-#include "../page_runs.h"
-#include "check.h"
+#include "copy/page_runs.h"
+#include "cuda/copy_jobs.h"
+#include "cuda/copy_words.h"
+#include "tests/check.h"
 
 namespace {
 

@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../cuda/rotate_jobs.h"
-#include "../cuda/rotate_words.h"
-#include "moved_world.h"
+#include "cuda/rotate_jobs.h"
+#include "cuda/rotate_words.h"
+#include "tests/moved_world.h"
 
 namespace {
 

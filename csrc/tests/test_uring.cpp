@@ -17,8 +17,8 @@
 #include <thread>
 #include <vector>
 
-#include "../uring_device.h"
-#include "check.h"
+#include "io/uring_device.h"
+#include "tests/check.h"
 
 namespace {
 

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
-from attnstore_vllm.transfer.cuda_moves import rotation_numbers
-from attnstore_vllm.transfer.engine import Rotation
+from attnstore_vllm.transfer.engine import Rotation, rotation_numbers
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.rope import Rope

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnstore_vllm._native import PageRotator
 from attnstore_vllm.transfer.content import ContentMap, probe
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.moves import MovedRun, moved_table
+from tests.native_shapes import rotator
 
 Blocks = torch.Tensor
 View = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -176,7 +176,7 @@ class MovedMemory:
             "is_neox": is_neox,
             "theta": list(theta),
         }
-        self.native: Loads = PageRotator(**self.arguments)
+        self.native: Loads = rotator(self.arguments)
 
     def _fill_slots(self, page_bytes: int) -> npt.NDArray[np.uint8]:
         slots = np.zeros((SLOTS, LAYERS * CHUNK_BLOCKS * page_bytes + 64), np.uint8)

@@ -32,6 +32,7 @@ from tests.engine_helpers import (
     table,
 )
 from tests.fake_cuda import FakeGpu
+from tests.native_shapes import rotator
 from tests.unit.moved_cuda import CudaMoved
 from tests.unit.moved_memory import LAYOUTS
 from tests.unit.test_moved_load import BF16, SHIFTS, layouts_and_types, theta_of
@@ -227,22 +228,26 @@ def test_where_it_cannot_be_moved_everything_else_works(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native = fake.native()
-    make = native.PageTurner
+    make = native.PageRotator
 
-    def damaged(**shape: Any) -> Any:
-        turner = make(**shape)
-        turner.damage = True
-        return turner
+    def damaged(*shapes: Any, **on_device: Any) -> Any:
+        turns = make(*shapes, **on_device)
+        turns.damage = True
+        return turns
+
+    def of_three_heads(pages: Any, rotation: Any, **on_device: Any) -> Any:
+        rotation.num_heads = 3
+        return make(pages, rotation, **on_device)
 
     monkeypatch.setattr(cuda_engine, "_native_module", lambda: native)
     made = []
-    for turner, why in (
+    for turns, why in (
         (make, "this GPU cannot move KV to other positions: .* the test says so"),
         (damaged, r"KV that was moved .* on this GPU is wrong in the layers \[0, 1, 2\]"),
-        (lambda **shape: make(**{**shape, "num_heads": 3}), "K and V .* are not a page"),
+        (of_three_heads, "K and V .* are not a page"),
     ):
-        native.PageTurner = turner
-        if turner is make:
+        native.PageRotator = turns
+        if turns is make:
             fake.failing["move"] = 0
         rig = CudaRig(fake, moves=True)
         made.append(rig)
@@ -268,12 +273,13 @@ def test_no_table_is_longer_than_it_may_be() -> None:
     }  # fmt: skip
     # Where all turn alike, only the first part's own runs begin a turn, and each table has it.
     for pairs, alike in itertools.product((0, 1, 7, 64), (False, True)):
-        turner = native.PageTurner(
-            **pages, key=(0, 256, 16, 0, 256, 128, 0, 1), value=(128, 256, 16, 0, 256, 128, 0, 1),
-            num_heads=1, head_dim=128, block_tokens=16, dtype="bfloat16", is_neox=True,
-            theta=theta_of(pairs),
-        )  # fmt: skip
-        mover = TokenMover(turner, pairs)
+        turning = {
+            "key": (0, 256, 16, 0, 256, 128, 0, 1), "value": (128, 256, 16, 0, 256, 128, 0, 1),
+            "num_heads": 1, "head_dim": 128, "block_tokens": 16, "dtype": "bfloat16",
+            "is_neox": True, "theta": theta_of(pairs),
+        }  # fmt: skip
+        turns = rotator({**pages, **turning}, native)
+        mover = TokenMover(turns, pairs)
         mover.words_at_once = 400
         moved = moved_table(
             MovedRun(0, 0, int(rng.integers(1, 17)), i, 0, int(rng.choice([0, 5, 5, 5, -7, i])))
@@ -283,7 +289,7 @@ def test_no_table_is_longer_than_it_may_be() -> None:
             moved[:, 5] = 5
         parts = mover._parts(moved)
         assert np.array_equal(np.concatenate(parts), moved)
-        sizes = [len(turner.table(part).words) for part in parts]
+        sizes = [len(turns.table(part).words) for part in parts]
         assert max(sizes) <= 400
         assert np.mean(sizes) > 200
 

@@ -22,8 +22,8 @@ import torch
 from setuptools import Distribution, Extension
 from setuptools.command.build_ext import build_ext
 
-from attnstore_vllm._native import PageCopier
-from attnstore_vllm.transfer.cuda_methods import RULES, Method, Move, Rule, choose, only
+from attnstore_vllm._native import PageCopier, PageShape
+from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, choose, only
 from attnstore_vllm.transfer.cuda_tables import Spans, pack
 from attnstore_vllm.transfer.layout import LayerLayout, describe
 from tests.engine_helpers import table
@@ -127,7 +127,7 @@ def _kv(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("layers", [range(LAYERS), range(1, 3), range(3, 4), range(2, 2)], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_where_each_byte_is(name: str, layers: range, dtype: torch.dtype) -> None:
-    """csrc/page_map.h, which the kernel is compiled from as well, against plain sums."""
+    """csrc/copy/page_map.h, which the kernel is compiled from as well, against plain sums."""
     kv = _kv(name, dtype)
     layouts = [describe(f"layer {i}", one, BLOCKS) for i, one in enumerate(kv)]
     page = layouts[0].page_bytes
@@ -161,16 +161,18 @@ def test_where_each_byte_is(name: str, layers: range, dtype: torch.dtype) -> Non
 def _copier(slots: np.ndarray[Any, Any], layouts: list[LayerLayout]) -> PageCopier:
     shape = layouts[0]
     return PageCopier(
-        slots_base=slots.ctypes.data,
-        num_slots=SLOTS,
-        slot_bytes=slots.shape[1],
-        layer_bytes=WITHIN * shape.page_bytes,
-        page_bytes=shape.page_bytes,
-        layer_bases=[layout.base for layout in layouts],
-        num_blocks=BLOCKS,
-        block_stride=shape.block_stride,
-        run_offsets=list(shape.run_offsets),
-        run_bytes=shape.run_bytes,
+        PageShape(
+            slots_base=slots.ctypes.data,
+            num_slots=SLOTS,
+            slot_bytes=slots.shape[1],
+            layer_bytes=WITHIN * shape.page_bytes,
+            page_bytes=shape.page_bytes,
+            layer_bases=[layout.base for layout in layouts],
+            num_blocks=BLOCKS,
+            block_stride=shape.block_stride,
+            run_offsets=list(shape.run_offsets),
+            run_bytes=shape.run_bytes,
+        )
     )
 
 
@@ -195,11 +197,12 @@ def test_layers_that_do_not_exist(layers: tuple[int, int]) -> None:
 
 def _mover(native: Any, num_rows: int = 5) -> Any:
     """64-byte pages of one run, neighbours in HBM; nothing is behind these addresses."""
-    return native.PageMover(
-        device=0, slots_base=1 << 20, num_slots=4, slot_bytes=4096, layer_bytes=256, page_bytes=64,
+    pages = native.PageShape(
+        slots_base=1 << 20, num_slots=4, slot_bytes=4096, layer_bytes=256, page_bytes=64,
         layer_bases=[1 << 30, 2 << 30], num_blocks=8, block_stride=64, run_offsets=[0],
-        run_bytes=64, rows_base=1 << 40, num_rows=num_rows, arrays=0,
+        run_bytes=64, rows_base=1 << 40, num_rows=num_rows,
     )  # fmt: skip
+    return native.PageCopier(pages, device=0, arrays=0)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +219,13 @@ def test_what_does_not_exist_is_refused_before_cuda_is_asked(
 ) -> None:
     mover = _mover(native)
     pages, rows = table((0, 0, 0), page), np.array([1, row])
-    for move in (native.Move.GATHER, native.Move.DRAIN):
+    for move in (native.Copy.GATHER, native.Copy.DRAIN):
         with pytest.raises(IndexError, match="does not exist"):
             mover.by_dma(move, pages, rows, *layers, 0)
         with pytest.raises(IndexError, match="does not exist"):
             mover.by_kernel(move, pages, rows, *layers, 0, 0, 1, 0)
     if 0 <= row < 5:
-        for move in (native.Move.LOAD, native.Move.SAVE):
+        for move in (native.Copy.LOAD, native.Copy.SAVE):
             with pytest.raises(IndexError, match="does not exist"):
                 mover.by_dma(move, pages, np.empty(0, np.int64), *layers, 0)
 
@@ -230,15 +233,15 @@ def test_what_does_not_exist_is_refused_before_cuda_is_asked(
 def test_pages_and_rows_go_together(native: Any) -> None:
     mover = _mover(native)
     with pytest.raises(IndexError, match="2 pages, but 1 rows"):
-        mover.count_runs(native.Move.DRAIN, table((0, 0, 0), (0, 1, 1)), np.array([0]))
+        mover.count_runs(native.Copy.DRAIN, table((0, 0, 0), (0, 1, 1)), np.array([0]))
     with pytest.raises(IndexError, match="row 0 of 0"):
-        _mover(native, 0).count_runs(native.Move.GATHER, table((0, 0, 0)), np.array([0]))
+        _mover(native, 0).count_runs(native.Copy.GATHER, table((0, 0, 0)), np.array([0]))
     with pytest.raises(ValueError, match="slot, block in the chunk, block id"):
-        mover.count_runs(native.Move.LOAD, np.zeros((2, 4), np.int64), np.array([0, 1]))
+        mover.count_runs(native.Copy.LOAD, np.zeros((2, 4), np.int64), np.array([0, 1]))
 
 
 def test_neighbours_are_one_run(native: Any) -> None:
-    mover, move = _mover(native), native.Move
+    mover, move = _mover(native), native.Copy
     apart, close = table((0, 0, 5), (0, 1, 7), (0, 2, 2)), table((0, 0, 5), (0, 1, 6), (0, 2, 7))
     up, down = np.arange(3), np.arange(3)[::-1].copy()
     assert mover.count_runs(move.LOAD, apart, up) == 3
@@ -251,14 +254,14 @@ def test_neighbours_are_one_run(native: Any) -> None:
 
 
 def test_the_moves_have_the_same_names(native: Any) -> None:
-    assert {move.name for move in Move} == set(native.Move.__members__)
+    assert {move.name for move in Copy} == set(native.Copy.__members__)
 
 
 def test_without_a_gpu_copies_fail_and_say_why(native: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(RuntimeError, match=r"^cuda"):
-        _mover(native).by_dma(native.Move.LOAD, table((0, 0, 0)), np.empty(0, np.int64), 0, 1, 0)
+        _mover(native).by_dma(native.Copy.LOAD, table((0, 0, 0)), np.empty(0, np.int64), 0, 1, 0)
     with pytest.raises(RuntimeError, match=r"^cudaHostRegister: cudaError"):
         native.register_host(1 << 20, 4096)
 
@@ -315,18 +318,18 @@ def test_a_ring_is_filled_to_its_last_word() -> None:
 
 def test_the_rule_for_a_length_of_runs() -> None:
     rules = {
-        Move.LOAD: (Rule(64 * KIB, Method.DMA), Rule(KIB, Method.KERNEL, 8), Rule(0, Method.DMA))
+        Copy.LOAD: (Rule(64 * KIB, Method.DMA), Rule(KIB, Method.KERNEL, 8), Rule(0, Method.DMA))
     }
-    assert choose(rules, Move.LOAD, 64 * KIB).method is Method.DMA
-    assert choose(rules, Move.LOAD, 64 * KIB - 1).thread_blocks == 8
-    assert choose(rules, Move.LOAD, KIB).method is Method.KERNEL
-    assert choose(rules, Move.LOAD, 0.5).method is Method.DMA
+    assert choose(rules, Copy.LOAD, 64 * KIB).method is Method.DMA
+    assert choose(rules, Copy.LOAD, 64 * KIB - 1).thread_blocks == 8
+    assert choose(rules, Copy.LOAD, KIB).method is Method.KERNEL
+    assert choose(rules, Copy.LOAD, 0.5).method is Method.DMA
 
 
 @pytest.mark.parametrize("rules", [RULES, only(Method.DMA), only(Method.KERNEL, 2)])
 def test_there_is_a_rule_for_every_copy(rules: Any) -> None:
-    for move in Move:
+    for move in Copy:
         lengths = [rule.from_run_bytes for rule in rules[move]]
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[-1] == 0
-    assert choose(rules, Move.GATHER, 1 << 20).method is Method.KERNEL
+    assert choose(rules, Copy.GATHER, 1 << 20).method is Method.KERNEL

@@ -12,7 +12,7 @@ from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_tables
 from tests.cuda_helpers import METHODS, CudaRig
 from tests.engine_helpers import ALL, ORDERS, PAGE_BYTES, ROWS, table
-from tests.fake_cuda import FakeGpu, Move
+from tests.fake_cuda import Copy, FakeGpu
 
 all_methods = pytest.mark.parametrize("method", METHODS)
 
@@ -50,13 +50,13 @@ def test_a_full_ring_waits_for_the_oldest_copy_only(
 def test_rules_are_asked_for_what_is_contiguous(fake: FakeGpu) -> None:
     """Neighbours in the slot, in HBM or in the write buffer are one run, on both sides."""
     rig = CudaRig(fake, ORDERS[0])
-    mover = rig.cuda._mover
+    mover = rig.cuda._copier
     rows = np.arange(3)
     apart, close = table((0, 0, 5), (0, 1, 7), (0, 2, 9)), table((0, 0, 5), (0, 1, 6), (0, 2, 7))
-    assert mover.count_runs(Move.LOAD, apart, rows) == 3
-    assert mover.count_runs(Move.LOAD, close, rows) == 1
-    assert mover.count_runs(Move.DRAIN, apart, rows) == 1
-    assert mover.count_runs(Move.DRAIN, apart, rows[::-1]) == 3
+    assert mover.count_runs(Copy.LOAD, apart, rows) == 3
+    assert mover.count_runs(Copy.LOAD, close, rows) == 1
+    assert mover.count_runs(Copy.DRAIN, apart, rows) == 1
+    assert mover.count_runs(Copy.DRAIN, apart, rows[::-1]) == 3
 
 
 def test_the_model_waits_once_for_a_stretch_of_loads(fake: FakeGpu) -> None:
@@ -170,14 +170,14 @@ def test_wrong_bytes_are_found_when_it_is_made(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native = fake.native()
-    make = native.PageMover
+    make = native.PageCopier
 
-    def damaged(**shape: Any) -> Any:
-        mover = make(**shape)
+    def damaged(*shapes: Any, **on_device: Any) -> Any:
+        mover = make(*shapes, **on_device)
         mover.damage = True
         return mover
 
-    native.PageMover = damaged
+    native.PageCopier = damaged
     monkeypatch.setattr(cuda_engine, "_native_module", lambda: native)
     with pytest.raises(UnsupportedError, match="came back with other bytes"):
         CudaRig(fake)

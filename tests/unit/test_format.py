@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnstore_vllm._native import record_offsets
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import encode_tokens
@@ -104,6 +105,28 @@ def test_the_fields_fill_the_header() -> None:
     ends = [first + length for first, length in FIELDS.values()]
     assert ends[:-1] == [first for first, _ in list(FIELDS.values())[1:]]
     assert ends[-1] == header_bytes(CHUNK_TOKENS) == PAGE_BYTES
+
+
+def test_the_native_reader_of_headers_looks_where_the_fields_are() -> None:
+    """Each field is found by bytes that no other has."""
+
+    def some(first: int, count: int) -> bytes:
+        return bytes(range(first, first + count))
+
+    name = ChunkName(
+        Key(some(1, 32)), Key(some(33, 32)), some(65, 32), some(97, 32), 0x7177, 3, some(129, 12)
+    )
+    fields = {
+        "num_tokens": (3).to_bytes(4, "little"), "sequence": (0x5152535455).to_bytes(8, "little"),
+        "payload_checksum": some(161, 16), "key": name.key, "parent": name.parent,
+        "extra": name.extra, "tenant": name.tenant, "position": (0x7177).to_bytes(8, "little"),
+        "tokens": name.tokens,
+    }  # fmt: skip
+    header = Header(name, bytes(32), bytes(16), 1, 0x5152535455, 4096, some(161, 16), 9)
+    raw = header.encode(16)
+    assert record_offsets.keys() == fields.keys()
+    for field, at in record_offsets.items():
+        assert raw[at : at + len(fields[field])] == fields[field], field
 
 
 @given(headers, st.integers(0, 2**63))

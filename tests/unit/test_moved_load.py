@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnstore_vllm._native import PageRotator
 from attnstore_vllm.transfer.moves import MovedRun, moved_table
+from tests.native_shapes import rotator
 from tests.unit.moved_memory import (
     BLOCKS,
     CHUNK_BLOCKS,
@@ -210,6 +210,6 @@ def test_layers_and_shapes_that_do_not_exist_are_refused() -> None:
 )  # fmt: skip
 def test_shapes_that_contradict_themselves_are_refused(change: dict[str, object], why: str) -> None:
     memory = MovedMemory(LAYOUTS["vec"], BF16, theta=theta_of(16))
-    PageRotator(**memory.arguments)
+    rotator(memory.arguments)
     with pytest.raises(ValueError, match=why):
-        PageRotator(**(memory.arguments | change))
+        rotator(memory.arguments | change)

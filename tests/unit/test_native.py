@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from attnstore_vllm._native import PageCopier
+from tests.native_shapes import copier
 
 Bytes = npt.NDArray[np.uint8]
 SLOTS, BLOCKS, LAYERS, PAGES = 5, 9, 2, 3
@@ -37,17 +37,19 @@ class Memory:
         self.slots: Bytes = rng.integers(0, 256, SLOTS * self.slot_bytes + shift, dtype=np.uint8)
         self.shift = shift
         base = self.hbm.ctypes.data + shift
-        self.native = PageCopier(
-            slots_base=self.slots.ctypes.data + shift,
-            num_slots=SLOTS,
-            slot_bytes=self.slot_bytes,
-            layer_bytes=PAGES * page_bytes,
-            page_bytes=page_bytes,
-            layer_bases=[base + layer * BLOCKS * self.stride for layer in range(LAYERS)],
-            num_blocks=BLOCKS,
-            block_stride=self.stride,
-            run_offsets=self.run_offsets,
-            run_bytes=self.run_bytes,
+        self.native = copier(
+            {
+                "slots_base": self.slots.ctypes.data + shift,
+                "num_slots": SLOTS,
+                "slot_bytes": self.slot_bytes,
+                "layer_bytes": PAGES * page_bytes,
+                "page_bytes": page_bytes,
+                "layer_bases": [base + layer * BLOCKS * self.stride for layer in range(LAYERS)],
+                "num_blocks": BLOCKS,
+                "block_stride": self.stride,
+                "run_offsets": self.run_offsets,
+                "run_bytes": self.run_bytes,
+            }
         )
 
     @property
@@ -168,7 +170,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         "layer_bases": [0], "num_blocks": 1, "block_stride": 64, "run_offsets": [0],
         "run_bytes": 64,
     }  # fmt: skip
-    PageCopier(**shape)  # type: ignore[arg-type]
+    copier(shape)
     for change in ({"run_bytes": 32}, {"layer_bytes": 96}, {"slot_bytes": 63}):
         with pytest.raises(ValueError, match=r"do not|is not"):
-            PageCopier(**(shape | change))  # type: ignore[arg-type]
+            copier(shape | change)

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Python module attnstore_vllm._native_cuda. It knows addresses, sizes and CUDA's own handles,
+// not PyTorch. Importing it needs no GPU.
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "bind/bind_copies.h"
+#include "bind/bind_moved.h"
+#include "bind/shapes.h"
+#include "cuda/cuda_copier.h"
+#include "cuda/cuda_error.h"
+#include "cuda/cuda_rotator.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using attnstore::as_copies;
+using attnstore::as_moved;
+using attnstore::as_rows;
+using attnstore::check_cuda;
+using attnstore::Copies;
+using attnstore::Copy;
+using attnstore::CudaPageCopier;
+using attnstore::CudaPageRotator;
+using attnstore::Moved;
+using attnstore::MoveTable;
+using attnstore::PageShape;
+using attnstore::PageTable;
+using attnstore::RotationShape;
+using attnstore::Rows;
+
+cudaStream_t as_stream(std::uint64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+
+// Page-locks memory; returns its address as the device sees it.
+std::uint64_t register_host(std::uint64_t address, std::size_t num_bytes) {
+  auto* const memory = reinterpret_cast<void*>(address);
+  check_cuda(cudaHostRegister(memory, num_bytes, cudaHostRegisterMapped | cudaHostRegisterPortable),
+             "cudaHostRegister");
+  void* seen = nullptr;
+  const cudaError_t status = cudaHostGetDevicePointer(&seen, memory, 0);
+  if (status != cudaSuccess) static_cast<void>(cudaHostUnregister(memory));
+  check_cuda(status, "cudaHostGetDevicePointer");
+  return reinterpret_cast<std::uint64_t>(seen);
+}
+
+void unregister_host(std::uint64_t address) {
+  check_cuda(cudaHostUnregister(reinterpret_cast<void*>(address)), "cudaHostUnregister");
+}
+
+void bind_copier(py::module_& m) {
+  py::enum_<Copy>(m, "Copy")
+      .value("LOAD", Copy::kLoad)
+      .value("SAVE", Copy::kSave)
+      .value("GATHER", Copy::kGather)
+      .value("DRAIN", Copy::kDrain);
+  py::class_<CudaPageCopier>(
+      m, "PageCopier",
+      "Appends copies of KV pages to streams. The memory behind the addresses\n"
+      "outlives them. One thread calls it.")
+      .def(py::init([](PageShape pages, int device, std::uint64_t arrays) {
+             const py::gil_scoped_release release;
+             return std::make_unique<CudaPageCopier>(device, std::move(pages), arrays);
+           }),
+           py::arg("pages"), py::kw_only(), py::arg("device"), py::arg("arrays"))
+      .def(
+          "by_kernel",
+          [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows,
+             std::int64_t first_layer, std::int64_t stop_layer, std::uint64_t table_device,
+             std::uint64_t table_host, std::uint32_t thread_blocks, std::uint64_t stream) {
+            const PageTable table{as_copies(copies), as_rows(rows)};
+            const py::gil_scoped_release release;
+            self.by_kernel(copy, table, {first_layer, stop_layer}, {table_device, table_host},
+                           thread_blocks, as_stream(stream));
+          },
+          py::arg("copy"), py::arg("copies"), py::arg("rows"), py::arg("first_layer"),
+          py::arg("stop_layer"), py::arg("table_device"), py::arg("table_host"),
+          py::arg("thread_blocks"), py::arg("stream"),
+          "Copy by the kernel, which reads its table at `table_device`; it is brought there from\n"
+          "page-locked memory at `table_host` unless that is 0.")
+      .def(
+          "by_dma",
+          [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows,
+             std::int64_t first_layer, std::int64_t stop_layer, std::uint64_t stream) {
+            const PageTable table{as_copies(copies), as_rows(rows)};
+            const py::gil_scoped_release release;
+            self.by_dma(copy, table, {first_layer, stop_layer}, as_stream(stream));
+          },
+          py::arg("copy"), py::arg("copies"), py::arg("rows"), py::arg("first_layer"),
+          py::arg("stop_layer"), py::arg("stream"), "Copy by the copy engines.")
+      .def(
+          "count_runs",
+          [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows) {
+            const PageTable table{as_copies(copies), as_rows(rows)};
+            const py::gil_scoped_release release;
+            return self.count_runs(copy, table);
+          },
+          py::arg("copy"), py::arg("copies"), py::arg("rows"),
+          "Contiguous runs of one layer of these pages, neighbours counted as one.");
+}
+
+void bind_rotator(py::module_& m) {
+  py::class_<MoveTable>(m, "MoveTable",
+                        "Tokens that go to other positions, as the kernel reads them.")
+      .def_property_readonly(
+          "words",
+          [](const MoveTable& self) {
+            return py::array_t<std::int64_t>(static_cast<py::ssize_t>(self.words.size()),
+                                             self.words.data());
+          },
+          "What has to lie, 16 bytes aligned, where the kernel reads it; a copy.")
+      .def_readonly("num_tokens", &MoveTable::num_tokens);
+  py::class_<CudaPageRotator>(
+      m, "PageRotator",
+      "Appends loads of single tokens, K turned to their new positions, to\n"
+      "streams. The memory behind the addresses outlives them. One thread\n"
+      "calls it.")
+      .def(py::init([](PageShape pages, RotationShape rotation, int device, std::uint64_t arrays) {
+             const py::gil_scoped_release release;
+             return std::make_unique<CudaPageRotator>(device, std::move(pages), std::move(rotation),
+                                                      arrays);
+           }),
+           py::arg("pages"), py::arg("rotation"), py::kw_only(), py::arg("device"),
+           py::arg("arrays"))
+      .def(
+          "check",
+          [](const CudaPageRotator& self, const Moved& moved, std::int64_t first_layer,
+             std::int64_t stop_layer) {
+            auto all = as_moved(moved);
+            const py::gil_scoped_release release;
+            self.check(std::move(all), {first_layer, stop_layer});
+          },
+          py::arg("moved"), py::arg("first_layer"), py::arg("stop_layer"))
+      .def(
+          "table",
+          [](const CudaPageRotator& self, const Moved& moved) {
+            const auto all = as_moved(moved);
+            const py::gil_scoped_release release;
+            return self.table(all);
+          },
+          py::arg("moved"), "The table of these tokens ([n, 6] int64).")
+      .def(
+          "load",
+          [](const CudaPageRotator& self, const MoveTable& table, std::int64_t first_layer,
+             std::int64_t stop_layer, std::uint64_t table_device, std::uint64_t table_host,
+             std::uint32_t thread_blocks, std::uint64_t stream) {
+            const py::gil_scoped_release release;
+            self.load(table, {first_layer, stop_layer}, {table_device, table_host}, thread_blocks,
+                      as_stream(stream));
+          },
+          py::arg("table"), py::arg("first_layer"), py::arg("stop_layer"), py::arg("table_device"),
+          py::arg("table_host"), py::arg("thread_blocks"), py::arg("stream"),
+          "Fill the places of a table, whose words the kernel reads at `table_device`; they are\n"
+          "brought there from page-locked memory at `table_host` unless that is 0.")
+      .def_property_readonly("is_wide", &CudaPageRotator::is_wide);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native_cuda, m) {
+  m.doc() = "CUDA half of the native data path of attnstore_vllm.";
+  attnstore::bind_shapes(m);
+  bind_copier(m);
+  bind_rotator(m);
+  m.def("register_host", &register_host, py::arg("address"), py::arg("num_bytes"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Page-lock memory of this process; returns its address as the device sees it.");
+  m.def("unregister_host", &unregister_host, py::arg("address"),
+        py::call_guard<py::gil_scoped_release>());
+  m.attr("runtime_version") = CUDART_VERSION;
+}
