@@ -29,6 +29,7 @@ from attnstore_vllm.bench.client import RequestError, RequestSettings, open_http
 from attnstore_vllm.bench.closed_loop import take_turns
 from attnstore_vllm.bench.conversations import Conversation, DatasetError, read_conversations
 from attnstore_vllm.bench.machine import machine
+from attnstore_vllm.bench.metrics import Metrics
 from attnstore_vllm.bench.records import TurnRecord, failures
 from attnstore_vllm.bench.talk import Talk
 from attnstore_vllm.bench.tokens import fitting
@@ -45,7 +46,7 @@ from benchmarks.demo_report import (
     verdict_text,
 )
 from benchmarks.sample import SAMPLE
-from benchmarks.server import Metrics, ServerError, VllmServer, read_metrics
+from benchmarks.server import ServerError, VllmServer, read_metrics
 
 ROOT: Final = Path(__file__).parent.parent
 NAMES: Final = ("vLLM alone", "with AttnStore")

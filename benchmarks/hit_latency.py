@@ -36,8 +36,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_vllm.bench.metrics import total
 from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, ModelShape, make_model
-from benchmarks.server import VllmServer, total
+from benchmarks.server import VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = "vllm:attnstore_loaded_tokens_total"

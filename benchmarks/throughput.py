@@ -22,9 +22,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_vllm.bench.metrics import total
 from attnstore_vllm.testing.tiny_model import make_model
 from benchmarks.hit_latency import CASES, Client
-from benchmarks.server import VllmServer, total
+from benchmarks.server import VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUESTS = 16

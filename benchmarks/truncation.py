@@ -23,11 +23,12 @@ from typing import Any
 from tqdm import tqdm
 
 from attnstore_vllm.bench.machine import machine
+from attnstore_vllm.bench.metrics import total
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.testing.tiny_model import MEDIUM, make_model
 from benchmarks.hit_latency import DEV, Client
-from benchmarks.server import VllmServer, total
+from benchmarks.server import VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 GOAL = 0.15

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attnstore bench replay`: hold conversations with a server, and say how long answers took.
 
-`attnstore bench compare` is in cli/bench_compare.py, and asks by the same options.
+`python -m benchmarks.compare` asks by the same options.
 """
 
 from __future__ import annotations

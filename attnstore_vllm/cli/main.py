@@ -11,7 +11,6 @@ from pathlib import Path
 
 from attnstore_vllm.cli import (
     bench,
-    bench_compare,
     gc,
     inspect,
     plan,
@@ -56,7 +55,6 @@ def _parser() -> argparse.ArgumentParser:
         dest="bench", required=True
     )
     bench.add_arguments(benches)
-    bench_compare.add_arguments(benches)
     return parser
 
 
@@ -89,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "simulate":
         return _simulate(args)
     if args.command == "bench":
-        return bench.run(args) if args.bench == "replay" else bench_compare.run(args)
+        return bench.run(args)
     if args.command == "plan":
         trace = simulate.read(args)
         options = plan.plan(args, trace)

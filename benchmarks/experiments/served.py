@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments with real servers on this machine: `attnstore bench compare` at each point."""
+"""Experiments with real servers on this machine: `python -m benchmarks.compare` at each point."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from attnstore_vllm.bench.server import is_cpu_build
-from attnstore_vllm.cli.main import main as attnstore
 from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, TINY, make_model
+from benchmarks.compare.command import main as compare
 from benchmarks.experiments.spec import Experiment, SpecError
+from benchmarks.server import is_cpu_build
 
 ROOT: Final = Path(__file__).parent.parent.parent
 WORK: Final = ROOT / ".cache" / "experiments"
@@ -51,12 +51,12 @@ def run(experiment: Experiment, data: Path, *, model: str | None = None) -> dict
         if "history" in given:
             data = made_of_ids(out, body["conversations"], given["history"], given["new"])
         options = [*body.get("options", []), *given.get("options", [])]
-        code = attnstore([
-            "bench", "compare", "--model", path, "--data", str(data), "--out", str(out),
+        code = compare([
+            "--model", path, "--data", str(data), "--out", str(out),
             *map(str, options),
         ])  # fmt: skip
         if code not in (OK, FAILED):
-            raise InterruptedError(f"{experiment.name}, {label}: bench compare ended with {code}")
+            raise InterruptedError(f"{experiment.name}, {label}: the comparison ended with {code}")
         found = json.loads((out / "compare.json").read_text())
         # Options are in `body`; here they have paths of this machine, as the logs' ends have.
         found["not_run"] = {k: why.splitlines()[0] for k, why in found["not_run"].items()}

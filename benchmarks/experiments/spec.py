@@ -4,7 +4,7 @@
     question: How much of a conversation's history is found?
     varied: model
     paper: figure 13; 9,000 ShareGPT sessions, 128 GB of DRAM, 10 TB of SSD
-    simulate:                     # or `serve`: real servers, by `attnstore bench compare`; or
+    simulate:                     # or `serve`: real servers, by `python -m benchmarks.compare`; or
                                   # `script`: another benchmark of this repository
       points:                     # what is varied: a label, and what is different there
         LLaMA-13B: {machine: llama-13b-2xa100}
@@ -17,7 +17,7 @@
     notes: below the table
 
 A point that is simulated may set `machine` (a file of configs/machines), settings of that machine,
-`rate`, `think_s` and `policies`; one that is served `options` of `attnstore bench compare`.
+`rate`, `think_s` and `policies`; one that is served `options` of `python -m benchmarks.compare`.
 A metric's `goal` is {system, at_most or at_least}, and its `missed` says why, if it is missed.
 """
 

@@ -26,11 +26,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_vllm.bench.metrics import total
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.testing.tiny_model import ModelShape, make_model
 from benchmarks.hit_latency import DEV, LOADED, ROOT, Client
 from benchmarks.overlap_parts.common import BLOCK_TOKENS, SHAPES, Line, Settings, say, spread
-from benchmarks.server import VllmServer, total
+from benchmarks.server import VllmServer
 
 GOAL = 1.05
 HISTORY_BLOCKS = (15, 31, 62, 125)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore bench compare`: servers are started and ended, and asked the same."""
+"""`python -m benchmarks.compare`: servers are started and ended, and asked the same."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 from aiohttp import web
 
 from attnstore_vllm.bench.client import RequestError, RequestSettings
-from attnstore_vllm.bench.compare.run import Asked, Comparer
-from attnstore_vllm.bench.compare.systems import SERVED_NAME, System, chosen
 from attnstore_vllm.bench.conversations import Conversation
 from attnstore_vllm.bench.metrics import Metrics, parse_metrics
 from attnstore_vllm.bench.schedule import Load
-from attnstore_vllm.bench.server import ServerError
-from attnstore_vllm.cli import bench_compare
-from attnstore_vllm.cli.main import main
+from benchmarks.compare import command as compare_command
+from benchmarks.compare.command import main
+from benchmarks.compare.run import Asked, Comparer
+from benchmarks.compare.systems import SERVED_NAME, System, chosen
+from benchmarks.server import ServerError
 from tests.fake_openai import Fake, served_aside
 
 OK, FAILED, ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -239,7 +239,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     fakes = Fakes()
-    monkeypatch.setattr(bench_compare, "starter", lambda *_: fakes.start)
+    monkeypatch.setattr(compare_command, "starter", lambda *_: fakes.start)
     return fakes
 
 
@@ -250,7 +250,7 @@ def command(tmp_path: Path, model: Path, *options: str) -> int:
         for c in TALKS
     ]))  # fmt: skip
     return main([
-        "bench", "compare", "--model", str(model), "--data", str(data), "--rate", "inf",
+        "--model", str(model), "--data", str(data), "--rate", "inf",
         "--think", "constant:0", "--max-tokens", "3", "--out", str(tmp_path / "out"), *options,
     ])  # fmt: skip
 

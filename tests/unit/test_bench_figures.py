@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.bench.client import RequestSettings
-from attnstore_vllm.bench.compare.figures import figures, ratios, table_rows, unlimited_hits
-from attnstore_vllm.bench.compare.sizes import Sizes, prompt_lengths, sized
-from attnstore_vllm.bench.compare.systems import (
+from attnstore_vllm.bench.conversations import Conversation
+from attnstore_vllm.bench.metrics import Metrics, Step, parse_metrics, parse_steps
+from attnstore_vllm.bench.schedule import Load
+from attnstore_vllm.errors import ConfigError
+from benchmarks.compare.figures import figures, ratios, table_rows, unlimited_hits
+from benchmarks.compare.sizes import Sizes, prompt_lengths, sized
+from benchmarks.compare.systems import (
     BOUND,
     RE,
     SYSTEMS,
@@ -22,10 +26,6 @@ from attnstore_vllm.bench.compare.systems import (
     environment,
     why_not,
 )
-from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.metrics import Metrics, Step, parse_metrics, parse_steps
-from attnstore_vllm.bench.schedule import Load
-from attnstore_vllm.errors import ConfigError
 
 GIB = 1 << 30
 LOG = """\

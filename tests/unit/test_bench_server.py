@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes of `attnstore bench compare`: none is lost, whatever ends the command."""
+"""Child processes of `python -m benchmarks.compare`: none is lost, whatever ends the command."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from attnstore_vllm.bench import server
-from attnstore_vllm.bench.compare import lmcache
-from attnstore_vllm.bench.compare.sizes import Sizes
-from attnstore_vllm.bench.server import (
+from benchmarks import server
+from benchmarks.compare import lmcache
+from benchmarks.compare.sizes import Sizes
+from benchmarks.server import (
     ENDING,
     Process,
     ServerError,
@@ -88,7 +88,7 @@ def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     child += "signal.signal(signal.SIGTERM, lambda *_: (print('SIGTERM'), sys.exit()))\n"
     child += "print(os.getpid(), flush=True)\ntime.sleep(60)"
     code = "import sys, time; from pathlib import Path; "
-    code += "from attnstore_vllm.bench.server import Process; "
+    code += "from benchmarks.server import Process; "
     code += f"Process([sys.executable, '-c', {child!r}], Path({str(log)!r})); time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:

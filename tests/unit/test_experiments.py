@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.cli.main import _parser
 from attnstore_vllm.sim.outcome import Outcome
 from benchmarks import report
+from benchmarks.compare.command import parser
 from benchmarks.experiments import __main__ as runner
 from benchmarks.experiments import scripted, served, simulated
 from benchmarks.experiments.spec import Experiment, Goal, SpecError, parse, read_all
@@ -82,8 +82,8 @@ def test_options_of_real_servers_are_options(experiment: Experiment) -> None:
     for body in (experiment.body, experiment.quickly().body):
         for given in body["points"].values():
             options = [*body["options"], *given.get("options", ())]
-            args = ["bench", "compare", "--model", "m", "--data", "d", *map(str, options)]
-            assert _parser().parse_args(args).bench == "compare"
+            args = ["--model", "m", "--data", "d", *map(str, options)]
+            assert parser().parse_args(args).model == "m"
     assert {m.name for m in experiment.metrics} <= set(served.VALUES)
 
 
@@ -220,7 +220,7 @@ def test_each_point_is_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (out / "compare.json").write_text(json.dumps(found))
         return 0
 
-    monkeypatch.setattr(served, "attnstore", compare)
+    monkeypatch.setattr(served, "compare", compare)
     monkeypatch.setattr(served, "WORK", tmp_path)
     points = {"slow": {"options": ["--rate", 1]}, "fast": {"options": ["--rate", 2]}}
     experiment = parse("x", {
@@ -232,8 +232,8 @@ def test_each_point_is_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["values"] == {"failed": {"slow": {"re": 1}, "fast": {"re": 2}}}
     assert found["not_run"] == {"lmcache": "not here"}
     assert str(tmp_path) not in json.dumps(found)
-    monkeypatch.setattr(served, "attnstore", lambda _: 130)
-    with pytest.raises(InterruptedError, match="x, slow: bench compare ended with 130"):
+    monkeypatch.setattr(served, "compare", lambda _: 130)
+    with pytest.raises(InterruptedError, match="x, slow: the comparison ended with 130"):
         served.run(experiment, SAMPLE, model="m")
 
 

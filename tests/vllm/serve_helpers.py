@@ -20,11 +20,12 @@ from typing import Any
 
 import psutil
 
+from attnstore_vllm.bench.metrics import total
 from attnstore_vllm.cli.slab_file import State, opened
 from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from attnstore_vllm.machine import SHM_DIR, SLAB_NAME
 from attnstore_vllm.store.format import SegmentHeader, header_bytes
-from benchmarks.server import VllmServer, quiet_cpu_environment, total, vllm_program
+from benchmarks.server import VllmServer, quiet_cpu_environment, vllm_program
 
 DEADLINE_S = 120.0
 START_DEADLINE_S = 400.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore bench compare` with real servers; a minute, most of it their starts."""
+"""`python -m benchmarks.compare` with real servers; a minute, most of it their starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from attnstore_vllm.cli.main import main
 from attnstore_vllm.testing.tiny_model import TINY, make_model
+from benchmarks.compare.command import main
 from benchmarks.sample import SAMPLE
 
 
@@ -20,7 +20,7 @@ from benchmarks.sample import SAMPLE
 def test_store_is_compared_with_recomputation(tmp_path: Path, models: Path, api: str) -> None:
     out = tmp_path / "out"
     code = main([
-        "bench", "compare", "--model", str(make_model(models / "tiny", TINY)), "--data",
+        "--model", str(make_model(models / "tiny", TINY)), "--data",
         str(SAMPLE), "--systems", "re,attnstore", "--serve=--enforce-eager", "--api", api,
         "--rate", "4", "--sessions", "6", "--think", "exponential:0.5", "--turns", "3",
         "--max-tokens", "16", "--ignore-eos", "--max-model-len", "1280", "--out", str(out),

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from attnstore_vllm.bench.metrics import total
 from attnstore_vllm.testing.tiny_model import TINY, make_model
-from benchmarks.server import VllmServer, total
+from benchmarks.server import VllmServer
 from tests.vllm import kill_loop, soak
 from tests.vllm import serve_helpers as serving
 from tests.vllm.faulty_disk import FAULTS_FILE

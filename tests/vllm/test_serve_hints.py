@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from attnstore_vllm.bench.metrics import total
 from attnstore_vllm.index.stops import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
-from benchmarks.server import VllmServer, total
+from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, MODEL_NAME, ask, ask_and_count, ask_and_store, story
 

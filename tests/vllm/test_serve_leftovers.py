@@ -15,11 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from attnstore_vllm.bench.server import Process, unbroken
 from attnstore_vllm.machine import SHM_DIR
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.pool import pool_name
-from benchmarks.server import quiet_cpu_environment, vllm_program
+from benchmarks.server import Process, quiet_cpu_environment, unbroken, vllm_program
 from tests.vllm import serve_helpers as serving
 
 

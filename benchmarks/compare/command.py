@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore bench compare`: start one server after the other, ask each the same, compare."""
+"""`python -m benchmarks.compare`: start one server after the other, ask each the same, compare."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,12 +22,12 @@ from attnstore_vllm.bench.summary import table
 from attnstore_vllm.cli import bench
 from attnstore_vllm.cli.plan import kv_bytes_per_token
 from attnstore_vllm.config import SIZE_MIN, format_size, parse_size
-from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.errors import AttnStoreError, ConfigError
 
 if TYPE_CHECKING:
-    from attnstore_vllm.bench.compare.run import Comparison, Running
-    from attnstore_vllm.bench.compare.sizes import Sizes
-    from attnstore_vllm.bench.compare.systems import Here, System
+    from benchmarks.compare.run import Comparison, Running
+    from benchmarks.compare.sizes import Sizes
+    from benchmarks.compare.systems import Here, System
 
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16
 LETTERS_A_TOKEN = 4
@@ -51,45 +51,58 @@ to first token; requests that share a step count it several times""",
 }
 
 
-def add_arguments(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser(
-        "compare", help="start servers with and without the store, and ask each the same",
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description=__doc__, epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--model", required=True, metavar="MODEL", help="as for vllm serve")
-    parser.add_argument(
+    options.add_argument("--model", required=True, metavar="MODEL", help="as for vllm serve")
+    options.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="conversations, ShareGPT format"
     )
-    parser.add_argument("--systems", default="all", metavar="A,B,...", help="see below (all)")
-    parser.add_argument(
+    options.add_argument("--systems", default="all", metavar="A,B,...", help="see below (all)")
+    options.add_argument(
         "--serve", default="", metavar="ARGS", help="for each server: --serve='--dtype half'"
     )
-    parser.add_argument("--store", default="{}", metavar="JSON", help="more settings of this store")
-    sizes = parser.add_argument_group("sizes (default: scaled to the working set of the load)")
+    options.add_argument(
+        "--store", default="{}", metavar="JSON", help="more settings of this store"
+    )
+    sizes = options.add_argument_group("sizes (default: scaled to the working set of the load)")
     sizes.add_argument("--max-model-len", type=int, metavar="N", help="(the model's)")
     sizes.add_argument("--block-tokens", type=int, metavar="N", help="(16; CPU build: 128)")
     sizes.add_argument("--hbm-tokens", type=int, metavar="N", help="KV of every server but bound")
     sizes.add_argument("--dram", metavar="SIZE", help="of the store, as in 4GiB")
     sizes.add_argument("--nvme", metavar="SIZE", help="of the store")
     sizes.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="(from config.json)")
-    bench.add_requests(parser.add_argument_group("what is asked"))
-    bench.add_load(parser.add_argument_group("when it is asked"))
-    out = parser.add_argument_group("what is written")
+    bench.add_requests(options.add_argument_group("what is asked"))
+    bench.add_load(options.add_argument_group("when it is asked"))
+    out = options.add_argument_group("what is written")
     out.add_argument(
         "--out", type=Path, default=Path("compare"), metavar="DIR",
         help="compare.json, compare.png, and of each system records and log (compare)",
     )  # fmt: skip
     out.add_argument("--workdir", type=Path, metavar="DIR", help="for KV on NVMe (--out)")
     out.add_argument("--json", action="store_true", help="print the JSON, not the table")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        return run(args)
+    except (AttnStoreError, OSError) as error:
+        print(f"benchmarks.compare: {error}", file=sys.stderr)
+        return bench.EXIT_ERROR
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code. Raises: AttnStoreError, OSError."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("aiohttp is not installed; pip install 'attnstore-vllm[bench]'")
-    from attnstore_vllm.bench.compare.run import Asked, Comparer  # noqa: PLC0415  want aiohttp
-    from attnstore_vllm.bench.compare.systems import SERVED_NAME, chosen, why_not  # noqa: PLC0415
     from attnstore_vllm.bench.machine import machine  # noqa: PLC0415  runs git
+    from benchmarks.compare.run import Asked, Comparer  # noqa: PLC0415  want aiohttp
+    from benchmarks.compare.systems import SERVED_NAME, chosen, why_not  # noqa: PLC0415
 
     systems = chosen(args.systems)
     load, asking = bench.load(args), bench.settings(args, SERVED_NAME)
@@ -114,8 +127,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look_around(args: argparse.Namespace) -> Here:
-    from attnstore_vllm.bench.compare.systems import Here  # noqa: PLC0415
-    from attnstore_vllm.bench.server import is_cpu_build  # noqa: PLC0415
+    from benchmarks.compare.systems import Here  # noqa: PLC0415
+    from benchmarks.server import is_cpu_build  # noqa: PLC0415
 
     where = (args.workdir or args.out).absolute()
     while not where.exists():
@@ -129,7 +142,7 @@ def look_around(args: argparse.Namespace) -> Here:
 
 def sizes_for(args: argparse.Namespace, asked: Any, here: Here) -> Sizes:
     """Raises: ConfigError if the model's files do not say what is needed."""
-    from attnstore_vllm.bench.compare.sizes import sized  # noqa: PLC0415
+    from benchmarks.compare.sizes import sized  # noqa: PLC0415
 
     config, count = _model_files(args.model)
     text = config.get("text_config") or config
@@ -205,13 +218,13 @@ def starter(
     args: argparse.Namespace, sizes: Sizes, here: Here
 ) -> Callable[[System, Path, Path], AbstractContextManager[Running]]:
     """How a system is started. Raises: ConfigError."""
-    from attnstore_vllm.bench.compare.lmcache import with_daemon  # noqa: PLC0415
-    from attnstore_vllm.bench.compare.systems import (  # noqa: PLC0415
+    from benchmarks.compare.lmcache import with_daemon  # noqa: PLC0415
+    from benchmarks.compare.systems import (  # noqa: PLC0415
         arguments,
         check_more,
         environment,
     )
-    from attnstore_vllm.bench.server import VllmServer, free_port  # noqa: PLC0415
+    from benchmarks.server import VllmServer, free_port  # noqa: PLC0415
 
     store = bench.json_object("--store", args.store)
     try:
@@ -270,7 +283,7 @@ def _finish(args: argparse.Namespace, found: dict[str, Any], result: Comparison)
         return bench.EXIT_ERROR
     _say(f"written: {args.out / 'compare.json'}")
     if result.figures and importlib.util.find_spec("matplotlib") is not None:
-        from attnstore_vllm.bench.compare.plot import plot  # noqa: PLC0415
+        from benchmarks.compare.plot import plot  # noqa: PLC0415
 
         picture = args.out / "compare.png"
         plot(found["systems"], f"{args.data.name}, {Path(args.model).name}", picture)
@@ -282,7 +295,7 @@ def _finish(args: argparse.Namespace, found: dict[str, Any], result: Comparison)
 
 def compare_text(result: Comparison) -> str:
     """The table, and below it what its columns are and what was not run."""
-    from attnstore_vllm.bench.compare.figures import table_rows  # noqa: PLC0415
+    from benchmarks.compare.figures import table_rows  # noqa: PLC0415
 
     lines = []
     if result.figures:

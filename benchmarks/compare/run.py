@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from attnstore_vllm.bench.client import RequestError, RequestSettings, open_http
-from attnstore_vllm.bench.compare.figures import Figures, figures, ratios
-from attnstore_vllm.bench.compare.systems import System
 from attnstore_vllm.bench.conversations import Conversation
 from attnstore_vllm.bench.metrics import Metrics, parse_steps
 from attnstore_vllm.bench.records import TurnRecord
 from attnstore_vllm.bench.run import Outcome, replay
 from attnstore_vllm.bench.schedule import Load
-from attnstore_vllm.bench.server import ServerError
 from attnstore_vllm.bench.talk import Talk
 from attnstore_vllm.bench.tokens import as_ids, fitting
+from benchmarks.compare.figures import Figures, figures, ratios
+from benchmarks.compare.systems import System
+from benchmarks.server import ServerError
 
 WARM_UP_USE: Final = 1 << 20
 """A conversation that warms up begins as none of the load does."""

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from attnstore_vllm.bench.compare.sizes import CHUNK_TOKENS, Sizes
-from attnstore_vllm.bench.server import Process, ServerError, VllmServer, free_port, unbroken
+from benchmarks.compare.sizes import CHUNK_TOKENS, Sizes
+from benchmarks.server import Process, ServerError, VllmServer, free_port, unbroken
 
 DEADLINE_S: Final = 120.0
 GB: Final = 1e9

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from attnstore_vllm.bench.compare.sizes import GIB, Sizes
 from attnstore_vllm.errors import ConfigError
+from benchmarks.compare.sizes import GIB, Sizes
 
 SERVED_NAME: Final = "bench"
 DISK_SPARE: Final = 1.2
