@@ -118,13 +118,13 @@ class FakeGpu:
         self.registered: dict[int, int] = {}
         self.failing: dict[str, int] = {}
         """How often a call of this name goes well before it fails, once."""
-        self._random = Random(seed)
+        self.random = Random(seed)
         self.model = Stream(self)
 
     def step(self) -> bool:
         """Carry out one piece; False if no stream can go on."""
         ready = [stream for stream in self.streams if stream.work]
-        self._random.shuffle(ready)
+        self.random.shuffle(ready)
         for stream in ready:
             if stream.work[0]():
                 stream.work.popleft()
@@ -256,7 +256,7 @@ class PageCopier:
         self.gpu.moved.append((move.name, "dma"))
         queue = self.gpu.streams[stream - 1]
         pieces = [(i, layer) for layer in range(first, stop) for i in range(len(copies))]
-        self.gpu._random.shuffle(pieces)  # of one batch any may come first
+        self.gpu.random.shuffle(pieces)  # of one batch any may come first
         for i, layer in pieces:
             slot, within, block = (int(number) for number in copies[i])
             queue.run(partial(self._copy, move, slot, within, block, _row(rows, i), layer))

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -156,3 +158,54 @@ def test_tests_use_the_real_thing(path: Path) -> None:
             called = ast.unparse(node.func).rpartition(".")[2]
             where = f"{short(path)}:{node.lineno}"
             assert called not in MOCKS, f"{where}: {called} agrees with anything; use a test double"
+
+
+PRIVATE = re.compile(r"(?:self\.|def )(_[a-z]\w*)\b")
+PRIVATE_MAX = 60
+"""Times that tests look behind what the package says. More would hold it as it is."""
+
+
+def test_tests_reach_few_private_members() -> None:
+    ours = {name for path in OURS for name in PRIVATE.findall(path.read_text(encoding="utf-8"))}
+    reached = []
+    for path in python_files(ROOT / "tests"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute) or node.attr not in ours:
+                continue
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                reached.append(f"{short(path)}:{node.lineno}: {node.attr}")
+    assert len(reached) <= PRIVATE_MAX, "\n".join(reached)
+
+
+def imported_when_loaded(tree: ast.Module) -> set[str]:
+    """Modules, and names that may be modules, that a module needs to be loaded."""
+    found: set[str] = set()
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            todo += node.orelse
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
+def test_no_imports_in_a_circle() -> None:
+    trees = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"):
+        imported_when_loaded(ast.parse(path.read_text(encoding="utf-8")))
+        for path in OURS
+    }  # fmt: skip
+    needs = {
+        name: {n for n in found & trees.keys() if not name.startswith(f"{n}.")}
+        for name, found in trees.items()
+    }
+    sorter = TopologicalSorter(needs)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise AssertionError(f"imported in a circle: {error.args[1]}") from error

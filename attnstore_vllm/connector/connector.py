@@ -109,15 +109,15 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
         check_start(vllm_config)
-        self._scheduler: Scheduler | None = None
-        self._worker: Worker | None = None
+        self.scheduler: Scheduler | None = None
+        self.worker: Worker | None = None
         if role is KVConnectorRole.SCHEDULER:
             warn_if_untested(vllm.__version__)
-            self._scheduler = self._begin(build_scheduler, vllm_config, kv_cache_config)
-            if self._scheduler is not None:
+            self.scheduler = self._begin(build_scheduler, vllm_config, kv_cache_config)
+            if self.scheduler is not None:
                 _SERVING[self._engine_id()] = self
         elif _reason_to_idle(vllm_config, kv_cache_config) is None:
-            self._worker = self._begin(build_worker, vllm_config, kv_cache_config)
+            self.worker = self._begin(build_worker, vllm_config, kv_cache_config)
 
     def _begin(
         self,
@@ -158,7 +158,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side -------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        worker = self._worker
+        worker = self.worker
         if worker is None:
             return
         _, failed = _try(lambda: self._register(worker, kv_caches))
@@ -187,134 +187,134 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The one hook that comes before every forward pass, and before vLLM binds the plan."""
-        if self._worker is not None:
+        if self.worker is not None:
             assert isinstance(kv_connector_metadata, PlanEnvelope)
             if kv_connector_metadata.plan.is_idle:
-                self._worker.close()
-                self._worker = None
+                self.worker.close()
+                self.worker = None
             else:
-                self._worker.begin_step(kv_connector_metadata.plan)
+                self.worker.begin_step(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self._worker is not None:
-            self._worker.start_load()
+        if self.worker is not None:
+            self.worker.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._worker is not None:
-            self._worker.wait_for_layer(layer_name)
+        if self.worker is not None:
+            self.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        if self._worker is not None:
-            self._worker.layer_computed(layer_name)
+        if self.worker is not None:
+            self.worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
-            self._worker.end_step()
+        if self.worker is not None:
+            self.worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         found = self.get_transfer_results(finished_req_ids)
         return found.finished_sending or None, found.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._worker is None:
+        if self.worker is None:
             return KVConnectorTransferResults()
-        freed, received, failed = self._worker.take_finished()
+        freed, received, failed = self.worker.take_finished()
         return KVConnectorTransferResults(freed, received | failed, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.failed_blocks() if self._worker is not None else set()
+        return self.worker.failed_blocks() if self.worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._worker.take_report() if self._worker is not None else None
+        report = self.worker.take_report() if self.worker is not None else None
         return None if report is None else ReportEnvelope(report)
 
     # ---- scheduler side ----------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if scheduler is None:
             return
         _, failed = _try(lambda: scheduler.bind_kv_cache_manager(kv_cache_manager))
         if failed:  # a vLLM that we do not know; workers learn it by a plan
             _SERVING.pop(self._engine_id(), None)
             scheduler.close()
-            self._scheduler = None
+            self.scheduler = None
             _say_idle(failed)
 
     def on_new_request(self, request: Request) -> None:
-        if self._scheduler is not None:
-            self._scheduler.on_new_request(request)
+        if self.scheduler is not None:
+            self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._scheduler is None:
+        if self.scheduler is None:
             return 0, False
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._scheduler is not None and num_external_tokens:
+        if self.scheduler is not None and num_external_tokens:
             (block_ids,) = blocks.get_block_ids()
-            self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
+            self.scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
-        if self._scheduler is None:
+        if self.scheduler is None:
             return {}
-        sources = self._scheduler.sources(request)
+        sources = self.scheduler.sources(request)
         return {_SOURCES[t]: n for t, n in sources.items() if n and t in _SOURCES}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self._scheduler is None:
+        if self.scheduler is None:
             return PlanEnvelope(StepPlan(is_idle=True))
-        return PlanEnvelope(self._scheduler.build_step(scheduler_output))
+        return PlanEnvelope(self.scheduler.build_step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._scheduler is None:
+        if self.scheduler is None:
             return
         if connector_output.invalid_block_ids:
             # Beside us in MultiConnector somebody's load has failed; ours names requests.
-            self._scheduler.on_failed_load()
-        self._scheduler.on_failed_requests(connector_output.failed_recving)
+            self.scheduler.on_failed_load()
+        self.scheduler.on_failed_requests(connector_output.failed_recving)
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             assert isinstance(report, ReportEnvelope)
-            self._scheduler.on_report(report.report)
+            self.scheduler.on_report(report.report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is None:
+        if self.scheduler is None:
             return False, None
-        return self._scheduler.request_finished(request, block_ids)
+        return self.scheduler.request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is None:
+        if self.scheduler is None:
             return False, None
         (only_group,) = block_ids
         return self.request_finished(request, only_group)
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.keeps_blocks()
+        return self.scheduler is not None and self.scheduler.keeps_blocks()
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_transfers()
+        return self.scheduler is not None and self.scheduler.has_transfers()
 
     def reset_cache(self) -> bool | None:
-        return self._scheduler.reset() if self._scheduler is not None else True
+        return self.scheduler.reset() if self.scheduler is not None else True
 
     # ---- both --------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> AttnStoreStats | None:
-        side = self._scheduler or self._worker
+        side = self.scheduler or self.worker
         stats = side.take_stats() if side is not None else None
         return None if stats is None else AttnStoreStats.of(stats)
 
@@ -333,8 +333,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return AttnStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        if self._scheduler is not None:
+        if self.scheduler is not None:
             _SERVING.pop(self._engine_id(), None)
-            self._scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
+            self.scheduler.close()
+        if self.worker is not None:
+            self.worker.close()

@@ -63,9 +63,9 @@ class Worker:
         self._own_files = own_files
         self._rotation = rotation
         self._turns: Rotation | None = None
-        self._pool = pool
-        self._rank = rank
-        self._geometry = geometry
+        self.pool = pool
+        self.rank = rank
+        self.geometry = geometry
         self._layers = {name: i for i, name in enumerate(layers)}
         self._num_blocks = num_blocks
         self._write_buffer_bytes = write_buffer_bytes
@@ -82,7 +82,7 @@ class Worker:
         self._whole = True
         self._waited_s = 0.0
         self._measured: list[tuple[int, float]] = []
-        self._adapters = LiveAdapters()
+        self.adapters = LiveAdapters()
 
     def register_kv_caches(
         self,
@@ -108,21 +108,21 @@ class Worker:
             describe(name, tensor, self._num_blocks)
             for name, tensor in zip(self._layers, tensors, strict=True)
         ]
-        if any(layout.page_bytes != self._geometry.page_bytes for layout in layouts):
+        if any(layout.page_bytes != self.geometry.page_bytes for layout in layouts):
             raise UnsupportedError(
                 f"pages have {sorted({x.page_bytes for x in layouts})} bytes, but vLLM's cache "
-                f"configuration says {self._geometry.page_bytes}; this layout is not known"
+                f"configuration says {self.geometry.page_bytes}; this layout is not known"
             )
-        self._adapters = adapters or self._adapters
+        self.adapters = adapters or self.adapters
         first = tensors[0]
         facts = live(first, layouts[0]) if live is not None else {}
         self._turns, why_not = self._find_rotation(first)
         engine = self._engine = self._make_engine(first.device, layouts)
-        self._loads = Loads(engine, len(self._layers))
+        self.loads = Loads(engine, len(self._layers))
         self._saves = Saves(engine, len(self._layers), queue_blocks=engine.num_rows)
         axes, strides = order_of_axes(first)
-        self._pool.publish(
-            self._rank,
+        self.pool.publish(
+            self.rank,
             RankDescription(
                 KvFacts(
                     device=_name_of(first.device),
@@ -145,7 +145,7 @@ class Worker:
 
     def refuse(self, reason: str) -> None:
         """Tell the scheduler side that this rank cannot work with the store, and why."""
-        self._pool.refuse(self._rank, reason)
+        self.pool.refuse(self.rank, reason)
 
     def _find_rotation(self, tensor: torch.Tensor) -> tuple[Rotation | None, str | None]:
         """How KV is moved, or why it cannot be."""
@@ -160,20 +160,20 @@ class Worker:
             return None, f"it could not be found out: {type(error).__name__}: {error}"
 
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
-        pool, geometry = self._pool, self._geometry
+        pool, geometry = self.pool, self.geometry
         if device.type == "cuda":
             from attnstore_vllm.transfer.cuda_engine import CudaEngine  # noqa: PLC0415
 
             device_bytes = torch.cuda.get_device_properties(device).total_memory
             row_bytes = geometry.num_layers * geometry.page_bytes
             return CudaEngine(
-                pool.address, pool.num_slots, self._rank, geometry, layouts, device,
+                pool.address, pool.num_slots, self.rank, geometry, layouts, device,
                 num_rows=self._write_buffer_bytes(device_bytes) // row_bytes,
                 rotation=self._turns,
             )  # fmt: skip
         if device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {device}")
-        return CpuEngine(pool.address, pool.num_slots, self._rank, geometry, layouts, self._turns)
+        return CpuEngine(pool.address, pool.num_slots, self.rank, geometry, layouts, self._turns)
 
     # ---- a step ------------------------------------------------------------------------
 
@@ -182,21 +182,21 @@ class Worker:
         self._plan = plan
         self._hooked.clear()
         self._whole = plan.may_replay or not self._has_hooks
-        self._loads.begin_step(plan.ended_loads, whole=self._whole)
+        self.loads.begin_step(plan.ended_loads, whole=self._whole)
         self._saves.begin_step(
             plan.saves_before, plan.saves, plan.preempted,
             by_layer=self._by_layer and not self._whole,
         )  # fmt: skip
 
     def start_load(self) -> None:
-        self._loads.begin(self._plan.loads, whole=self._whole)
+        self.loads.begin(self._plan.loads, whole=self._whole)
         self._count(Flow.LOAD, self._plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
         index = self._layers.get(layer)
         if index is not None:
             self._hooked.add(index)
-            self._loads.wait_layer(index)
+            self.loads.wait_layer(index)
 
     def layer_computed(self, layer: str) -> None:
         index = self._layers.get(layer)
@@ -206,12 +206,12 @@ class Worker:
     def end_step(self) -> None:
         """After the forward pass."""
         self._has_hooks = self._has_hooks or len(self._hooked) == len(self._layers)
-        self._loads.end_step()
+        self.loads.end_step()
         self._saves.end_step(self._plan.finished_saving)
         # Here and not before the forward pass, which would wait for it.
         self._count(Flow.SAVE, [*self._plan.saves_before, *self._plan.saves])
         # Here, since vLLM asks for the figures before it asks for the report.
-        self._waited_s = self._loads.take_waited_s()
+        self._waited_s = self.loads.take_waited_s()
         self._measured = self.engine.measured()
         if self._waited_s:
             self._stats.observe("load_wait_seconds", self._waited_s)
@@ -221,15 +221,15 @@ class Worker:
     def take_finished(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose kept blocks are free, that are received, and whose load has failed."""
         self._freed = self._saves.take_freed()
-        return self._freed, *self._loads.take_received()
+        return self._freed, *self.loads.take_received()
 
     def failed_blocks(self) -> set[int]:
         """Blocks with KV of an adapter that was another one when the step began."""
         checks, self._plan.checks = self._plan.checks, []
-        now = self._adapters.tell(check.lora_id for check in checks)
+        now = self.adapters.tell(check.lora_id for check in checks)
         failed: set[int] = set()
         for check in checks:
-            wanted = check.digests[self._rank] if check.digests else None
+            wanted = check.digests[self.rank] if check.digests else None
             if wanted is None or now.get(check.lora_id) != wanted:
                 failed.update(check.block_ids)
         return failed
@@ -239,8 +239,8 @@ class Worker:
         saved, given_up = self._saves.take_finished()
         freed, self._freed = self._freed, set()
         return StepReport(
-            self._plan.number, self._loads.take_finished() + saved, given_up, freed,
-            self._waited_s, self._measured, self._rank, self._adapters.tell(self._plan.adapters),
+            self._plan.number, self.loads.take_finished() + saved, given_up, freed,
+            self._waited_s, self._measured, self.rank, self.adapters.tell(self._plan.adapters),
             self._weights() if self._plan.looks_at_weights else Seen.NOTHING,
         )  # fmt: skip
 
@@ -257,17 +257,17 @@ class Worker:
 
     def close(self) -> None:
         if self._engine is not None:
-            self._loads.close()
+            self.loads.close()
             self._saves.close()
             self._engine.close()
             self._engine = None
-        self._pool.close()
+        self.pool.close()
 
     def _count(self, flow: Flow, plans: Sequence[TransferPlan]) -> None:
         num_blocks = sum(plan.num_blocks for plan in plans)
-        num_bytes = num_blocks * self._geometry.page_bytes * self._geometry.num_layers
+        num_bytes = num_blocks * self.geometry.page_bytes * self.geometry.num_layers
         moved = sum(num_tokens(p.moves) for p in plans if isinstance(p, LoadPlan))
-        num_bytes += moved * self._geometry.rank_bytes // self._geometry.chunk_tokens
+        num_bytes += moved * self.geometry.rank_bytes // self.geometry.chunk_tokens
         self._stats.add("bytes", flow.value, num_bytes)
 
 

@@ -131,22 +131,22 @@ class PrefixIndex:
         assert chunk_tokens % grain == 0
         self._chunk_tokens = chunk_tokens
         self.grain = grain
-        self._entries = Entries(chunk_tokens, seed, expected, grain)
+        self.entries = Entries(chunk_tokens, seed, expected, grain)
         self._live: WeakValueDictionary[int, Chunk] = WeakValueDictionary()
-        self._piece_tokens = self._entries.piece_tokens
+        self._piece_tokens = self.entries.piece_tokens
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[Chunk]:
         """All chunks, as objects. Cost: some microseconds a chunk."""
-        return (self.chunk(int(entry)) for entry in self._entries.ids())
+        return (self.chunk(int(entry)) for entry in self.entries.ids())
 
     def chunk(self, entry: int) -> Chunk:
         """The object of an entry that is in use."""
         chunk = self._live.get(entry)
         if chunk is None:
-            *_, slot, checksum = record = self._entries.record(entry)
+            *_, slot, checksum = record = self.entries.record(entry)
             at_rest = {NVME: Copy(State.READY, slot, checksum)} if slot >= 0 else {}
             chunk = Chunk(ChunkName(*record[:6], b""), behind=at_rest, entry=entry)
             self._live[entry] = chunk
@@ -160,7 +160,7 @@ class PrefixIndex:
         return list(self._live.values())
 
     def get(self, key: Key) -> Chunk | None:
-        entry = self._entries.find(key)
+        entry = self.entries.find(key)
         return None if entry < 0 else self.chunk(entry)
 
     def add(self, chunk: Chunk) -> None:
@@ -168,7 +168,7 @@ class PrefixIndex:
         name = chunk.name
         assert chunk.entry < 0
         assert len(name.tokens) == name.num_tokens * TOKEN_BYTES
-        chunk.entry = self._entries.add(
+        chunk.entry = self.entries.add(
             name.key, name.parent, name.extra, name.tenant, name.position, name.tokens
         )
         self._live[chunk.entry] = chunk
@@ -177,19 +177,19 @@ class PrefixIndex:
 
     def remove(self, chunk: Chunk) -> None:
         assert self._live.pop(chunk.entry) is chunk
-        self._entries.remove(chunk.entry)
+        self.entries.remove(chunk.entry)
         chunk.entry = -1
 
     def remove_entry(self, entry: int) -> None:
         """Remove a chunk that is no object now."""
         assert self._live.get(entry) is None
-        self._entries.remove(entry)
+        self.entries.remove(entry)
 
     def clear(self, keep: Iterable[Chunk] = ()) -> None:
         """Forget all but these, whose tokens are known. Objects of others must not be used."""
         kept = list(keep)
         self._live.clear()
-        self._entries.clear()
+        self.entries.clear()
         for chunk in kept:
             chunk.entry = -1
             self.add(chunk)
@@ -197,10 +197,10 @@ class PrefixIndex:
     def bind(self, chunk: Chunk) -> None:
         """Note where on NVMe the chunk is; with unbind(), that it is not there any more."""
         copy = chunk.at(NVME)
-        self._entries.bind(chunk.entry, copy.slot, copy.checksum)
+        self.entries.bind(chunk.entry, copy.slot, copy.checksum)
 
     def unbind(self, chunk: Chunk) -> None:
-        self._entries.unbind(chunk.entry)
+        self.entries.unbind(chunk.entry)
 
     def learn(self, chunk: Chunk, tokens: bytes) -> bool:
         """Note the tokens that were read with the chunk; False if they are not the chunk's."""
@@ -219,11 +219,11 @@ class PrefixIndex:
     ]:
         """See csrc/index/prefix_index.h. Returns slots bound now, their entries, then slots that
         are free again; and how many were entered, were left out, and were superseded."""
-        return self._entries.adopt(headers, slots, header_bytes)
+        return self.entries.adopt(headers, slots, header_bytes)
 
     def sequences(self, entries: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
         """The sequence numbers of the records that recovery found these in."""
-        return self._entries.sequences(entries)
+        return self.entries.sequences(entries)
 
     # ---- siblings ----------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class PrefixIndex:
         if whole == self._chunk_tokens:
             return False
         head = name.tokens[: whole * TOKEN_BYTES]
-        near = self._entries.around(name.parent, name.extra, name.tokens, NEIGHBOURS_MAX)
+        near = self.entries.around(name.parent, name.extra, name.tokens, NEIGHBOURS_MAX)
         for entry, pieces in near:
             if pieces < whole // self._piece_tokens:
                 continue
@@ -256,7 +256,7 @@ class PrefixIndex:
 
     def _heads_of(self, parent: Key, extra: bytes, tokens: bytes) -> Iterator[Chunk]:
         """Siblings whose whole blocks begin these tokens, those with most blocks first."""
-        return map(self.chunk, self._entries.heads_of(parent, extra, tokens, NEIGHBOURS_MAX))
+        return map(self.chunk, self.entries.heads_of(parent, extra, tokens, NEIGHBOURS_MAX))
 
     def best_match(
         self, parent: Key, extra: bytes, tokens: bytes, grain: int | None = None
@@ -280,7 +280,7 @@ class PrefixIndex:
                 best.offer(head, head.name.num_tokens, exact=True)
                 break
         if best.stop < len(tokens) // TOKEN_BYTES:
-            for entry, pieces in self._entries.around(parent, extra, tokens, NEIGHBOURS_MAX):
+            for entry, pieces in self.entries.around(parent, extra, tokens, NEIGHBOURS_MAX):
                 chunk, shared = self._live.get(entry), pieces * self._piece_tokens
                 if chunk is not None and chunk.name.tokens:
                     best.look_at(chunk)
@@ -309,7 +309,7 @@ class PrefixIndex:
             return pieces
         number = start // size
         upto = min(-(-stop // size), len(sequence.token_ids) // size)
-        for entry in self._entries.find_run(sequence.keys(number, upto)):
+        for entry in self.entries.find_run(sequence.keys(number, upto)):
             chunk = self.chunk(entry)
             if not chunk.usable:
                 break

@@ -107,20 +107,20 @@ class Scheduler:
         self.store = store
         self._lock = lock
         self._geometry = geometry
-        self._names = names
-        self._adapters = Adapters(geometry.num_ranks, clock)
-        self._watch = ResetWatch(self._adapters.hbm_is_empty)
+        self.names = names
+        self.adapters = Adapters(geometry.num_ranks, clock)
+        self._watch = ResetWatch(self.adapters.hbm_is_empty)
         self._has_adapters = False
         """Some request has had one."""
         self._has_prefix_cache = has_prefix_cache
         self._alive: set[str] = set()
         """All requests of vLLM's, also those that the store does not serve."""
-        self._requests: dict[str, RequestState] = {}
-        self._plans = OpenPlans(
+        self.requests: dict[str, RequestState] = {}
+        self.plans = OpenPlans(
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
         self._truncation = Truncation(store, *truncation)
-        self._saving = Saving(store, geometry, self._plans, self._truncation)
+        self._saving = Saving(store, geometry, self.plans, self._truncation)
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
@@ -128,14 +128,14 @@ class Scheduler:
         self._figures = StoreFigures(store, geometry.token_bytes())
         self._kv_cache_manager: KVCacheManager | None = None
         self._queue = VllmQueue(store, by_priority=by_priority) if looks_ahead else None
-        self._costs = Costs(
+        self.costs = Costs(
             store, load_deadline_s, computes_if_sooner,
             ahead_layers=geometry.num_layers if rows is not None else 0, step_tokens=step_tokens,
             clock=clock,
         )  # fmt: skip
-        self._waits = Waits(store, self._costs, clock)
+        self._waits = Waits(store, self.costs, clock)
         self._offers = Offers(
-            store, geometry, self._costs, self._waits, self._plans, self._truncation
+            store, geometry, self.costs, self._waits, self.plans, self._truncation
         )
         self._hints = hints or HintReader()
 
@@ -147,7 +147,7 @@ class Scheduler:
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        namespace = self._names.namespace
+        namespace = self.names.namespace
         order = prefetch_order(request.kv_transfer_params)
         if order is not None:  # no request: vLLM ends it before the next step
             if self._hints.may_share(order.cache_salt):
@@ -159,15 +159,15 @@ class Scheduler:
             self._watch.doubt()
         self._alive.add(request.request_id)
         self._has_adapters = self._has_adapters or request.lora_request is not None
-        self._adapters.enter(request)
+        self.adapters.enter(request)
         is_doubtful = request.resumable and self._overcounts_drafts
         if is_doubtful and self._kv_cache_manager is not None:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
         if bypasses(request) or not self._hints.may_share(request.cache_salt) or namespace is None:
             return
-        adapter = self._adapters.identity(request.lora_request)
+        adapter = self.adapters.identity(request.lora_request)
         state = make_state(request, namespace, adapter, self._geometry.chunk_tokens, self._media)
-        self._requests[request.request_id] = state
+        self.requests[request.request_id] = state
         state.hints = hints = self._hints.read(request.kv_transfer_params)
         state.stores = hints.store and not is_doubtful
         self._truncation.note(state, hints)
@@ -188,7 +188,7 @@ class Scheduler:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        state = self._requests.get(request.request_id)
+        state = self.requests.get(request.request_id)
         if state is not None and self._watch.must_wait():
             return None, False
         if state is None or state.load_failed:
@@ -196,10 +196,10 @@ class Scheduler:
         self._offers.withdraw(state)
         self._truncation.take_back(state)  # it has lost its blocks: vLLM asks of no others
         if request.lora_request is not None:
-            state.asked = state.asked or self._adapters.ask()
-            adapter, waits = self._adapters.answer(request.lora_request, state.asked)
+            state.asked = state.asked or self.adapters.ask()
+            adapter, waits = self.adapters.answer(request.lora_request, state.asked)
             state.be_of(adapter)
-            if self._adapters.may_be_mixed(request, num_computed_tokens):
+            if self.adapters.may_be_mixed(request, num_computed_tokens):
                 state.computing.is_outdated = True
             if adapter is None:
                 return (None if waits else 0), False
@@ -210,7 +210,7 @@ class Scheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        state = self._requests.get(request.request_id)
+        state = self.requests.get(request.request_id)
         if state is None or num_external_tokens == 0:
             return
         runs_ahead = self._offers.take(state, block_ids, num_external_tokens, self._stats)
@@ -219,7 +219,7 @@ class Scheduler:
 
     def sources(self, request: Request) -> dict[str, int]:
         """Tokens of the request's last load, by the tier they were in."""
-        state = self._requests.get(request.request_id)
+        state = self.requests.get(request.request_id)
         return state.counted.sources if state is not None else {}
 
     # ---- a step ------------------------------------------------------------------------
@@ -227,17 +227,17 @@ class Scheduler:
     def build_step(self, output: SchedulerOutput) -> StepPlan:
         self._offers.end_schedule()
         if self._queue is not None:
-            self._queue.on_step(output, self._requests)
-        preempted = self._requests.keys() & (output.preempted_req_ids or ())
+            self._queue.on_step(output, self.requests)
+        preempted = self.requests.keys() & (output.preempted_req_ids or ())
         # Also of those that have ended since a reset took their blocks.
-        self._plans.preempted(output.preempted_req_ids or ())
+        self.plans.preempted(output.preempted_req_ids or ())
         for request_id in preempted:
-            self._requests[request_id].begin_anew()
+            self.requests[request_id].begin_anew()
             # After a reset vLLM resumes requests in the step that tells of their preemption.
             if request_id not in output.num_scheduled_tokens:
-                self._truncation.take_back(self._requests[request_id])
+                self._truncation.take_back(self.requests[request_id])
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
+            state = self.requests.get(request_id)
             if state is None or not state.stores or state.computing.is_outdated:
                 continue
             request = state.request
@@ -248,12 +248,12 @@ class Scheduler:
             has_more = computed // self._geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._block_ids(request_id))
-        plan = self._plans.take_plan()
+        plan = self.plans.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
-        plan.number = self._costs.step_planned(output)
+        plan.number = self.costs.step_planned(output)
         self._watch.add_to(plan)
         if self._has_adapters:
-            plan.adapters = self._adapters.plan(plan.number, output.num_scheduled_tokens)
+            plan.adapters = self.adapters.plan(plan.number, output.num_scheduled_tokens)
             plan.checks = self._checks(plan.number, output.num_scheduled_tokens)
         self._waits.end_step(is_empty=not output.num_scheduled_tokens)
         return plan
@@ -262,13 +262,13 @@ class Scheduler:
         """Of requests that compute for the first time behind stored KV of an adapter."""
         checks = []
         for request_id in scheduled:
-            state = self._requests.get(request_id)
+            state = self.requests.get(request_id)
             if state is None or not state.computing.unchecked:
                 continue
             lora, computing = state.request.lora_request, state.computing
             assert lora is not None
-            digests = self._adapters.digests(lora)
-            if self._adapters.identity(lora) != state.adapter:
+            digests = self.adapters.digests(lora)
+            if self.adapters.identity(lora) != state.adapter:
                 digests = ()  # it was replaced since: no rank can have what was offered
             checks.append(LoadCheck(lora.lora_int_id, digests, computing.unchecked))
             computing.unchecked, computing.checked_in = (), number
@@ -281,10 +281,10 @@ class Scheduler:
 
     def on_report(self, report: StepReport) -> None:
         """Ranks have completed plans; a plan is complete when all of them have."""
-        self._costs.step_ended(report, self._stats)
+        self.costs.step_ended(report, self._stats)
         if report.adapters:
             self._on_adapters(report)
-        self._stats.add("chunks", "unsaved", self._plans.on_report(report))
+        self._stats.add("chunks", "unsaved", self.plans.on_report(report))
         if self._watch.on_report(report):
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
@@ -295,16 +295,16 @@ class Scheduler:
         What is being saved under another identity is dropped, and nothing more of such requests is
         saved: they may have KV of both.
         """
-        mixed = self._adapters.on_report(report.number, report.adapters)
-        wrong = self._plans.saving_of_others(report.adapters, mixed, self._adapters)
+        mixed = self.adapters.on_report(report.number, report.adapters)
+        wrong = self.plans.saving_of_others(report.adapters, mixed, self.adapters)
         if wrong:
             self.store.drop(wrong)
             logger.warning("LoRA adapters were replaced; what was computed meanwhile is not kept")
-        for state in self._requests.values():
+        for state in self.requests.values():
             lora, computing = state.request.lora_request, state.computing
             if lora is None or not computing.scheduled_stop:
                 continue
-            adapter = self._adapters.identity(lora)
+            adapter = self.adapters.identity(lora)
             if lora.lora_name in mixed:
                 computing.is_outdated = True
             if lora.lora_int_id not in report.adapters:
@@ -319,8 +319,8 @@ class Scheduler:
     def on_failed_requests(self, request_ids: Collection[str]) -> None:
         """Loads ahead of the step have failed on some rank; vLLM computes the requests."""
         for request_id in request_ids:
-            was_ours = self._plans.load_is_void(request_id)  # else another connector's
-            state = self._requests.get(request_id)
+            was_ours = self.plans.load_is_void(request_id)  # else another connector's
+            state = self.requests.get(request_id)
             if state is not None and was_ours:
                 state.load_failed = True
                 self._stats.add("recomputations", "copy_failed", 1)
@@ -331,11 +331,11 @@ class Scheduler:
         What is being saved may have been computed from it. Nobody says what was, so all of it
         is dropped, from all tiers; what is computed anew is saved again.
         """
-        self.store.drop(self._plans.saving())
+        self.store.drop(self.plans.saving())
         self._save_anew()
 
     def _save_anew(self) -> None:
-        for state in self._requests.values():
+        for state in self.requests.values():
             state.computing.chunks_seen = 0
 
     # ---- a request goes ----------------------------------------------------------------
@@ -349,30 +349,30 @@ class Scheduler:
         """
         if self._queue is not None:
             self._queue.on_finished(request.request_id)
-        self._adapters.leave(request.request_id)
+        self.adapters.leave(request.request_id)
         self._alive.discard(request.request_id)
-        state = self._requests.pop(request.request_id, None)
+        state = self.requests.pop(request.request_id, None)
         if state is None:
             return False, None
         self._offers.withdraw(state)
         self._saving.save_rest(state, block_ids)
         report = self._truncation.finished(state)
-        keeps = self._plans.finished(request.request_id)
+        keeps = self.plans.finished(request.request_id)
         return keeps, None if report is None else {SECTION: report}
 
     # ---- the rest ----------------------------------------------------------------------
 
     def has_transfers(self) -> bool:
         """Whether workers still have to copy or report: the engine must go on stepping."""
-        return self._plans.any_open()
+        return self.plans.any_open()
 
     def keeps_blocks(self) -> bool:
         """Whether blocks of finished requests come free when their saves have left them."""
-        return self._plans.keeps_blocks()
+        return self.plans.keeps_blocks()
 
     def reset(self) -> bool:
         """Drop every tier. Chunks that the workers copy now are dropped when they are done."""
-        for state in self._requests.values():
+        for state in self.requests.values():
             self._offers.withdraw(state)
             # Computed with what is being replaced: must not come back under the same name.
             state.computing.is_outdated = True
@@ -384,7 +384,7 @@ class Scheduler:
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
-        self._names.close()
+        self.names.close()
         self.store.close()
         if self._lock >= 0:
             os.close(self._lock)
@@ -392,7 +392,7 @@ class Scheduler:
 
     def check_quiet(self) -> None:
         """Assert that nothing is held or in flight. For tests, after the last request."""
-        assert not self._plans.any_open()
-        assert not any(state.offered for state in self._requests.values())
+        assert not self.plans.any_open()
+        assert not any(state.offered for state in self.requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0

@@ -184,7 +184,7 @@ class PowerLossDevice(MemoryDevice):
     def __init__(self, size_bytes: int, rng: Random, *, hold: bool = False) -> None:
         super().__init__(size_bytes, hold=hold)
         self.durable = bytearray(size_bytes)
-        self._rng = rng
+        self.rng = rng
         self._unsynced: set[int] = set()  # sector numbers
 
     def crash(self) -> PowerLossDevice:
@@ -201,10 +201,10 @@ class PowerLossDevice(MemoryDevice):
                 self._end(request.tag, DeviceError(f"memory: {self._refusal}"))
             self._pending.clear()
             for sector in sorted(self._unsynced):
-                if self._rng.random() < 0.5:
+                if self.rng.random() < 0.5:
                     self._persist(sector)
             self._unsynced.clear()
-            after = PowerLossDevice(self.size_bytes, self._rng, hold=self.is_holding)
+            after = PowerLossDevice(self.size_bytes, self.rng, hold=self.is_holding)
             after.image[:] = after.durable[:] = self.durable
             return after
 

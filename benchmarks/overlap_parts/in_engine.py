@@ -127,14 +127,14 @@ def slow_down(
 @contextmanager
 def synchronous(engine: Engine) -> Iterator[list[int]]:
     """No load is ahead of the step that needs it, whatever the speeds are."""
-    with mock.patch.object(engine.side._costs, "layers_before", return_value=0):
+    with mock.patch.object(engine.side.costs, "layers_before", return_value=0):
         yield []
 
 
 @contextmanager
 def heard(engine: Engine) -> Iterator[list[int]]:
     """How many layers each load is told to have ahead, as it is."""
-    costs, answers = engine.side._costs, list[int]()
+    costs, answers = engine.side.costs, list[int]()
     layers_before = costs.layers_before
 
     def hear(*args: int) -> int:
@@ -148,7 +148,7 @@ def heard(engine: Engine) -> Iterator[list[int]]:
 @contextmanager
 def whole_requests() -> Iterator[None]:
     """A double of layer-wise loading: each forward pass begins when all layers are there."""
-    loads = copies().worker._loads
+    loads = copies().worker.loads
     begin = loads.begin
 
     def begin_and_wait(plans: Sequence[LoadPlan], *, whole: bool) -> None:
@@ -184,7 +184,7 @@ def exposed_round(
 def learn(engine: Engine, history: Tokens, num_new: int, loads: int) -> None:
     """Let the cost model forget what loads took before they were slowed down, and see `loads` of
     them. Of the lengths of steps it knows what it has seen."""
-    engine.side._costs._loads = LoadRate()
+    engine.side.costs._loads = LoadRate()
     with synchronous(engine):
         for i in range(loads):
             from_dram_ms(engine, history, random_tokens(("learn", i), num_new))
@@ -192,7 +192,7 @@ def learn(engine: Engine, history: Tokens, num_new: int, loads: int) -> None:
 
 def forecast(engine: Engine, history: Tokens, num_new: int) -> dict[str, float]:
     """What the cost model says now."""
-    costs, stop = engine.side._costs, len(history)
+    costs, stop = engine.side.costs, len(history)
     num_bytes = int(engine.side._geometry.token_bytes() * stop)
     return {
         "load_forecast_ms": 1000 * costs._loads.seconds(num_bytes),

@@ -177,7 +177,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.index.remove(chunk)
                 assert chunk.entry == -1
             with pytest.raises(IndexError):
-                self.index._entries.record(known.entry)
+                self.index.entries.record(known.entry)
             del self.known[known.name.key]
             self.gone.append(known.name.key)
 
@@ -329,11 +329,11 @@ class IndexMachine(RuleBasedStateMachine):
     def entries_agree(self) -> None:
         index = self.index
         assert len(index) == len(self.known)
-        assert sorted(index._entries.ids()) == sorted(k.entry for k in self.known.values())
+        assert sorted(index.entries.ids()) == sorted(k.entry for k in self.known.values())
         for key, known in self.known.items():
             assert index.live(known.entry) is known.chunk
-            assert index._entries.find(key) == known.entry
-            record = index._entries.record(known.entry)
+            assert index.entries.find(key) == known.entry
+            record = index.entries.record(known.entry)
             assert ChunkName(*record[:6], known.name.tokens) == known.name
             assert record[6] == known.slot
             assert known.slot < 0 or record[7] == known.checksum

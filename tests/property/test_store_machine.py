@@ -258,7 +258,7 @@ class StoreMachine(RuleBasedStateMachine):
         residency = self.rig.store.residency
         clean = [c for c in residency.index if c.at(NVME).state is State.READY]
         volatile = self.is_volatile
-        after = PowerLossDevice(self.device.size_bytes, self.device._rng)
+        after = PowerLossDevice(self.device.size_bytes, self.device.rng)
         after.image[:] = after.durable[:] = self.device.image
         self.begin_anew(after)
         self.device.settle()

@@ -256,7 +256,7 @@ def test_what_has_left_a_group_takes_no_room_in_it() -> None:
     for _ in range(1000):
         order.add(1, run)
         order.remove(1)
-    (group,) = order._groups.values()
+    (group,) = order.groups.values()
     assert len(group.slots) < 50
     assert empty(order, 1.0) == [0]
 

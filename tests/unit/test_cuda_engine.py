@@ -141,7 +141,7 @@ def test_a_save_sees_what_the_model_has_left(open_rig: Opens, method: str) -> No
 def test_what_keeps_the_rules_is_as_if_nothing_overlapped(open_rig: Opens, seed: int) -> None:
     rig = open_rig(ORDERS[seed % 4], rules=list(METHODS.values())[seed % 2])
     if rig.gpu is not None:
-        rig.gpu._random.seed(seed)
+        rig.gpu.random.seed(seed)
     Story(rig, seed).run(300)
 
 

@@ -84,7 +84,7 @@ def test_making_one_leaves_blocks_and_slots_as_they_were(
 def test_what_keeps_the_rules_is_as_if_nothing_overlapped(open_rig: Opens, seed: int) -> None:
     rig = open_rig(ORDERS[seed % 4])
     if rig.gpu is not None:
-        rig.gpu._random.seed(seed)
+        rig.gpu.random.seed(seed)
     Story(rig, seed).run(250)
 
 

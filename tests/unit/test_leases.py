@@ -74,9 +74,9 @@ def test_expired_ones_that_have_left_are_forgotten() -> None:
     for slot in range(20):
         order.add(slot, run_of(float(slot), ttl_s=1.0))
     assert order.victim(99.0, lambda slot: False) is None
-    assert len(order._expired) == 20
+    assert len(order.expired) == 20
     assert len(empty(order, 99.0)) == 20
-    assert not order._expired
+    assert not order.expired
 
 
 def test_expired_ones_that_are_held_hide_nobody() -> None:
@@ -99,10 +99,10 @@ def test_the_memory_of_leases_is_bounded() -> None:
         if slot in order:
             order.remove(slot)
         order.add(slot, run_of(float(number), ttl_s=1e9))
-        assert len(order._leases) <= 2 * len(order._groups) + STALE_MAX + 1
-    assert len(order._expired) == 0
+        assert len(order.leases) <= 2 * len(order.groups) + STALE_MAX + 1
+    assert len(order.expired) == 0
     assert len(empty(order, 2e9)) == 50
-    assert not order._groups
+    assert not order.groups
 
 
 def test_what_recovery_found_expires_as_if_it_had_been_used_then() -> None:

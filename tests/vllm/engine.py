@@ -106,8 +106,8 @@ class Engine:
         """The scheduler side of our connector."""
         connector = self.scheduler.connector
         for child in getattr(connector, "sub_connectors", [connector]):
-            if getattr(child, "_scheduler", None) is not None:
-                side: Scheduler = child._scheduler
+            if getattr(child, "scheduler", None) is not None:
+                side: Scheduler = child.scheduler
                 return side
         raise AssertionError("the connector is idle")
 
@@ -239,7 +239,7 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is the null block
         assert not self.scheduler.requests
-        assert not self.side._requests
+        assert not self.side.requests
 
     def wait_for(self, ready: Callable[[], bool], step: Callable[[], object] | None = None) -> None:
         """Poll until `ready`, and step, or sleep a little, in between. There is a deadline."""

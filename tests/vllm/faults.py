@@ -76,7 +76,7 @@ def tail_too_long(engine: Any) -> Undo:
     finished = engine.side.request_finished
 
     def faulty(request: Any, block_ids: Any) -> bool:
-        state = engine.side._requests.get(request.request_id)
+        state = engine.side.requests.get(request.request_id)
         if state is not None:
             state.computing.scheduled_stop += 1
         kept: bool = finished(request, block_ids)
@@ -94,7 +94,7 @@ def salt_left_out(engine: Any) -> Undo:
 
 
 def adapter_left_out(engine: Any) -> Undo:
-    adapters = engine.side._adapters
+    adapters = engine.side.adapters
     adapters.identity = lambda _: b""
     adapters.answer = lambda *_: (b"", False)
 
@@ -146,7 +146,7 @@ class _Hbm:
 
         self.connector: Any = get_kv_transfer_group()
         self.layers = worker.model_runner.kv_caches
-        self.names = list(self.connector._worker._layers)
+        self.names = list(self.connector.worker._layers)
 
     def blocks(self, kind: str, last_only: bool = False) -> list[int]:
         return _blocks(getattr(self.connector._get_connector_metadata().plan, kind), last_only)
@@ -154,7 +154,7 @@ class _Hbm:
     def load_all(self, start_load_kv: Any, context: Any) -> None:
         start_load_kv(context)
         for name in self.names:
-            self.connector._worker.wait_for_layer(name)
+            self.connector.worker.wait_for_layer(name)
 
 
 def _blocks(plans: list[Any], last_only: bool = False) -> list[int]:
@@ -245,8 +245,8 @@ def rank_0_only(worker: Any) -> Undo:
     import torch
 
     hbm = _Hbm(worker)
-    start, ours = hbm.connector.start_load_kv, hbm.connector._worker
-    geometry = ours._geometry
+    start, ours = hbm.connector.start_load_kv, hbm.connector.worker
+    geometry = ours.geometry
 
     def faulty(context: Any) -> None:
         hbm.load_all(start, context)
@@ -254,7 +254,7 @@ def rank_0_only(worker: Any) -> Undo:
             for slot, block_in_chunk, block_id in pages(plan.copies).tolist():
                 for layer, kv in enumerate(hbm.layers):
                     at = layer * geometry.layer_bytes + block_in_chunk * geometry.page_bytes
-                    page = bytes(ours._pool.slot(slot)[at : at + geometry.page_bytes])
+                    page = bytes(ours.pool.slot(slot)[at : at + geometry.page_bytes])
                     values = torch.frombuffer(bytearray(page), dtype=kv.dtype)
                     kv[block_id] = values.view(kv[block_id].shape)
 

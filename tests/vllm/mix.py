@@ -86,7 +86,7 @@ class Mix:
         """Tokens that each may have at most by now, with all that it will have said."""
         wait_until_quiet(self.engine.ours)  # it has found what is there
         worker = self.engine.worker
-        worker.side._adapters = LiveAdapters([self._adapters])
+        worker.side.adapters = LiveAdapters([self._adapters])
         worker.base = self._base
         worker.deluded = lambda name: shape.deludes_sessions and name.startswith("session")
 
@@ -290,8 +290,8 @@ class Mix:
             engine.abort(name)
         self._sessions.clear()
         for _ in range(300):
-            while engine._in_flight:
-                engine._finish_oldest()
+            while engine.in_flight:
+                engine.finish_oldest()
             try:
                 done = scheduler.reset_prefix_cache(True, reset_connector=True)
             except RuntimeError as error:

@@ -145,7 +145,7 @@ def check_stored(
             if row.kv[name.position : stop] == kv
         ]
         assert found, "KV that no request had is stored"
-        roots = [adapters.root(ours._names.namespace or b"", world) for world, _ in found]
+        roots = [adapters.root(ours.names.namespace or b"", world) for world, _ in found]
         assert any(
             _is_named(name, root, world, row, counted=counted)
             for root, (world, row) in zip(roots, found, strict=True)

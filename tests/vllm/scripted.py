@@ -115,7 +115,7 @@ class ScriptedEngine:
         self._hasher = get_request_block_hasher(BLOCK, _digest)
         self._depth = depth
         self._drafts = drafts
-        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.before_update: Callable[[], object] = lambda: None
         """Called when a step has run and the scheduler does not know of it yet."""
         self.holding: set[str] = set()
@@ -124,7 +124,7 @@ class ScriptedEngine:
     @property
     def ours(self) -> Any:
         """The connector's scheduler side."""
-        return self.scheduler.connector._scheduler
+        return self.scheduler.connector.scheduler
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int, priority: int = 0,
@@ -170,9 +170,9 @@ class ScriptedEngine:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.check_queue()
-            self._in_flight.append((output, self._execute(output)))
-        if len(self._in_flight) >= self._depth or not self.scheduler.has_requests():
-            self._finish_oldest()
+            self.in_flight.append((output, self._execute(output)))
+        if len(self.in_flight) >= self._depth or not self.scheduler.has_requests():
+            self.finish_oldest()
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         results = [worker.execute(output) for worker in self.workers]
@@ -189,16 +189,16 @@ class ScriptedEngine:
 
     def drain(self, steps_max: int = 5000) -> None:
         for _ in range(steps_max):
-            if not (self.scheduler.has_requests() or self._in_flight):
+            if not (self.scheduler.has_requests() or self.in_flight):
                 return
             self.step()
         raise AssertionError(f"requests are left after {steps_max} steps")
 
-    def _finish_oldest(self) -> None:
-        if not self._in_flight:
+    def finish_oldest(self) -> None:
+        if not self.in_flight:
             return
         self.before_update()
-        output, result = self._in_flight.popleft()
+        output, result = self.in_flight.popleft()
         self.scheduler.update_from_output(output, result)
         if self._drafts and self._depth == 1:
             drafts = [[self.worker.draft() for _ in range(self._drafts)] for _ in result.req_ids]

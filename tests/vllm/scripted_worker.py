@@ -109,7 +109,7 @@ class _Worker(Worker):
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
         if self.make is None:
             return super()._make_engine(device, layouts)
-        return self.make(self._pool, self._rank, self._geometry, layouts)
+        return self.make(self.pool, self.rank, self.geometry, layouts)
 
 
 class ScriptedWorker:

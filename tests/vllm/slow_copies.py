@@ -52,17 +52,17 @@ class SlowCopies(AttnStoreConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if self._worker is not None:
-            make = partial(_make_engine, self._worker)
-            self._worker._make_engine = make  # type: ignore[method-assign]
+        if self.worker is not None:
+            make = partial(_make_engine, self.worker)
+            self.worker._make_engine = make  # type: ignore[method-assign]
 
 
 def _make_engine(worker: Worker, device: torch.device, layouts: list[LayerLayout]) -> MemoryEngine:
     assert device.type == "cpu"
-    geometry = worker._geometry
+    geometry = worker.geometry
     loads, saves = ThrottledStream(math.inf), ThrottledStream(math.inf)
     engine = MemoryEngine(
-        worker._pool.address, worker._pool.num_slots, worker._rank, geometry, layouts,
+        worker.pool.address, worker.pool.num_slots, worker.rank, geometry, layouts,
         loads=loads, saves=saves,
         num_rows=worker._write_buffer_bytes(HBM_BYTES)
         // (geometry.num_layers * geometry.page_bytes),

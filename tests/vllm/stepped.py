@@ -107,7 +107,7 @@ class SteppedEngine(ScriptedEngine):
         looks = options.pop("looks_at_weights", False)
         options.setdefault("compute_if_sooner", False)
         super().__init__(model, store, depth=depth, make_engine=self._make_engine, **options)
-        self.ours._costs.layers_before = lambda *_: self.layers_before
+        self.ours.costs.layers_before = lambda *_: self.layers_before
         self.ours._replays = lambda _: self.replays()
         if not looks:  # it takes a step after each reset, where a test counts steps
             self.ours._watch = ResetWatch()
@@ -170,7 +170,7 @@ class SteppedEngine(ScriptedEngine):
     def settle(self, steps_max: int = 200) -> None:
         """To the end of all requests, with copies that are quick; then nothing is held."""
         for _ in range(steps_max):
-            if not (self.scheduler.has_requests() or self._in_flight):
+            if not (self.scheduler.has_requests() or self.in_flight):
                 break
             for stream in self.streams:
                 stream.go_on()
@@ -179,7 +179,7 @@ class SteppedEngine(ScriptedEngine):
             self.is_broken = True
             raise AssertionError(f"requests are left after {steps_max} steps")
         assert not any(stream.pending for stream in self.streams)
-        assert not self.ours._plans.any_open()
+        assert not self.ours.plans.any_open()
         assert self.scheduler.reset_prefix_cache(), "blocks are held"
 
     def reset_running(self, *, reset_connector: bool = False) -> bool:
@@ -235,6 +235,6 @@ def leave_to_chance(engine: SteppedEngine, seed: int) -> None:
 
     for worker in engine.workers:
         worker.between = go_on
-    engine.ours._costs.layers_before = lambda *_: random.choice((0, *range(LAYERS + 1)))
+    engine.ours.costs.layers_before = lambda *_: random.choice((0, *range(LAYERS + 1)))
     engine.replays = lambda: random.random() < 0.2
     engine.before_update = happen

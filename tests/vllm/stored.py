@@ -53,7 +53,7 @@ def _continues(chunk: Chunk, keys: SequenceKeys, tokens: list[int]) -> bool:
 
 
 def _keys(engine: Engine, salt: str | None, tokens: Tokens) -> SequenceKeys:
-    namespace = engine.side._names.namespace
+    namespace = engine.side.names.namespace
     assert namespace is not None
     root = root_key(namespace, salt, b"")
     return SequenceKeys(root, list(tokens), CHUNK)

@@ -101,7 +101,7 @@ def check_stored(engine: ScriptedEngine) -> int:
     """Every chunk in DRAM has exactly the KV of tokens that some request really had."""
     known: dict[bytes, list[int]] = {}
     parents: dict[Key, bytes] = {}
-    namespace = engine.ours._names.namespace
+    namespace = engine.ours.names.namespace
     assert namespace is not None
     root = root_key(namespace, None, b"")
     for tokens in engine.worker.sequences:

@@ -121,8 +121,8 @@ def new_weights(engine: ScriptedEngine, *, is_told: bool) -> None:
     """
     engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     for _ in range(200):
-        while engine._in_flight:
-            engine._finish_oldest()
+        while engine.in_flight:
+            engine.finish_oldest()
         try:
             engine.scheduler.reset_prefix_cache(True, reset_connector=is_told)
             break
@@ -194,7 +194,7 @@ def chunks_after_a_reset(engine: ScriptedEngine) -> int:
     for i in range(6):
         add(engine, str(i), plain(random, 150), 80)
     steps = 0
-    while steps < 5 or not engine.ours._plans.any_open():
+    while steps < 5 or not engine.ours.plans.any_open():
         engine.step()
         steps += 1
         assert steps < 100, "nothing was saved"
@@ -219,7 +219,7 @@ def test_blocks_that_no_step_has_computed_with_are_not_saved(engine: ScriptedEng
     request = engine.scheduler.requests["a"]
     request.num_computed_tokens = 100
     assert engine.ours.request_finished(request, list(range(1, 11))) == (False, None)
-    assert not engine.ours._plans.any_open()
+    assert not engine.ours.plans.any_open()
     request.num_computed_tokens = 0
     engine.abort("a")
     engine.drain()

@@ -217,8 +217,8 @@ class RaceAfterReset(Race):
         engine.loads[0].go_on()
         while engine.load_state(name) != "running":
             engine.step()
-        while engine._in_flight:
-            engine._finish_oldest()
+        while engine.in_flight:
+            engine.finish_oldest()
         engine.reported.clear()
         engine.loads[0].mark()
         assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -267,8 +267,8 @@ class RaceAfterPreemption(Race):
             if step == 3:
                 loads.go_on_to(1 + self._layers_before)
             is_open = (
-                name in engine.ours._plans._loading,
-                bool(engine.worker.side._loads._open),
+                name in engine.ours.plans._loading,
+                bool(engine.worker.side.loads._open),
             )
             engine.step()
         assert request.num_preemptions

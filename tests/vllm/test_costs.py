@@ -103,7 +103,7 @@ def on_a_slow_disk(engine: Engine) -> tuple[list[Answer], list[Answer], list[int
     def ask(numbers: range, **costs: Any) -> None:
         before = said(engine)
         for number in numbers:
-            with mock.patch.multiple(engine.side._costs, **costs):
+            with mock.patch.multiple(engine.side.costs, **costs):
                 second.append(engine.ask(PROMPTS[number]))
             loaded.append(sum(engine.loaded().values()))
             engine.wait_for(lambda: engine.store.thread.reader.num_reading == 0)

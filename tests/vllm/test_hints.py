@@ -83,7 +83,7 @@ def test_an_order_is_no_request(engine: ScriptedEngine) -> None:
     for number, (prompt, salt) in enumerate([(PROMPT, None), (PROMPT, "salt"), ([5] * 99, None)]):
         order = PrefetchOrder(prompt, salt).as_params()
         engine.add(f"order {number}", [0], 1, params=order)
-        assert engine.ours._requests == {}
+        assert engine.ours.requests == {}
         assert list(engine.ours.store.residency.look_ahead) == []
         engine.abort(f"order {number}")  # vLLM does, before the next step
     output = engine.scheduler.schedule()
@@ -101,7 +101,7 @@ def test_who_is_preempted_may_wait_anew(engine: ScriptedEngine) -> None:
         engine.add(str(number), prompt, 200)
     preempted = 0
     while engine.scheduler.has_requests():
-        running = [s for s in engine.ours._requests.values() if s.request.num_computed_tokens]
+        running = [s for s in engine.ours.requests.values() if s.request.num_computed_tokens]
         for state in running:
             state.waiting.deadline, state.waiting.is_answered = 1.0, True
         engine.step()

@@ -86,7 +86,7 @@ def test_a_vllm_without_a_field(with_store: Any, role: KVConnectorRole) -> None:
         kv_cache_groups=[SimpleNamespace(layer_names=["g0l0", "g0l1"])],
     )  # fmt: skip
     connector = AttnStoreConnector(with_store, role, other)
-    assert connector._scheduler is None and connector._worker is None
+    assert connector.scheduler is None and connector.worker is None
 
 
 def test_a_vllm_with_another_cache_manager(
@@ -95,7 +95,7 @@ def test_a_vllm_with_another_cache_manager(
     """Its table of blocks is elsewhere, so no reset could be seen."""
     kv = groups(FULL)
     connector = AttnStoreConnector(with_store, KVConnectorRole.SCHEDULER, kv)
-    assert connector._scheduler is None  # no worker has said what its KV looks like
+    assert connector.scheduler is None  # no worker has said what its KV looks like
     closed = []
 
     class Unbound:
@@ -105,10 +105,10 @@ def test_a_vllm_with_another_cache_manager(
         def close(self) -> None:
             closed.append(self)
 
-    connector._scheduler = Unbound()  # type: ignore[assignment]
+    connector.scheduler = Unbound()  # type: ignore[assignment]
     caplog.clear()
     connector.bind_kv_cache_manager(SimpleNamespace(block_pool=SimpleNamespace()))
-    assert connector._scheduler is None and closed
+    assert connector.scheduler is None and closed
     assert "AttnStore is idle" in caplog.text
     assert connector.build_connector_meta(None).plan.is_idle
 

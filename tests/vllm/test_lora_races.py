@@ -38,7 +38,7 @@ class Workers:
         self._lora_of: dict[str, LoRARequest | None] = {}
         self.engine = engine
         worker = engine.worker
-        worker.side._adapters = LiveAdapters([self])
+        worker.side.adapters = LiveAdapters([self])
         worker.base = lambda new: self.content(new.lora_request)
         execute = worker.execute
 

@@ -121,7 +121,7 @@ def loading(
         if fault is not None:
             stack.enter_context(FAULTS[fault]())
         stack.enter_context(mock.patch.object(copies().engine, "_poison", True))
-        asked = mock.patch.object(engine.side._costs, "layers_before", return_value=ahead)
+        asked = mock.patch.object(engine.side.costs, "layers_before", return_value=ahead)
         copies().loads.bytes_per_s = bytes_per_s
         yield stack.enter_context(asked)
 
@@ -241,7 +241,7 @@ def submit_and_open(engine: Engine, stream: SteppedStream, name: str, *, told: b
         engine.step()
     internal = engine.request(number).request_id
     assert (internal in engine.scheduler.finished_recving_kv_req_ids) == told
-    assert len(copies().worker._loads._open) == 1
+    assert len(copies().worker.loads._open) == 1
     return number
 
 

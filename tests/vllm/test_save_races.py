@@ -69,7 +69,7 @@ def begin(engine: SteppedEngine, name: str, max_tokens: int = 1) -> None:
     engine.add(name, prompt(name, LENGTH), max_tokens)
     engine.add("other", prompt(f"beside {name}", LENGTH - 4), 8, params=NOT_STORED)
     engine.step()
-    assert engine.ours._plans.any_open()
+    assert engine.ours.plans.any_open()
 
 
 def play(
@@ -125,9 +125,9 @@ def test_what_becomes_of_it(start: Start, depth: int, what: str) -> None:
 
     def happen(name: str) -> None:
         if "reset" in what:
-            while engine._in_flight:
+            while engine.in_flight:
                 engine.before_update = lambda: None
-                engine._finish_oldest()
+                engine.finish_oldest()
             engine.reset_running(reset_connector="all" in what)
         if "abort" in what:
             engine.abort(name)
@@ -214,8 +214,8 @@ def test_it_is_reset_and_aborted_while_it_loads_again(start: Start, depth: int) 
         engine.add(name, [*prompt("history", 56), *prompt(name, 74)], 6)
         engine.step()
         engine.step()
-        while engine._in_flight:
-            engine._finish_oldest()
+        while engine.in_flight:
+            engine.finish_oldest()
         engine.saves[0].go_on(saved)
         engine.layers_before = 1
         engine.reset_running()

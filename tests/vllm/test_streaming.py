@@ -106,8 +106,8 @@ def test_a_session_that_is_preempted(start: Start, depth: int) -> None:
     engine.add("other", prompt("other", 30), 50)
     for _ in range(6):
         engine.step()
-    while engine._in_flight:
-        engine._finish_oldest()
+    while engine.in_flight:
+        engine.finish_oldest()
     session = scheduler.requests["session"]
     assert session in scheduler.running
     scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -153,8 +153,8 @@ def talk(engine: ScriptedEngine, name: str, picture: Picture, *, preempted: bool
     engine.add(name, shown(picture, first="look"), 9, resumable=True, pictures=[picture])
     if preempted:
         engine.step()
-        while engine._in_flight:
-            engine._finish_oldest()
+        while engine.in_flight:
+            engine.finish_oldest()
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     step_until(engine, lambda: status(engine, name) == WAITS)
     engine.add(name, [1], 1)
@@ -197,7 +197,7 @@ def saved_after(engine: ScriptedEngine, **second: Any) -> int:
     step_until(engine, lambda: status(engine, "session") == WAITS)
     engine.add("session", prompt("and more", 20), 9, resumable=True)
     step_until(engine, lambda: status(engine, "session") == WAITS)
-    assert list(engine.ours._requests) == ["session"]
+    assert list(engine.ours.requests) == ["session"]
     found = len(engine.ours.store.residency.index)
     engine.add("session", [1], 1)
     engine.drain()
@@ -236,7 +236,7 @@ def test_a_session_that_changes_its_tenant_is_left_alone(start: Start) -> None:
     """vLLM 0.32 keeps the first input's; a version that does not must not mix tenants here."""
     engine = start(depth=1)
     engine.add("session", prompt("hello", 40), 1, resumable=True, salt="a")
-    state = engine.ours._requests["session"]
+    state = engine.ours.requests["session"]
     assert state.usable_tokens() > 1000
     state.request.cache_salt = "b"
     assert state.usable_tokens() == 0

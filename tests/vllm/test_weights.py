@@ -51,7 +51,7 @@ def reload_from(worker: Any, directory: str) -> None:
 
 def unknown_for_a_while(engine: Engine, model: Path) -> list[tuple[int, int]]:
     """A start that has no time to read the weights: (loaded, saved) before and after it knows."""
-    weights, seen = engine.side._names, []
+    weights, seen = engine.side.names, []
     assert isinstance(weights, Weights)
     assert isinstance(weights._digest, Digest)
     weights._namespace, known = None, weights._digest

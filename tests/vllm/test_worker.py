@@ -97,7 +97,7 @@ def test_blocks_are_not_waited_for_without_end(model: Path, tmp_path: Path) -> N
     """A copy that is stuck keeps a finished request's blocks, but not others from going on."""
     engine = SteppedEngine(model, tmp_path / "store", depth=1, rows=4, num_blocks=60, seed=1)
     engine.add("first", PROMPT, 4)
-    with mock.patch.object(engine.ours._plans, "_clock", Clock(0.0)) as clock:
+    with mock.patch.object(engine.ours.plans, "_clock", Clock(0.0)) as clock:
         while not engine.ours.keeps_blocks():
             engine.step()
         clock.now = KEPT_S + 0.01

@@ -75,15 +75,15 @@ class Departures:
         self._length = 0
         self._opened = 0
         self._group_of = array("q", [-1]) * self._num_slots
-        self._groups: dict[int, _Group] = {}
+        self.groups: dict[int, _Group] = {}
         self._by_run: dict[Run, _Group] = {}
-        self._leases: list[tuple[float, int]] = []  # a heap: when to look at which group
-        self._expired: OrderedDict[int, _Group] = OrderedDict()
+        self.leases: list[tuple[float, int]] = []  # a heap: when to look at which group
+        self.expired: OrderedDict[int, _Group] = OrderedDict()
         self._order.clear()
 
     def run_of(self, slot: int) -> Run | None:
         """The run that the slot is of. None: it is free."""
-        group = self._groups.get(self._group_of[slot])
+        group = self.groups.get(self._group_of[slot])
         return group.run if group is not None else None
 
     def add(self, slot: int, run: Run) -> None:
@@ -97,7 +97,7 @@ class Departures:
             return
         if not self._order.moves_on_use:
             for slot in slots:
-                self._groups[self._group_of[slot]].run.use(run.since)
+                self.groups[self._group_of[slot]].run.use(run.since)
             return
         group = self._group(run)
         for slot in slots:
@@ -129,7 +129,7 @@ class Departures:
 
     def remove(self, slot: int) -> None:
         """The slot is free, or not to leave now."""
-        group = self._groups[self._group_of[slot]]
+        group = self.groups[self._group_of[slot]]
         self._group_of[slot] = -1
         self._length -= 1
         group.num_left -= 1
@@ -142,7 +142,7 @@ class Departures:
             can_go: False for a slot that a transfer holds. Few are.
         Cost: that of the order.
         """
-        slot = self._expired_victim(now, can_go) if self._leases or self._expired else None
+        slot = self._expired_victim(now, can_go) if self.leases or self.expired else None
         if slot is not None:
             return slot
         found: dict[Run, int] = {}
@@ -164,34 +164,34 @@ class Departures:
     def _expired_victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
         """A slot that nobody will find any more. Those that cannot go now do not hide others."""
         for _ in range(LEASES_MAX):
-            if not self._leases or self._leases[0][0] > now:
+            if not self.leases or self.leases[0][0] > now:
                 break
-            group = self._groups.get(heappop(self._leases)[1])
+            group = self.groups.get(heappop(self.leases)[1])
             if group is not None and group.run.has_expired(now):
-                self._expired[group.number] = group
+                self.expired[group.number] = group
             elif group is not None:
                 self._watch(group, group.run.lease)
-        for group in list(islice(self._expired.values(), GROUPS_MAX)):
+        for group in list(islice(self.expired.values(), GROUPS_MAX)):
             if not group.run.has_expired(now):  # used again meanwhile
-                del self._expired[group.number]
+                del self.expired[group.number]
                 self._watch(group, group.run.lease)
                 continue
             slot = self._last(group, can_go)
             if slot is not None:
                 return slot
-            self._expired.move_to_end(group.number)
+            self.expired.move_to_end(group.number)
         return None
 
     def _watch(self, group: _Group, lease: Lease | None) -> None:
         """Look at the group when its lease may have expired. Cost: O(log groups), amortized."""
         if lease is None:
             return
-        heappush(self._leases, (lease.expires, group.number))
-        if len(self._leases) > 2 * len(self._groups) + STALE_MAX:
-            live = {number for _, number in self._leases} & self._groups.keys()
-            leases = ((number, self._groups[number].run.lease) for number in live)
-            self._leases = [(lease.expires, number) for number, lease in leases if lease]
-            heapify(self._leases)
+        heappush(self.leases, (lease.expires, group.number))
+        if len(self.leases) > 2 * len(self.groups) + STALE_MAX:
+            live = {number for _, number in self.leases} & self.groups.keys()
+            leases = ((number, self.groups[number].run.lease) for number in live)
+            self.leases = [(lease.expires, number) for number, lease in leases if lease]
+            heapify(self.leases)
 
     def _last(self, group: _Group, can_go: Callable[[int], bool]) -> int | None:
         """The group's deepest slot that can go."""
@@ -214,7 +214,7 @@ class Departures:
 
     def _open(self, run: Run) -> _Group:
         self._opened += 1
-        group = self._by_run[run] = self._groups[self._opened] = _Group(self._opened, run)
+        group = self._by_run[run] = self.groups[self._opened] = _Group(self._opened, run)
         self._watch(group, run.lease)
         return group
 
@@ -227,8 +227,8 @@ class Departures:
     def _tidy(self, group: _Group) -> None:
         """Some slot has left. Cost: O(1), amortized."""
         if not group.num_left:
-            del self._groups[group.number], self._by_run[group.run]
-            self._expired.pop(group.number, None)
+            del self.groups[group.number], self._by_run[group.run]
+            self.expired.pop(group.number, None)
             self._order.remove(group.run)
         elif len(group.slots) > 2 * group.num_left + STALE_MAX:
             left = dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)
