@@ -205,7 +205,8 @@ def _share(key: str, value: object, most: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinningConfig:
-    """What requests may pin (`pin: true`): shares of each tier's slots, and for how long."""
+    """Limits on what requests may pin (`pin: true`): shares of each tier's slots, and for how
+    long."""
 
     share: float = 0.1
     tenant_share: float = 0.02
@@ -279,7 +280,7 @@ class StoreConfig:
     ttl_s: float | None = None
     """After so long without use KV is not found any more; None: it stays while there is room."""
     pinning: PinningConfig | None = None
-    """What requests may pin; None: nothing."""
+    """Limits on what requests may pin; None: nothing."""
     shared_by: Sharing = "everyone"
     """`share`. With "salted" requests without a cache_salt neither find nor leave KV."""
     truncation: TruncationConfig | None = TruncationConfig()

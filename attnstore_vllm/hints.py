@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request says of its KV: {"kv_transfer_params": {"attnstore": {...}}} in its body.
+"""Hints that a request gives about its KV: {"kv_transfer_params": {"attnstore": {...}}} in its
+body.
 
     store: false            nothing that it computes is saved; what is stored may be loaded
     priority: low|normal|high
@@ -30,7 +31,7 @@ PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What one request asks for."""
+    """Hints of one request."""
 
     store: bool = True
     terms: Terms = NO_TERMS
@@ -67,7 +68,7 @@ class HintReader:
         return bool(cache_salt) or not self._salted_only
 
     def read(self, params: object) -> Hints:
-        """Of Request.kv_transfer_params, whatever it is. Cost: constant."""
+        """The hints in Request.kv_transfer_params, whatever it is. Cost: constant."""
         if not isinstance(params, dict) or SECTION not in params:
             return Hints()
         given = params[SECTION]
@@ -98,7 +99,7 @@ class HintReader:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchOrder:
-    """What POST /attnstore/prefetch sends to the scheduler side, in a request's place.
+    """The order that POST /attnstore/prefetch sends to the scheduler side, in a request's place.
 
     The token ids travel as bytes, which no JSON body can hold: so nobody can give such an order
     but the route, where the operator has turned it on.

@@ -25,7 +25,7 @@ import yaml
 
 from attnstore_vllm.config import StoreConfig
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
-from attnstore_vllm.machine import SHM_DIR, check_machine
+from attnstore_vllm.preflight import SHM_DIR, check_machine
 from attnstore_vllm.transfer.region import sweep_at_exit
 
 CONNECTOR = "AttnStoreConnector"

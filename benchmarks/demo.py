@@ -28,9 +28,9 @@ import aiohttp
 from attnstore_vllm.bench.client import RequestError, RequestSettings, open_http
 from attnstore_vllm.bench.closed_loop import take_turns
 from attnstore_vllm.bench.conversations import Conversation, DatasetError, read_conversations
-from attnstore_vllm.bench.machine import machine
-from attnstore_vllm.bench.metrics import Metrics
+from attnstore_vllm.bench.environment import machine
 from attnstore_vllm.bench.records import TurnRecord, failures
+from attnstore_vllm.bench.server_metrics import Metrics
 from attnstore_vllm.bench.talk import Talk
 from attnstore_vllm.bench.tokens import fitting
 from attnstore_vllm.bench.traffic import traffic

@@ -36,7 +36,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.metrics import total
+from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, ModelShape, make_model
 from benchmarks.server import VllmServer
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.bench.machine import machine
+from attnstore_vllm.bench.environment import machine
 from attnstore_vllm.bench.summary import table
 from benchmarks.overlap_parts import block_reuse, hits, loads, picture, throughput
 from benchmarks.overlap_parts.common import Line, Settings, say

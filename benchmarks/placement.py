@@ -28,7 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.machine import Machine
+from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from attnstore_vllm.bench.machine import machine
+from attnstore_vllm.bench.environment import machine
 from benchmarks.experiments.picture import plot
 from benchmarks.experiments.spec import Experiment, Metric, read_all
 

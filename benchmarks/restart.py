@@ -27,8 +27,8 @@ from typing import Any
 from attnstore_vllm.bench.client import RequestSettings
 from attnstore_vllm.bench.closed_loop import take_turns
 from attnstore_vllm.bench.conversations import Conversation, read_conversations
-from attnstore_vllm.bench.metrics import Metrics, total
 from attnstore_vllm.bench.records import failures
+from attnstore_vllm.bench.server_metrics import Metrics, total
 from attnstore_vllm.bench.tokens import fitting
 from attnstore_vllm.bench.traffic import Traffic, traffic
 from attnstore_vllm.testing.tiny_model import SMALL, make_model

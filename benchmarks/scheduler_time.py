@@ -26,7 +26,7 @@ from typing import Any
 
 from attnstore_vllm.connector.weights import Weights
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.machine import SLAB_NAME, lock_directory
+from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.format import SegmentHeader

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from attnstore_vllm.bench.metrics import Metrics, parse_metrics
+from attnstore_vllm.bench.server_metrics import Metrics, parse_metrics
 from attnstore_vllm.errors import AttnStoreError
 
 START_DEADLINE_S: Final = 300.0

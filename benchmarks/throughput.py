@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.metrics import total
+from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.testing.tiny_model import make_model
 from benchmarks.hit_latency import CASES, Client
 from benchmarks.server import VllmServer

@@ -22,8 +22,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.machine import machine
-from attnstore_vllm.bench.metrics import total
+from attnstore_vllm.bench.environment import machine
+from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.testing.tiny_model import MEDIUM, make_model

@@ -7,8 +7,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from attnstore_vllm.index.chunk import ChunkName
-from attnstore_vllm.index.content import ContentIndex, Extent
 from attnstore_vllm.index.keys import encode_tokens, root_key
+from attnstore_vllm.index.token_search import ContentIndex, Extent
 from attnstore_vllm.types import TOKEN_BYTES, Key
 from tests.helpers import NAMESPACE, names_of, sequence_of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -31,7 +32,7 @@ KNOWS = {
     "policy": {"types", "policy"},
     "io": {"errors", "types", "io", "_native"},
     "index": {"types", "policy", "index", "_native"},
-    "transfer": {"errors", "types", "config", "machine", "transfer", "_native", "_native_cuda"},
+    "transfer": {"errors", "types", "config", "preflight", "transfer", "_native", "_native_cuda"},
     "store": {"errors", "types", "config", "index", "policy", "io", "transfer", "store"},
     "scheduler": {
         "errors",
@@ -209,3 +210,17 @@ def test_no_imports_in_a_circle() -> None:
         sorter.prepare()
     except CycleError as error:
         raise AssertionError(f"imported in a circle: {error.args[1]}") from error
+
+
+@pytest.mark.parametrize("path", OURS, ids=short)
+def test_docstrings_begin_with_what_the_thing_is(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "-").split()[0]
+            assert first not in ("Of", "What"), f"{short(path)}: {ast.get_docstring(node)}"
+
+
+def test_no_two_files_have_one_name() -> None:
+    """Of the package and of csrc: who looks for a file finds one."""
+    names = Counter(path.name for path in [*OURS, *NATIVE] if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay records, one record a request. Names are those of vLLM's benchmarks/multi_turn."""
+"""Records of a replay, one a request. Names are those of vLLM's benchmarks/multi_turn."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def parse_think(text: str) -> tuple[ThinkKind, list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of a server.
+    """The load that is put on a server.
 
     Args:
         rate: sessions that begin in a second, on average; infinity: all at once.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the server knows: its models (/v1/models) and its tokens (vLLM's /tokenize)."""
+"""Facts that only the server knows: its models (/v1/models) and its tokens (vLLM's /tokenize)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from attnstore_vllm.bench.metrics import Metrics, total
+from attnstore_vllm.bench.server_metrics import Metrics, total
 
 _STORE: Final = "vllm:attnstore_"
 _TIER_NAMES: Final = {"dram": "DRAM", "nvme": "NVMe"}

@@ -24,7 +24,7 @@ from attnstore_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from attnstore_vllm.bench.client import RequestSettings
-    from attnstore_vllm.bench.run import Outcome
+    from attnstore_vllm.bench.replay import Outcome
 
 EXIT_OK, EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 EPILOG = """\
@@ -145,7 +145,7 @@ def load(args: argparse.Namespace) -> Load:
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """What was given for `option`. Raises ConfigError, which names it."""
+    """The object that was given for `option`. Raises ConfigError, which names it."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -202,7 +202,7 @@ async def _replay(
     asking: RequestSettings,
 ) -> Outcome:
     from attnstore_vllm.bench.client import server_root  # noqa: PLC0415  want aiohttp
-    from attnstore_vllm.bench.run import replay  # noqa: PLC0415
+    from attnstore_vllm.bench.replay import replay  # noqa: PLC0415
     from attnstore_vllm.bench.tokens import as_ids, check_server, fitting  # noqa: PLC0415
 
     url = server_root(args.base_url)

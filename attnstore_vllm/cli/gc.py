@@ -22,7 +22,7 @@ from attnstore_vllm.cli.slab_file import SlabFile, State, opened, slab_files
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import tenant_hash
-from attnstore_vllm.machine import lock_directory
+from attnstore_vllm.preflight import lock_directory
 from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 
@@ -44,7 +44,7 @@ def parse_age(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is to go: records for which all rules hold."""
+    """The rules by which records go: those for which all rules hold."""
 
     older_than_s: float | None = None
     namespace: str | None = None
@@ -58,7 +58,7 @@ class Rules:
 
 @dataclass(slots=True)
 class Part:
-    """Of one tenant in one namespace: what there is, and what goes."""
+    """One tenant's part of a namespace: how much there is, and how much goes."""
 
     namespace: bytes
     label: str
@@ -81,7 +81,7 @@ class Part:
 
 @dataclass(slots=True)
 class Report:
-    """What goes, or is gone."""
+    """The records that go, or are gone."""
 
     parts: list[Part]
     """All there is, also what stays."""
@@ -199,7 +199,7 @@ def _read(slab: SlabFile) -> list[_Segment]:
 
 
 def _parts(segments: Iterable[_Segment]) -> dict[tuple[bytes, bytes], Part]:
-    """Of each namespace and tenant, what is stored."""
+    """The stored part of each namespace and tenant."""
     parts: dict[tuple[bytes, bytes], Part] = {}
     for segment in segments:
         namespace, label = segment.header.namespace, segment.header.label

@@ -13,9 +13,9 @@ from attnstore_vllm.cli import (
     bench,
     gc,
     inspect,
-    plan,
     simulate,
     simulate_server,
+    size_plan,
     verify,
 )
 from attnstore_vllm.config import SIZE_MIN, parse_size
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulate.add_arguments(replay)
     sizes = commands.add_parser("plan", help="how much DRAM and NVMe a load wants, for a budget")
-    plan.add_arguments(sizes)
+    size_plan.add_arguments(sizes)
     simulate.add_trace_arguments(sizes)
     benches = commands.add_parser("bench", help="measure servers").add_subparsers(
         dest="bench", required=True
@@ -90,11 +90,11 @@ def _run(args: argparse.Namespace) -> int:
         return bench.run(args)
     if args.command == "plan":
         trace = simulate.read(args)
-        options = plan.plan(args, trace)
+        options = size_plan.plan(args, trace)
         if args.json:
             print(json.dumps([option.as_json() for option in options]))
         else:
-            plan.show(trace, options)
+            size_plan.show(trace, options)
         return EXIT_OK
     return _gc(args)
 

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.sim.machine import Machine
+from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.one_pool import replay
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import POLICIES, Server
@@ -59,7 +59,7 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[Outcome]:
 
 
 def bound(trace: Trace, machine: Machine, step: Any = lambda: None) -> Outcome:
-    """What could be found at most, whatever the order of eviction. Nothing takes time in it."""
+    """The most that could be found, whatever the order of eviction. Nothing takes time in it."""
     share = (machine.dram + machine.nvme) / machine.chunk_bytes / trace.num_chunks
     run = replay(trace, BOUND, min(1.0, share), step)
     return Outcome(

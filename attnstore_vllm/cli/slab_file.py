@@ -16,7 +16,7 @@ from pathlib import Path
 from attnstore_vllm.errors import ConfigError, CorruptRecordError
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.io.checksum import checksum
-from attnstore_vllm.machine import SLAB_NAME
+from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.store.format import PAGE_BYTES, Header, Root, SegmentHeader, header_bytes
 
 ATTEMPTS = 3
@@ -24,7 +24,7 @@ ATTEMPTS = 3
 
 
 class State(Enum):
-    """What a record is, as found on the disk."""
+    """The kinds of record that are found on the disk."""
 
     FREE = "free"
     GOOD = "good"

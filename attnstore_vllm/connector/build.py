@@ -19,17 +19,17 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.live_model import LiveWeights, model_of
+from attnstore_vllm.connector.model_rotation import rotation_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
-from attnstore_vllm.connector.rope import rotation_of
 from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
 from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.machine import SLAB_NAME, lock_directory
 from attnstore_vllm.policy.overlap import default_write_buffer_bytes
+from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.format import SegmentHeader
@@ -250,7 +250,8 @@ def _scheduler(
 
 
 def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:
-    """What each has said. Raises UnsupportedError where one has not, or cannot."""
+    """The description that each has published. Raises UnsupportedError where one has not, or
+    cannot."""
     ranks = []
     for rank in range(num_ranks):
         description = pool.description(rank)
@@ -282,7 +283,7 @@ def _overcounts_drafts(vllm_config: VllmConfig) -> bool:
 
 
 def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
-    """Of the tokens of each of a step's requests: may the step be a CUDA graph of the whole
+    """Says, by the tokens of each of a step's requests: may the step be a CUDA graph of the whole
     forward pass, which calls no hook?"""
     mode = vllm_config.compilation_config.cudagraph_mode
     if not mode.has_full_cudagraphs():
@@ -294,7 +295,7 @@ def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
 
 
 def _label(vllm_config: VllmConfig, geometry: Geometry) -> str:
-    """What a person should know of this namespace."""
+    """A name of this namespace for people."""
     name = str(vllm_config.model_config.served_model_name or vllm_config.model_config.model)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     return f"{name} ({dtype}, {geometry.num_ranks} rank(s), vLLM {vllm.__version__})"

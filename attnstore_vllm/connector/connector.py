@@ -67,7 +67,7 @@ _SERVING: WeakValueDictionary[str, AttnStoreConnector] = WeakValueDictionary()
 
 
 def _try(call: Callable[[], S]) -> tuple[S | None, str]:
-    """What it returns, or why it has failed, in one line: then we are idle.
+    """Its result, or why it has failed, in one line: then we are idle.
 
     Raises: ConfigError. A wrong setting is the user's to change; for all else that fails before
         the first request a server that starts is worth more than the store.
@@ -84,7 +84,7 @@ def _try(call: Callable[[], S]) -> tuple[S | None, str]:
 
 
 def _reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """What a vLLM that we do not know makes raise is a reason too. Raises ConfigError."""
+    """Errors that a vLLM makes that we do not know are reasons too. Raises ConfigError."""
     reason, failed = _try(lambda: reason_to_idle(vllm_config, kv_cache_config))
     return reason or failed or None
 

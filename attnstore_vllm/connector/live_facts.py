@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank's KV depends on and no setting says: asked of the model and its kernels in memory.
+"""Facts that a rank's KV depends on and no setting says: asked of the model and its kernels in
+memory.
 
 - *tables*: the numbers of rotary and other tables of positions. A model may choose them by settings
   (LongRoPE by --max-model-len), so names and settings do not tell them.
@@ -57,7 +58,8 @@ def live_facts(
 
 
 def _digest_tables(layers: Mapping[str, Any]) -> str:
-    """Of every module about positions: its tables, and the plain values that choose among them."""
+    """Digest of every module about positions: its tables, and the plain values that choose among
+    them."""
     hasher = blake3()
     done: dict[int, str] = {}
     for top in outermost(layers.values()):
@@ -113,8 +115,8 @@ def _holders(layers: Mapping[str, Any]) -> dict[int, list[torch.nn.Module]]:
 
 
 def _digest_code(layers: Mapping[str, Any]) -> str:
-    """Of the files of the model's classes, but for those of vLLM, PyTorch and Transformers, whose
-    versions are in. A class that no file tells is another one in each start.
+    """Digest of the files of the model's classes, but for those of vLLM, PyTorch and Transformers,
+    whose versions are in. A class that no file tells is another one in each start.
 
     Where a file lies does not count: a model's own code has its directory or commit in the names
     of its modules.
@@ -136,7 +138,7 @@ def _is_told_by_version(module: str) -> bool:
 
 
 def _module_of(kind: type) -> str:
-    """Of a class whose file is digested: the last part, which no directory is in."""
+    """Module name of a class whose file is digested: the last part, which no directory is in."""
     name = kind.__module__
     return name if _is_told_by_version(name) else name.rpartition(".")[2]
 
@@ -160,7 +162,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _digest_written(layer: Any, kv: torch.Tensor, layout: LayerLayout, num_blocks: int) -> str:
-    """Of block 0's bytes, as a page holds them, after each of several writes of known numbers."""
+    """Digest of block 0's bytes, as a page holds them, after each of several writes of known
+    numbers."""
     if layer.attn_backend.forward_includes_kv_cache_update:
         return "not told: attention writes K and V itself"
     kernel_blocks = len(kv) // num_blocks

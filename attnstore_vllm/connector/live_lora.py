@@ -31,12 +31,13 @@ class LiveAdapters:
 
     @classmethod
     def of(cls, tops: Iterable[torch.nn.Module]) -> LiveAdapters:
-        """Of the models whose outermost modules these are (connector/live_model.py)."""
+        """The adapters of the models whose outermost modules these are
+        (connector/live_model.py)."""
         found = [getattr(top, "lora_manager", None) for top in tops]
         return cls(manager for manager in found if manager is not None)
 
     def tell(self, ids: Iterable[int]) -> dict[int, bytes | None]:
-        """What these are now; None: not loaded.
+        """Tell what these are now; None: not loaded.
 
         Cost: a look-up each. An adapter that was not seen before is digested, once: all its bytes,
         1.4 GB/s on one core; vLLM has just read them from its files.

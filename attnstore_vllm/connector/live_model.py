@@ -120,7 +120,8 @@ class LiveWeights:
 
 
 def digest(model: nn.Module) -> bytes:
-    """Of all parameters and persistent buffers, byte by byte. Others are made of the settings."""
+    """Digest of all parameters and persistent buffers, byte by byte. Others are made of the
+    settings."""
     hasher = xxh3_128()  # ten times as fast as BLAKE3, and a request waits for it
     sums: list[torch.Tensor] = []
     table: dict[torch.device, torch.Tensor] = {}
@@ -195,7 +196,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _packed(model: nn.Module) -> Iterator[weakref.ref[Callable[..., object]]]:
-    """Of layers whose weight is an empty tensor: the functions that have it now.
+    """For layers whose weight is an empty tensor: the functions that have it now.
 
     vLLM's CPU build leaves such. A weight that is packed anew is a new function. Raises
     NotImplementedError for a layer that has none.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What /metrics shows. Counters travel as differences, gauges as values, once a step.
+"""The figures that /metrics shows. Counters travel as differences, gauges as values, once a step.
 
 Everything is `vllm:attnstore_<name>`, with vLLM's own labels (model, engine) and at most one of
 ours. A gauge or a write-back that changes while the engine sleeps is seen with the next step.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's files say beside its weights: how media are made ready for it, above all.
+"""Facts that a model's files give beside its weights: how media are made ready for it, above all.
 
 All small files of settings and code that stand in the model's directory count, by content, unless
 it is known that nothing in KV depends on them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells the scheduler side of its KV tensors, once, through the pool.
+"""The description of its KV tensors that a worker gives the scheduler side, once, through the pool.
 
 The fields of KvFacts decide what the bytes are: all of them go into the namespace, whichever they
 are, so a new one cannot be forgotten. Those of RankDescription say how the rank works.
@@ -17,7 +17,7 @@ REASON_MAX = 500
 
 @dataclass(frozen=True, slots=True)
 class KvFacts:
-    """Of the first layer's tensor, which stands for all: they are of one kind."""
+    """Facts about the first layer's tensor, which stands for all: they are of one kind."""
 
     device: str
     """Its type and, on a GPU, its compute capability: kernels differ."""

@@ -95,7 +95,7 @@ def _calls(node: ast.AST) -> list[ast.Call]:
 
 
 def _member(holder: torch.nn.Module, call: ast.Call) -> object:
-    """What is called, if it is a member of the holder."""
+    """The member that is called, if it is a member of the holder."""
     function = call.func
     return getattr(holder, function.attr, None) if _is_member(function) else None  # type: ignore[attr-defined]
 

@@ -97,7 +97,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _named(value: Any, where: str) -> str:
-    """What is told by its name, or by a digest of its own."""
+    """Values that are told by their name, or by a digest of its own."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         if "<" not in value.__qualname__:  # neither a lambda nor a function within a function
             return f"{value.__module__}.{value.__qualname__}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of vLLM the store can serve: which version, which interface, which models and shapes.
+"""Checks of what the store can serve: which version, which interface, which models and shapes.
 
 A model that the store cannot serve runs as without it, with one warning: the model is what the
 user came for. A way of starting vLLM that it cannot serve (pipeline parallelism and such) is
@@ -118,7 +118,7 @@ def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
 
 
 def _help(kv_cache_config: KVCacheConfig) -> str:
-    """What makes such a model served at once, where something does."""
+    """A flag with which such a model is served at once, where something does."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
 
     specs: list[Any] = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

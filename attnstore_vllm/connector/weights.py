@@ -40,7 +40,7 @@ _PART = re.compile(r"(.*)-\d+-of-(\d+)\.gguf")
 
 
 class Weights:
-    """What names the KV of these weights.
+    """Names for the KV of these weights.
 
     Args:
         namespace: of everything else that the bytes depend on.
@@ -54,7 +54,7 @@ class Weights:
 
     @property
     def namespace(self) -> bytes | None:
-        """What all keys begin with; None: nobody knows yet whose KV it is."""
+        """The fingerprint that all keys begin with; None: nobody knows yet whose KV it is."""
         if self._namespace is None:
             found = self._digest.value if isinstance(self._digest, Digest) else self._digest
             if found is not None:
@@ -99,7 +99,7 @@ def identify(
 
 
 def own_files(model: nn.Module) -> str | None:
-    """Of a rank's model: why its files cannot be named from outside. See connector/rank.py."""
+    """Why the files of a rank's model cannot be named from outside. See connector/rank.py."""
     for name in ("allow_patterns_overrides", "secondary_weights"):
         if getattr(model, name, None):
             return f"{type(model).__name__} says itself what it loads ({name})"
@@ -132,7 +132,7 @@ def _unknown_settings(extra: object) -> str:
 
 
 def weight_files(directory: Path, load_format: str) -> list[Path]:
-    """Of a directory: what vLLM loads, and what says how it is quantized.
+    """The files of a directory that vLLM loads, and what says how it is quantized.
 
     Rather too many than too few: a file that is not loaded makes other copies another model, one
     that is left out could make other weights the same. Raises ValueError if there are no weights.

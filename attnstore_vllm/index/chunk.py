@@ -26,7 +26,7 @@ from attnstore_vllm.types import Key
 
 
 class State(Enum):
-    """Of a chunk's bytes in one tier."""
+    """The state of a chunk's bytes in one tier."""
 
     ABSENT = "absent"
     SAVING = "the workers copy it out of HBM"
@@ -37,7 +37,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkName:
-    """What names a chunk, and is stored beside its bytes."""
+    """All that names a chunk, and is stored beside its bytes."""
 
     key: Key
     parent: Key

@@ -123,7 +123,7 @@ class DramTier(Tier):
         return num_staying >= limit and whose != self._look_ahead.first
 
     def farther(self, whose: Order | None) -> Chunk | None:
-        """What only requests beyond this one want, and can be read again."""
+        """A chunk that only requests beyond this one want, and that can be read again."""
         wanted = self._look_ahead.farthest(whose, self._can_be_fetched_again)
         assert wanted is None or isinstance(wanted, Chunk)
         return wanted
@@ -160,7 +160,7 @@ class DramTier(Tier):
     # ---- the waiting queue ---------------------------------------------------------------
 
     def want(self, request_id: str, chunks: Sequence[Chunk]) -> None:
-        """What a waiting request wants, in place of what it wanted before."""
+        """Note what a waiting request wants, in place of what it wanted before."""
         absent = [chunk for chunk in chunks if chunk.dram.state is State.ABSENT]
         new, unwanted = self._look_ahead.want(request_id, chunks, absent)
         self._place_all((*new, *unwanted))

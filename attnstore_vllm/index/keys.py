@@ -56,7 +56,7 @@ def moved_root(root: Key, stop: int) -> Key:
 
 
 def tenant_hash(cache_salt: str | None) -> bytes:
-    """What a record says of its tenant: a hash of the salt, never the salt. Zero without one."""
+    """The tenant as records have it: a hash of the salt, never the salt. Zero without one."""
     return bytes(32) if cache_salt is None else _hash(b"tenant", _encode(cache_salt))
 
 
@@ -83,7 +83,7 @@ class MultimodalSpan:
 
 
 def chunk_extra(spans: Sequence[MultimodalSpan], start: int, stop: int) -> bytes:
-    """What distinguishes chunks with equal placeholder tokens: the inputs in [start, stop)."""
+    """Distinguishes chunks with equal placeholder tokens: the inputs in [start, stop)."""
     inside = [s for s in spans if s.offset < stop and s.offset + s.num_tokens > start]
     if not inside:
         return b""

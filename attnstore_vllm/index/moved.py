@@ -8,9 +8,9 @@ anew: a conversation is found again once a turn of it has been served in its pla
 from __future__ import annotations
 
 from attnstore_vllm.index.chunk import ChunkName
-from attnstore_vllm.index.content import ContentIndex, MovedPiece
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
+from attnstore_vllm.index.token_search import ContentIndex, MovedPiece
 from attnstore_vllm.types import Key
 
 CHUNKS_MAX = 1 << 18
@@ -20,7 +20,7 @@ STALE_MAX = 16
 
 
 class MovedKv:
-    """What could be moved. Not thread-safe: the store's lock covers it.
+    """Chunks that could be moved. Not thread-safe: the store's lock covers it.
 
     Args:
         chunks_max: of which tokens are kept; what was found or noted longest ago goes. CHUNKS_MAX

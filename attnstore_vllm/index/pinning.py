@@ -22,7 +22,7 @@ class Pinning:
         self._counts = counts
 
     def of(self, chunk: Chunk, now: float) -> Pin | None:
-        """What keeps the chunk now."""
+        """The pin that keeps the chunk now."""
         found = (tier.pins.get(tier.copy_of(chunk).slot) for tier in self._tiers)
         pin = next((pin for pin in found if pin is not None), None)
         return pin if pin is not None and pin.until > now else None

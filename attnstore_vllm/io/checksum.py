@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all devices do to requests in Python: check them, seal them, take checksums."""
+"""Work that all devices do on requests in Python: check them, seal them, take checksums."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ class Device(Protocol):
         """
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended since the last poll; waits up to `timeout_s` for the first, or wake()."""
+        """Requests that have ended since the last poll; waits up to `timeout_s` for the first, or
+        wake()."""
 
     def wake(self) -> None:
         """Make the poll that waits now, or the next one, return at once."""

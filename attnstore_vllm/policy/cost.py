@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sooner: to wait for stored KV, or to compute it? Learned online, pure: time is given.
+"""Which is sooner: to wait for stored KV, or to compute it? Learned online, pure: time is given.
 
     compute(a, b) = c1 * (b - a) + c2 * (b - a) * (a + b) / 2       seconds for tokens [a, b)
     arrival(k)    = reads that are before it * seconds a read       until piece k is in DRAM
@@ -52,7 +52,7 @@ class Bound:
         self._times = OUTLIER
 
     def counted(self, seconds: float, usual: float) -> float:
-        """Of `seconds`, what is to be learned from."""
+        """The part of `seconds` that is to be learned from."""
         if usual <= 0 or seconds <= OUTLIER * usual:
             self._times = max(OUTLIER, self._times / OUTLIER ** (1 / FORGIVEN_AFTER))
             return seconds
@@ -191,7 +191,7 @@ class StepCost:
         return mean * doubt if spreads >= 0 else mean / doubt
 
     def step_seconds(self, start: int, stop: int) -> float:
-        """Of a whole step that computes tokens [start, stop), on the mean."""
+        """Seconds of a whole step that computes tokens [start, stop), on the mean."""
         return float(self._found[0]) + self.seconds(start, stop)
 
     def _fit(self) -> None:

@@ -95,7 +95,7 @@ class LookAhead:
         """Of those that want a chunk, and its depth there; not of what SHARED_MIN want."""
         self._absent: set[Hashable] = set()
         """Wanted, to be fetched, and not on its way."""
-        self._hungry: list[Order] = []
+        self._missing: list[Order] = []
         """Requests that may want something absent; in order, and tidied late."""
         self._all = _FarthestFirst()
         self._present = _FarthestFirst()
@@ -113,7 +113,7 @@ class LookAhead:
 
     @property
     def first(self) -> Order | None:
-        """Of the request that runs next."""
+        """The place of the request that runs next."""
         return self._queue[0] if self._queue else None
 
     # ---- the queue ---------------------------------------------------------------------
@@ -153,7 +153,7 @@ class LookAhead:
     def want(
         self, request_id: str, chunks: Iterable[Hashable], absent: Iterable[Hashable]
     ) -> tuple[list[Hashable], list[Hashable]]:
-        """What a waiting request wants, in place of what it wanted before.
+        """Note what a waiting request wants, in place of what it wanted before.
 
         Args:
             absent: of these, those that have to be fetched.
@@ -178,8 +178,8 @@ class LookAhead:
         for chunk in waiting.wants:
             self._rank(chunk)
             self._note_presence(chunk)
-        is_hungry = any(chunk in self._absent for chunk in waiting.wants)
-        (_add if is_hungry else _discard)(self._hungry, waiting.order)
+        has_missing = any(chunk in self._absent for chunk in waiting.wants)
+        (_add if has_missing else _discard)(self._missing, waiting.order)
         return new, unwanted
 
     def _rank(self, chunk: Hashable) -> None:
@@ -216,7 +216,7 @@ class LookAhead:
             gone, waiting.wants = waiting.wants[at:], waiting.wants[:at]
             unwanted += self._unwant(request_id, gone)
             if not any(c in self._absent for c in waiting.wants):
-                _discard(self._hungry, waiting.order)
+                _discard(self._missing, waiting.order)
         return unwanted
 
     def _unwant(self, request_id: str, chunks: Iterable[Hashable]) -> list[Hashable]:
@@ -248,27 +248,27 @@ class LookAhead:
             self._absent.add(chunk)
             self._present.discard(chunk)
             for request_id in wanted_by:
-                _add(self._hungry, self._waiting[request_id].order)
+                _add(self._missing, self._waiting[request_id].order)
 
     def stop_fetching(self) -> None:
         """Nothing is fetched until requests want something again."""
         self._absent.clear()  # what is not here now counts as present: nobody fetches it
-        self._hungry.clear()
+        self._missing.clear()
 
     def next_to_fetch(self) -> tuple[Hashable, Order] | None:
         """The chunk that is to be fetched next, and for whom; None if nothing is absent.
 
         The nearest request's, in the order of the prompt.
         """
-        while self._hungry:
-            order = self._hungry[0]
+        while self._missing:
+            order = self._missing[0]
             for chunk in self._waiting[order[2]].wants:
                 if chunk in self._absent:
                     return chunk, order
-            del self._hungry[0]
+            del self._missing[0]
         return None
 
-    def is_hungry(self, request_id: str) -> bool:
+    def has_missing(self, request_id: str) -> bool:
         """Whether it waits for something that is not even on its way."""
         waiting = self._waiting.get(request_id)
         return waiting is not None and any(chunk in self._absent for chunk in waiting.wants)
@@ -282,7 +282,7 @@ class LookAhead:
         beyond = waiting.order if waiting is not None else LAST
         found: set[Hashable] = set()
         looks = 0
-        for order in self._hungry:
+        for order in self._missing:
             if order >= beyond or looks >= 4 * LOOK_MAX:
                 break
             wants = self._waiting[order[2]].wants

@@ -25,7 +25,7 @@ class Pin:
 
 
 class Pins:
-    """Of one tier. State: the pins. Cost of each call: O(log pins), amortized."""
+    """The pins of one tier. State: the pins. Cost of each call: O(log pins), amortized."""
 
     def __init__(self, share: float = 0.0, tenant_share: float = 0.0) -> None:
         self._share = share

@@ -13,7 +13,7 @@ from attnstore_vllm.policy.eviction.return_estimator import kind_of
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a request asks for its KV."""
+    """Terms on which a request asks for its KV to be kept."""
 
     priority: int = 0
     """-1: leaves tiers before others, 1: after them."""
@@ -43,7 +43,7 @@ def lease_for(ttl_s: float | None, now: float) -> Lease | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """What one request used of one conversation. Compared by identity."""
+    """The chunks that one request used of one conversation. Compared by identity."""
 
     number: int
     kind: int
@@ -68,7 +68,7 @@ class Run:
 
 
 def unknown_run(now: float) -> Run:
-    """Of chunks of which nothing is known but that somebody used or wrote them now."""
+    """The run of chunks of which nothing is known but that somebody used or wrote them now."""
     return Run(0, kind_of(1, None, 0, is_fresh=True, is_shared=False), now, False)
 
 

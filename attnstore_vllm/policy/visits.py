@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request uses of what is stored, and by which runs it is remembered. Pure."""
+"""Which stored chunks a request uses, and by which runs it is remembered. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Visit:
     own: Run
 
     def run(self, number: int) -> Run:
-        """Of chunk `number` of the request."""
+        """The run of chunk `number` of the request."""
         return self.shared if number < self.num_shared else self.own
 
 
@@ -37,7 +37,7 @@ def visit_of(
     terms: Terms = NO_TERMS,
     ttl_s: float | None = None,
 ) -> Visit:
-    """What a request that comes now uses, and by which runs it is remembered.
+    """The chunks that a request that comes now uses, and by which runs it is remembered.
 
     A chunk is shared if another run than the one that this request continues was the last to use
     it, and then for as long as it is stored.
@@ -74,7 +74,7 @@ def visit_of(
 
 
 def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
-    """Of the leading chunks, how many other conversations use too."""
+    """How many of the leading chunks other conversations use too."""
     own = before.number if before is not None else 0
     for number, run in enumerate(last_runs):
         if run is None or not (run.is_shared or run.number != own):

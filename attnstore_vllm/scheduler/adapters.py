@@ -52,7 +52,8 @@ class Asked:
 
 
 class _Names:
-    """What stood behind an adapter's name while something of it may be in a cache of vLLM's."""
+    """Identities that stood behind an adapter's name while something of it may be in a cache of
+    vLLM's."""
 
     def __init__(self) -> None:
         self._had: OrderedDict[str, bytes] = OrderedDict()
@@ -105,7 +106,7 @@ class Adapters:
         self._requests.pop(request_id, None)
 
     def identity(self, lora: LoRARequest | None) -> bytes | None:
-        """What is known of it, if anything; a later answer may be another."""
+        """Its digest, if that is known; a later answer may be another."""
         if lora is None:
             return NO_ADAPTER
         known = self._known.get(lora.lora_int_id)
@@ -116,7 +117,7 @@ class Adapters:
         return Asked(self._planned + 1, self._clock() + DEADLINE_S)
 
     def answer(self, lora: LoRARequest, asked: Asked) -> tuple[bytes | None, bool]:
-        """What the adapter is, None if the workers have not loaded it or have not said; and
+        """The adapter's digest, None if the workers have not loaded it or have not said; and
         whether the request is to wait for what they say."""
         known = self._known.get(lora.lora_int_id)
         if known is not None and known.number >= asked.number:

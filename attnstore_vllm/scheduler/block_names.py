@@ -57,7 +57,7 @@ def drop_in_flight(request: Request) -> None:
 
 
 def hide_session(request: Request, block_tokens: int) -> None:
-    """Of a session that has come, hide all blocks but those of its first input.
+    """Hide all blocks of a session that has come, but those of its first input.
 
     With synchronous scheduling vLLM 0.32 counts drafts beyond a stop as computed
     (Scheduler._handle_stopped_request): the next input then follows KV of tokens that are gone.

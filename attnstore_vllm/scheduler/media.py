@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What names the pictures and sounds of a request, and which of these names are none.
+"""Names of the pictures and sounds of a request, and which of these names are none.
 
 vLLM names an input by a digest of its content, or by the `uuid` that its user gives. Where nobody
 of its own needs a name (no prefix caching, no processor cache) it counts: such a name means another
@@ -24,7 +24,7 @@ _COUNTED_MAX = 120
 
 
 def spans_of(request: Request) -> tuple[MultimodalSpan, ...]:
-    """Of all inputs that the request has now: a streaming session's next one brings more."""
+    """Spans of all inputs that the request has now: a streaming session's next one brings more."""
     return tuple(
         MultimodalSpan(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
         for feature in request.mm_features

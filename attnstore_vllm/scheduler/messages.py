@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses between the scheduler side and the workers, each step."""
+"""Messages that cross between the scheduler side and the workers, each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 
 
 class Seen(IntEnum):
-    """What a look at the live weights has shown. Of several ranks the largest counts."""
+    """The result of a look at the live weights. Of several ranks the largest counts."""
 
     NOTHING = 0
     """Nobody has looked."""

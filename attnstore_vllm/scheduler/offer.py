@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of the store a request is offered when vLLM asks, and what of it vLLM takes.
+"""Offers: the stored KV that a request gets when vLLM asks, and the part that vLLM takes.
 
 vLLM asks as often as it has a place for the request and no blocks. Held chunks are let go when it
 plans a step without having taken them.

@@ -117,7 +117,7 @@ class OpenPlans:
         )
 
     def take_plan(self) -> StepPlan:
-        """What the workers are to do in this step."""
+        """The plan for the workers in this step."""
         plan, self._plan = self._plan, StepPlan()
         return plan
 

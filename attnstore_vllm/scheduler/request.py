@@ -46,7 +46,7 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Waiting:
-    """Of a request that vLLM has room for. Written by waiting.py."""
+    """The waiting of a request that vLLM has room for. Written by waiting.py."""
 
     deadline: float | None = None
     """Monotonic seconds; set when vLLM first asks and something is on its way."""
@@ -91,7 +91,7 @@ class Computing:
 
 @dataclass(slots=True)
 class Counted:
-    """What is counted of a request, once, though vLLM asks again and again. Written by stats.py."""
+    """Things counted of a request, once, though vLLM asks again and again. Written by stats.py."""
 
     wanted: bool = False
     offered: bool = False
@@ -246,7 +246,7 @@ def bypasses(request: Request) -> bool:
 
 
 def _says_store(request: Request) -> bool:
-    """Of a session's last input; vLLM keeps the hints of the first."""
+    """Whether a session's last input may be stored; vLLM keeps the hints of the first."""
     extra = request.sampling_params.extra_args if request.sampling_params is not None else None
     return _STORE.read((extra or {}).get("kv_transfer_params")).store
 
@@ -261,7 +261,7 @@ def make_state(
     chunk_tokens: int,
     media: MediaNames | None = None,
 ) -> RequestState:
-    """What the store keeps of a request that does not bypass it."""
+    """The state that the store keeps of a request that does not bypass it."""
     lora = request.lora_request
     return RequestState(
         request=request,

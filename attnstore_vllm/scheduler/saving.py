@@ -48,7 +48,7 @@ class Saving:
         state.computing.chunks_seen = computed // size
 
     def save_rest(self, state: RequestState, block_ids: Sequence[int]) -> None:
-        """What is left of a request that has ended, the tail included."""
+        """Save the rest of a request that has ended, the tail included."""
         request = state.request
         if not state.may_save:
             return

@@ -53,7 +53,7 @@ class Names(Protocol):
 
     @property
     def namespace(self) -> bytes | None:
-        """What all keys begin with; None: not known yet."""
+        """The fingerprint that all keys begin with; None: not known yet."""
 
     def close(self) -> None: ...
 
@@ -259,7 +259,7 @@ class Scheduler:
         return plan
 
     def _checks(self, number: int, scheduled: Iterable[str]) -> list[LoadCheck]:
-        """Of requests that compute for the first time behind stored KV of an adapter."""
+        """Checks for requests that compute for the first time behind stored KV of an adapter."""
         checks = []
         for request_id in scheduled:
             state = self.requests.get(request_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side counts: of a request when vLLM asks for its KV, once each, though vLLM
+"""Counts of the scheduler side: of a request when vLLM asks for its KV, once each, though vLLM
 asks again and again while it has no room; and what the store has counted since the last step."""
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class StoreFigures:
         self._reported: dict[tuple[str, str], float] = {}
 
     def add_to(self, stats: StepStats) -> None:
-        """What has changed since the last call."""
+        """Add what has changed since the last call."""
         for event, count in self._store.counts().items():
             self._add(stats, "chunks", event, count)
         for flow, num_bytes in self._store.moved_bytes().items():

@@ -56,7 +56,7 @@ class Truncation:
             self._say()
 
     def note(self, state: RequestState, hints: Hints) -> None:
-        """What a request that has come asks for, and gets."""
+        """Note what a request that has come asks for, and gets."""
         config = self._config
         asks = hints.truncation
         if config is None or not (config.enabled if asks is None else asks):
@@ -120,7 +120,7 @@ class Truncation:
                 )
 
     def finished(self, state: RequestState) -> dict[str, Any] | None:
-        """What the response says, if the request asked."""
+        """The report for the response, if the request asked."""
         self._shown.pop(state.request.request_id, None)
         return {"moved_tokens": state.moved_tokens} if state.hints.report else None
 

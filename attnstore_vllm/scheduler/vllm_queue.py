@@ -76,7 +76,7 @@ class VllmQueue:
                 queue.append(requests[0].request_id)
 
     def _look_up(self, request: Request, states: Mapping[str, RequestState]) -> None:
-        """What a preempted request will want again."""
+        """Look up what a preempted request will want again."""
         state = states.get(request.request_id)
         if state is None or state.computing.is_outdated or state.adapter is None:
             return

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's side reads of vLLM's objects. Whatever has it will do: the simulator's too.
+"""The parts of vLLM's objects that the scheduler's side reads. Whatever has it will do: the
+simulator's too.
 
 Names and meanings are vLLM's (vllm/v1/request.py, vllm/v1/core/sched/output.py).
 """

@@ -229,7 +229,7 @@ class Waits:
         """Whether the request waits on without another look. Cost: some microseconds."""
         self._looking = False
         # What had its answer does not wait: vLLM only had no room for it.
-        if state.waiting.is_answered or not self._store.is_hungry(state.request.request_id):
+        if state.waiting.is_answered or not self._store.has_missing(state.request.request_id):
             return False
         if state.waiting.round < self._round:
             if self._num_looks < WAITS_MAX:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, IoRequest, Op
-from attnstore_vllm.sim.machine import Machine
+from attnstore_vllm.sim.hardware import Machine
 
 _PAYLOAD_CHECKSUM = bytes(range(1, CHECKSUM_BYTES + 1))
 
@@ -63,7 +63,7 @@ class SimulatedDisk:
         return True
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended by now."""
+        """Requests that have ended by now."""
         ended = []
         now = self._clock()
         while self._open and self._open[0][0] <= now:

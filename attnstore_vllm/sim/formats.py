@@ -36,7 +36,7 @@ ANSWER_TOKENS_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """What a file without times needs.
+    """The times that a file without them needs.
 
     Args:
         sessions_s: that begin in a second.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated server has at hand: requests under way, a step, and DRAM without bytes."""
+"""Parts of a simulated server: requests under way, a step, and DRAM without bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.visits import Visit
-from attnstore_vllm.sim.keys import TraceKeys
 from attnstore_vllm.sim.trace import Request
+from attnstore_vllm.sim.trace_keys import TraceKeys
 from attnstore_vllm.store.format import PAGE_BYTES
 from attnstore_vllm.types import Key
 

@@ -17,7 +17,7 @@ from attnstore_vllm.sim.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one trace under one policy. Shares are of all prompt tokens."""
+    """The outcome of one trace under one policy. Shares are of all prompt tokens."""
 
     policy: str
     capacity: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came of a simulated run."""
+"""The outcome of a simulated run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUANTILES = (50, 90, 99)
 
 @dataclass(slots=True)
 class Outcome:
-    """Of the requests after the warm-up. Tokens, seconds, bytes."""
+    """Figures of the requests after the warm-up. Tokens, seconds, bytes."""
 
     policy: str
     num_requests: int = 0
@@ -64,12 +64,12 @@ class Outcome:
 
     @property
     def dram_share(self) -> float:
-        """Of what was loaded, the part that was in DRAM when it was first asked for."""
+        """The part of what was loaded that was in DRAM when it was first asked for."""
         return _share(self.dram_tokens, self.dram_tokens + self.nvme_tokens)
 
     @property
     def ready_share(self) -> float:
-        """Of all that was stored and wanted, the part that was in DRAM then."""
+        """The part of all that was stored and wanted that was in DRAM then."""
         return _share(self.ready_tokens, self.wanted_tokens)
 
     @property

@@ -4,7 +4,7 @@
     arrivals -> waiting queue -> steps of the engine -> answers -> the next turn, after a think
 
 Index, policies, cost model, reader and writer are the server's own code (store/store.py), over a
-disk that takes its time; what is assumed is the machine (sim/machine.py) and the loop: continuous
+disk that takes its time; what is assumed is the machine (sim/hardware.py) and the loop: continuous
 batching, prompts in pieces, first come first served, room for prompt and answer taken at once.
 """
 
@@ -23,11 +23,11 @@ from attnstore_vllm.index.stops import kept_end
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.cost import StepCost, pieces_to_wait_for
 from attnstore_vllm.sim.disk import SimulatedDisk
+from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.jobs import Job, NoPool, Step, num_answer, num_reserved
-from attnstore_vllm.sim.keys import TraceKeys
-from attnstore_vllm.sim.machine import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.trace import Request, Trace
+from attnstore_vllm.sim.trace_keys import TraceKeys
 from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.store import Store
@@ -181,7 +181,8 @@ class Server:
     # ---- a step ------------------------------------------------------------------------
 
     def _plan(self) -> Step | None:
-        """What runs next; None if nothing can. Requests that are started leave the queue."""
+        """The step that runs next; None if nothing can. Requests that are started leave the
+        queue."""
         machine = self._machine
         step = Step([j for j in self._running if j.computed >= j.request.num_tokens])
         budget = machine.max_num_batched_tokens - len(step.generating)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was asked, when, and which KV it needs: the input of every simulation.
+"""Requests: what was asked, when, and which KV it needs: the input of every simulation.
 
 A request's sequence, prompt and answer, is cut into chunks. A chunk's number names the chunk with
 all that is before it, as a key does: two requests share a beginning exactly as far as their
@@ -57,7 +57,7 @@ class Trace:
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts."""
+        """The tokens of all prompts."""
         return sum(request.num_tokens for request in self.requests)
 
     @property

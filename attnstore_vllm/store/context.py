@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of the store share: the residency, the lock, DRAM's slots and the clock."""
+"""Things that the parts of the store share: the residency, the lock, DRAM's slots and the clock."""
 
 from __future__ import annotations
 

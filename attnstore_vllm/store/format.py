@@ -90,7 +90,7 @@ def _check(where: str, fields: tuple[tuple[str, object, object], ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """What the whole file has in common."""
+    """The page that says what the whole file has in common."""
 
     segment_bytes: int
 
@@ -116,7 +116,8 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What all records of a segment have in common. A segment belongs to one namespace."""
+    """The page that says what all records of a segment have in common. A segment belongs to one
+    namespace."""
 
     number: int
     chunk_tokens: int
@@ -166,7 +167,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one record says of itself."""
+    """The header of one record."""
 
     name: ChunkName
     namespace: bytes

@@ -18,7 +18,7 @@ LOG_PAUSE_S = 10.0
 
 
 class Health:
-    """Of one tier.
+    """The health of one tier.
 
     Args:
         label: what the tier is called in the log.

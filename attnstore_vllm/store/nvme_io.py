@@ -23,7 +23,6 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.store.context import Context
-from attnstore_vllm.store.disk import Disk
 from attnstore_vllm.store.disk_requests import DiskRequest, DiskRequests
 from attnstore_vllm.store.format import (
     CHECKSUM_AT,
@@ -34,6 +33,7 @@ from attnstore_vllm.store.format import (
     SegmentHeader,
 )
 from attnstore_vllm.store.health import Health
+from attnstore_vllm.store.nvme_parts import Disk
 from attnstore_vllm.store.recovery import Recovery
 from attnstore_vllm.store.reset import DiskReset
 from attnstore_vllm.store.scrubber import Scrubber, check_record
@@ -49,7 +49,7 @@ _SEALS = (Seal(of=1, at=PAYLOAD_CHECKSUM_AT), Seal(of=0, at=CHECKSUM_AT))
 
 
 class NvmeIo(TierIo):
-    """Of one slab file.
+    """Reads and writes records of one slab file.
 
     Args:
         depth: requests in flight; at most half of it are writes.

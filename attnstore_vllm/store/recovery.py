@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What earlier runs left in our segments: every header is read, many at a time.
+"""Recovery of what earlier runs left in our segments: every header is read, many at a time.
 
 Goes on behind serving, in batches: a batch's slots become usable as it ends, and its chunks
 are found from then on. A header that is not whole, not ours, or not of its segment's generation
@@ -17,9 +17,9 @@ import numpy as np
 
 from attnstore_vllm.io.checksum import page_checksums
 from attnstore_vllm.io.device import Completion, Op
-from attnstore_vllm.store.disk import Disk
 from attnstore_vllm.store.disk_requests import DiskRequest
 from attnstore_vllm.store.format import CHECKSUM_AT, SegmentHeader, judge_headers
+from attnstore_vllm.store.nvme_parts import Disk
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ BATCHES = 4
 
 
 class _Buffer:
-    """What a batch is read into. `pages`: its parts, a header each; made once, not per batch."""
+    """Memory that a batch is read into. `pages`: its parts, a header each; made once, not per
+    batch."""
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
         self.whole = memoryview(mmap.mmap(-1, num_pages * page_bytes))

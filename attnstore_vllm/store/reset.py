@@ -11,9 +11,9 @@ import mmap
 
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.device import Completion, Op
-from attnstore_vllm.store.disk import Disk
 from attnstore_vllm.store.disk_requests import DiskRequest
 from attnstore_vllm.store.format import PAGE_BYTES
+from attnstore_vllm.store.nvme_parts import Disk
 
 logger = logging.getLogger(__name__)
 

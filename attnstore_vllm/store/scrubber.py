@@ -14,9 +14,9 @@ from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.device import Completion, Op
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.store.disk import Disk
 from attnstore_vllm.store.disk_requests import DiskRequest
 from attnstore_vllm.store.format import Header, SegmentHeader
+from attnstore_vllm.store.nvme_parts import Disk
 from attnstore_vllm.types import NVME
 
 LOOK_MAX = 256

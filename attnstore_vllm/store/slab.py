@@ -44,7 +44,7 @@ SEGMENTS = 64
 
 
 def overhead_bytes(capacity_bytes: int) -> int:
-    """What the file system may add for directory, lock and extents; kept free of records."""
+    """Bytes that the file system may add for directory, lock and extents; kept free of records."""
     return 16 * 1024 + capacity_bytes // 2048
 
 

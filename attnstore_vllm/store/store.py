@@ -273,10 +273,10 @@ class Store:
                 self.residency.release(piece.chunk)
         return kept
 
-    def is_hungry(self, request_id: str) -> bool:
+    def has_missing(self, request_id: str) -> bool:
         """Whether a waiting request wants something that is not even on its way. Cost: a few us."""
         with self._lock:
-            return self.residency.look_ahead.is_hungry(request_id)
+            return self.residency.look_ahead.has_missing(request_id)
 
     def arrivals(self, request_id: str, pieces: Sequence[Piece]) -> list[float] | None:
         """See Reader.arrivals."""
@@ -392,7 +392,7 @@ class Store:
             return self.residency.first_written_tokens
 
     def gauges(self) -> dict[tuple[str, str], float]:
-        """What is now, as (name, label): value."""
+        """Values as they are now, as (name, label): value."""
         with self._lock:
             dram = self.residency.dram
             gauges = {("held_bytes", DRAM): float(dram.num_used * self._pool.slot_bytes)}

@@ -109,10 +109,10 @@ class TierIo(ABC):
 
     @abstractmethod
     def turn(self) -> None:
-        """What the tier does by itself, at the beginning of each round of the store's thread."""
+        """Do what the tier does by itself, at the beginning of each round of the store's thread."""
 
     def idle_turn(self) -> bool:
-        """What it does while nobody reads. Returns whether it wants to be asked again soon."""
+        """Do what it does while nobody reads. Returns whether it wants to be asked again soon."""
         return False
 
     @property
@@ -121,7 +121,7 @@ class TierIo(ABC):
         return True
 
     def gauges(self) -> dict[tuple[str, str], float]:
-        """What is now, as (name, label): value, of this tier alone."""
+        """Values as they are now, as (name, label): value, of this tier alone."""
         return {}
 
     @abstractmethod

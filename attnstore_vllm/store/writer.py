@@ -20,7 +20,7 @@ DIRTY_MIN = 4
 
 
 class Writer:
-    """Of one tier. Methods marked *locked* are called with the store's lock held."""
+    """Writes to one tier. Methods marked *locked* are called with the store's lock held."""
 
     def __init__(self, context: Context, tier: TierIo, budget: Budget) -> None:
         self._context = context

@@ -75,7 +75,7 @@ class Piece:
 
 
 class _Queue:
-    """What the streams have in common. A piece is pending until it is over."""
+    """Things that the streams have in common. A piece is pending until it is over."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -131,7 +131,7 @@ class ThrottledStream(_Queue):
         self._thread.start()
 
     def close(self) -> None:
-        """What is pending is carried out without the throttle."""
+        """Whatever is pending is carried out without the throttle."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -79,7 +79,7 @@ class MemoryDevice:
                 self._run_pending()
 
     def cancel(self, tags: Collection[int]) -> None:
-        """What is held ends undone; all else has ended already."""
+        """Held requests end undone; all else has ended already."""
         with self._changed:
             for request in [held for held in self._pending if held.tag in tags]:
                 self._pending.remove(request)
@@ -230,7 +230,7 @@ class PowerLossDevice(MemoryDevice):
 
 
 class Effect(Enum):
-    """What happens to a request that a Fault names."""
+    """The fate of a request that a Fault names."""
 
     FAIL = "it fails with EIO"
     FLIP = "one bit of what it reads is wrong"
@@ -361,7 +361,7 @@ class FailingDevice:
         self._inner.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """Of a device that has died nothing in flight ever ends."""
+        """On a device that has died nothing in flight ever ends."""
         ended = self._inner.close(timeout_s)
         return ended and not (self._dead and self._in_flight)
 

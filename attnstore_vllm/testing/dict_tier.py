@@ -164,7 +164,7 @@ class DictIo(TierIo):
         done(checksum(found))
 
     def submit(self) -> None:
-        """What was begun ends in poll()."""
+        """Whatever was begun ends in poll()."""
 
     def poll(self, timeout_s: float) -> bool:
         with self._context.progress:
@@ -185,7 +185,7 @@ class DictIo(TierIo):
         """Never waits."""
 
     def cancel(self) -> None:
-        """What was begun is not done any more."""
+        """Whatever was begun is not done any more."""
         self._loads.clear()
         self._stores.clear()
 

@@ -161,7 +161,7 @@ class MemoryEngine:
         return measured
 
     def close(self) -> None:
-        """What is in flight is carried out at once; a piece that fails is over as well."""
+        """Copies in flight are carried out at once; a piece that fails is over as well."""
         self._loads.close()
         self._saves.close()
 

@@ -42,7 +42,7 @@ class SlowDevice:
         self._inner.submit(requests)
 
     def cancel(self, tags: Collection[int]) -> None:
-        """What hangs says nothing of this either."""
+        """A request that hangs says nothing of this either."""
         self._inner.cancel(tags)
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -66,7 +66,8 @@ class SlowDevice:
         self._inner.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """What is only late has ended on the medium; what hangs is waited for, and left."""
+        """A request that is only late has ended on the medium; what hangs is waited for, and
+        left."""
         if self._hanging and self._in_flight:
             self._released.wait(timeout_s)
         hangs = self._hanging and bool(self._in_flight)

@@ -52,7 +52,7 @@ LOGIT_GAIN: Final = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a Llama config needs. Counts; `vocab` and `max_position` are in tokens."""
+    """Numbers that a Llama config needs. Counts; `vocab` and `max_position` are in tokens."""
 
     layers: int
     hidden: int

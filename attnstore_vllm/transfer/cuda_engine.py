@@ -258,7 +258,7 @@ class CudaEngine:
             ring.was_given()
 
     def _failed(self, stream: torch.cuda.Stream, error: RuntimeError) -> FailedEvent:
-        """What was given to `stream` before the failure may still write, so it is waited for."""
+        """Work given to `stream` before the failure may still write, so it is waited for."""
         try:
             stream.synchronize()
         except RuntimeError:

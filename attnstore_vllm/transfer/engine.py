@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves bytes between a worker's HBM and its part of the pool's slots: the device seam.
+"""The engine that moves bytes between a worker's HBM and its part of the pool's slots: the device
+seam.
 
 CpuEngine is for vLLM's CPU build, where HBM is ordinary memory; CudaEngine
 (transfer/cuda_engine.py) is for CUDA; testing/memory_engine.py has slow and stepped ones. All
@@ -21,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm._native import PageCopier, PageRotator, PageShape, RotationShape, omp_team_size
-from attnstore_vllm.transfer.content import ContentMap
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.moves import Moved
+from attnstore_vllm.transfer.page_content import ContentMap
 from attnstore_vllm.transfer.rope import Rope
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What has to be known of a model to move its KV to other positions.
+    """Facts about a model that are needed to move its KV to other positions.
 
     dtype: "bfloat16", "float16" or "float32".
     """
@@ -80,7 +81,7 @@ class CopyEngine(Protocol):
         """Begin to copy rows into slots: after their gather() and earlier saves."""
 
     def model_waits(self, event: Event) -> None:
-        """What comes from here on in the model's order comes after `event`.
+        """All that comes from here on in the model's order comes after `event`.
 
         Waits itself only where the model runs on the calling thread. Raises CopyError.
         """
@@ -202,7 +203,7 @@ def page_rotator(
 
 
 def rotation_numbers(rotation: Rotation, block_tokens: int) -> dict[str, Any]:
-    """Of a native RotationShape."""
+    """Arguments of a native RotationShape."""
     return {
         "key": rotation.content.key.numbers(),
         "value": rotation.content.value.numbers(),
@@ -218,7 +219,7 @@ def rotation_numbers(rotation: Rotation, block_tokens: int) -> dict[str, Any]:
 def page_numbers(
     slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
 ) -> dict[str, Any]:
-    """Of a native PageShape."""
+    """Arguments of a native PageShape."""
     shape = layouts[0]
     assert len(layouts) == geometry.num_layers
     assert all(layout.page_bytes == geometry.page_bytes for layout in layouts)

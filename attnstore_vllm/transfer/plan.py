@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers are to copy, decided on the scheduler side. The workers only obey."""
+"""The copies that workers are to make, decided on the scheduler side. The workers only obey."""
 
 from __future__ import annotations
 

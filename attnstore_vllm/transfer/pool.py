@@ -29,7 +29,7 @@ from blake3 import blake3
 
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.machine import SHM_DIR, lacks_memory, shared_memory
+from attnstore_vllm.preflight import SHM_DIR, lacks_memory, shared_memory
 from attnstore_vllm.transfer import region
 from attnstore_vllm.transfer.pool_memory import allocate
 
@@ -87,7 +87,7 @@ class SharedPool:
 
     @property
     def address(self) -> int:
-        """Of slot 0 in this process; valid until close()."""
+        """The address of slot 0 in this process; valid until close()."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.buffer)) + SLOTS_AT
 
     def slot(self, slot: int) -> memoryview:
@@ -114,7 +114,7 @@ class SharedPool:
         self.publish(rank, {REFUSAL: reason[:_REASON_MAX]})
 
     def description(self, rank: int) -> dict[str, Any] | None:
-        """What publish() left, or None if that rank has not published."""
+        """The description that publish() left, or None if that rank has not published."""
         at = _RANKS_AT + rank * _RANK_BYTES
         (length,) = struct.unpack("<I", self.buffer[at : at + 4])
         if length == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memory a new region of the pool gets: huge pages where they are allowed, near the GPUs.
+"""Memory that a new region of the pool gets: huge pages where they are allowed, near the GPUs.
 
 Only the creator allocates. The order is what tmpfs asks for:
 
@@ -45,7 +45,7 @@ _NODE_BITS = 1024
 
 
 class HugePages(Enum):
-    """What a mounted tmpfs allows; the value is for the log."""
+    """Huge pages that a mounted tmpfs allows; the value is for the log."""
 
     NEVER = "small pages (mount -o remount,huge=advise /dev/shm allows huge ones)"
     ADVISE = "huge pages where there are free ones (huge=advise)"
@@ -112,7 +112,7 @@ def _libc(function: str, *arguments: object) -> int:
 
 
 def _huge_pages_of(fd: int) -> HugePages:
-    """What the kernel allows files of the tmpfs that `fd` is in."""
+    """Huge pages that the kernel allows files of the tmpfs that `fd` is in."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
         enabled = _SHMEM_ENABLED.read_text()
@@ -125,7 +125,7 @@ def _huge_pages_of(fd: int) -> HugePages:
 
 
 def huge_pages(shmem_enabled: str, mount_options: str) -> HugePages:
-    """What the kernel allows files of a tmpfs.
+    """Huge pages that the kernel allows files of a tmpfs.
 
     Args:
         shmem_enabled: what the kernel's file holds, e.g. "always advise [never] deny force".

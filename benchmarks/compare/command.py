@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from attnstore_vllm.bench.conversations import read_conversations
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.cli import bench
-from attnstore_vllm.cli.plan import kv_bytes_per_token
+from attnstore_vllm.cli.size_plan import kv_bytes_per_token
 from attnstore_vllm.config import SIZE_MIN, format_size, parse_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code. Raises: AttnStoreError, OSError."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("aiohttp is not installed; pip install 'attnstore-vllm[bench]'")
-    from attnstore_vllm.bench.machine import machine  # noqa: PLC0415  runs git
+    from attnstore_vllm.bench.environment import machine  # noqa: PLC0415  runs git
     from benchmarks.compare.run import Asked, Comparer  # noqa: PLC0415  want aiohttp
     from benchmarks.compare.systems import SERVED_NAME, chosen, why_not  # noqa: PLC0415
 

@@ -15,10 +15,10 @@ from typing import Any, Final, Protocol
 
 from attnstore_vllm.bench.client import RequestError, RequestSettings, open_http
 from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.metrics import Metrics, parse_steps
 from attnstore_vllm.bench.records import TurnRecord
-from attnstore_vllm.bench.run import Outcome, replay
+from attnstore_vllm.bench.replay import Outcome, replay
 from attnstore_vllm.bench.schedule import Load
+from attnstore_vllm.bench.server_metrics import Metrics, parse_steps
 from attnstore_vllm.bench.talk import Talk
 from attnstore_vllm.bench.tokens import as_ids, fitting
 from benchmarks.compare.figures import Figures, figures, ratios

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from attnstore_vllm.cli import simulate_server
 from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.machine import Machine
+from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import POLICIES, Server
 from attnstore_vllm.sim.trace import Trace

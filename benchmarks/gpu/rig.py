@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnstore_vllm.transfer.content import ContentMap, ContentSide
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.engine import Pages, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe
+from attnstore_vllm.transfer.page_content import ContentMap, ContentSide
 from attnstore_vllm.transfer.rope import Rope
 
 BLOCK_TOKENS = 16

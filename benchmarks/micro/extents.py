@@ -46,8 +46,8 @@ from tqdm import tqdm
 
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.index.chunk import ChunkName
-from attnstore_vllm.index.content import ContentIndex
 from attnstore_vllm.index.keys import encode_tokens
+from attnstore_vllm.index.token_search import ContentIndex
 from attnstore_vllm.types import Key
 from benchmarks.report import machine
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.metrics import total
+from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.testing.tiny_model import ModelShape, make_model
 from benchmarks.hit_latency import DEV, LOADED, ROOT, Client

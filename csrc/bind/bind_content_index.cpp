@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// attnstore_vllm._native.ContentIndex: bytes and numbers for Python. See index/content.py.
+// attnstore_vllm._native.ContentIndex: bytes and numbers for Python. See index/token_search.py.
 #include <pybind11/pybind11.h>
 
 #include <cstring>
@@ -75,7 +75,7 @@ py::tuple work(const ContentIndex& self) {
 }  // namespace
 
 void bind_content_index(py::module_& m) {
-  py::class_<ContentIndex>(m, "ContentIndex", "Chunks by their content; see index/content.py.")
+  py::class_<ContentIndex>(m, "ContentIndex", "Chunks by their content; see index/token_search.py.")
       .def(py::init<std::uint32_t, std::size_t, std::uint64_t>(), py::arg("chunk_tokens"),
            py::arg("max_chunks"), py::arg("seed"))
       .def("__len__", &ContentIndex::size)

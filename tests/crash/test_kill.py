@@ -18,7 +18,7 @@ import pytest
 
 from attnstore_vllm.cli.verify import verify
 from attnstore_vllm.io.choose import DeviceKind
-from attnstore_vllm.machine import SHM_DIR, lock_directory
+from attnstore_vllm.preflight import SHM_DIR, lock_directory
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.pool import SharedPool
 from tests.crash.writer import DRAM_SLOTS, open_pool, open_store, payload, region_name, sequence

@@ -17,7 +17,7 @@ BEGIN = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from attnstore_vllm.config import StoreConfig
-from attnstore_vllm.machine import check_machine
+from attnstore_vllm.preflight import check_machine
 from attnstore_vllm.transfer.pool import SharedPool
 SLOTS = 40
 def pool(name, member=0):

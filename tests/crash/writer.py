@@ -21,7 +21,7 @@ from typing import cast
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.choose import DeviceKind, open_device
-from attnstore_vllm.machine import SLAB_NAME, lock_directory
+from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.store.format import PAGE_BYTES
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from attnstore_vllm.bench.client import RequestError, RequestSettings
 from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.metrics import Metrics, parse_metrics
 from attnstore_vllm.bench.schedule import Load
+from attnstore_vllm.bench.server_metrics import Metrics, parse_metrics
 from benchmarks.compare import command as compare_command
 from benchmarks.compare.command import main
 from benchmarks.compare.run import Asked, Comparer

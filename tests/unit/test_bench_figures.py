@@ -10,8 +10,8 @@ import pytest
 
 from attnstore_vllm.bench.client import RequestSettings
 from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.metrics import Metrics, Step, parse_metrics, parse_steps
 from attnstore_vllm.bench.schedule import Load
+from attnstore_vllm.bench.server_metrics import Metrics, Step, parse_metrics, parse_steps
 from attnstore_vllm.errors import ConfigError
 from benchmarks.compare.figures import figures, ratios, table_rows, unlimited_hits
 from benchmarks.compare.sizes import Sizes, prompt_lengths, sized

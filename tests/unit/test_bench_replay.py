@@ -25,7 +25,7 @@ from attnstore_vllm.bench.client import RequestSettings
 from attnstore_vllm.bench.conversations import Conversation
 from attnstore_vllm.bench.open_loop import OpenLoop
 from attnstore_vllm.bench.records import TurnRecord
-from attnstore_vllm.bench.run import Outcome, replay
+from attnstore_vllm.bench.replay import Outcome, replay
 from attnstore_vllm.bench.schedule import Load, Think, make_plan, sessions
 from attnstore_vllm.errors import ConfigError
 from tests.fake_openai import Fake, Handler, serving

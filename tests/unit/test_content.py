@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.transfer.content import ContentMap, ContentSide, Write, probe
 from attnstore_vllm.transfer.layout import describe
+from attnstore_vllm.transfer.page_content import ContentMap, ContentSide, Write, probe
 from tests.unit.moved_memory import LAYOUTS, Layout, content_map, put
 
 TYPES = [torch.bfloat16, torch.float16, torch.float32]

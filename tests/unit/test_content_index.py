@@ -14,8 +14,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnstore_vllm.index.content import ContentIndex
 from attnstore_vllm.index.keys import encode_tokens
+from attnstore_vllm.index.token_search import ContentIndex
 from attnstore_vllm.types import Key
 from tests.content_helpers import (
     CHUNK,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from attnstore_vllm.bench.conversations import read_conversations
-from attnstore_vllm.bench.metrics import parse_metrics, total
 from attnstore_vllm.bench.records import Step, TurnRecord
+from attnstore_vllm.bench.server_metrics import parse_metrics, total
 from attnstore_vllm.bench.traffic import traffic
 from benchmarks.agreement import compare, gap_changes, rounding_bound
 from benchmarks.sample import SAMPLE

@@ -13,7 +13,7 @@ import pytest
 
 from attnstore_vllm.cli.main import EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.index.keys import tenant_hash
-from attnstore_vllm.machine import lock_directory
+from attnstore_vllm.preflight import lock_directory
 from attnstore_vllm.types import NVME
 from tests.helpers import NAMESPACE, RECORD_BYTES
 from tests.unit.test_cli import CHUNKS, put, sequence, start

@@ -158,7 +158,7 @@ def test_how_much_is_fetched_before() -> None:
 def test_who_waits_for_what_is_not_even_on_its_way() -> None:
     queue = queue_of({"1": "ab", "2": "b"})
     queue.has_come("b")
-    assert [queue.is_hungry(name) for name in ("1", "2", "?")] == [True, False, False]
+    assert [queue.has_missing(name) for name in ("1", "2", "?")] == [True, False, False]
 
 
 def test_fetching_can_be_stopped() -> None:
@@ -236,8 +236,8 @@ class Queue(RuleBasedStateMachine):
         wanted = self.wanted(self.order)
         assert {chunk for chunk in range(10) if self.queue.is_wanted(chunk)} == wanted
         found = self.queue.next_to_fetch()
-        hungry = ((n, c) for n in self.order for c in self.wants[n] if c in self.absent)
-        first = next(hungry, None)
+        missing = ((n, c) for n in self.order for c in self.wants[n] if c in self.absent)
+        first = next(missing, None)
         assert (None if found is None else (found[1][2], found[0])) == first
         assert self.queue.farthest(None, anything) == self._farthest(self.absent)
         assert self.queue.farthest_of_all(anything) == self._farthest(set())

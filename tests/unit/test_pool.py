@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.machine import SHM_DIR
+from attnstore_vllm.preflight import SHM_DIR
 from attnstore_vllm.transfer import pool as pool_module
 from attnstore_vllm.transfer.pool import RANKS_MAX, REFUSAL, SLOTS_AT, SharedPool, pool_name
 from attnstore_vllm.transfer.region import sweep

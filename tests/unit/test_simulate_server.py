@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from attnstore_vllm.cli.main import main
-from attnstore_vllm.cli.plan import kv_bytes_per_token
+from attnstore_vllm.cli.size_plan import kv_bytes_per_token
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.sim.keys import _ROOT, TraceKeys
-from attnstore_vllm.sim.machine import Machine
+from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Request, Trace, at_speed, make_trace
+from attnstore_vllm.sim.trace_keys import _ROOT, TraceKeys
 
 SIZE = 64
 KV = 1000

@@ -18,11 +18,11 @@ class Nothing:
     """A store in which nothing ever comes."""
 
     def __init__(self) -> None:
-        self.hungry: set[str] = set()
+        self.missing: set[str] = set()
         self.slept: list[int] = []
 
-    def is_hungry(self, name: str) -> bool:
-        return name in self.hungry
+    def has_missing(self, name: str) -> bool:
+        return name in self.missing
 
     def wait_for_any(self, pieces: list[Any], timeout_s: float) -> None:
         self.slept.append(len(pieces))
@@ -38,7 +38,7 @@ class Rig:
         self.waits = Waits(self.store, costs, self.clock)
 
     def request(self, name: str) -> RequestState:
-        self.store.hungry.add(name)
+        self.store.missing.add(name)
         state = RequestState(request(name), namespace=b"", tenant=b"", chunk_tokens=256)
         coming: Any = [name]
         state.waiting.coming = coming
@@ -90,7 +90,7 @@ def test_all_are_looked_at_in_turn_a_few_in_a_step(step_s: float) -> None:
 def test_those_whose_kv_is_on_its_way_take_no_looks_from_others(rig: Rig) -> None:
     coming = [rig.request(f"c{n}") for n in range(6)]
     for state in coming:
-        rig.store.hungry.discard(state.request.request_id)
+        rig.store.missing.discard(state.request.request_id)
     states = [rig.request(str(n)) for n in range(3)]
     assert rig.step([*coming, *states]) == [*coming, *states]
 
@@ -125,5 +125,5 @@ def test_the_deadline_runs_from_the_first_ask_for_all(rig: Rig) -> None:
 def test_what_is_on_its_way_is_looked_at_whoever_waits(rig: Rig) -> None:
     states = [rig.request(str(n)) for n in range(10)]
     rig.step(states)
-    rig.store.hungry.discard("9")
+    rig.store.missing.discard("9")
     assert states[9] in rig.step(states)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnstore_vllm.connector.rope import content_of
+from attnstore_vllm.connector.model_rotation import content_of
 
 
 def read_plain(

@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
-from attnstore_vllm.bench.metrics import total
+from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.cli.slab_file import State, opened
 from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS
-from attnstore_vllm.machine import SHM_DIR, SLAB_NAME
+from attnstore_vllm.preflight import SHM_DIR, SLAB_NAME
 from attnstore_vllm.store.format import SegmentHeader, header_bytes
 from benchmarks.server import VllmServer, quiet_cpu_environment, vllm_program
 

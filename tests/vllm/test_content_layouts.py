@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnstore_vllm.transfer.content import probe
+from attnstore_vllm.transfer.page_content import probe
 from tests.unit.moved_memory import LAYOUTS, content_map
 
 ops = pytest.importorskip("vllm._custom_ops")

@@ -20,7 +20,7 @@ from random import Random
 import pytest
 
 from attnstore_vllm.cli.slab_file import Record, SlabFile, State, opened
-from attnstore_vllm.machine import SLAB_NAME
+from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader, header_bytes
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer

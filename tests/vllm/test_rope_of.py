@@ -12,7 +12,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from attnstore_vllm.connector.rope import rope_of
+from attnstore_vllm.connector.model_rotation import rope_of
 from attnstore_vllm.errors import UnsupportedError
 
 HEAD, LENGTH = 64, 4096

@@ -12,9 +12,9 @@ import torch
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from attnstore_vllm.connector.rope import content_of
+from attnstore_vllm.connector.model_rotation import content_of
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.transfer.content import ContentMap
+from attnstore_vllm.transfer.page_content import ContentMap
 from tests.unit.moved_memory import LAYOUTS, content_map
 
 HEADS, DIM = 3, 64

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from attnstore_vllm.connector.route import BODY_BYTES_MAX, PATH, PrefetchRoute
+from attnstore_vllm.connector.prefetch_route import BODY_BYTES_MAX, PATH, PrefetchRoute
 from attnstore_vllm.hints import PrefetchOrder, prefetch_order
 
 OURS = {"kv_connector": "AttnStoreConnector", "kv_connector_extra_config": {}}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.bench.metrics import total
+from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.index.stops import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from attnstore_vllm.bench.metrics import total
+from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.config import parse_size
-from attnstore_vllm.machine import SLAB_NAME
+from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, MODEL_NAME, ask, story

@@ -51,7 +51,8 @@ class _Group:
 
 
 class Departures:
-    """Of one tier. A slot is added once. Some 20 bytes a slot.
+    """The owners of one tier's slots, and the order in which they leave. A slot is added once. Some
+    20 bytes a slot.
 
     Args:
         order: of runs.
@@ -236,8 +237,8 @@ class Departures:
 
 
 def by_return(estimator: ReturnEstimator) -> ByReturn[Run]:
-    """What servers use. Of each kind the runs of one priority stand apart, in a lane of their own:
-    what they are worth is multiplied by a factor."""
+    """The order that servers use. Of each kind the runs of one priority stand apart, in a lane of
+    their own: what they are worth is multiplied by a factor."""
 
     def worth(run: Run, now: float) -> tuple[float, bool]:
         factor = PRIORITY_FACTORS[run.priority]

@@ -226,7 +226,7 @@ class ReturnEstimator:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """What was learned."""
+    """A fit: all that was learned."""
 
     p: Array
     """[kind] the probability to return at all."""

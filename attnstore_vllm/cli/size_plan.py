@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.sim.machine import Machine
+from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace
@@ -58,7 +58,7 @@ class Option:
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], where: str, dtype_bytes: int | None) -> int:
-    """Of a decoder with plain attention, as its config.json says.
+    """KV bytes of a decoder with plain attention, as its config.json says.
 
     Raises: ConfigError for others (latent attention, no attention), or if something is missing.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of the NVMe tier share: its books, its file, its requests and how it is doing."""
+"""Things that the parts of the NVMe tier share: its books, its file, its requests and how it is
+doing."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Machine:
         return replace(self, **sizes)  # type: ignore[arg-type]
 
     def saving_s(self, num_tokens: int) -> float:
-        """What the engine waits for, until these are saved."""
+        """Seconds that the engine waits for, until these are saved."""
         if self.asynchronous_saving:
             return 0.0
         return num_tokens * self.kv_bytes_per_token / self.hbm_bandwidth

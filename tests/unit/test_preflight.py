@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm import machine
+from attnstore_vllm import preflight
 from attnstore_vllm.config import StoreConfig
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.machine import (
+from attnstore_vllm.preflight import (
     LOCK_NAME,
     SharedMemory,
     _group_limit,
@@ -34,7 +34,7 @@ from attnstore_vllm.machine import (
 LOCK_AND_WAIT = """
 import sys
 from pathlib import Path
-from attnstore_vllm.machine import lock_directory
+from attnstore_vllm.preflight import lock_directory
 lock_directory(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.read()
@@ -151,7 +151,7 @@ def test_the_limits_of_a_control_group_and_of_those_that_it_is_in(tmp_path: Path
 def test_data_parallel_engines_are_added_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "shared_memory", lambda path: SharedMemory(GIB, GIB))
+    monkeypatch.setattr(preflight, "shared_memory", lambda path: SharedMemory(GIB, GIB))
     config = settings(tmp_path / "kv", dram="4GiB", data_parallel_size=8)
     assert "dram is 4GiB, but shared memory" in refused(config)
     with pytest.raises(ConfigError, match=r"dram is 4GiB, of which 1\.5GiB here, but"):
@@ -231,7 +231,7 @@ def test_without_a_driver_nothing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not driver_counts_locked_memory(str(tmp_path / "libcuda.so.1"))
-    monkeypatch.setattr(machine, "_PROBE_TIMEOUT_S", 1e-3)
+    monkeypatch.setattr(preflight, "_PROBE_TIMEOUT_S", 1e-3)
     assert not driver_counts_locked_memory(str(tmp_path / "libcuda.so.1"))
 
 
@@ -239,7 +239,7 @@ def test_memory_is_counted_for_each_process_where_it_is_page_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
-    monkeypatch.setattr(machine, "driver_counts_locked_memory", lambda: True)
+    monkeypatch.setattr(preflight, "driver_counts_locked_memory", lambda: True)
     config = settings(tmp_path / "kv", dram="2MiB")
     check_machine(config)
     with pytest.raises(ConfigError, match="dram is 2MiB, but the limit on locked memory is 1MiB"):

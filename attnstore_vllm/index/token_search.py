@@ -61,7 +61,8 @@ class Extent(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one find() did; each is bounded, whatever the input (csrc/content/content_index.h)."""
+    """Counts of what one find() did; each is bounded, whatever the input
+    (csrc/content/content_index.h)."""
 
     windows: int
     """Windows of the request that were hashed and looked up."""
@@ -153,5 +154,5 @@ class ContentIndex:
         return cover
 
     def work(self) -> Work:
-        """What the last find() did."""
+        """Counts of what the last find() did."""
         return Work(*self._entries.work())

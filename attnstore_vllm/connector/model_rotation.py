@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the worker has to know of the model to move KV: how it rotates K, and where its attention
+"""Facts that the worker needs of the model to move KV: how it rotates K, and where its attention
 kernels put each number of a page. Whatever is not understood is refused, with the reason."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
 
 from attnstore_vllm.connector.rope_use import check_use
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.transfer.content import ContentMap, Write, probe
 from attnstore_vllm.transfer.engine import Rotation
+from attnstore_vllm.transfer.page_content import ContentMap, Write, probe
 from attnstore_vllm.transfer.rope import Rope, check_table
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vLLM server says of itself: its /metrics, and the steps in its log."""
+"""Figures that a vLLM server gives of itself: its /metrics, and the steps in its log."""
 
 from __future__ import annotations
 

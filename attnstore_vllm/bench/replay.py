@@ -25,7 +25,7 @@ from attnstore_vllm.bench.talk import Talk
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a replay.
+    """The outcome of a replay.
 
     Args:
         interrupted: by SIGINT or SIGTERM; what there is was recorded.

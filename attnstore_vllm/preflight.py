@@ -94,7 +94,7 @@ def shared_memory(directory: Path) -> SharedMemory:
 
 
 def lacks_memory(asked: int, shared: SharedMemory, memory_bytes: int) -> str | None:
-    """What to tell who asks for so much DRAM, None if it is there.
+    """The message for who asks for so much DRAM, None if it is there.
 
     Args:
         asked: by all engines here; what the pool has beside its slots is in it.
@@ -122,8 +122,8 @@ def lacks_memory(asked: int, shared: SharedMemory, memory_bytes: int) -> str | N
 
 
 def _memory_available() -> int:
-    """What the machine has left, or the limit of the control group that this process is in,
-    whichever is less: a pool beyond that one is ended by the kernel without a word."""
+    """The memory that the machine has left, or the limit of the control group that this process is
+    in, whichever is less: a pool beyond that one is ended by the kernel without a word."""
     least = _UNLIMITED
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -181,7 +181,7 @@ _PROBE_TIMEOUT_S = 60.0
 
 
 def lacks_locked_memory(asked: int, limit: int, is_counted: Callable[[], bool]) -> str | None:
-    """What to tell who asks for so much page-locked memory, None if it may be had.
+    """The message for who asks for so much page-locked memory, None if it may be had.
 
     Args:
         limit: RLIMIT_MEMLOCK.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What numbers depend on besides the settings: the machine, and the versions on it."""
+"""The environment that numbers depend on besides the settings: the machine, and the versions on
+it."""
 
 from __future__ import annotations
 
