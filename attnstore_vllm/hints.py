@@ -48,17 +48,15 @@ class HintReader:
     Args:
         ttl_s: of the whole server, which a hint may shorten; None: none.
         longest_pin_s: None where nothing may be pinned.
-        keeps_terms: the eviction policy knows priorities and times to live.
         may_truncate: requests may ask for moved KV.
         salted_only: requests without a cache_salt share nothing.
     """
 
     def __init__(
         self, ttl_s: float | None = None, longest_pin_s: float | None = None, *,
-        keeps_terms: bool = True, may_truncate: bool = True, salted_only: bool = False,
+        may_truncate: bool = True, salted_only: bool = False,
     ) -> None:  # fmt: skip
         self._salted_only = salted_only
-        self._keeps_terms = keeps_terms
         self._may_truncate = may_truncate
         self._ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
@@ -75,10 +73,8 @@ class HintReader:
         if not isinstance(given, dict):
             return Hints(ignored=1)
         store, priority, pin = given.get("store"), given.get("priority"), given.get("pin")
-        ttl_s, level = None, None
-        if self._keeps_terms:
-            ttl_s = seconds_of(given.get("ttl"))
-            level = PRIORITIES.get(priority) if isinstance(priority, str) else None
+        ttl_s = seconds_of(given.get("ttl"))
+        level = PRIORITIES.get(priority) if isinstance(priority, str) else None
         may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
         truncation, report = given.get("truncation"), given.get("report")
         moves = isinstance(truncation, bool) and (self._may_truncate or not truncation)

@@ -235,7 +235,7 @@ def _scheduler(
         looks_ahead=config.look_ahead, computes_if_sooner=config.compute_if_sooner,
         hints=HintReader(
             config.ttl_s, pinning.longest_s if pinning is not None else None,
-            keeps_terms=config.eviction == "attnstore", may_truncate=truncation is not None,
+            may_truncate=truncation is not None,
             salted_only=config.shared_by == "salted",
         ),
         rows=None if None in rows else min(row for row in rows if row is not None),

@@ -85,12 +85,6 @@ def test_pins_are_for_servers_that_allow_them_and_end_with_the_servers_time() ->
     assert read({"pin": True}, HintReader(60.0, 3600.0)).terms.pin_s == 60.0
 
 
-def test_a_policy_that_knows_no_terms_gets_none() -> None:
-    reader = HintReader(60.0, 3600.0, keeps_terms=False)
-    found = read({"ttl": "1s", "priority": "high", "store": False}, reader)
-    assert found == Hints(store=False, applied=1, ignored=2)
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
