@@ -77,7 +77,7 @@ def run_without_kv(
 
 def fill(engine: ScriptedEngine, prompts: list[list[int]], num_chunks: int, random: Random) -> None:
     """Store the prompts' chunks and others, until there are so many, and let them rest on NVMe."""
-    namespace = engine.ours._names.namespace
+    namespace = engine.ours.names.namespace
     assert namespace is not None
     store, root = engine.ours.store, root_key(namespace, None, b"")
     entered, saved = 0, []

@@ -27,13 +27,17 @@ from typing import Any
 from attnstore_vllm.connector.weights import Weights
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
-from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.scheduler.messages import Seen, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool
+
+
+_CACHED: dict[bytes, int] = {}
+"""vLLM's table of cached blocks. It is never reset here."""
 
 
 @dataclass
@@ -66,7 +70,9 @@ def make_request(name: int, tokens: list[int]) -> Any:
         all_token_ids=tokens,
         prompt_token_ids=tokens,
         prompt_embeds=None,
-        sampling_params=SimpleNamespace(prompt_logprobs=None),
+        sampling_params=SimpleNamespace(
+            prompt_logprobs=None, skip_reading_prefix_cache=False, extra_args=None
+        ),
         skip_reading_prefix_cache=False,
         lora_request=None,
         mm_features=[],
@@ -101,7 +107,14 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 def one_request(scheduler: Scheduler, request: Any, block_tokens: int) -> tuple[float, float, int]:
     """Run a request through all hooks; returns (ms, ms of a second ask, tokens offered)."""
     blocks = list(range(-(-request.num_tokens // block_tokens)))
-    scheduler.bind_kv_cache_manager(SimpleNamespace(get_block_ids=lambda _: (blocks,)))
+    scheduler.bind_kv_cache_manager(
+        SimpleNamespace(
+            get_block_ids=lambda _: (blocks,),
+            block_pool=SimpleNamespace(
+                cached_block_hash_to_block=_CACHED, hash_block_size=block_tokens
+            ),
+        )
+    )
 
     def come() -> int:
         scheduler.on_new_request(request)
@@ -120,6 +133,7 @@ def one_request(scheduler: Scheduler, request: Any, block_tokens: int) -> tuple[
     ran_ms, plan = timed(run)
     request.num_computed_tokens = request.num_tokens
     ended_ms, _ = timed(lambda: scheduler.request_finished(request, blocks))
+    scheduler.on_report(StepReport(plan.number, weights=Seen.SAME))
     tail = scheduler.build_step(step_of({}))
     ids = [p.plan_id for step in (plan, tail) for p in (*step.loads, *step.saves)]
     reported_ms, _ = timed(lambda: scheduler.on_report(StepReport(tail.number, ids)))
@@ -138,7 +152,7 @@ def measure(num_tokens: int, block_tokens: int, rounds: int) -> Times:
             times.stored.append(ms)
             hit = make_request(2 * i + 1, tokens)
             ms, again_ms, offered = one_request(scheduler, hit, block_tokens)
-            assert offered == num_tokens - 1
+            assert num_tokens - offered <= 256  # all whole chunks
             times.hit.append(ms)
             times.asked_again.append(again_ms)
         scheduler.close()

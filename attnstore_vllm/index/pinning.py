@@ -23,9 +23,11 @@ class Pinning:
 
     def of(self, chunk: Chunk, now: float) -> Pin | None:
         """The pin that keeps the chunk now."""
-        found = (tier.pins.get(tier.copy_of(chunk).slot) for tier in self._tiers)
-        pin = next((pin for pin in found if pin is not None), None)
-        return pin if pin is not None and pin.until > now else None
+        for tier in self._tiers:
+            pin = tier.pins.get(tier.copy_of(chunk).slot)
+            if pin is not None:
+                return pin if pin.until > now else None
+        return None
 
     def pin(self, chunk: Chunk, until: float, now: float) -> None:
         """Keep the chunk in each tier that it is in. A tier that refuses is counted."""

@@ -174,7 +174,8 @@ class Residency:
         self.dram.give(chunk, State.SAVING)
         if known is None:
             self.index.add(chunk)
-        self.pinning.spread(chunk, self.now)
+        else:
+            self.pinning.spread(chunk, self.now)
         return chunk
 
     def finish_save(self, chunk: Chunk) -> None:
