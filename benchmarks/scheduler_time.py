@@ -35,7 +35,6 @@ from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool
 
-
 _CACHED: dict[bytes, int] = {}
 """vLLM's table of cached blocks. It is never reset here."""
 
@@ -50,7 +49,7 @@ class Times:
 
 
 def make_scheduler(directory: Path, block_tokens: int, num_slots: int) -> Scheduler:
-    geometry = Geometry(1, 1, block_tokens, 4096 * block_tokens // 16, 256)
+    geometry = Geometry.uniform(1, 1, block_tokens, 4096 * block_tokens // 16, 256)
     lock = lock_directory(directory)
     pool = SharedPool(
         f"attnstore-bench-{os.getpid()}", num_slots, geometry.slot_bytes, num_ranks=1, member=1

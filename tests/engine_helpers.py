@@ -56,7 +56,9 @@ class Rig:
         self.layers = [
             stored.permute([order.index(axis) for axis in range(4)]) for stored in self._stored
         ]
-        self.geometry = Geometry(num_ranks, LAYERS, BLOCK_TOKENS, PAGE_BYTES, WITHIN * BLOCK_TOKENS)
+        self.geometry = Geometry.uniform(
+            num_ranks, LAYERS, BLOCK_TOKENS, PAGE_BYTES, WITHIN * BLOCK_TOKENS
+        )
         self.slots = np.zeros((SLOTS, self.geometry.slot_bytes), np.uint8)
         layouts = [describe(f"layer {i}", kv, BLOCKS) for i, kv in enumerate(self.layers)]
         where = (self.slots.ctypes.data, SLOTS, rank, self.geometry, layouts)

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +36,7 @@ from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.transfer.engine import Rotation
-from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
+from attnstore_vllm.transfer.geometry import Geometry, Group, round_chunk_tokens
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
 
@@ -63,16 +63,17 @@ def _config(vllm_config: VllmConfig) -> StoreConfig:
     return config.share(rank if is_parallel or config.data_parallel_size > 1 else None)
 
 
-def _geometry(
+def geometry_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig
 ) -> Geometry:
-    (group,) = kv_cache_config.kv_cache_groups
-    spec: Any = group.kv_cache_spec
+    """The one place that reads vLLM's groups. The spine has a page in each region."""
+    specs: list[Any] = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    names = [tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+    spec = specs[0]
     return Geometry(
         num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-        num_layers=len(group.layer_names),
-        block_tokens=spec.block_size,
-        page_bytes=spec.page_size_bytes,
+        regions=len(names[0]) * (spec.page_size_bytes,),
+        groups=tuple(Group(s.block_size, n) for s, n in zip(specs, names, strict=True)),
         # Whole blocks, and hits may end where chunks do (index/stops.py).
         chunk_tokens=round_chunk_tokens(
             config.chunk_tokens, math.lcm(spec.block_size, GRAIN_TOKENS)
@@ -122,12 +123,13 @@ def _gpu_nodes(num_ranks: int) -> list[int]:
 def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Worker:
     """The worker side of this process's rank. Raises ConfigError."""
     config = _config(vllm_config)
-    geometry = _geometry(vllm_config, kv_cache_config, config)
+    geometry = geometry_of(vllm_config, kv_cache_config, config)
     rank = get_tensor_model_parallel_rank()
     token_bytes = geometry.rank_bytes // geometry.chunk_tokens
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
-    live = LiveWeights(lambda: model_of(_layers(vllm_config, kv_cache_config)), own_files)
+    layers = attention_layers(vllm_config, geometry)
+    live = LiveWeights(lambda: model_of(layers), own_files)
 
     def write_buffer_bytes(device_bytes: int) -> int:
         if config.write_buffer_bytes is not None:
@@ -140,29 +142,22 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         _open_pool(vllm_config, config, geometry, member=rank, near=_gpu_nodes(geometry.num_ranks)),
         rank,
         geometry,
-        list(kv_cache_config.kv_cache_groups[0].layer_names),
+        list(geometry.spine.layers),
         kv_cache_config.num_blocks,
         write_buffer_bytes=write_buffer_bytes,
         # Where a step is cut into micro-batches, each calls the hooks.
         by_layer=not vllm_config.parallel_config.use_ubatching,
         is_alone=_is_alone(),
-        rotation=None if config.truncation is None else _rotation(vllm_config, kv_cache_config),
+        rotation=None if config.truncation is None else partial(rotation_of, layers),
         weights=live.look,
         own_files=live.own_files,
     )
 
 
-def _rotation(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> Callable[[torch.Tensor], Rotation]:
-    layers = _layers(vllm_config, kv_cache_config)
-    return lambda tensor: rotation_of(layers, tensor)
-
-
-def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
-    """The attention layers of this process's model, by name."""
+def attention_layers(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:
+    """The spine's layers of this process's model, by name, in the order of the regions."""
     layers: Any = vllm_config.compilation_config.static_forward_context
-    return {name: layers[name] for name in kv_cache_config.kv_cache_groups[0].layer_names}
+    return {name: layers[name] for name in geometry.spine.layers}
 
 
 def _is_alone() -> bool:
@@ -175,7 +170,7 @@ def _is_alone() -> bool:
 def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Scheduler:
     """The scheduler side, with the store. Raises ConfigError, UnsupportedError."""
     config = _config(vllm_config)
-    geometry = _geometry(vllm_config, kv_cache_config, config)
+    geometry = geometry_of(vllm_config, kv_cache_config, config)
     with ExitStack() as undo:  # a failed start leaves no lock to one that this process tries next
         lock = lock_directory(config.nvme.path)
         undo.callback(os.close, lock)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -22,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from attnstore_vllm.connector.build import build_scheduler, build_worker
+from attnstore_vllm.connector.build import attention_layers, build_scheduler, build_worker
 from attnstore_vllm.connector.compat import hit_sources
 from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
 from attnstore_vllm.connector.live_facts import live_facts
@@ -168,22 +169,22 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _register(self, worker: Worker, kv_caches: dict[str, torch.Tensor]) -> None:
         worker.register_kv_caches(
             kv_caches,
-            self._kernel_name(),
+            self._kernel_name(worker),
             str(getattr(self._kv_cache_config, "kv_cache_layout", None)),
-            self._live_facts,
-            LiveAdapters.of(outermost(self._layers().values())),
+            partial(self._live_facts, worker),
+            LiveAdapters.of(outermost(self._layers(worker).values())),
         )
 
-    def _layers(self) -> dict[str, Any]:
-        """The attention layers, in the order of the slots."""
-        layers = self._vllm_config.compilation_config.static_forward_context
-        return {name: layers[name] for name in self._kv_cache_config.kv_cache_groups[0].layer_names}
+    def _layers(self, worker: Worker) -> dict[str, Any]:
+        return attention_layers(self._vllm_config, worker.geometry)
 
-    def _kernel_name(self) -> str:
-        return ", ".join(sorted({_kernel_of(layer) for layer in self._layers().values()}))
+    def _kernel_name(self, worker: Worker) -> str:
+        return ", ".join(sorted({_kernel_of(layer) for layer in self._layers(worker).values()}))
 
-    def _live_facts(self, first: torch.Tensor, layout: LayerLayout) -> dict[str, str]:
-        return live_facts(self._layers(), first, layout, self._kv_cache_config.num_blocks)
+    def _live_facts(
+        self, worker: Worker, first: torch.Tensor, layout: LayerLayout
+    ) -> dict[str, str]:
+        return live_facts(self._layers(worker), first, layout, self._kv_cache_config.num_blocks)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The one hook that comes before every forward pass, and before vLLM binds the plan."""
@@ -259,7 +260,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if self.scheduler is not None and num_external_tokens:
-            (block_ids,) = blocks.get_block_ids()
+            block_ids = self.scheduler.geometry.spine_of(blocks.get_block_ids())
             self.scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def get_external_cache_hit_sources(
@@ -299,8 +300,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler is None:
             return False, None
-        (only_group,) = block_ids
-        return self.request_finished(request, only_group)
+        return self.request_finished(request, self.scheduler.geometry.spine_of(block_ids))
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler is not None and self.scheduler.keeps_blocks()

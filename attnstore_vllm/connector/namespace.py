@@ -57,6 +57,6 @@ def facts_of(
         "environment": environment(),
         "plugins": plugins(),
         "files": files_of(vllm_config),
-        "geometry": asdict(geometry),
+        "geometry": geometry.facts(),
         "ranks": [asdict(rank) for rank in ranks],
     }

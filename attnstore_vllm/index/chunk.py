@@ -100,10 +100,7 @@ class Chunk(_Referable):
     @property
     def is_behind(self) -> bool:
         """Whether some tier behind DRAM has it READY."""
-        for copy in self.behind.values():
-            if copy.state is State.READY:
-                return True
-        return False
+        return any(copy.state is State.READY for copy in self.behind.values())
 
     @property
     def usable(self) -> bool:

@@ -106,7 +106,7 @@ class Scheduler:
     ) -> None:
         self.store = store
         self._lock = lock
-        self._geometry = geometry
+        self.geometry = geometry
         self.names = names
         self.adapters = Adapters(geometry.num_ranks, clock)
         self._watch = ResetWatch(self.adapters.hbm_is_empty)
@@ -151,7 +151,7 @@ class Scheduler:
         order = prefetch_order(request.kv_transfer_params)
         if order is not None:  # no request: vLLM ends it before the next step
             if self._hints.may_share(order.cache_salt):
-                prefetch(self.store, self._stats, order, namespace, self._geometry.chunk_tokens)
+                prefetch(self.store, self._stats, order, namespace, self.geometry.chunk_tokens)
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
@@ -166,7 +166,7 @@ class Scheduler:
         if bypasses(request) or not self._hints.may_share(request.cache_salt) or namespace is None:
             return
         adapter = self.adapters.identity(request.lora_request)
-        state = make_state(request, namespace, adapter, self._geometry.chunk_tokens, self._media)
+        state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, self._media)
         self.requests[request.request_id] = state
         state.hints = hints = self._hints.read(request.kv_transfer_params)
         state.stores = hints.store and not is_doubtful
@@ -245,7 +245,7 @@ class Scheduler:
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
             # token is beyond num_tokens until it is accepted, and so is never saved.
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-            has_more = computed // self._geometry.chunk_tokens > state.computing.chunks_seen
+            has_more = computed // self.geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._block_ids(request_id))
         plan = self.plans.take_plan()
@@ -276,7 +276,7 @@ class Scheduler:
 
     def _block_ids(self, request_id: str) -> Sequence[int]:
         assert self._kv_cache_manager is not None
-        (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
+        block_ids = self.geometry.spine_of(self._kv_cache_manager.get_block_ids(request_id))
         return block_ids
 
     def on_report(self, report: StepReport) -> None:

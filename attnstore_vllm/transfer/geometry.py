@@ -1,17 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one chunk lies in a slot of the pool.
 
-    slot = [rank][layer][block of the chunk][page bytes], then zero bytes to a whole page
+    slot = [rank][region][block of the chunk][page bytes], then zero bytes to a whole page
 
-A *page* is what vLLM calls so: the bytes of one block in one layer on one rank, as vLLM wrote
-them.
+vLLM's KV cache groups draw *physical blocks* of one size from one pool, and lie over each other: a
+physical block is one page in each *region*, and layer i of every group is in region i. So copies
+know regions and block ids, and no groups. A *page* is what vLLM calls so: the bytes of one block in
+one layer on one rank, as vLLM wrote them.
+
+A group says how many tokens a block of it has. The *spine* is the group that has all tokens: its
+chunks are named by them. Today it is the only one (connector/support.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 SLOT_ALIGNMENT_BYTES = 4096
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that share one block table."""
+
+    block_tokens: int
+    layers: tuple[str, ...] = ()
+    """Their names, in the order of the regions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +37,51 @@ class Geometry:
     """Shapes that the scheduler side and every worker agree on."""
 
     num_ranks: int
-    num_layers: int
-    block_tokens: int
-    page_bytes: int
+    regions: tuple[int, ...]
+    """The bytes of a page in each region."""
+    groups: tuple[Group, ...]
+    """The spine first."""
     chunk_tokens: int
 
     def __post_init__(self) -> None:
-        assert min(self.num_ranks, self.num_layers, self.block_tokens, self.page_bytes) > 0
-        assert self.chunk_tokens % self.block_tokens == 0
+        assert self.regions
+        assert self.groups
+        assert min(self.num_ranks, *self.regions) > 0
+        assert min(group.block_tokens for group in self.groups) > 0
+        assert self.chunk_tokens % self.spine.block_tokens == 0
+        assert len(self.groups) == 1, "the facts of several groups are in no namespace yet"
+        assert len(set(self.regions)) == 1, "pages of several sizes need copies that know of them"
+
+    @classmethod
+    def uniform(
+        cls, num_ranks: int, num_layers: int, block_tokens: int, page_bytes: int, chunk_tokens: int
+    ) -> Geometry:
+        """One group whose layers have pages of one size."""
+        groups = (Group(block_tokens),)
+        return cls(num_ranks, num_layers * (page_bytes,), groups, chunk_tokens)
+
+    @property
+    def spine(self) -> Group:
+        return self.groups[0]
+
+    def spine_of(self, per_group: Sequence[T]) -> T:
+        """The spine's part of whatever vLLM gives for each group."""
+        assert len(per_group) == len(self.groups), f"{len(per_group)} groups, not as at the start"
+        return per_group[0]
+
+    @property
+    def num_layers(self) -> int:
+        """Regions: a layer of each group lies in each."""
+        return len(self.regions)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.regions[0]
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens a block of the spine."""
+        return self.spine.block_tokens
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -38,7 +93,7 @@ class Geometry:
 
     @property
     def rank_bytes(self) -> int:
-        return self.num_layers * self.layer_bytes
+        return self.blocks_per_chunk * sum(self.regions)
 
     @property
     def slot_bytes(self) -> int:
@@ -48,6 +103,17 @@ class Geometry:
     def token_bytes(self) -> float:
         """KV bytes of one token, all layers and ranks."""
         return self.num_ranks * self.rank_bytes / self.chunk_tokens
+
+    def facts(self) -> dict[str, int]:
+        """The part that decides bytes, for the namespace: with one group as it always was, so that
+        stores of before are found."""
+        return {
+            "num_ranks": self.num_ranks,
+            "num_layers": self.num_layers,
+            "block_tokens": self.block_tokens,
+            "page_bytes": self.page_bytes,
+            "chunk_tokens": self.chunk_tokens,
+        }
 
 
 def round_chunk_tokens(wanted: int, block_tokens: int) -> int:

@@ -74,7 +74,7 @@ class Twin:
         seen = layout.view(self._there)
         layouts = [describe(f"layer {i}", one, BLOCKS) for i, one in enumerate(seen)]
         self.page_bytes = layouts[0].page_bytes
-        geometry = Geometry(1, LAYERS, 1, self.page_bytes, WITHIN)
+        geometry = Geometry.uniform(1, LAYERS, 1, self.page_bytes, WITHIN)
         self.slots = np.zeros((SLOTS, geometry.slot_bytes), np.uint8)
         self.engine = CudaEngine(self.slots.ctypes.data, SLOTS, 0, geometry, layouts, device, ROWS)
         used = LAYERS * WITHIN * self.page_bytes

@@ -88,7 +88,7 @@ class Pages:
         options = {"dtype": dtype, "device": device}
         self._kv = [layout.tensor(BLOCKS, heads, dim, **options) for _ in range(LAYERS)]
         layouts = [describe(f"layer {i}", kv, BLOCKS) for i, kv in enumerate(self._kv)]
-        geometry = Geometry(1, LAYERS, TOKENS, layouts[0].page_bytes, WITHIN * TOKENS)
+        geometry = Geometry.uniform(1, LAYERS, TOKENS, layouts[0].page_bytes, WITHIN * TOKENS)
         self.slots = np.zeros((SLOTS, geometry.slot_bytes), np.uint8)
         name = str(dtype).removeprefix("torch.")
         self.engine = CudaEngine(

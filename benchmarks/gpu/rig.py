@@ -98,7 +98,9 @@ class KvRig:
         self.shape = shape
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.num_blocks = 2 * num_tokens // BLOCK_TOKENS
-        self.geometry = Geometry(1, shape.layers, BLOCK_TOKENS, shape.page_bytes, CHUNK_TOKENS)
+        self.geometry = Geometry.uniform(
+            1, shape.layers, BLOCK_TOKENS, shape.page_bytes, CHUNK_TOKENS
+        )
         self.num_slots = num_tokens // CHUNK_TOKENS
         self._memory = mmap.mmap(-1, self.num_slots * self.geometry.slot_bytes)
         self.slots: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)

@@ -109,7 +109,7 @@ class Memory:
         page, layers = shape.page_bytes, shape.layers
         self.shape = shape
         self.num_blocks = -(-num_bytes // (page * layers))
-        geometry = Geometry(1, layers, shape.block_tokens, page, CHUNK_TOKENS)
+        geometry = Geometry.uniform(1, layers, shape.block_tokens, page, CHUNK_TOKENS)
         self.num_slots = -(-num_bytes // geometry.slot_bytes)
         self.pool = SharedPool(
             f"attnstore-bench-{os.getpid()}", self.num_slots, geometry.slot_bytes,

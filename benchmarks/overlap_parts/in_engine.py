@@ -117,7 +117,7 @@ def slow_down(
     engine: Engine, history: Tokens, prefill_ms: float, times: float = 1.0
 ) -> dict[str, float]:
     """Let a load of `history` take so many times a prefill of `prefill_ms`."""
-    num_bytes = engine.side._geometry.token_bytes() * len(history)
+    num_bytes = engine.side.geometry.token_bytes() * len(history)
     rate = num_bytes / (times * prefill_ms / 1000)
     copies().loads.bytes_per_s = rate
     return {"prefill_ms": prefill_ms, "load_ms": times * prefill_ms,
@@ -193,7 +193,7 @@ def learn(engine: Engine, history: Tokens, num_new: int, loads: int) -> None:
 def forecast(engine: Engine, history: Tokens, num_new: int) -> dict[str, float]:
     """What the cost model says now."""
     costs, stop = engine.side.costs, len(history)
-    num_bytes = int(engine.side._geometry.token_bytes() * stop)
+    num_bytes = int(engine.side.geometry.token_bytes() * stop)
     return {
         "load_forecast_ms": 1000 * costs._loads.seconds(num_bytes),
         "step_forecast_ms": 1000 * costs._steps.step_seconds(stop, stop + num_new),

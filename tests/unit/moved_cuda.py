@@ -29,7 +29,7 @@ class CudaMoved(MovedMemory):
             self.kv = self.kv.cuda()
         layers = [describe("layer", kv, BLOCKS) for kv in self.kv]
         page_bytes = layers[0].page_bytes
-        geometry = Geometry(
+        geometry = Geometry.uniform(
             1, LAYERS, self.block_tokens, page_bytes, CHUNK_BLOCKS * self.block_tokens
         )
         rope = Rope(self.theta, 2 * len(self.theta), self.is_neox)

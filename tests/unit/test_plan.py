@@ -92,7 +92,9 @@ def test_an_empty_plan_is_our_bug() -> None:
 
 
 def test_geometry_adds_up() -> None:
-    g = Geometry(num_ranks=2, num_layers=3, block_tokens=16, page_bytes=1000, chunk_tokens=64)
+    g = Geometry.uniform(
+        num_ranks=2, num_layers=3, block_tokens=16, page_bytes=1000, chunk_tokens=64
+    )
     assert g.blocks_per_chunk == 4
     assert g.layer_bytes == 4000
     assert g.rank_bytes == 12000
@@ -107,7 +109,7 @@ def test_geometry_adds_up() -> None:
 def test_a_slot_holds_all_ranks(
     ranks: int, layers: int, block_tokens: int, page_bytes: int, blocks: int
 ) -> None:
-    g = Geometry(ranks, layers, block_tokens, page_bytes, blocks * block_tokens)
+    g = Geometry.uniform(ranks, layers, block_tokens, page_bytes, blocks * block_tokens)
     assert 0 <= g.slot_bytes - ranks * layers * blocks * page_bytes < 4096
     assert g.slot_bytes % 4096 == 0
 
@@ -115,7 +117,7 @@ def test_a_slot_holds_all_ranks(
 @pytest.mark.parametrize("chunk_tokens", [15, 40])
 def test_a_chunk_is_whole_blocks(chunk_tokens: int) -> None:
     with pytest.raises(AssertionError):
-        Geometry(1, 1, 16, 1, chunk_tokens)
+        Geometry.uniform(1, 1, 16, 1, chunk_tokens)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ class ScriptedEngine:
         names = [f"layer {i}" for i in range(limits.layers)]
         tensors = [KVCacheTensor(num_blocks * page_bytes, [n], 0, page_bytes) for n in names]
         cache = KVCacheConfig(num_blocks, tensors, [KVCacheGroupSpec(names, spec)])
-        geometry = Geometry(num_ranks, limits.layers, BLOCK, page_bytes, limits.chunk_tokens)
+        geometry = Geometry.uniform(
+            num_ranks, limits.layers, BLOCK, page_bytes, limits.chunk_tokens
+        )
         config.cache_config.num_gpu_blocks = num_blocks
         transfer = config.kv_transfer_config
         assert transfer is not None

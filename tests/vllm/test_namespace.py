@@ -39,7 +39,9 @@ from attnstore_vllm.transfer.geometry import Geometry  # noqa: E402
 from attnstore_vllm.transfer.pool import SharedPool  # noqa: E402
 
 KNOWN = Path(__file__).parent / "known_settings.txt"
-GEOMETRY = Geometry(num_ranks=1, num_layers=3, block_tokens=16, page_bytes=4096, chunk_tokens=256)
+GEOMETRY = Geometry.uniform(
+    num_ranks=1, num_layers=3, block_tokens=16, page_bytes=4096, chunk_tokens=256
+)
 
 
 # ---- layouts ---------------------------------------------------------------------------
