@@ -129,7 +129,9 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
     layers = attention_layers(vllm_config, geometry)
-    live = LiveWeights(lambda: model_of(layers), own_files)
+    find = partial(model_of, layers)
+    live = LiveWeights(find, own_files)
+    rotation = partial(rotation_of, find, layers, vllm_config.model_config.dtype)
 
     def write_buffer_bytes(device_bytes: int) -> int:
         if config.write_buffer_bytes is not None:
@@ -148,7 +150,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         # Where a step is cut into micro-batches, each calls the hooks.
         by_layer=not vllm_config.parallel_config.use_ubatching,
         is_alone=_is_alone(),
-        rotation=None if config.truncation is None else partial(rotation_of, layers),
+        rotation=None if config.truncation is None else rotation,
         weights=live.look,
         own_files=live.own_files,
     )

@@ -4,8 +4,7 @@ kernels put each number of a page. Whatever is not understood is refused, with t
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
     YaRNScalingRotaryEmbedding,
 )
 
-from attnstore_vllm.connector.rope_use import check_use
+from attnstore_vllm.connector.rope_trial import check_turns
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.page_content import ContentMap, Write, probe
@@ -34,19 +33,23 @@ _STATIC = (
 )  # fmt: skip
 
 
-def rope_of(layers: Mapping[str, Attention]) -> Rope:
+def rope_of(
+    model: torch.nn.Module, layers: Mapping[str, Attention], dtype: torch.dtype | None = None
+) -> Rope:
     """The rotation that all these layers give their K.
 
     A layer's rotation is the one module of its kind that stands beside it in the module that has
-    both, and rotates K just before it is cached (rope_use.py). Raises UnsupportedError if some
-    layer has none, if they differ, or if one is not static.
+    both; that K turns by it is tried (rope_trial.py). Raises UnsupportedError if some layer has
+    none, if they differ, if one is not static, or if a layer's K turns otherwise.
 
-    Cost: one look at all objects of the process, some tenths of a second. Not after vLLM has
-    taken them out of the garbage collector's sight, which it does when it has started.
+    Args:
+        model: has the layers.
+        dtype: of its activations; None: that of the rotary embedding's table.
+    Cost: a look at all modules, and a trial for each layer.
     """
     wanted = {id(layer) for layer in layers.values()}
     holders: dict[int, list[torch.nn.Module]] = {}
-    for holder in [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]:
+    for holder in model.modules():
         for member in holder._modules.values():
             if id(member) in wanted:
                 holders.setdefault(id(member), []).append(holder)
@@ -60,8 +63,6 @@ def rope_of(layers: Mapping[str, Attention]) -> Rope:
                 f"layer {name} has {len(ropes)} rotary embeddings beside it; K can be moved where "
                 "there is one (not with ALiBi, learned positions or none)"
             )
-        for holder in beside:
-            check_use(holder, layer)
         found += ropes
     first = found[0]
     ropes_differ = any(
@@ -73,7 +74,14 @@ def rope_of(layers: Mapping[str, Attention]) -> Rope:
     )
     if ropes_differ:
         raise UnsupportedError("its layers do not all rotate K alike")
-    return _static(first)
+    rope, table = _static(first), first.cos_sin_cache
+    for layer in layers.values():
+        for holder in holders[id(layer)]:
+            check_turns(
+                holder, layer, rope, len(table), first.head_size, dtype or table.dtype,
+                table.device,
+            )  # fmt: skip
+    return rope
 
 
 def _static(rope: RotaryEmbeddingBase) -> Rope:
@@ -100,16 +108,22 @@ def _static(rope: RotaryEmbeddingBase) -> Rope:
     return Rope(theta64, rope.rotary_dim, rope.is_neox_style)
 
 
-def rotation_of(layers: Mapping[str, Attention], block: torch.Tensor) -> Rotation:
+def rotation_of(
+    find: Callable[[], torch.nn.Module], layers: Mapping[str, Attention], dtype: torch.dtype,
+    block: torch.Tensor,
+) -> Rotation:  # fmt: skip
     """How the KV of these layers is moved. Raises UnsupportedError.
 
     Args:
+        find: finds the model that has them.
+        dtype: of the model's activations.
         block: one block of one layer's tensor, [kernel blocks, heads, tokens, 2 * head_dim]: the
             kernels may see a block of the scheduler as several of their own.
     """
     content = content_of(next(iter(layers.values())), block)
-    dtype = str(block.dtype).removeprefix("torch.")
-    return Rotation(rope_of(layers), content, block.shape[1], block.shape[3] // 2, dtype)
+    stored = str(block.dtype).removeprefix("torch.")
+    rope = rope_of(find(), layers, dtype)
+    return Rotation(rope, content, block.shape[1], block.shape[3] // 2, stored)
 
 
 def content_of(layer: Attention, block: torch.Tensor) -> ContentMap:

@@ -16,6 +16,7 @@ from attnstore_vllm.connector.model_rotation import rope_of
 from attnstore_vllm.errors import UnsupportedError
 
 HEAD, LENGTH = 64, 4096
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -24,20 +25,42 @@ def config() -> Iterator[None]:
         yield
 
 
+class Projections(torch.nn.Module):
+    """Q, K and V of two heads."""
+
+    input_size = 48
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(2)
+        weight = torch.randn(3 * 2 * HEAD, self.input_size, generator=random)
+        self.weight = torch.nn.Parameter(weight.to(dtype), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return (hidden @ self.weight.T).chunk(3, dim=-1)
+
+
 class Layer(torch.nn.Module):
     """As vLLM's models have them: an attention layer, and what turns its K, side by side."""
 
     def __init__(self, rope: Any) -> None:
         super().__init__()
+        self.qkv_proj = Projections(rope.cos_sin_cache.dtype if rope is not None else BF16)
         self.attn = torch.nn.Module()
+        self.k_norm = torch.nn.RMSNorm(2 * HEAD)
+        random = torch.Generator().manual_seed(3)
+        self.k_norm.weight.data = torch.rand(2 * HEAD, generator=random).to(BF16) + 0.5
         self.turns = self.norms = True
         if rope is not None:
             self.rotary_emb = rope
 
-    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
-        q, k = self.rotary_emb(positions, q, k)
-        k = k.view(-1)
-        return self.attn(q, k, v)
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        q, k, v = self.qkv_proj(hidden_states)
+        return self.attend(positions, q, k, v)
+
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = self.rotary_emb(positions, q.contiguous(), k.contiguous())
+        return self.attn(q, k.view(-1), v)
 
 
 def made(is_neox: bool = True, **parameters: Any) -> Any:
@@ -46,8 +69,8 @@ def made(is_neox: bool = True, **parameters: Any) -> Any:
 
 
 def found(*ropes: Any) -> Any:
-    model = [Layer(rope) for rope in ropes]
-    return rope_of({str(i): layer.attn for i, layer in enumerate(model)})
+    model = torch.nn.ModuleList(Layer(rope) for rope in ropes)
+    return rope_of(model, {str(i): layer.attn for i, layer in enumerate(model)})
 
 
 STATIC: dict[str, dict[str, Any]] = {
@@ -97,83 +120,129 @@ def test_refused(name: str) -> None:
         found(*(None if p is None else made(**p) for p in parameters))
 
 
+def turn(layer: Layer, positions: Any, q: Any, k: Any) -> Any:
+    return layer.rotary_emb(positions, q.contiguous(), k.contiguous())
+
+
 class Sometimes(Layer):
-    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
         if self.turns:
-            q, k = self.rotary_emb(positions, q, k)
+            q, k = turn(self, positions, q, k)
         return self.attn(q, k, v)
 
 
 class ByChance(Layer):
-    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
         if positions[0]:
-            q, k = self.rotary_emb(positions, q, k)
+            q, k = turn(self, positions, q, k)
         return self.attn(q, k, v)
 
 
 class Normed(Layer):
-    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
-        q, k = self.rotary_emb(positions, q, k)
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, positions, q, k)
         if self.norms:
             k = self.k_norm(k)
         return self.attn(q, k, v)
 
 
-class InPlace(Layer):
-    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
-        q, k = self.rotary_emb(positions, q, k)
+class NormedBefore(Layer):
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, positions, q, self.k_norm(k))
+        return self.attn(q, k, v)
+
+
+class Doubled(Layer):
+    """K is another, and turns all the same."""
+
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, positions, q, k)
         k.mul_(2)
         return self.attn(q, k, v)
 
 
 class PartOfIt(Layer):
-    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
-        q, k = self.rotary_emb(positions, q, k)
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, positions, q, k)
         k[..., 0] = 1
         return self.attn(q, k, v)
 
 
 class ByAnOperator(Layer):
-    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
-        q, k = self.rotary_emb(positions, q, k)
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, positions, q, k)
         torch.relu_(k)
         return self.attn(q, k, v)
 
 
 class Another(Layer):
-    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
-        q, turned = self.rotary_emb(positions, q, k)
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, turned = turn(self, positions, q, k.clone())
         return self.attn(q, k, v), turned
 
 
 class Twice(Layer):
-    def forward(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
-        q, k = self.rotary_emb(positions, q, k)
-        q, k = self.rotary_emb(positions, q, k)
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, positions, q, k)
+        q, k = turn(self, positions, q, k)
         return self.attn(q, k, v)
 
 
-UNUSED = "does not cache K as it was rotated"
+class Backwards(Layer):
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, 4000 - positions, q, k)
+        return self.attn(q, k, v)
+
+
+class Zeros(Layer):
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        return self.attn(q, k * 0, v)
+
+
+class Never(Layer):
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        return q
+
+
+class WithMore(Layer):
+    def forward(self, positions: Any, hidden_states: Any, gate: Any) -> Any:  # type: ignore[override]
+        return gate
+
+
+OTHERWISE = "does not cache K as its rotary embedding turns it"
 
 
 @pytest.mark.parametrize(("kind", "turns", "norms", "why"), [
-    (Sometimes, True, True, None), (Sometimes, False, True, UNUSED),
-    (Normed, True, False, None), (Normed, True, True, "changes K after"),
-    (ByChance, True, True, "in some cases only: if positions"),
-    (InPlace, True, True, "changes K after"), (PartOfIt, True, True, "changes K after"),
-    (ByAnOperator, True, True, "changes K after"), (Another, True, True, UNUSED),
-    (Twice, True, True, "more than once"),
+    (Layer, True, True, None), (NormedBefore, True, True, None), (Doubled, True, True, None),
+    (Sometimes, True, True, None), (Sometimes, False, True, OTHERWISE),
+    (Normed, True, False, None), (Normed, True, True, OTHERWISE),
+    (ByChance, True, True, OTHERWISE), (PartOfIt, True, True, OTHERWISE),
+    (ByAnOperator, True, True, OTHERWISE), (Another, True, True, OTHERWISE),
+    (Twice, True, True, OTHERWISE), (Backwards, True, True, OTHERWISE),
+    (Zeros, True, True, "a K of zeros"), (Never, True, True, "did not hand K"),
+    (WithMore, True, True, "takes .*'gate'"),
 ])  # fmt: skip
-def test_k_is_cached_as_it_was_rotated(
-    kind: type[Layer], turns: bool, norms: bool, why: str | None
+@pytest.mark.parametrize("name", ["plain", "GPT-J", "a part of the head", "YaRN"])
+def test_k_turns_with_its_position(
+    kind: type[Layer], turns: bool, norms: bool, why: str | None, name: str
 ) -> None:
-    model = kind(made())
+    rope = made(**STATIC[name])
+    model = kind(rope)
     model.turns, model.norms = turns, norms
     if why is None:
-        assert rope_of({"0": model.attn}).rotary_dim == HEAD
+        assert rope_of(model, {"0": model.attn}).rotary_dim == rope.rotary_dim
         return
     with pytest.raises(UnsupportedError, match=why):
-        rope_of({"0": model.attn})
+        rope_of(model, {"0": model.attn})
+    assert "forward" not in model.attn.__dict__, "the layer computes again"
+
+
+def test_one_layer_of_many_that_does_not_turn() -> None:
+    rope = made()
+    model = torch.nn.ModuleList([Layer(rope), Sometimes(rope), Layer(rope)])
+    model[1].turns = False
+    with pytest.raises(UnsupportedError, match="Sometimes does not cache"):
+        rope_of(model, {str(i): layer.attn for i, layer in enumerate(model)})
 
 
 def test_a_table_that_says_something_else() -> None:
