@@ -15,7 +15,7 @@ chunks are named by them. Today it is the only one (connector/support.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 SLOT_ALIGNMENT_BYTES = 4096
@@ -43,14 +43,34 @@ class Geometry:
     """The spine first."""
     chunk_tokens: int
 
+    num_layers: int = field(init=False)
+    """Regions: a layer of each group lies in each."""
+    page_bytes: int = field(init=False)
+    block_tokens: int = field(init=False)
+    """Tokens a block of the spine."""
+    blocks_per_chunk: int = field(init=False)
+    layer_bytes: int = field(init=False)
+    """Of one region, in a chunk."""
+    rank_bytes: int = field(init=False)
+    slot_bytes: int = field(init=False)
+
     def __post_init__(self) -> None:
         assert self.regions
-        assert self.groups
-        assert min(self.num_ranks, *self.regions) > 0
-        assert min(group.block_tokens for group in self.groups) > 0
-        assert self.chunk_tokens % self.spine.block_tokens == 0
         assert len(self.groups) == 1, "the facts of several groups are in no namespace yet"
         assert len(set(self.regions)) == 1, "pages of several sizes need copies that know of them"
+        tokens, page = self.spine.block_tokens, self.regions[0]
+        assert min(self.num_ranks, page, tokens) > 0
+        assert self.chunk_tokens % tokens == 0
+        blocks = self.chunk_tokens // tokens
+        rank_bytes = blocks * sum(self.regions)
+        used = self.num_ranks * rank_bytes
+        for name, value in (
+            ("num_layers", len(self.regions)), ("page_bytes", page), ("block_tokens", tokens),
+            ("blocks_per_chunk", blocks), ("layer_bytes", blocks * page),
+            ("rank_bytes", rank_bytes),
+            ("slot_bytes", -(-used // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES),
+        ):  # fmt: skip
+            object.__setattr__(self, name, value)
 
     @classmethod
     def uniform(
@@ -68,37 +88,6 @@ class Geometry:
         """The spine's part of whatever vLLM gives for each group."""
         assert len(per_group) == len(self.groups), f"{len(per_group)} groups, not as at the start"
         return per_group[0]
-
-    @property
-    def num_layers(self) -> int:
-        """Regions: a layer of each group lies in each."""
-        return len(self.regions)
-
-    @property
-    def page_bytes(self) -> int:
-        return self.regions[0]
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens a block of the spine."""
-        return self.spine.block_tokens
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        return self.chunk_tokens // self.block_tokens
-
-    @property
-    def layer_bytes(self) -> int:
-        return self.blocks_per_chunk * self.page_bytes
-
-    @property
-    def rank_bytes(self) -> int:
-        return self.blocks_per_chunk * sum(self.regions)
-
-    @property
-    def slot_bytes(self) -> int:
-        used = self.num_ranks * self.rank_bytes
-        return -(-used // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
     def token_bytes(self) -> float:
         """KV bytes of one token, all layers and ranks."""
