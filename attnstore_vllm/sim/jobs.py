@@ -1,74 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a simulated server: requests under way, a step, and DRAM without bytes."""
+"""Requests and steps of a simulated server, in the form in which vLLM tells of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.policy.visits import Visit
+from attnstore_vllm.scheduler.vllm_types import CachedRequests, LoRARequest, NewRequest
 from attnstore_vllm.sim.trace import Request
-from attnstore_vllm.sim.trace_keys import TraceKeys
-from attnstore_vllm.store.format import PAGE_BYTES
-from attnstore_vllm.types import Key
+from attnstore_vllm.sim.trace_tokens import TraceTokens
 
 
-@dataclass(slots=True, eq=False)
-class Job:
+@dataclass(slots=True)
+class _Sampling:
+    prompt_logprobs: int | None = None
+    skip_reading_prefix_cache: bool = False
+    extra_args: None = None
+
+
+class Plain:
+    """A request of vLLM's that asks for nothing special."""
+
+    prompt_token_ids: list[int] | None = []  # noqa: RUF012  all_token_ids has them
+    prompt_embeds: Any = None
+    mm_features: Sequence[Any] = ()
+    sampling_params: Any = _Sampling()
+    cache_salt: str | None = None
+    lora_request: LoRARequest | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool = False
+    resumable: bool = False
+    priority: int = 0
+    num_in_flight_tokens: int = 0
+    num_output_placeholders: int = 0
+    num_stale_output_tokens: int = 0
+    drop_stale_output: bool = False
+    spec_token_ids: list[int] = []  # noqa: RUF012  nobody adds any
+    block_hashes: list[Any] = []  # noqa: RUF012  as above
+    _block_hasher: Callable[[Any], list[Any]] | None = None
+
+    def update_block_hashes(self) -> None:
+        """Blocks have no names here."""
+
+
+@dataclass(eq=False)
+class Job(Plain):
     """A request of the trace in the server."""
 
-    name: str
+    request_id: str
     request: Request
     is_counted: bool
     history: int
     """Tokens of the conversation before it."""
-    arrived_s: float
-    keys: TraceKeys
-    visit: Visit | None = None
-    was_asked: bool = False
-    ready: frozenset[Key] = frozenset()
-    """What of it was in DRAM when it was first asked for."""
-    deadline_s: float = 0.0
-    stuck_s: float | None = None
-    """Since when it waits for KV alone."""
-    computed: int = 0
-    computed_from: int = 0
+    arrival_time: float
+    tokens: TraceTokens
+    num_computed_tokens: int = 0
     generated: int = 0
-    num_saved: int = 0
+    was_asked: bool = False
+    """The scheduler side has said what of it is stored."""
+    ready_tokens: int = 0
+    """Tokens whose KV was in DRAM then."""
+    stuck_s: float | None = None
+    """Since when it waits for KV."""
 
     @property
-    def stop(self) -> int:
-        """Up to which token stored KV is of use: one is left to compute."""
-        return min(self.request.num_tokens - 1, self.request.known_tokens)
+    def all_token_ids(self) -> Sequence[int]:
+        return self.tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_tokens
+
+    @num_prompt_tokens.setter
+    def num_prompt_tokens(self, _: int) -> None:
+        raise AssertionError("a prompt does not change")
+
+    @property
+    def num_tokens(self) -> int:
+        """Those that have names. Where the trace knows no more, the first of the others has."""
+        return min(self.num_prompt_tokens + self.generated, len(self.tokens))
+
+    @property
+    def num_answer(self) -> int:
+        return max(1, self.request.answer_tokens)
+
+    @property
+    def num_in_all(self) -> int:
+        return self.num_prompt_tokens + self.num_answer
+
+
+@dataclass(slots=True)
+class _New:
+    req_id: str
+    num_computed_tokens: int
+
+
+@dataclass(slots=True)
+class _Cached:
+    req_ids: Sequence[str]
+    num_computed_tokens: Sequence[int]
 
 
 @dataclass(slots=True)
 class Step:
+    """One step of the engine; `output` has it as vLLM's connector hears of it."""
+
     generating: list[Job]
     prompts: list[tuple[Job, int]] = field(default_factory=list)
-    loaded: list[Chunk] = field(default_factory=list)
+    started: list[Job] = field(default_factory=list)
     loaded_tokens: int = 0
     num_repeats: int = 1
+    """Steps that only generate are taken as one."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.generating and not self.prompts
 
 
-class NoPool:
-    """store.context.Pool without bytes."""
+class Output:
+    """A SchedulerOutput. Repeated steps look like drafts that are all accepted."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.slot_bytes = PAGE_BYTES
-        self._page = memoryview(bytearray(PAGE_BYTES))
-
-    def slot(self, slot: int) -> memoryview:
-        return self._page
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def num_answer(job: Job) -> int:
-    return max(1, job.request.answer_tokens)
-
-
-def num_reserved(job: Job) -> int:
-    return job.request.num_tokens + num_answer(job)
+    def __init__(self, step: Step) -> None:
+        jobs = [(job, step.num_repeats) for job in step.generating] + step.prompts
+        new = {job.request_id for job in step.started}
+        old = [job for job, _ in jobs if job.request_id not in new]
+        self.scheduled_new_reqs: Sequence[NewRequest] = [
+            _New(job.request_id, job.num_computed_tokens) for job in step.started
+        ]
+        self.scheduled_cached_reqs: CachedRequests = _Cached(
+            [job.request_id for job in old], [job.num_computed_tokens for job in old]
+        )
+        self.num_scheduled_tokens: Mapping[str, int] = {
+            job.request_id: count for job, count in jobs
+        }
+        self.total_num_scheduled_tokens = sum(self.num_scheduled_tokens.values())
+        self.scheduled_spec_decode_tokens: Mapping[str, Sequence[int]] = (
+            {job.request_id: () for job in step.generating} if step.num_repeats > 1 else {}
+        )
+        self.preempted_req_ids: Collection[str] | None = None

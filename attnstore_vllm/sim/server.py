@@ -1,47 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server in virtual time: vLLM's loop in small, and the store itself.
+"""A server in virtual time: vLLM's loop in small, and the store's own code.
 
     arrivals -> waiting queue -> steps of the engine -> answers -> the next turn, after a think
 
-Index, policies, cost model, reader and writer are the server's own code (store/store.py), over a
-disk that takes its time; what is assumed is the machine (sim/hardware.py) and the loop: continuous
-batching, prompts in pieces, first come first served, room for prompt and answer taken at once.
+The loop calls scheduler/scheduler.py as vLLM's does through the connector: what is looked up,
+waited for, offered, loaded and saved is decided there, over a disk that takes its time. What is
+assumed is the machine (sim/hardware.py) and the loop: continuous batching, prompts in pieces, first
+come first served, room for prompt and answer taken at once.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
-from itertools import takewhile
-from pathlib import Path
+from collections import defaultdict, deque
+from collections.abc import Callable
 
-from attnstore_vllm.index.chunk import ChunkName, State
-from attnstore_vllm.index.keys import chunk_key
-from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.index.stops import kept_end
 from attnstore_vllm.io.device import Op
-from attnstore_vllm.policy.cost import StepCost, pieces_to_wait_for
+from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
+from attnstore_vllm.sim.counting import Counting
 from attnstore_vllm.sim.disk import SimulatedDisk
 from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.jobs import Job, NoPool, Step, num_answer, num_reserved
+from attnstore_vllm.sim.hbm import Hbm
+from attnstore_vllm.sim.jobs import Job, Output, Step
 from attnstore_vllm.sim.outcome import Outcome
+from attnstore_vllm.sim.simulated_store import open_scheduler
 from attnstore_vllm.sim.trace import Request, Trace
-from attnstore_vllm.sim.trace_keys import TraceKeys
-from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader
-from attnstore_vllm.store.slab import Slab
-from attnstore_vllm.store.store import Store
-from attnstore_vllm.types import Key
+from attnstore_vllm.sim.trace_tokens import TraceTokens
 
 POLICIES = ("attnstore", "lru", "fifo", "infinite", "recompute")
 """lru and fifo know nothing of the queue, and bring nothing up before it is asked for; infinite has
 DRAM for all; recompute stores nothing."""
 
-MIN_TOKENS = 16
-QUEUED_S = 1.0
-"""Who has waited so long had a queue before it."""
-_TENANT = bytes(32)
-_SHAPE = SegmentHeader(0, 256, PAGE_BYTES, bytes(32), b"simulated segment"[:16], 0, "simulated")
+SPIN_S = 0.01
+"""vLLM's loop turns without a pause while requests wait for KV and nothing can be computed. Here it
+turns when something has happened, and after so long."""
 
 
 class Server:
@@ -64,27 +56,27 @@ class Server:
         until_s: float = float("inf"),
         step: Callable[[], object] = lambda: None,
     ) -> None:
+        assert trace.chunk_tokens == machine.chunk_tokens
         self.now = 0.0
         self._machine = machine
-        self._size = machine.chunk_tokens
-        assert trace.chunk_tokens == self._size
-        self._looks_ahead = policy in ("attnstore", "infinite")
+        self._num_chunks = trace.num_chunks
         self._out = Outcome(policy)
+        self._counting = Counting(self._out)
         self._step = step
+        self._hbm = Hbm(machine)
         self._disk = SimulatedDisk(machine, lambda: self.now)
-        self._store = None if policy == "recompute" else self._open_store(trace, policy)
-        self._cost = StepCost()
-        self._known: dict[int, Key] = {}
+        self._scheduler, self.store = None, None
+        if policy != "recompute":
+            self._scheduler, self.store = open_scheduler(
+                machine, policy, trace.num_chunks, self._disk, lambda: self.now
+            )
+            self._scheduler.bind_kv_cache_manager(self._hbm)
         self._waiting: dict[str, Job] = {}
         self._running: list[Job] = []
-        self._reserved = 0
-        self._hbm_tokens = machine.hbm // machine.kv_bytes_per_token
-        self._in_hbm: OrderedDict[int, None] = OrderedDict()
         self._later: dict[int, deque[tuple[int, Request]]] = defaultdict(deque)
         self._arrivals: list[tuple[float, int, Request, int]] = []
         self._warmup = warmup
         self._until_s = until_s
-        self._saved_tokens = 0
         begun: set[int] = set()
         for number, request in enumerate(trace.requests):
             if request.session >= 0 and request.session in begun:
@@ -94,39 +86,18 @@ class Server:
                 self._arrivals.append((request.arrival_s, number, request, 0))
         heapq.heapify(self._arrivals)
 
-    def _open_store(self, trace: Trace, policy: str) -> Store:
-        machine = self._machine
-        dram, nvme = (max(1, n // machine.chunk_bytes) for n in (machine.dram, machine.nvme))
-        if policy == "infinite":
-            dram = nvme = 2 * trace.num_chunks + 64
-        nvme = min(nvme, 2 * trace.num_chunks + 64)  # more are never used
-        shape = SegmentHeader(
-            0, self._size, _SHAPE.payload_bytes, _SHAPE.namespace, _SHAPE.generation, 0, "simulated"
-        )
-        segment_bytes = PAGE_BYTES + nvme * shape.record_bytes
-        slab = Slab(Path("simulated"), segment_bytes, shape, own={0: shape}, fresh=[0])
-        return Store(
-            NoPool(dram), slab, self._disk, machine.io_depth, io_deadline_s=float("inf"),
-            eviction="attnstore" if policy == "infinite" else policy,
-            clock=lambda: self.now, threaded=False,
-        )  # fmt: skip
-
     # ---- time --------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        while self._arrivals or self._waiting or self._running:
-            step = self._plan()
-            if step is None:
-                self._pass_until(min(self._next_arrival, self._disk.next_end, self._next_deadline))
+        while self._arrivals or self._waiting or self._running or self._has_transfers():
+            step = self._schedule()
+            plan = self._scheduler.build_step(Output(step)) if self._scheduler else StepPlan()
+            if step.is_empty:
+                if not self._report(plan):
+                    turn = self.now + SPIN_S if self._waiting else float("inf")
+                    self._pass_until(min(self._next_arrival, self._disk.next_end, turn))
                 continue
-            began = self.now
-            self._pass_until(began + self._seconds(step))
-            is_counting = self._is_counting
-            self._end(step)
-            saving_s, self._saved_tokens = self._machine.saving_s(self._saved_tokens), 0
-            if saving_s > 0:
-                self._out.busy_s += saving_s if is_counting else 0.0
-                self._pass_until(self.now + saving_s)
+            self._compute(step, plan)
         out, chunk = self._out, self._machine.chunk_bytes
         out.duration_s = self.now
         self._turn()
@@ -136,14 +107,12 @@ class Server:
         out.bytes_written = self._disk.num_moved[Op.WRITE] * chunk
         return out
 
+    def _has_transfers(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_transfers()
+
     @property
     def _next_arrival(self) -> float:
         return self._arrivals[0][0] if self._arrivals else float("inf")
-
-    @property
-    def _next_deadline(self) -> float:
-        return min((j.deadline_s for j in self._waiting.values() if j.was_asked),
-                   default=float("inf"))  # fmt: skip
 
     def _pass_until(self, end: float) -> None:
         """Let time pass; the disk works on, and requests come."""
@@ -157,242 +126,147 @@ class Server:
         self._turn()
 
     def _turn(self) -> None:
-        if self._store is not None:
-            self._store.turn()  # submits, and tells of what has ended
+        if self.store is not None:
+            self.store.turn()  # submits, and tells of what has ended
             while self._disk.take_ended():  # which has made room for more
-                self._store.turn()
-
-    # ---- a request comes ---------------------------------------------------------------
+                self.store.turn()
 
     def _arrive(self, at: float, number: int, request: Request, history: int) -> None:
-        keys = TraceKeys(request.chunks.tolist(), request.known_tokens, self._size, self._known)
+        tokens = TraceTokens(
+            request.chunks, request.known_tokens, self._machine.chunk_tokens,
+            self._num_chunks + number,
+        )  # fmt: skip
         is_counted = number >= self._warmup and at <= self._until_s
-        job = Job(str(number), request, is_counted, history, at, keys)
-        self._waiting[job.name] = job
-        if self._store is not None and self._looks_ahead:
-            with self._store.queue() as queue:
-                queue.append(job.name)
-            self._look_up(job)
-
-    def _look_up(self, job: Job) -> None:
-        assert self._store is not None
-        _, job.visit = self._store.arrive(job.name, job.keys, job.stop + 1, MIN_TOKENS)
+        job = Job(str(number), request, is_counted, history, at, tokens)
+        self._waiting[job.request_id] = job
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(job)
 
     # ---- a step ------------------------------------------------------------------------
 
-    def _plan(self) -> Step | None:
-        """The step that runs next; None if nothing can. Requests that are started leave the
-        queue."""
+    def _schedule(self) -> Step:
+        """The step that runs next, in the order of vLLM's schedule(): who runs goes on, then who
+        waits is asked about, has room, and starts."""
         machine = self._machine
-        step = Step([j for j in self._running if j.computed >= j.request.num_tokens])
+        step = Step([job for job in self._running if job.generated])
         budget = machine.max_num_batched_tokens - len(step.generating)
         for job in self._running:
-            left = min(job.request.num_tokens - job.computed, budget)
-            if left > 0:
+            left = min(job.num_prompt_tokens - job.num_computed_tokens, budget)
+            if not job.generated and left > 0:
                 step.prompts.append((job, left))
                 budget -= left
-        started = []
         is_full = False
         for job in self._waiting.values():
-            is_full = self._is_full(job)
+            is_full = len(self._running) >= machine.max_num_seqs
             if is_full or budget <= 0:
                 break
-            if not self._ask(job, step):
+            local = self._hbm.cached_tokens(job)
+            found = self._ask(job, local)
+            if found is None:
                 continue
-            started.append(job)
-            left = min(job.request.num_tokens - job.computed, budget)
+            is_full = not self._hbm.take(job)
+            if is_full:
+                break
+            self._start(job, local, found, step)
+            left = min(job.num_prompt_tokens - job.num_computed_tokens, budget)
             step.prompts.append((job, left))
             budget -= left
-            self._start(job)
-        for job in started:
-            del self._waiting[job.name]
-        if self._store is not None and started:
-            self._store.leave_queue([job.name for job in started])
-        if not step.prompts and not step.generating:
-            return None
-        if not step.prompts and (is_full or not self._waiting):
-            step.num_repeats = self._repeats(step.generating, is_full=is_full)
+        for job in step.started:
+            del self._waiting[job.request_id]
+        if not step.prompts and step.generating and (is_full or not self._waiting):
+            step.num_repeats = self._repeats(step, is_full=is_full)
         return step
 
-    def _is_full(self, job: Job) -> bool:
-        if len(self._running) >= self._machine.max_num_seqs:
-            return True
-        return bool(self._running) and self._reserved + num_reserved(job) > self._hbm_tokens
+    def _ask(self, job: Job, local: int) -> int | None:
+        """Tokens that the store offers, behind those in HBM; None: not yet."""
+        if self._scheduler is None:
+            return 0
+        found, _ = self._scheduler.get_num_new_matched_tokens(job, local)
+        stats = None if job.was_asked else self._scheduler.take_stats()
+        said = {} if stats is None else stats.data["counters"]
+        self._counting.asked(job, local, found, said, self.now)
+        return found
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job, local: int, found: int, step: Step) -> None:
+        if self._scheduler is not None:
+            (block_ids,) = self._hbm.get_block_ids(job.request_id)
+            self._scheduler.update_state_after_alloc(job, block_ids, found)
+        job.num_computed_tokens = local + found
         self._running.append(job)
-        self._reserved += num_reserved(job)
-        room = max(0, self._hbm_tokens - self._reserved) // self._size
-        while len(self._in_hbm) > room:
-            self._in_hbm.popitem(last=False)
+        step.started.append(job)
+        step.loaded_tokens += found
+        self._counting.started(job, local, found)
 
-    def _repeats(self, generating: Sequence[Job], *, is_full: bool) -> int:
+    def _repeats(self, step: Step, *, is_full: bool) -> int:
         """Steps that only generate, until one of these ends or somebody comes who can start."""
-        count = min(num_answer(job) - job.generated for job in generating)
+        count = min(job.num_answer - job.generated for job in step.generating)
         if not is_full and self._arrivals:
-            seconds = self._machine.decode_s(len(generating))
+            seconds = self._machine.decode_s(len(step.generating))
             count = min(count, int((self._next_arrival - self.now) / seconds) + 1)
         return max(1, count)
 
-    def _seconds(self, step: Step) -> float:
-        """The step's length, which is noted."""
-        machine = self._machine
-        prompts = [(job.computed, job.computed + count) for job, count in step.prompts]
-        prefill_s = sum(machine.prefill_s(start, stop) for start, stop in prompts)
+    def _compute(self, step: Step, plan: StepPlan) -> None:
+        machine, began = self._machine, self.now
+        is_counting = any(job.is_counted for job in self._running)
+        prefill_s = sum(
+            machine.prefill_s(job.num_computed_tokens, job.num_computed_tokens + count)
+            for job, count in step.prompts
+        )
         decode_s = machine.decode_s(len(step.generating))
         load_s = step.loaded_tokens * machine.kv_bytes_per_token / machine.hbm_bandwidth
         computing_s = prefill_s + decode_s
         seconds = max(computing_s, load_s) if machine.overlap else computing_s + load_s
-        self._cost.observe(computing_s, prompts, len(step.generating))
-        if self._is_counting:
-            self._out.busy_s += seconds * step.num_repeats
+        self._pass_until(began + seconds)
+        self._report(plan, load_wait_s=seconds - computing_s)
+        self._pass_until(began + seconds * step.num_repeats)
+        self._end(step)
+        saving_s = self._saving_s()
+        if is_counting:
+            self._out.busy_s += seconds * step.num_repeats + saving_s
             self._out.prefill_s += seconds - decode_s
-        return seconds * step.num_repeats
+        if saving_s > 0:
+            self._pass_until(self.now + saving_s)
 
-    @property
-    def _is_counting(self) -> bool:
-        return any(job.is_counted for job in self._running)
+    def _saving_s(self) -> float:
+        """Seconds that the engine waits until what it began to save is saved."""
+        if self.store is None:
+            return 0.0
+        saved, self.store.saved_tokens = self.store.saved_tokens, 0
+        return self._machine.saving_s(saved)
+
+    def _report(self, plan: StepPlan, load_wait_s: float = 0.0) -> bool:
+        """The workers have done what the plan says. Returns whether it was anything."""
+        if self._scheduler is None:
+            return False
+        done = [p.plan_id for plans in (plan.loads, plan.saves, plan.saves_before) for p in plans]
+        weights = Seen.SAME if plan.looks_at_weights else Seen.NOTHING
+        self._scheduler.on_report(
+            StepReport(plan.number, done, load_wait_s=load_wait_s, weights=weights)
+        )
+        return bool(done) or plan.looks_at_weights
 
     def _end(self, step: Step) -> None:
-        if self._store is not None:
-            self._store.loaded(step.loaded)
         for job, count in step.prompts:
-            job.computed += count
-            if job.computed >= job.request.num_tokens:
+            job.num_computed_tokens += count
+            if job.num_computed_tokens >= job.num_prompt_tokens:
                 job.generated = 1
-                self._first_token(job)
-            self._save(job)
+                self._counting.first_token(job, self.now)
         for job in step.generating:
+            job.num_computed_tokens += step.num_repeats
             job.generated += step.num_repeats
-            self._save(job)
-        for job in [j for j in self._running if j.generated >= num_answer(j)]:
+        for job in [j for j in self._running if j.generated >= j.num_answer]:
             self._finish(job)
 
-    def _first_token(self, job: Job) -> None:
-        if job.is_counted:
-            seconds = self.now - job.arrived_s
-            self._out.ttft_s.append(seconds)
-            if job.history:
-                self._out.later_ttft_s.append(seconds)
-
     def _finish(self, job: Job) -> None:
-        self._save(job, is_over=True)
+        if self._scheduler is not None:
+            (block_ids,) = self._hbm.get_block_ids(job.request_id)
+            keeps_blocks, _ = self._scheduler.request_finished(job, block_ids)
+            assert not keeps_blocks, "saves are over when they are begun"
         self._running.remove(job)
-        self._reserved -= num_reserved(job)
-        if self._machine.prefix_cache:
-            whole = job.request.known_tokens // self._size
-            for number in reversed(job.request.chunks[:whole].tolist()):
-                self._in_hbm[number] = None
-                self._in_hbm.move_to_end(number)
+        self._hbm.give_back(job)
         later = self._later.get(job.request.session)
         if later:
             number, request = later.popleft()
             history = min(job.request.known_tokens, request.num_tokens)
             heapq.heappush(self._arrivals, (self.now + request.think_s, number, request, history))
         self._step()
-
-    # ---- the store ---------------------------------------------------------------------
-
-    def _ask(self, job: Job, step: Step) -> bool:
-        """Whether the job starts now, with what it finds; else it waits for KV."""
-        local = self._local(job)
-        held: list[Piece] = []
-        if self._store is not None:
-            if job.visit is None:
-                self._look_up(job)
-            found = self._store.find(
-                job.keys, local, job.stop, MIN_TOKENS, visit=job.visit,
-                request_id=job.name if self._looks_ahead else None,
-            )  # fmt: skip
-            if not job.was_asked:
-                self._first_offer(job, local, found)
-            held = self._store.hold_ready(found, job.keys, job.stop)
-            ready = held[-1].stop if held else local
-            if len(held) < len(found) and self._waits(job, ready, found[len(held) :]):
-                self._store.release(piece.chunk for piece in held)
-                if job.stuck_s is None:
-                    job.stuck_s = self.now
-                return False
-        job.computed = job.computed_from = held[-1].stop if held else local
-        step.loaded += [piece.chunk for piece in held]
-        step.loaded_tokens += job.computed - local
-        self._count(job, local, held)
-        return True
-
-    def _local(self, job: Job) -> int:
-        """Tokens of it that vLLM's own prefix cache has."""
-        found = list(takewhile(self._in_hbm.__contains__, job.request.chunks.tolist()))
-        for number in reversed(found):
-            self._in_hbm.move_to_end(number)
-        return min(len(found) * self._size, job.stop // self._size * self._size)
-
-    def _first_offer(self, job: Job, local: int, found: Sequence[Piece]) -> None:
-        job.was_asked = True
-        job.deadline_s = self.now + self._machine.load_deadline_s
-        ready = [piece for piece in found if piece.chunk.dram.state is State.READY]
-        job.ready = frozenset(piece.chunk.name.key for piece in ready)
-        if job.is_counted:
-            out = self._out
-            wanted_tokens = sum(p.stop - p.start for p in found)
-            ready_tokens = sum(p.stop - p.start for p in ready)
-            out.wanted_tokens += wanted_tokens
-            out.ready_tokens += ready_tokens
-            if self.now - job.arrived_s >= QUEUED_S:
-                out.queued_wanted_tokens += wanted_tokens
-                out.queued_ready_tokens += ready_tokens
-            out.stored_history += min(found[-1].stop if found else local, job.history)
-
-    def _waits(self, job: Job, ready: int, coming: Sequence[Piece]) -> bool:
-        assert self._store is not None
-        if self.now >= job.deadline_s:
-            return False
-        arrivals = self._store.arrivals(job.name, coming)
-        if arrivals is None or not self._cost.is_known:
-            return True
-        return pieces_to_wait_for(ready, [p.stop for p in coming], arrivals, self._cost) > 0
-
-    def _count(self, job: Job, local: int, held: Sequence[Piece]) -> None:
-        if not job.is_counted:
-            return
-        out = self._out
-        out.num_requests += 1
-        out.prompt_tokens += job.request.num_tokens
-        out.history_tokens += job.history
-        out.found_history += min(job.computed, job.history)
-        out.hbm_tokens += local
-        for piece in held:
-            tokens = piece.stop - piece.start
-            if piece.chunk.name.key in job.ready:
-                out.dram_tokens += tokens
-            else:
-                out.nvme_tokens += tokens
-        if job.stuck_s is not None:
-            out.waited_s += self.now - job.stuck_s
-
-    def _save(self, job: Job, *, is_over: bool = False) -> None:
-        """Save the whole chunks that it has computed, and when it is over what is left."""
-        if self._store is None:
-            return
-        tokens = job.computed + max(0, job.generated - 1)
-        known, size = min(tokens, job.request.known_tokens), self._size
-        names = [job.keys.name(i, _TENANT) for i in range(job.num_saved, known // size)]
-        first, job.num_saved = job.num_saved, max(job.num_saved, known // size)
-        stop = kept_end(known, job.request.num_tokens)
-        if is_over and stop - known // size * size >= MIN_TOKENS:
-            names.append(self._tail(job.keys, known // size, stop))
-        saved = []
-        for number, name in enumerate(names, start=first):
-            run = job.visit.run(number) if job.visit else None
-            again = name.position >= job.computed_from
-            chunk = self._store.begin_save(name, run, again=again)
-            if chunk is not None:
-                saved.append(chunk)
-        self._saved_tokens += sum(chunk.name.num_tokens for chunk in saved)
-        if saved:
-            self._store.finish_saves(saved)
-
-    def _tail(self, keys: TraceKeys, number: int, stop: int) -> ChunkName:
-        start, parent = number * self._size, keys.parent(number)
-        tokens = keys.tokens(start, stop)
-        key = chunk_key(parent, b"", tokens)
-        return ChunkName(key, parent, b"", _TENANT, start, stop - start, tokens)

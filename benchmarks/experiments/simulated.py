@@ -27,7 +27,7 @@ from benchmarks.experiments.spec import Experiment, SpecError
 ROOT: Final = Path(__file__).parent.parent.parent
 MACHINES: Final = ROOT / "configs" / "machines"
 CACHE: Final = ROOT / ".cache" / "experiments"
-SOURCES: Final = ("sim", "policy", "index", "store", "io")
+SOURCES: Final = ("sim", "scheduler", "policy", "index", "store", "io", "transfer")
 RECOMPUTE: Final = "recompute"
 DEFAULTS: Final = {"rate": 1.0, "sessions": 9000, "think_s": 60.0, "warmup": 10 / 52, "seed": 1}
 """The paper's set-up: 10K of 52K turns warm up; how long its users think it does not say."""
@@ -225,7 +225,7 @@ def _code() -> str:
     """Of all that a simulation runs: another version of it is another result."""
     digest = sha256()
     package = ROOT / "attnstore_vllm"
-    files = [file for folder in SOURCES for file in sorted((package / folder).glob("*.py"))]
+    files = [file for folder in SOURCES for file in sorted((package / folder).rglob("*.py"))]
     for file in [*files, *sorted(package.glob("_native*.so"))]:
         digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -14,12 +14,12 @@ import pytest
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.cli.size_plan import kv_bytes_per_token
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Request, Trace, at_speed, make_trace
-from attnstore_vllm.sim.trace_keys import _ROOT, TraceKeys
+from attnstore_vllm.sim.trace_tokens import TraceTokens
 
 SIZE = 64
 KV = 1000
@@ -52,21 +52,25 @@ def chats(num_sessions: int, rate: float, seed: int = 1, think_s: float = 20.0) 
 def run(trace: Trace, policy: str, machine: Machine = MACHINE, warmup: int = 0) -> Outcome:
     server = Server(trace, machine, policy, warmup=warmup)
     outcome = server.run()
-    if server._store is not None:
-        server._store.residency.check_integrity()
-        assert server._store.is_idle()
-        assert not server._store.residency.look_ahead
+    if server.store is not None:
+        server.store.residency.check_integrity()
+        assert server.store.is_idle()
+        assert not server.store.residency.look_ahead
     return outcome
 
 
-def test_keys_of_a_trace_are_those_of_its_tokens() -> None:
-    numbers = [7, 3, 9]
-    keys = TraceKeys(numbers, 2 * SIZE + 20, SIZE, {})
-    tokens = [number for number in numbers for _ in range(SIZE)][: 2 * SIZE + 20]
-    plain = SequenceKeys(_ROOT, tokens, SIZE)
-    assert keys.keys(0, 2) == plain.keys(0, 2)
-    assert keys.tokens(30, 2 * SIZE + 20) == plain.tokens(30, 2 * SIZE + 20)
-    assert keys.name(1, b"") == plain.name(1, b"")
+def test_tokens_of_a_trace_are_the_numbers_of_its_chunks() -> None:
+    num_known = 2 * SIZE + 20
+    given = TraceTokens(np.array([7, 3, 9]), num_known, SIZE, unknown=11)
+    plain = [*[number for number in (7, 3, 9) for _ in range(SIZE)][:num_known], 11]
+    assert list(given) == plain
+    assert len(given) == len(plain)
+    for start, stop in ((0, SIZE), (30, num_known), (30, num_known + 9), (num_known, num_known)):
+        assert list(given[start:stop]) == plain[start:stop]
+    root = root_key(b"", None, b"")
+    ours, keys = (SequenceKeys(root, tokens, SIZE) for tokens in (given, plain))
+    assert ours.keys(0, 2) == keys.keys(0, 2)
+    assert ours.name(1, b"") == keys.name(1, b"")
 
 
 def test_a_request_by_hand() -> None:

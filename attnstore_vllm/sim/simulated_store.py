@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store and the scheduler side of a simulated server: their own code, without bytes and in
+virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.policy.runs import Run
+from attnstore_vllm.scheduler.scheduler import Scheduler
+from attnstore_vllm.sim.disk import SimulatedDisk
+from attnstore_vllm.sim.hardware import Machine
+from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader
+from attnstore_vllm.store.slab import Slab
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.geometry import Geometry
+
+_NAMESPACE = b"simulated".ljust(32)
+
+
+class NoPool:
+    """store.context.Pool without bytes."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = PAGE_BYTES
+        self._page = memoryview(bytearray(PAGE_BYTES))
+
+    def slot(self, slot: int) -> memoryview:
+        return self._page
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class SimulatedStore(Store):
+    """A store that counts the tokens which are saved, and lets nobody wait in real time."""
+
+    saved_tokens = 0
+
+    def begin_save(
+        self,
+        name: ChunkName,
+        run: Run | None = None,
+        pin_s: float | None = None,
+        *,
+        again: bool = False,
+    ) -> Chunk | None:
+        chunk = super().begin_save(name, run, pin_s, again=again)
+        if chunk is not None:
+            self.saved_tokens += name.num_tokens
+        return chunk
+
+    def wait_for_any(self, waiting: Sequence[Sequence[Piece]], timeout_s: float) -> None:
+        """The server's loop lets time pass."""
+
+
+class _Names:
+    """See scheduler.Names."""
+
+    namespace: bytes | None = _NAMESPACE
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def open_scheduler(
+    machine: Machine, policy: str, num_chunks: int, disk: SimulatedDisk, clock: Callable[[], float]
+) -> tuple[Scheduler, SimulatedStore]:
+    """As connector/build.py does, for one of server.POLICIES.
+
+    Args:
+        num_chunks: of the trace.
+    """
+    at_most = 2 * num_chunks + 64  # slots; more are never used
+    dram, nvme = (max(1, n // machine.chunk_bytes) for n in (machine.dram, machine.nvme))
+    if policy == "infinite":
+        dram = nvme = at_most
+    shape = SegmentHeader(
+        0, machine.chunk_tokens, PAGE_BYTES, _NAMESPACE, b"simulated".ljust(16), 0, "simulated"
+    )
+    segment_bytes = PAGE_BYTES + min(nvme, at_most) * shape.record_bytes
+    slab = Slab(Path("simulated"), segment_bytes, shape, own={0: shape}, fresh=[0])
+    store = SimulatedStore(
+        NoPool(dram), slab, disk, machine.io_depth, io_deadline_s=float("inf"),
+        eviction="attnstore" if policy == "infinite" else policy, clock=clock, threaded=False,
+    )  # fmt: skip
+    geometry = Geometry.uniform(
+        num_ranks=1, num_layers=1, block_tokens=machine.chunk_tokens,
+        page_bytes=machine.chunk_bytes, chunk_tokens=machine.chunk_tokens,
+    )  # fmt: skip
+    scheduler = Scheduler(
+        store, geometry, _Names(), machine.load_deadline_s, -1,
+        looks_ahead=policy in ("attnstore", "infinite"),
+        step_tokens=machine.max_num_batched_tokens, has_prefix_cache=machine.prefix_cache,
+        clock=clock,
+    )  # fmt: skip
+    return scheduler, store
