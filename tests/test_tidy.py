@@ -224,3 +224,17 @@ def test_no_two_files_have_one_name() -> None:
     """Of the package and of csrc: who looks for a file finds one."""
     names = Counter(path.name for path in [*OURS, *NATIVE] if path.name != "__init__.py")
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """bench/ knows nothing of the rest, and has names of its own."""
+    where: dict[str, list[str]] = {}
+    for path in OURS:
+        if (PACKAGE / "bench") in path.parents:
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(short(path))
+    # The simulator stands for vLLM, whose names our own types of it have.
+    twice = {name: files for name, files in where.items() if len(files) > 1}
+    assert twice == {}

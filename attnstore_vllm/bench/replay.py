@@ -24,7 +24,7 @@ from attnstore_vllm.bench.talk import Talk
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayOutcome:
     """The outcome of a replay.
 
     Args:
@@ -60,7 +60,7 @@ async def replay(
     records: Path | None = None,
     answers: bool = False,
     progress: bool = True,
-) -> Outcome:
+) -> ReplayOutcome:
     """Ask all that the load asks for; must run in the main thread, for its signals.
 
     Memory: the conversations, the sessions under way, and some 2 MB for each row of the summary.
@@ -73,7 +73,7 @@ async def replay(
     """
     for conversation in conversations:
         Talk(conversation, settings)  # refuses ids for chat, before anything is sent
-    outcome = Outcome(make_plan(conversations, load))
+    outcome = ReplayOutcome(make_plan(conversations, load))
     with ExitStack() as stack:
         file = None
         if records is not None:
@@ -109,7 +109,7 @@ async def replay(
 
 
 @contextmanager
-def _cancelled_by_signals(running: asyncio.Future[None], outcome: Outcome) -> Iterator[None]:
+def _cancelled_by_signals(running: asyncio.Future[None], outcome: ReplayOutcome) -> Iterator[None]:
     """The first SIGINT or SIGTERM ends the replay in order; a second one ends the program."""
     loop = asyncio.get_running_loop()
     both = (signal.SIGINT, signal.SIGTERM)

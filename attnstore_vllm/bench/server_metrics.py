@@ -36,7 +36,7 @@ def total(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoggedStep:
     """One pass of the model: what it computed of prompts, what it generated, and how long it took.
 
     The time is from when the engine waits for the pass to its tokens: with vLLM's asynchronous
@@ -50,9 +50,10 @@ class Step:
     seconds: float
 
 
-def parse_steps(lines: Iterable[str]) -> list[Step]:
+def parse_steps(lines: Iterable[str]) -> list[LoggedStep]:
     """The steps in a log of a vLLM that was started with --enable-logging-iteration-details."""
     found = (match for line in lines if (match := _STEP.search(line)))
     return [
-        Step(int(m[1]), int(m[2]), int(m[3]), int(m[4]), seconds=float(m[5]) / 1e3) for m in found
+        LoggedStep(int(m[1]), int(m[2]), int(m[3]), int(m[4]), seconds=float(m[5]) / 1e3)
+        for m in found
     ]

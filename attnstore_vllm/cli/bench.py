@@ -24,7 +24,7 @@ from attnstore_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from attnstore_vllm.bench.client import RequestSettings
-    from attnstore_vllm.bench.replay import Outcome
+    from attnstore_vllm.bench.replay import ReplayOutcome
 
 EXIT_OK, EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 EPILOG = """\
@@ -200,7 +200,7 @@ async def _replay(
     conversations: list[Conversation],
     wanted: Load,
     asking: RequestSettings,
-) -> Outcome:
+) -> ReplayOutcome:
     from attnstore_vllm.bench.client import server_root  # noqa: PLC0415  want aiohttp
     from attnstore_vllm.bench.replay import replay  # noqa: PLC0415
     from attnstore_vllm.bench.tokens import as_ids, check_server, fitting  # noqa: PLC0415

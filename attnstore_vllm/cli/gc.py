@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnstore_vllm.cli.slab_file import SlabFile, State, opened, slab_files
+from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, slab_files
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import tenant_hash
@@ -190,7 +190,7 @@ def _read(slab: SlabFile) -> list[_Segment]:
         if isinstance(header, SegmentHeader):
             segments.append(_Segment(header))
             for record in slab.records(header, payloads=False):
-                if record.state is State.GOOD and record.header is not None:
+                if record.state is RecordState.GOOD and record.header is not None:
                     tenant = record.header.name.tenant
                     segments[-1].staying.append(_Stored(
                         record.offset, tenants.setdefault(tenant, tenant), record.header.written_at

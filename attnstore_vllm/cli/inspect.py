@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.cli.slab_file import State, opened, slab_files
+from attnstore_vllm.cli.slab_file import RecordState, opened, slab_files
 from attnstore_vllm.config import format_size
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.types import Key
@@ -48,7 +48,7 @@ def inspect(directory: Path) -> list[Namespace]:
                 namespace = found.setdefault((path, segment.namespace), Namespace(segment, path))
                 namespace.segments += 1
                 for record in slab.records(segment, payloads=False):
-                    if record.state is State.BAD:
+                    if record.state is RecordState.BAD:
                         namespace.bad_headers += 1
                     elif record.header is not None:
                         _add(namespace, record.header)

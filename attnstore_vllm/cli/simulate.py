@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.one_pool import Run, replay
+from attnstore_vllm.sim.one_pool import Replayed, replay
 from attnstore_vllm.sim.pools import POLICIES
 from attnstore_vllm.sim.trace import Trace, at_speed
 
@@ -70,7 +70,7 @@ def read(args: argparse.Namespace) -> Trace:
     return at_speed(trace, args.speed)
 
 
-def simulate(args: argparse.Namespace, trace: Trace) -> list[Run]:
+def simulate(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
     """One pool. Raises: ConfigError."""
     policies = list(_policies(args.policy or DEFAULT_POLICIES))
     capacities = list(_capacities(args.capacity))
@@ -103,7 +103,7 @@ def _capacities(text: str) -> Iterator[float]:
         yield value
 
 
-def as_json(trace: Trace, runs: Sequence[Run]) -> dict[str, Any]:
+def as_json(trace: Trace, runs: Sequence[Replayed]) -> dict[str, Any]:
     return {
         "trace": trace.name,
         "requests": len(trace.requests),
@@ -124,7 +124,7 @@ def as_json(trace: Trace, runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def show(trace: Trace, runs: Sequence[Run]) -> None:
+def show(trace: Trace, runs: Sequence[Replayed]) -> None:
     print(
         f"{trace.name}: {len(trace.requests):,} requests in {trace.duration_s / 3600:.2f} h, "
         f"{trace.num_tokens:,} prompt tokens, {trace.num_chunks:,} distinct chunks of "
@@ -139,7 +139,7 @@ def show(trace: Trace, runs: Sequence[Run]) -> None:
         print(f"{capacity:>10.2%}{cells}")
 
 
-def plot(trace: Trace, runs: Sequence[Run], path: Path) -> None:
+def plot(trace: Trace, runs: Sequence[Replayed], path: Path) -> None:
     """Raises: ConfigError without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot: matplotlib is not installed; pip install matplotlib")

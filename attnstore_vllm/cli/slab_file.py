@@ -23,7 +23,7 @@ ATTEMPTS = 3
 """Reads of a record that looks wrong: a running server may just be writing it."""
 
 
-class State(Enum):
+class RecordState(Enum):
     """The kinds of record that are found on the disk."""
 
     FREE = "free"
@@ -38,7 +38,7 @@ class Record:
     segment: SegmentHeader
     number: int
     offset: int
-    state: State
+    state: RecordState
     header: Header | None = None
     cause: str = ""
     """Of a BAD one: the field that is wrong."""
@@ -113,7 +113,7 @@ class SlabFile:
             offset = self.segment_offset(segment.number) + PAGE_BYTES + i * segment.record_bytes
             for _ in range(ATTEMPTS):
                 record = self._read(segment, number, offset, payloads)
-                if record.state is not State.BAD:
+                if record.state is not RecordState.BAD:
                     break
             yield record
 
@@ -125,16 +125,16 @@ class SlabFile:
         except CorruptRecordError as error:
             # No header of this segment's generation was ever written here, or it was deleted.
             never = error.field in ("magic", "version", "generation")
-            state = State.FREE if never else State.BAD
+            state = RecordState.FREE if never else RecordState.BAD
             return Record(segment, number, offset, state, cause="" if never else error.field)
         name = header.name
         if chunk_key(name.parent, name.extra, name.tokens) != name.key:
-            return Record(segment, number, offset, State.BAD, header, "key")
+            return Record(segment, number, offset, RecordState.BAD, header, "key")
         if payloads:
             payload = os.pread(self.fd, segment.payload_bytes, offset + size)
             if checksum(payload) != header.payload_checksum:
-                return Record(segment, number, offset, State.BAD, header, "payload checksum")
-        return Record(segment, number, offset, State.GOOD, header)
+                return Record(segment, number, offset, RecordState.BAD, header, "payload checksum")
+        return Record(segment, number, offset, RecordState.GOOD, header)
 
 
 @contextmanager

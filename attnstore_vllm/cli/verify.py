@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.cli.slab_file import SlabFile, State, opened, slab_files
+from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, slab_files
 from attnstore_vllm.config import format_size
 
 SHOWN_MAX = 20
@@ -56,10 +56,10 @@ def verify(directory: Path, *, quiet: bool = False) -> Verdict:
 
 def _verify_segment(slab: SlabFile, segment: Any, verdict: Verdict) -> None:
     for record in slab.records(segment, payloads=True):
-        if record.state is State.GOOD:
+        if record.state is RecordState.GOOD:
             verdict.good += 1
             verdict.read_bytes += segment.record_bytes
-        elif record.state is State.FREE:
+        elif record.state is RecordState.FREE:
             verdict.free += 1
         else:
             where = f"{slab.path}, record {record.number} at byte {record.offset}"

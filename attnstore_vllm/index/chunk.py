@@ -51,7 +51,7 @@ class ChunkName:
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class InTier:
     """A chunk's bytes in one tier."""
 
     state: State
@@ -62,7 +62,7 @@ class Copy:
     """Transfers that read or write the slot now: it cannot be given away."""
 
 
-NOWHERE: Final = Copy(State.ABSENT)
+NOWHERE: Final = InTier(State.ABSENT)
 """In a tier that has nothing of the chunk. Never changed."""
 
 
@@ -77,8 +77,8 @@ class Chunk(_Referable):
     """A chunk that at least one tier has, or is getting. Changed by index/ alone."""
 
     name: ChunkName
-    dram: Copy = NOWHERE
-    behind: dict[str, Copy] = field(default_factory=dict)
+    dram: InTier = NOWHERE
+    behind: dict[str, InTier] = field(default_factory=dict)
     """By the name of the tier: of those that have it, or are getting it."""
     refused_by: set[str] = field(default_factory=set)
     """Tiers that are full of what is worth more: it comes there only if it is used again."""
@@ -93,7 +93,7 @@ class Chunk(_Referable):
     came_from: str = ""
     """The tier that its DRAM bytes came up from, while no request has loaded them since."""
 
-    def at(self, tier: str) -> Copy:
+    def at(self, tier: str) -> InTier:
         """Its bytes in a tier behind DRAM."""
         return self.behind.get(tier, NOWHERE)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from attnstore_vllm.index.chunk import Chunk, Copy, State
+from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.tier import Tier
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
@@ -53,7 +53,7 @@ class DramTier(Tier):
     def num_used(self) -> int:
         return len(self.owned)
 
-    def copy_of(self, chunk: Chunk) -> Copy:
+    def copy_of(self, chunk: Chunk) -> InTier:
         return chunk.dram
 
     def give(self, chunk: Chunk, state: State) -> None:
@@ -61,7 +61,7 @@ class DramTier(Tier):
         slot = self.free.pop()
         assert slot not in self.owned
         self.owned[slot] = chunk
-        chunk.dram = Copy(state, slot, uses=1)
+        chunk.dram = InTier(state, slot, uses=1)
 
     def take_back(self, chunk: Chunk) -> None:
         slot = chunk.dram.slot

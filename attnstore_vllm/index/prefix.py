@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from attnstore_vllm._native import PrefixIndex as Entries
 from attnstore_vllm.index.best import Best, common_tokens
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Copy, State
+from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
 from attnstore_vllm.index.stops import GRAIN_TOKENS, stop_in, whole_blocks
 from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
@@ -147,7 +147,7 @@ class PrefixIndex:
         chunk = self._live.get(entry)
         if chunk is None:
             *_, slot, checksum = record = self.entries.record(entry)
-            at_rest = {NVME: Copy(State.READY, slot, checksum)} if slot >= 0 else {}
+            at_rest = {NVME: InTier(State.READY, slot, checksum)} if slot >= 0 else {}
             chunk = Chunk(ChunkName(*record[:6], b""), behind=at_rest, entry=entry)
             self._live[entry] = chunk
         return chunk

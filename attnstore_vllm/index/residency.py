@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Protocol
 
-from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, Copy, State
+from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.nvme_tier import NvmeTier
 from attnstore_vllm.index.pinning import Pinning
@@ -237,7 +237,7 @@ class Residency:
             self.dram.place(chunk)
         else:
             return None
-        chunk.behind[tier.name] = Copy(State.WRITING, tier.give(chunk), uses=1)
+        chunk.behind[tier.name] = InTier(State.WRITING, tier.give(chunk), uses=1)
         self.pinning.spread(chunk, self.now)
         chunk.dram.uses += 1
         return chunk

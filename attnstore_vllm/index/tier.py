@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from attnstore_vllm.index.chunk import Chunk, Copy, State
+from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.pins import Pin, Pins
@@ -33,7 +33,7 @@ class Tier(ABC):
         """Slots that are not free."""
 
     @abstractmethod
-    def copy_of(self, chunk: Chunk) -> Copy:
+    def copy_of(self, chunk: Chunk) -> InTier:
         """The chunk's bytes here; NOWHERE if there are none."""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Tier(ABC):
         """Assert what always holds. Cost: all slots; for tests and idle moments."""
 
 
-class Waiting:
+class WriteQueue:
     """Chunks of DRAM that wait for being written to one tier, in the order they came. Bounded.
 
     What was evicted or dropped since it came is passed over, and does not pile up.
@@ -120,11 +120,11 @@ class TierBehind(Tier):
         self.name = name
         self.is_lost = False
         """Out of use for good: nothing comes here any more."""
-        self.waiting = Waiting(name, dram_slots)
+        self.waiting = WriteQueue(name, dram_slots)
         self._dram_pins = dram_pins
         self._look_ahead = look_ahead
 
-    def copy_of(self, chunk: Chunk) -> Copy:
+    def copy_of(self, chunk: Chunk) -> InTier:
         return chunk.at(self.name)
 
     @property

@@ -172,7 +172,7 @@ def plan_copies(
     ) if placed else ()  # fmt: skip
     moved = moves.plan_moves(
         [
-            moves.Piece(
+            moves.StoredTokens(
                 piece.chunk.dram.slot, piece.first, piece.start - piece.shift,
                 piece.start, min(piece.stop, stop),
             )

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from attnstore_vllm.sim.trace import Request, Trace, TraceError, make_trace
+from attnstore_vllm.sim.trace import Trace, TraceError, TraceRequest, make_trace
 
 SESSION_STRIDE = 1 << 32
 """Chunks of different sessions are different ones: their numbers lie so far apart."""
@@ -142,7 +142,9 @@ def _requests(path: Path, lines: _Lines, block_tokens: int) -> Trace:
                 "(--block-tokens)"
             )
         found.append(
-            Request(timestamp / 1000, np.array(hashes, np.int64), num_tokens, answer, num_tokens)
+            TraceRequest(
+                timestamp / 1000, np.array(hashes, np.int64), num_tokens, answer, num_tokens
+            )
         )
     return make_trace(path.name, block_tokens, found)
 
@@ -162,14 +164,16 @@ def _sessions(path: Path, lines: _Lines, arrivals: Arrivals, chunk_tokens: int) 
     return make_trace(path.name, chunk_tokens, found)
 
 
-def _session(where: str, entry: Any, chunk_tokens: int) -> Iterator[Request]:
+def _session(where: str, entry: Any, chunk_tokens: int) -> Iterator[TraceRequest]:
     block_tokens = _get(where, entry, "block_size", _is_count, "a number of tokens")
     if not block_tokens or chunk_tokens % block_tokens:
         raise TraceError(f"{where}: blocks of {block_tokens} tokens do not divide {chunk_tokens}")
     yield from _requests_of(where, entry, block_tokens, chunk_tokens)
 
 
-def _requests_of(where: str, entry: Any, block_tokens: int, chunk_tokens: int) -> Iterator[Request]:
+def _requests_of(
+    where: str, entry: Any, block_tokens: int, chunk_tokens: int
+) -> Iterator[TraceRequest]:
     is_list = "a list of requests"
     requests = _get(where, entry, "requests", lambda value: isinstance(value, list), is_list)
     for number, request in enumerate(requests):
@@ -186,7 +190,7 @@ def _requests_of(where: str, entry: Any, block_tokens: int, chunk_tokens: int) -
         chunks = np.concatenate([np.empty(0, np.int64), *blocks])[every - 1 :: every]
         if len(chunks):
             known = len(chunks) * chunk_tokens
-            yield Request(time_s, chunks, max(num_tokens, known), answer, known)
+            yield TraceRequest(time_s, chunks, max(num_tokens, known), answer, known)
 
 
 def _is_runs(value: Any) -> bool:
@@ -216,7 +220,7 @@ def _conversations(path: Path, text: str, arrivals: Arrivals, chunk_tokens: int)
             count = -(-(num_tokens + answer) // chunk_tokens)
             chunks = np.arange(count, dtype=np.int64) + number * SESSION_STRIDE
             known = num_tokens + answer
-            found.append(Request(time_s, chunks, num_tokens, answer, known, number, think_s))
+            found.append(TraceRequest(time_s, chunks, num_tokens, answer, known, number, think_s))
             num_tokens = known
             think_s = arrivals.think_s * rng.lognormvariate(0, 1)
             time_s += answer / ANSWER_TOKENS_S + think_s

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnstore_vllm.scheduler.vllm_types import CachedRequests, LoRARequest, NewRequest
-from attnstore_vllm.sim.trace import Request
+from attnstore_vllm.sim.trace import TraceRequest
 from attnstore_vllm.sim.trace_tokens import TraceTokens
 
 
@@ -49,7 +49,7 @@ class Job(Plain):
     """A request of the trace in the server."""
 
     request_id: str
-    request: Request
+    request: TraceRequest
     is_counted: bool
     history: int
     """Tokens of the conversation before it."""
@@ -103,7 +103,7 @@ class _Cached:
 
 
 @dataclass(slots=True)
-class Step:
+class EngineStep:
     """One step of the engine; `output` has it as vLLM's connector hears of it."""
 
     generating: list[Job]
@@ -121,7 +121,7 @@ class Step:
 class Output:
     """A SchedulerOutput. Repeated steps look like drafts that are all accepted."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: EngineStep) -> None:
         jobs = [(job, step.num_repeats) for job in step.generating] + step.prompts
         new = {job.request_id for job in step.started}
         old = [job for job, _ in jobs if job.request_id not in new]

@@ -16,7 +16,7 @@ from attnstore_vllm.sim.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Replayed:
     """The outcome of one trace under one policy. Shares are of all prompt tokens."""
 
     policy: str
@@ -33,7 +33,7 @@ class Run:
 
 def replay(
     trace: Trace, policy: str, capacity: float, step: Callable[[], object] = lambda: None
-) -> Run:
+) -> Replayed:
     """Replay the trace.
 
     Args:
@@ -63,7 +63,7 @@ def replay(
         end = max(known // size * size, kept_end(known, request.num_tokens))
         stored_chunks(stored, chunks, end, size)
         step()
-    return Run(policy, capacity, num_slots, hit, trace.num_tokens)
+    return Replayed(policy, capacity, num_slots, hit, trace.num_tokens)
 
 
 def stored_chunks(stored: list[int], chunks: list[int], num_tokens: int, size: int) -> None:

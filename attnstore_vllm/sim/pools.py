@@ -16,14 +16,14 @@ from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.runs import unknown_run
 from attnstore_vllm.policy.visits import visit_of
-from attnstore_vllm.sim.trace import Request, Trace
+from attnstore_vllm.sim.trace import Trace, TraceRequest
 
 
-class Pool(Protocol):
+class PolicyPool(Protocol):
     """Holds at most as many chunks as it was made for, once store() has returned."""
 
     def __contains__(self, chunk: int) -> bool: ...
-    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+    def store(self, request: TraceRequest, chunks: Sequence[int], num_found: int) -> None:
         """A request was served: all its chunks are stored, as far as there is room.
 
         Args:
@@ -47,7 +47,7 @@ class InOrder:
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._order
 
-    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+    def store(self, request: TraceRequest, chunks: Sequence[int], num_found: int) -> None:
         order, run = self._order, unknown_run(request.arrival_s)
         order.use([chunk for chunk in chunks if chunk in order], run)
         for chunk in chunks:
@@ -71,7 +71,7 @@ class ByReturnPool:
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._order
 
-    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+    def store(self, request: TraceRequest, chunks: Sequence[int], num_found: int) -> None:
         order, now = self._order, request.arrival_s
         last_runs = [order.run_of(chunk) for chunk in chunks[:num_found]]
         whole = chunks[: request.num_tokens // self._chunk_tokens]
@@ -107,7 +107,7 @@ class Belady:
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._next
 
-    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+    def store(self, request: TraceRequest, chunks: Sequence[int], num_found: int) -> None:
         for place, chunk in enumerate(chunks):
             uses = self._uses[chunk]
             uses.pop()
@@ -127,11 +127,11 @@ class Infinite:
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._chunks
 
-    def store(self, request: Request, chunks: Sequence[int], num_found: int) -> None:
+    def store(self, request: TraceRequest, chunks: Sequence[int], num_found: int) -> None:
         self._chunks.update(chunks)
 
 
-POLICIES: dict[str, Callable[[int, Trace], Pool]] = {
+POLICIES: dict[str, Callable[[int, Trace], PolicyPool]] = {
     "attnstore": ByReturnPool,
     "lru": partial(InOrder, "lru"),
     "fifo": partial(InOrder, "fifo"),

@@ -21,10 +21,10 @@ from attnstore_vllm.sim.counting import Counting
 from attnstore_vllm.sim.disk import SimulatedDisk
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.hbm import Hbm
-from attnstore_vllm.sim.jobs import Job, Output, Step
+from attnstore_vllm.sim.jobs import EngineStep, Job, Output
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.simulated_store import open_scheduler
-from attnstore_vllm.sim.trace import Request, Trace
+from attnstore_vllm.sim.trace import Trace, TraceRequest
 from attnstore_vllm.sim.trace_tokens import TraceTokens
 
 POLICIES = ("attnstore", "lru", "fifo", "infinite", "recompute")
@@ -73,8 +73,8 @@ class Server:
             self._scheduler.bind_kv_cache_manager(self._hbm)
         self._waiting: dict[str, Job] = {}
         self._running: list[Job] = []
-        self._later: dict[int, deque[tuple[int, Request]]] = defaultdict(deque)
-        self._arrivals: list[tuple[float, int, Request, int]] = []
+        self._later: dict[int, deque[tuple[int, TraceRequest]]] = defaultdict(deque)
+        self._arrivals: list[tuple[float, int, TraceRequest, int]] = []
         self._warmup = warmup
         self._until_s = until_s
         begun: set[int] = set()
@@ -131,7 +131,7 @@ class Server:
             while self._disk.take_ended():  # which has made room for more
                 self.store.turn()
 
-    def _arrive(self, at: float, number: int, request: Request, history: int) -> None:
+    def _arrive(self, at: float, number: int, request: TraceRequest, history: int) -> None:
         tokens = TraceTokens(
             request.chunks, request.known_tokens, self._machine.chunk_tokens,
             self._num_chunks + number,
@@ -144,11 +144,11 @@ class Server:
 
     # ---- a step ------------------------------------------------------------------------
 
-    def _schedule(self) -> Step:
+    def _schedule(self) -> EngineStep:
         """The step that runs next, in the order of vLLM's schedule(): who runs goes on, then who
         waits is asked about, has room, and starts."""
         machine = self._machine
-        step = Step([job for job in self._running if job.generated])
+        step = EngineStep([job for job in self._running if job.generated])
         budget = machine.max_num_batched_tokens - len(step.generating)
         for job in self._running:
             left = min(job.num_prompt_tokens - job.num_computed_tokens, budget)
@@ -187,7 +187,7 @@ class Server:
         self._counting.asked(job, local, found, said, self.now)
         return found
 
-    def _start(self, job: Job, local: int, found: int, step: Step) -> None:
+    def _start(self, job: Job, local: int, found: int, step: EngineStep) -> None:
         if self._scheduler is not None:
             (block_ids,) = self._hbm.get_block_ids(job.request_id)
             self._scheduler.update_state_after_alloc(job, block_ids, found)
@@ -197,7 +197,7 @@ class Server:
         step.loaded_tokens += found
         self._counting.started(job, local, found)
 
-    def _repeats(self, step: Step, *, is_full: bool) -> int:
+    def _repeats(self, step: EngineStep, *, is_full: bool) -> int:
         """Steps that only generate, until one of these ends or somebody comes who can start."""
         count = min(job.num_answer - job.generated for job in step.generating)
         if not is_full and self._arrivals:
@@ -205,7 +205,7 @@ class Server:
             count = min(count, int((self._next_arrival - self.now) / seconds) + 1)
         return max(1, count)
 
-    def _compute(self, step: Step, plan: StepPlan) -> None:
+    def _compute(self, step: EngineStep, plan: StepPlan) -> None:
         machine, began = self._machine, self.now
         is_counting = any(job.is_counted for job in self._running)
         prefill_s = sum(
@@ -245,7 +245,7 @@ class Server:
         )
         return bool(done) or plan.looks_at_weights
 
-    def _end(self, step: Step) -> None:
+    def _end(self, step: EngineStep) -> None:
         for job, count in step.prompts:
             job.num_computed_tokens += count
             if job.num_computed_tokens >= job.num_prompt_tokens:

@@ -58,7 +58,7 @@ class SimulatedStore(Store):
         """The server's loop lets time pass."""
 
 
-class _Names:
+class _FixedNames:
     """See scheduler.Names."""
 
     namespace: bytes | None = _NAMESPACE
@@ -93,7 +93,7 @@ def open_scheduler(
         page_bytes=machine.chunk_bytes, chunk_tokens=machine.chunk_tokens,
     )  # fmt: skip
     scheduler = Scheduler(
-        store, geometry, _Names(), machine.load_deadline_s, -1,
+        store, geometry, _FixedNames(), machine.load_deadline_s, -1,
         looks_ahead=policy in ("attnstore", "infinite"),
         step_tokens=machine.max_num_batched_tokens, has_prefix_cache=machine.prefix_cache,
         clock=clock,

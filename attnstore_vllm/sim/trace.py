@@ -25,7 +25,7 @@ class TraceError(AttnStoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request.
 
     Args:
@@ -52,7 +52,7 @@ class Trace:
 
     name: str
     chunk_tokens: int
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     num_chunks: int
 
     @property
@@ -71,7 +71,7 @@ def at_speed(trace: Trace, speed: float) -> Trace:
     return replace(trace, requests=faster)
 
 
-def make_trace(name: str, chunk_tokens: int, requests: Sequence[Request]) -> Trace:
+def make_trace(name: str, chunk_tokens: int, requests: Sequence[TraceRequest]) -> Trace:
     """Sorts by arrival and renumbers the chunks, in the order in which they are first asked for."""
     ordered = sorted(requests, key=lambda request: request.arrival_s)
     if not ordered:

@@ -22,14 +22,14 @@ CLOSE_DEADLINE_S = 60.0
 class Stream(Protocol):
     """Carries out pieces of work, one after the other."""
 
-    def submit(self, work: Callable[[], None], num_bytes: int) -> Piece:
+    def submit(self, work: Callable[[], None], num_bytes: int) -> StreamPiece:
         """Append a piece; never waits. `work` is called once, and raises nothing."""
 
     def close(self) -> None:
         """Carry out what is pending, at once. Nothing is submitted after it."""
 
 
-class Piece:
+class StreamPiece:
     """One piece of a stream's work, and its event: that of this piece alone."""
 
     def __init__(self, queue: _Queue, work: Callable[[], None], num_bytes: int) -> None:
@@ -79,7 +79,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pending: deque[Piece] = deque()
+        self._pending: deque[StreamPiece] = deque()
         self._failures: deque[CopyError] = deque()
         self._is_closed = False
 
@@ -93,9 +93,9 @@ class _Queue:
         with self._changed:
             self._failures.append(error)
 
-    def submit(self, work: Callable[[], None], num_bytes: int) -> Piece:
+    def submit(self, work: Callable[[], None], num_bytes: int) -> StreamPiece:
         """Never waits: more than PENDING_MAX pieces are the bug of a caller that awaits none."""
-        piece = Piece(self, work, num_bytes)
+        piece = StreamPiece(self, work, num_bytes)
         with self._changed:
             assert not self._is_closed
             assert len(self._pending) < PENDING_MAX, "nobody waits for these copies"
@@ -103,7 +103,7 @@ class _Queue:
             self._changed.notify_all()
         return piece
 
-    def is_waited_for(self, piece: Piece) -> None:
+    def is_waited_for(self, piece: StreamPiece) -> None:
         """Somebody is about to wait for this piece."""
 
     def _next_failure(self) -> CopyError | None:
@@ -155,7 +155,7 @@ class ThrottledStream(_Queue):
                 self._pending.popleft()
             piece.end(ended_at - start)
 
-    def _first(self) -> Piece | None:
+    def _first(self) -> StreamPiece | None:
         """The oldest pending piece; None if there is none and will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._is_closed)
@@ -181,7 +181,7 @@ class SteppedStream(_Queue):
             for _ in range(n):
                 self._carry_out_first()
 
-    def is_waited_for(self, piece: Piece) -> None:
+    def is_waited_for(self, piece: StreamPiece) -> None:
         """In the end a GPU would come to it: so all up to this piece are carried out here."""
         with self._changed:
             while not piece.is_over():

@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm.testing.copy_streams import Piece, SteppedStream, Stream, ThrottledStream
+from attnstore_vllm.testing.copy_streams import SteppedStream, Stream, StreamPiece, ThrottledStream
 from attnstore_vllm.transfer.engine import Event, Pages, Rows
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
@@ -102,9 +102,9 @@ class MemoryEngine:
         self._poison = poison
         self._deadline_s = deadline_s
         self._waited_s = 0.0
-        self._unmeasured: deque[Piece] = deque(maxlen=MEASURED_MAX)  # loads, in their order
+        self._unmeasured: deque[StreamPiece] = deque(maxlen=MEASURED_MAX)  # loads, in their order
 
-    def load(self, pages: Pages, layers: range) -> Piece:
+    def load(self, pages: Pages, layers: range) -> StreamPiece:
         slots, within, blocks = self._checked(pages, layers)
         if self._poison:
             for layer in layers:
@@ -118,7 +118,7 @@ class MemoryEngine:
     def move(self, moved: Moved, layers: range) -> Event:
         raise AssertionError("only the CPU's engine moves KV so far")
 
-    def save(self, pages: Pages, layers: range) -> Piece:
+    def save(self, pages: Pages, layers: range) -> StreamPiece:
         slots, within, blocks = self._checked(pages, layers)
         work = partial(self._save, slots, within, blocks, layers)
         return self._saves.submit(work, self._num_bytes(pages, layers))
@@ -130,7 +130,7 @@ class MemoryEngine:
             for run, source in enumerate(self._blocks[layer]):
                 self._rows[rows, layer, run] = source[blocks]
 
-    def drain(self, pages: Pages, rows: Rows, layers: range) -> Piece:
+    def drain(self, pages: Pages, rows: Rows, layers: range) -> StreamPiece:
         slots, within, _ = self._checked(pages, layers)
         work = partial(self._drain, slots, within, self._checked_rows(pages, rows), layers)
         return self._saves.submit(work, self._num_bytes(pages, layers))
@@ -144,7 +144,7 @@ class MemoryEngine:
                 self._waited_s += time.monotonic() - began_at
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, Piece), "this is another engine's event"
+        assert isinstance(event, StreamPiece), "this is another engine's event"
         event.wait(self._deadline_s)
 
     def waited_s(self) -> float:

@@ -13,7 +13,7 @@ Moved = npt.NDArray[np.int64]
 """[n, 6], in the order of MovedRun's fields: what the native PageRotator takes."""
 
 
-class Piece(NamedTuple):
+class StoredTokens(NamedTuple):
     """Tokens of one stored chunk that a request has at [start, stop)."""
 
     slot: int
@@ -43,7 +43,11 @@ class MovedRun(NamedTuple):
 
 
 def plan_moves(
-    pieces: Iterable[Piece], block_ids: Sequence[int], *, block_tokens: int, chunk_tokens: int
+    pieces: Iterable[StoredTokens],
+    block_ids: Sequence[int],
+    *,
+    block_tokens: int,
+    chunk_tokens: int,
 ) -> tuple[MovedRun, ...]:
     """The runs that fill a request's blocks with the KV of these pieces, in their order.
 

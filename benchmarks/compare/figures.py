@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from attnstore_vllm.bench.server_metrics import Metrics, Step, total
+from attnstore_vllm.bench.server_metrics import LoggedStep, Metrics, total
 from attnstore_vllm.bench.summary import percentile
 from attnstore_vllm.bench.traffic import traffic
 
@@ -74,7 +74,7 @@ def figures(
     records: Sequence[Record],
     before: Metrics,
     after: Metrics,
-    steps: Sequence[Step],
+    steps: Sequence[LoggedStep],
     *,
     own_history: bool,
 ) -> Figures:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from attnstore_vllm.bench.client import RequestError, RequestSettings, open_http
 from attnstore_vllm.bench.conversations import Conversation
 from attnstore_vllm.bench.records import TurnRecord
-from attnstore_vllm.bench.replay import Outcome, replay
+from attnstore_vllm.bench.replay import ReplayOutcome, replay
 from attnstore_vllm.bench.schedule import Load
 from attnstore_vllm.bench.server_metrics import Metrics, parse_steps
 from attnstore_vllm.bench.talk import Talk
@@ -183,7 +183,7 @@ class Comparer:
         self,
         system: System,
         server: Running,
-        outcome: Outcome,
+        outcome: ReplayOutcome,
         before: Metrics,
         position: int,
         records: Path,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from attnstore_vllm.transfer.cuda_moves import THREAD_BLOCKS
-from attnstore_vllm.transfer.moves import Moved, Piece, moved_table, num_tokens, plan_moves
+from attnstore_vllm.transfer.moves import Moved, StoredTokens, moved_table, num_tokens, plan_moves
 from benchmarks.gpu.rig import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -68,7 +68,7 @@ def _move(rig: KvRig, moved: Moved, thread_blocks: int) -> None:
 def _cut(rig: KvRig, history: int, cut: int) -> tuple[Moved, int]:
     """The moves of a history without its first tokens, and how many tokens they have."""
     pieces = [
-        Piece(slot, max(0, cut - start), max(start, cut), max(start, cut) - cut, stop - cut)
+        StoredTokens(slot, max(0, cut - start), max(start, cut), max(start, cut) - cut, stop - cut)
         for slot, start in enumerate(range(0, history, CHUNK_TOKENS))
         for stop in (start + CHUNK_TOKENS,)
     ]

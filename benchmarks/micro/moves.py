@@ -31,7 +31,7 @@ from tqdm import tqdm
 from attnstore_vllm._native import PageRotator, PageShape, RotationShape, omp_team_size
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.transfer.layout import describe
-from attnstore_vllm.transfer.moves import Moved, Piece, moved_table, plan_moves
+from attnstore_vllm.transfer.moves import Moved, StoredTokens, moved_table, plan_moves
 from attnstore_vllm.transfer.page_content import ContentMap, ContentSide
 from benchmarks.micro.copies import (
     CALM_S,
@@ -130,7 +130,7 @@ class Moves:
         while at < stop:
             first = (at - shift) % CHUNK_TOKENS
             end = min(stop, at + CHUNK_TOKENS - first)
-            pieces.append(Piece(next(memory._slots), first, at - shift, at, end))
+            pieces.append(StoredTokens(next(memory._slots), first, at - shift, at, end))
             at = end
         runs = plan_moves(pieces, block_ids, block_tokens=BLOCK_TOKENS, chunk_tokens=CHUNK_TOKENS)
         return moved_table(runs)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnstore_vllm.index import keys
-from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, Copy, State
+from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, encode_tokens
 from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, Piece, PrefixIndex, confirm
 from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
@@ -129,7 +129,7 @@ class IndexMachine(RuleBasedStateMachine):
     # ---- coming and going --------------------------------------------------------------
 
     def enter(self, name: ChunkName, dram: State) -> None:
-        chunk = Chunk(name, dram=Copy(dram))
+        chunk = Chunk(name, dram=InTier(dram))
         if name.key in self.known:
             with pytest.raises(ValueError, match="known already"):
                 self.index.add(chunk)
@@ -199,7 +199,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert known.chunk is not None
         self.num_made += 1
         known.slot, known.checksum = self.num_made, self.num_made.to_bytes(16, "big")
-        known.chunk.behind[NVME] = Copy(State.READY, known.slot, known.checksum)
+        known.chunk.behind[NVME] = InTier(State.READY, known.slot, known.checksum)
         self.index.bind(known.chunk)
 
     def cool_one(self, known: Known) -> None:
@@ -245,7 +245,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert chunk.name.tokens == b""
         assert self.index.learn(chunk, known.name.tokens)
         assert chunk.name == known.name
-        chunk.dram, known.chunk = Copy(State.READY), chunk
+        chunk.dram, known.chunk = InTier(State.READY), chunk
 
     # ---- looking up --------------------------------------------------------------------
 
@@ -370,11 +370,11 @@ def test_many_siblings_cost_no_more_than_few(part_at: int, cold: bool) -> None:
     names = [branch(FIRST, part_at, number) for number in range(SIBLINGS)]
 
     def add(name: ChunkName) -> None:
-        at_rest = Copy(State.READY, len(index), bytes(16))
+        at_rest = InTier(State.READY, len(index), bytes(16))
         chunk = Chunk(name, behind={NVME: at_rest})
         index.add(chunk)
         if not cold:
-            chunk.dram, chunks[name.key] = Copy(State.READY), chunk
+            chunk.dram, chunks[name.key] = InTier(State.READY), chunk
 
     def look_up(name: ChunkName) -> None:
         """Of another sibling's tokens all but the last, and one that nobody has."""

@@ -11,7 +11,7 @@ import pytest
 from attnstore_vllm.bench.client import RequestSettings
 from attnstore_vllm.bench.conversations import Conversation
 from attnstore_vllm.bench.schedule import Load
-from attnstore_vllm.bench.server_metrics import Metrics, Step, parse_metrics, parse_steps
+from attnstore_vllm.bench.server_metrics import LoggedStep, Metrics, parse_metrics, parse_steps
 from attnstore_vllm.errors import ConfigError
 from benchmarks.compare.figures import figures, ratios, table_rows, unlimited_hits
 from benchmarks.compare.sizes import Sizes, prompt_lengths, sized
@@ -54,16 +54,21 @@ def counters(computed: float, prefill_s: float) -> Metrics:
     )
 
 
-def run(*records: dict[str, Any], steps: tuple[Step, ...] = ()) -> Any:
+def run(*records: dict[str, Any], steps: tuple[LoggedStep, ...] = ()) -> Any:
     return figures(records, counters(50, 1), counters(350, 4), steps, own_history=True)
 
 
 def test_steps_are_read_from_the_log() -> None:
-    assert parse_steps(LOG.splitlines()) == [Step(2, 285, 3, 3, 0.0095), Step(0, 0, 4, 4, 1.0)]
+    assert parse_steps(LOG.splitlines()) == [
+        LoggedStep(2, 285, 3, 3, 0.0095),
+        LoggedStep(0, 0, 4, 4, 1.0),
+    ]
 
 
 def test_only_steps_with_prompts_are_prefill() -> None:
-    found = run(record(0, 1, 100), steps=(Step(1, 100, 2, 2, 0.5), Step(0, 0, 3, 3, 9.0)))
+    found = run(
+        record(0, 1, 100), steps=(LoggedStep(1, 100, 2, 2, 0.5), LoggedStep(0, 0, 3, 3, 9.0))
+    )
     assert (found.prefill_s, found.prefill_by) == (0.5, "steps")
     assert found.prefill_tokens_per_s == 600  # 300 tokens of the whole run
 
@@ -102,8 +107,12 @@ def test_the_bound_counts_no_other_session_and_nothing_before_the_count_begins()
 
 
 def test_ratios_are_over_re_and_over_the_bound() -> None:
-    slow = run(record(0, 1, 9), record(0, 2, 99, ttft_ms=100.0), steps=(Step(1, 9, 0, 0, 3.0),))
-    fast = run(record(0, 1, 9), record(0, 2, 99, ttft_ms=10.0), steps=(Step(1, 9, 0, 0, 1.5),))
+    slow = run(
+        record(0, 1, 9), record(0, 2, 99, ttft_ms=100.0), steps=(LoggedStep(1, 9, 0, 0, 3.0),)
+    )
+    fast = run(
+        record(0, 1, 9), record(0, 2, 99, ttft_ms=10.0), steps=(LoggedStep(1, 9, 0, 0, 1.5),)
+    )
     found = ratios({"re": slow, "attnstore": fast, "bound": fast})["attnstore"]
     assert found == {
         "ttft_later_over_re": 0.1, "ttft_later_over_bound": 1.0, "throughput_over_re": 2.0,

@@ -25,7 +25,7 @@ from attnstore_vllm.bench.client import RequestSettings
 from attnstore_vllm.bench.conversations import Conversation
 from attnstore_vllm.bench.open_loop import OpenLoop
 from attnstore_vllm.bench.records import TurnRecord
-from attnstore_vllm.bench.replay import Outcome, replay
+from attnstore_vllm.bench.replay import ReplayOutcome, replay
 from attnstore_vllm.bench.schedule import Load, Think, make_plan, sessions
 from attnstore_vllm.errors import ConfigError
 from tests.fake_openai import Fake, Handler, serving
@@ -43,11 +43,11 @@ def held(
     load: Load,
     settings: RequestSettings = SETTINGS,
     **options: Any,
-) -> tuple[Outcome, Rows]:
+) -> tuple[ReplayOutcome, Rows]:
     """A replay and its records, by due time."""
     records = path / "records.jsonl"
 
-    async def session() -> Outcome:
+    async def session() -> ReplayOutcome:
         async with serving(handler) as url:
             return await replay(
                 url, conversations, load, settings, records=records, progress=False, **options
@@ -221,7 +221,7 @@ def test_interrupted_run_keeps_what_it_has(tmp_path: Path, number: signal.Signal
 
 
 def test_full_disk_ends_the_run_and_keeps_its_numbers() -> None:
-    async def session() -> Outcome:
+    async def session() -> ReplayOutcome:
         async with serving(Fake()) as url:
             full = Path("/dev/full")
             return await replay(url, SINGLES, Load(rate=5), SETTINGS, records=full, progress=False)

@@ -6,19 +6,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnstore_vllm.transfer.moves import MovedRun, Piece, moved_table, num_tokens, plan_moves
+from attnstore_vllm.transfer.moves import (
+    MovedRun,
+    StoredTokens,
+    moved_table,
+    num_tokens,
+    plan_moves,
+)
 
 BLOCK, CHUNK = 16, 64
 
 
-def some_pieces(rng: np.random.Generator) -> tuple[list[Piece], list[int]]:
+def some_pieces(rng: np.random.Generator) -> tuple[list[StoredTokens], list[int]]:
     pieces, at = [], int(rng.integers(40))
     for slot in rng.permutation(20)[: int(rng.integers(1, 8))]:
         at += int(rng.integers(30)) if rng.random() < 0.5 else 0
         first = int(rng.integers(CHUNK))
         count = int(rng.integers(1, CHUNK - first + 1))
         position = int(rng.integers(5)) * CHUNK + first
-        pieces.append(Piece(int(slot), first, position, at, at + count))
+        pieces.append(StoredTokens(int(slot), first, position, at, at + count))
         at += count
     blocks = -(-at // BLOCK) + int(rng.integers(3))
     return pieces, [int(block) for block in rng.permutation(1000)[:blocks]]
@@ -47,7 +53,9 @@ def test_each_token_once(seed: int) -> None:
 
 
 def test_the_table_has_the_fields_in_their_order() -> None:
-    runs = plan_moves([Piece(7, 5, 133, 10, 30)], [50, 60], block_tokens=BLOCK, chunk_tokens=CHUNK)
+    runs = plan_moves(
+        [StoredTokens(7, 5, 133, 10, 30)], [50, 60], block_tokens=BLOCK, chunk_tokens=CHUNK
+    )
     assert runs == (MovedRun(7, 5, 6, 50, 10, -123), MovedRun(7, 11, 14, 60, 0, -123))
     assert moved_table(runs).tolist() == [[7, 5, 6, 50, 10, -123], [7, 11, 14, 60, 0, -123]]
     assert moved_table([]).shape == (0, 6)
@@ -56,15 +64,15 @@ def test_the_table_has_the_fields_in_their_order() -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        [Piece(0, 0, 0, 5, 5)],  # no tokens
-        [Piece(0, 60, 0, 0, 5)],  # beyond its chunk
-        [Piece(0, -1, 0, 0, 5)],
-        [Piece(0, 0, -1, 0, 5)],
-        [Piece(0, 0, 0, 30, 33)],  # beyond the blocks
-        [Piece(0, 0, 0, 3, 9), Piece(1, 0, 0, 8, 12)],  # at one place
+        [StoredTokens(0, 0, 0, 5, 5)],  # no tokens
+        [StoredTokens(0, 60, 0, 0, 5)],  # beyond its chunk
+        [StoredTokens(0, -1, 0, 0, 5)],
+        [StoredTokens(0, 0, -1, 0, 5)],
+        [StoredTokens(0, 0, 0, 30, 33)],  # beyond the blocks
+        [StoredTokens(0, 0, 0, 3, 9), StoredTokens(1, 0, 0, 8, 12)],  # at one place
     ],
     ids=str,
 )
-def test_pieces_that_make_no_sense(pieces: list[Piece]) -> None:
+def test_pieces_that_make_no_sense(pieces: list[StoredTokens]) -> None:
     with pytest.raises(AssertionError):
         plan_moves(pieces, [1, 2], block_tokens=BLOCK, chunk_tokens=CHUNK)

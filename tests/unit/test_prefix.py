@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attnstore_vllm.index.best import common_tokens
-from attnstore_vllm.index.chunk import Chunk, ChunkName, Copy, State
+from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import chunk_key, encode_tokens, root_key
 from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, PrefixIndex
 from attnstore_vllm.index.stops import GRAIN_TOKENS, kept_end, stop_in, whole_blocks
@@ -27,7 +27,7 @@ TOKEN_LISTS = st.lists(TOKEN, min_size=1, max_size=6)
 
 
 def ready(name: ChunkName) -> Chunk:
-    return Chunk(name, dram=Copy(State.READY))
+    return Chunk(name, dram=InTier(State.READY))
 
 
 def child(tokens: list[int], parent: Key = ROOT, extra: bytes = b"") -> ChunkName:
@@ -121,7 +121,7 @@ def test_siblings_of_another_parent_or_image_are_not_found() -> None:
 
 def test_a_chunk_that_cannot_be_loaded_is_no_match() -> None:
     index = PrefixIndex(CHUNK_TOKENS, grain=1)
-    saving = Chunk(child([1, 2, 3]), dram=Copy(State.SAVING))
+    saving = Chunk(child([1, 2, 3]), dram=InTier(State.SAVING))
     index.add(saving)
     assert index.best_match(ROOT, b"", encode_tokens([1, 2, 3])) is None
     saving.dram.state = State.READY
@@ -134,7 +134,7 @@ def test_of_equal_matches_one_of_known_tokens_is_better() -> None:
         index = PrefixIndex(CHUNK_TOKENS, seed, grain=1)
         known = ready(child([1, 2, 3, 4, 9]))
         index.add(known)
-        at_rest = Copy(State.READY, 0, bytes(16))
+        at_rest = InTier(State.READY, 0, bytes(16))
         elsewhere = Chunk(child([1, 2, 3, 4, 8, 8]), behind={NVME: at_rest})
         index.add(elsewhere)
         del elsewhere  # now an entry, whose tokens nobody knows

@@ -18,7 +18,7 @@ from attnstore_vllm.cli.main import main
 from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.one_pool import replay
 from attnstore_vllm.sim.pools import POLICIES
-from attnstore_vllm.sim.trace import Request, Trace, TraceError, make_trace
+from attnstore_vllm.sim.trace import Trace, TraceError, TraceRequest, make_trace
 
 MOONCAKE = (
     Path(__file__).resolve().parents[3] / "shared/data/traces/mooncake_fast25_conversation.jsonl"
@@ -28,7 +28,9 @@ MOONCAKE = (
 def trace_of(requests: Sequence[Sequence[int]], size: int = 4) -> Trace:
     """Whole chunks, a request a second."""
     return make_trace("t", size, [
-        Request(float(n), np.array(chunks, np.int64), size * len(chunks), 1, size * len(chunks))
+        TraceRequest(
+            float(n), np.array(chunks, np.int64), size * len(chunks), 1, size * len(chunks)
+        )
         for n, chunks in enumerate(requests)
     ])  # fmt: skip
 
@@ -43,7 +45,7 @@ def chats(seed: int, seconds: float = 4000.0) -> Trace:
         chunks = rng.randint(2, 6)
         for _ in range(turns):
             ids = np.arange(number, number + chunks)
-            requests.append(Request(at, ids, 256 * chunks, 10, 256 * chunks))
+            requests.append(TraceRequest(at, ids, 256 * chunks, 10, 256 * chunks))
             at += rng.lognormvariate(4, 0.5)
             chunks += rng.randint(1, 3)
         now += rng.expovariate(0.5)
@@ -55,7 +57,8 @@ def chats(seed: int, seconds: float = 4000.0) -> Trace:
 
 def test_chunks_are_renumbered_in_the_order_of_arrival() -> None:
     trace = make_trace("t", 1, [
-        Request(2.0, np.array([70, 90]), 2, 1, 2), Request(1.0, np.array([70, 5, 90]), 3, 1, 3),
+        TraceRequest(2.0, np.array([70, 90]), 2, 1, 2),
+        TraceRequest(1.0, np.array([70, 5, 90]), 3, 1, 3),
     ])  # fmt: skip
     assert [r.chunks.tolist() for r in trace.requests] == [[0, 1, 2], [0, 2]]
     assert (trace.num_chunks, trace.num_tokens, trace.duration_s) == (3, 5, 1.0)

@@ -18,7 +18,7 @@ from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
-from attnstore_vllm.sim.trace import Request, Trace, at_speed, make_trace
+from attnstore_vllm.sim.trace import Trace, TraceRequest, at_speed, make_trace
 from attnstore_vllm.sim.trace_tokens import TraceTokens
 
 SIZE = 64
@@ -42,7 +42,7 @@ def chats(num_sessions: int, rate: float, seed: int = 1, think_s: float = 20.0) 
             answer = rng.randint(10, 60)
             known = tokens + answer
             chunks = np.arange(-(-known // SIZE), dtype=np.int64) + session * 1000
-            requests.append(Request(at, chunks, tokens, answer, known, session, think))
+            requests.append(TraceRequest(at, chunks, tokens, answer, known, session, think))
             tokens, think = known, rng.expovariate(1 / think_s)
             at += think + 1
         now += rng.expovariate(rate)
@@ -77,7 +77,8 @@ def test_a_request_by_hand() -> None:
     """Two turns: 992 tokens computed and answered with 11, then 1,003 found but the last."""
     chunks = np.arange(16, dtype=np.int64)
     trace = make_trace("t", SIZE, [
-        Request(0.0, chunks, 992, 11, 1003, 1, 0.0), Request(0.0, chunks, 1023, 1, 1024, 1, 9.0),
+        TraceRequest(0.0, chunks, 992, 11, 1003, 1, 0.0),
+        TraceRequest(0.0, chunks, 1023, 1, 1024, 1, 9.0),
     ])  # fmt: skip
     machine = replace(MACHINE, prefill_context=float("inf"))
     out = run(trace, "attnstore", machine)
@@ -98,7 +99,8 @@ def test_a_request_by_hand() -> None:
 def test_loading_takes_time_and_hides_behind_computing() -> None:
     chunks = np.arange(16, dtype=np.int64)
     trace = make_trace("t", SIZE, [
-        Request(0.0, chunks, 992, 11, 1003, 1, 0.0), Request(0.0, chunks, 1023, 1, 1024, 1, 9.0),
+        TraceRequest(0.0, chunks, 992, 11, 1003, 1, 0.0),
+        TraceRequest(0.0, chunks, 1023, 1, 1024, 1, 9.0),
     ])  # fmt: skip
     seconds = {}
     for overlap in (True, False):
@@ -115,7 +117,7 @@ def test_loading_takes_time_and_hides_behind_computing() -> None:
 
 def test_saving_takes_time_where_the_engine_waits_for_it() -> None:
     chunks = np.arange(16, dtype=np.int64)
-    trace = make_trace("t", SIZE, [Request(0.0, chunks, 992, 13, 1005, 1, 0.0)])
+    trace = make_trace("t", SIZE, [TraceRequest(0.0, chunks, 992, 13, 1005, 1, 0.0)])
     outs = {}
     for asynchronous in (True, False):
         machine = replace(MACHINE, hbm_bandwidth=KV * 1_000, asynchronous_saving=asynchronous)

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.cli.slab_file import State, opened
+from attnstore_vllm.cli.slab_file import RecordState, opened
 from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from attnstore_vllm.preflight import SHM_DIR, SLAB_NAME
 from attnstore_vllm.store.format import SegmentHeader, header_bytes
@@ -257,7 +257,7 @@ def flip_payloads(store: Path) -> int:
             if segment is None:
                 continue
             for record in slab.records(segment, payloads=False):
-                if record.state is not State.GOOD:
+                if record.state is not RecordState.GOOD:
                     continue
                 at = record.offset + header_bytes(segment.chunk_tokens)
                 payload = os.pread(slab.fd, segment.payload_bytes, at)

@@ -20,7 +20,7 @@ from vllm.v1.request import RequestStatus
 
 from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from attnstore_vllm.scheduler.stats import StepStats
-from attnstore_vllm.testing.copy_streams import Piece
+from attnstore_vllm.testing.copy_streams import StreamPiece
 from attnstore_vllm.testing.memory_engine import MemoryEngine, SteppedStream
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
@@ -50,7 +50,7 @@ class Copies(SteppedStream):
         piece.done = lambda: number <= self._heard and done()
         return piece
 
-    def is_waited_for(self, piece: Piece) -> None:
+    def is_waited_for(self, piece: StreamPiece) -> None:
         if self.is_late:
             self._heard = min(self._heard, self._begun - self.pending)
         super().is_waited_for(piece)

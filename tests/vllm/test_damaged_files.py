@@ -19,7 +19,7 @@ from random import Random
 
 import pytest
 
-from attnstore_vllm.cli.slab_file import Record, SlabFile, State, opened
+from attnstore_vllm.cli.slab_file import Record, RecordState, SlabFile, opened
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader, header_bytes
 from attnstore_vllm.testing.tiny_model import TINY, make_model
@@ -98,7 +98,7 @@ def damage(slab: SlabFile, rng: Random) -> Counter[str]:
         for _, segment in slab.segments()
         if isinstance(segment, SegmentHeader)
         for record in slab.records(segment, payloads=True)
-        if record.state is State.GOOD
+        if record.state is RecordState.GOOD
     ]
     rng.shuffle(records)
     while records:

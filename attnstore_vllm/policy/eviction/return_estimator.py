@@ -206,10 +206,10 @@ class ReturnEstimator:
         """Learn from what was seen since the last time. Cost: some milliseconds."""
         self.learn(self.seen(now).fit())
 
-    def seen(self, now: float) -> Seen:
+    def seen(self, now: float) -> Observed:
         """A copy of what fit() learns from, which may be called beside further events."""
         self.is_due = False
-        seen = Seen(
+        seen = Observed(
             now, self._is_open.copy(), self._kind.copy(), self._since.copy(), self._weight.copy(),
             self._returned.copy(), self._departed.copy(),
             self._weight_sum / max(1, self._opened), self._fit,
@@ -239,7 +239,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class Observed:
     """The estimator's state at a time, and what was learned before."""
 
     now: float
