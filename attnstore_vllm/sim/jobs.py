@@ -63,18 +63,14 @@ class Job(Plain):
     """Tokens whose KV was in DRAM then."""
     stuck_s: float | None = None
     """Since when it waits for KV."""
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.request.num_tokens
 
     @property
     def all_token_ids(self) -> Sequence[int]:
         return self.tokens
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.request.num_tokens
-
-    @num_prompt_tokens.setter
-    def num_prompt_tokens(self, _: int) -> None:
-        raise AssertionError("a prompt does not change")
 
     @property
     def num_tokens(self) -> int:
