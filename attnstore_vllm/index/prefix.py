@@ -258,6 +258,20 @@ class PrefixIndex:
         """Siblings whose whole blocks begin these tokens, those with most blocks first."""
         return map(self.chunk, self.entries.heads_of(parent, extra, tokens, NEIGHBOURS_MAX))
 
+    def ends_like(self, sequence: SequenceKeys, number: int, stop: int) -> list[Chunk]:
+        """The tails with an end whose whole blocks stand in chunk `number` of a sequence, whatever
+        its tokens behind them (index/stops.py, 4). At most NEIGHBOURS_MAX lengths.
+
+        Args:
+            stop: tokens from it on do not count.
+        """
+        start = number * self._chunk_tokens
+        if start >= stop:
+            return []
+        tokens = sequence.tokens(start, min(start + self._chunk_tokens, stop))
+        heads = self._heads_of(sequence.parent(number), sequence.extra(number), tokens)
+        return [chunk for chunk in heads if chunk.name.num_tokens % self.grain]
+
     def best_match(
         self, parent: Key, extra: bytes, tokens: bytes, grain: int | None = None
     ) -> tuple[Chunk, int, bool] | None:

@@ -20,9 +20,10 @@ the *end* of a stored sequence, and what makes it as expensive as the others:
    other chunk offers the multiple before an end; and who stores guesses learns nothing from
    which of them stays.
 
-4. *A use leaves no trace at an end.* A tail with an end lives as long as its own save says, and is
-   not renewed, pinned or moved in any order by requests that find it (Store._want): the next turn
-   of a conversation supersedes it anyway.
+4. *A use of an end is told by whole blocks.* A tail with an end is used by every request that has
+   its whole blocks, be the tokens behind them as they may, and by no other: it is renewed, and
+   moved in any order, whether or not the request has its end (PrefixIndex.ends_like). It is not
+   pinned: the next turn of a conversation supersedes it anyway.
 
 The claim, which tests/property/test_stops.py looks at: two stores that differ in one sequence, from
 token n of its prompt on, answer alike to all who have not guessed its tokens up to the first

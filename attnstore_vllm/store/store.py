@@ -152,7 +152,7 @@ class Store:
             last_runs = [self.residency.run_of(piece.chunk) for piece in pieces]
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
             self._has_leases |= terms.ttl_s is not None
-            self._want(request_id, pieces, visit, sequence.chunk_tokens)
+            self._want(request_id, pieces, visit, sequence, 0, stop)
             if terms.pin_s is not None:
                 for piece in self._without_ends(pieces):
                     self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
@@ -185,7 +185,7 @@ class Store:
         with self._lock:
             self.residency.now = self._clock()
             pieces = self._match(sequence, start, stop, min_tokens)
-            self._want(request_id, pieces, visit, sequence.chunk_tokens)
+            self._want(request_id, pieces, visit, sequence, start, stop)
         self._read(pieces)
         return pieces
 
@@ -217,17 +217,24 @@ class Store:
         request_id: str | None,
         pieces: Sequence[Piece],
         visit: Visit | None,
-        chunk_tokens: int,
+        sequence: SequenceKeys,
+        start: int,
+        stop: int,
     ) -> None:
         """Locked."""
-        residency = self.residency
+        residency, size = self.residency, sequence.chunk_tokens
         used = self._without_ends(pieces)
+        at = start if not pieces else pieces[-1].stop
+        if at % size and pieces:
+            at = pieces[-1].start
+        ends = residency.index.ends_like(sequence, at // size, stop) if at < stop else []
         if visit is None:
-            residency.renew([piece.chunk for piece in used])
+            residency.renew([*(piece.chunk for piece in used), *ends])
         else:
-            border = visit.num_shared * chunk_tokens
+            border = visit.num_shared * size
             residency.use([p.chunk for p in used if p.start < border], visit.shared)
             residency.use([p.chunk for p in used if p.start >= border], visit.own)
+            residency.use(ends, visit.run(at // size))
         chunks = [piece.chunk for piece in pieces]
         if request_id is not None and request_id in residency.look_ahead:
             residency.dram.want(request_id, chunks)
@@ -235,8 +242,8 @@ class Store:
             self.thread.reader.want(chunk for chunk in chunks if chunk.dram.state is State.ABSENT)
 
     def _without_ends(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Those whose use may be seen by what becomes of them. Not a tail with an end: a request
-        that has its end would renew it, and who has planted it would know (index/stops.py)."""
+        """Those that have no end. Of a tail with one, ends_like() says who uses it: were it who
+        has its end, whoever has planted it would know (index/stops.py)."""
         grain = self.residency.index.grain
         return [piece for piece in pieces if piece.chunk.name.num_tokens % grain == 0]
 

@@ -343,3 +343,33 @@ def test_an_empty_step_ends_at_its_deadline(open_rig: Rigs, waiting: int) -> Non
     started = time.monotonic()
     rig.store.wait_for_any([pieces] * waiting, 0.02)
     assert 0.015 < time.monotonic() - started < 4
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+def test_an_end_is_used_by_all_who_have_its_blocks(open_rig: Rigs, has_end: bool) -> None:
+    """Not only by who has its end: else a planted guess would tell that it was right."""
+    rig, _ = open_rig()
+    tokens = conversation(1, 16 + 4 + 3)  # a chunk, a block, and an end behind it
+    rig.put_all(sequence_of(tokens))
+    tail = rig.chunk(name_of(sequence_of(tokens), 1))
+    before = rig.store.residency.run_of(tail)
+    asked = [*tokens, 7] if has_end else [*tokens[:20], 8, 8, 8, 7]
+    with rig.store.queue() as queue:
+        queue.append("r")
+    _, visit = rig.store.arrive("r", sequence_of(asked), len(asked))
+    assert rig.store.residency.run_of(tail) is visit.own is not before
+    rig.store.leave_queue(["r"])
+
+
+def test_an_end_is_not_used_by_who_has_not_its_blocks(open_rig: Rigs) -> None:
+    rig, _ = open_rig()
+    tokens = conversation(1, 16 + 4 + 3)
+    rig.put_all(sequence_of(tokens))
+    tail = rig.chunk(name_of(sequence_of(tokens), 1))
+    before = rig.store.residency.run_of(tail)
+    asked = [*tokens[:19], 8, *tokens[20:], 7]
+    with rig.store.queue() as queue:
+        queue.append("r")
+    rig.store.arrive("r", sequence_of(asked), len(asked))
+    assert rig.store.residency.run_of(tail) is before
+    rig.store.leave_queue(["r"])
