@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,7 +129,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
     layers = attention_layers(vllm_config, geometry)
-    find = partial(model_of, layers)
+    find = cache(partial(model_of, layers))  # a search of the heap, once
     live = LiveWeights(find, own_files)
     rotation = partial(rotation_of, find, layers, vllm_config.model_config.dtype)
 

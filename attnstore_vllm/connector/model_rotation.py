@@ -75,12 +75,18 @@ def rope_of(
     if ropes_differ:
         raise UnsupportedError("its layers do not all rotate K alike")
     rope, table = _static(first), first.cos_sin_cache
-    for layer in layers.values():
+    wrong = []
+    for name, layer in layers.items():
         for holder in holders[id(layer)]:
-            check_turns(
-                holder, layer, rope, len(table), first.head_size, dtype or table.dtype,
-                table.device,
-            )  # fmt: skip
+            try:
+                check_turns(
+                    holder, layer, rope, len(table), layer.head_size, dtype or table.dtype,
+                    table.device,
+                )  # fmt: skip
+            except UnsupportedError as error:  # the others are tried all the same (rope_trial.py)
+                wrong.append(f"layer {name}: {error}")
+    if wrong:
+        raise UnsupportedError(wrong[0])
     return rope
 
 

@@ -6,33 +6,37 @@ some layers), nor that nothing comes between (some multiply K by a norm's weight
 would make moved K wrong. So the module that has both computes K of the same few tokens at other
 positions, as far as what its attention is handed, and K of one is turned to the other and compared.
 
-What depends on more than tokens and positions, as the length of a step, is not seen. No other
-memory of the model is touched, and no rank waits for another: it ends before the attention.
+What depends on more than tokens and positions, as the length of a step, is not seen. KV is neither
+read nor written. Some models normalize K over all ranks, and so a trial may wait for the others':
+each rank asks each layer as often, whatever came of the questions before.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.lora.layers import BaseLayerWithLoRA
 
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.rope import Rope
 
 TOKENS = 8
 SHIFTS = (1, 37, 700)
-"""Positions that the tokens are moved by, of those that the table has."""
+"""Positions that the tokens are moved by; and half of the table. Not to its end: who looks beyond
+it on a GPU would end the process."""
 POSITIONS = frozenset({"positions", "position_ids"})
 HIDDEN = "hidden_states"
-UNITS = 8.0
-"""K may be off by so many units in the last place of its pair's norm: both tables and both K are
-rounded. A layer that does not turn K is off by hundreds."""
+UNITS = 4.0
+"""Units in the last place of its pair's norm that K may be off by: tables and both K are rounded.
+Models of vLLM's CPU build are off by up to 1.6; a layer that does not turn K, by hundreds."""
 
 
-class _Handed(Exception):
-    """K as the attention was handed it."""
+class _Handed(BaseException):
+    """K as the attention was handed it. Models may catch exceptions; this is not theirs."""
 
     def __init__(self, key: torch.Tensor) -> None:
         super().__init__()
@@ -50,18 +54,26 @@ def check_turns(
         length: of the rotary embedding's table.
         dtype, device: of the model's activations.
     Raises: UnsupportedError, with the reason, if it is not, or cannot be tried.
-    Cost: a few projections of TOKENS tokens.
+    Cost: five projections of TOKENS tokens.
     """
-    ask = _question(holder, layer, dtype, device)
-    shifts = [shift for shift in SHIFTS if shift + TOKENS <= length]
-    first = _heads(ask(0), head_dim, rope)
     name = type(holder).__name__
+    shifts = sorted({s for s in (*SHIFTS, length // 2) if 0 < s <= length - TOKENS})
+    try:
+        with _without_adapters(holder), torch.inference_mode():
+            given = _arguments(holder, dtype, device)
+            keys = [_key(holder, layer, given, first) for first in (0, *shifts)]
+    except UnsupportedError:
+        raise
+    except Exception as error:  # of the model's code, which may be anybody's: the server must start
+        first_line = str(error).partition("\n")[0]
+        raise UnsupportedError(
+            f"{name}.forward could not be tried: {type(error).__name__}: {first_line}"
+        ) from error
+    first, *others = (_heads(key, head_dim, rope) for key in keys)
     if not bool(first.abs().max() > 0):
         raise UnsupportedError(f"{name} computes a K of zeros, so it is not seen how it turns")
-    for shift in shifts:
-        found = _heads(ask(shift), head_dim, rope)
-        wanted = turned(first, shift, rope)
-        off = _units_off(found, wanted, rope, dtype)
+    for shift, found in zip(shifts, others, strict=True):
+        off = _units_off(found, turned(first, shift, rope), rope, dtype, shift)
         if not off <= UNITS:
             raise UnsupportedError(
                 f"{name} does not cache K as its rotary embedding turns it: {shift} positions "
@@ -95,39 +107,41 @@ def _pairs(key: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
     return turning[..., 0::2], turning[..., 1::2]
 
 
-def _units_off(found: torch.Tensor, wanted: torch.Tensor, rope: Rope, dtype: torch.dtype) -> float:
+def _units_off(
+    found: torch.Tensor, wanted: torch.Tensor, rope: Rope, dtype: torch.dtype, shift: int
+) -> float:
     """The largest difference, in units in the last place of a pair's norm, or of the dim itself
     where it has no pair."""
-    size = wanted.abs()
-    first, second = _pairs(size, rope)
-    norm = torch.sqrt(first**2 + second**2)
-    first.copy_(norm)
-    second.copy_(norm)
     info = torch.finfo(dtype)
-    # Angles of tables are in float32; its roundings grow with the position.
-    unit = info.eps * size + 2.0**-13 * size * (info.eps < 2.0**-20) + info.tiny
-    return float(((found - wanted).abs() / unit).max())
+    unit = wanted.abs() * info.eps
+    first, second = _pairs(wanted, rope)
+    # The tables' angles are in float32.
+    angle = torch.from_numpy(rope.theta) * (shift + TOKENS) * 2.0**-23
+    for part in _pairs(unit, rope):
+        part.copy_(torch.hypot(first, second) * (info.eps + angle))
+    return float(((found - wanted).abs() / (unit + info.tiny)).max())
 
 
 def _heads(key: torch.Tensor, head_dim: int, rope: Rope) -> torch.Tensor:
     """[tokens, heads, head_dim], float64."""
     if key.numel() % (TOKENS * head_dim) or head_dim < rope.rotary_dim:
-        raise UnsupportedError(f"its attention is handed K of shape {tuple(key.shape)}")
+        raise UnsupportedError(
+            f"its attention is handed K of shape {tuple(key.shape)}; {TOKENS} tokens of heads of "
+            f"{head_dim} dims were expected"
+        )
     return key.detach().cpu().double().reshape(TOKENS, -1, head_dim)
 
 
-def _question(
-    holder: torch.nn.Module, layer: torch.nn.Module, dtype: torch.dtype, device: torch.device
-) -> Callable[[int], torch.Tensor]:
-    """K of the same tokens from a position on. Raises: UnsupportedError."""
+def _arguments(
+    holder: torch.nn.Module, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Arguments of its forward pass, for tokens at position 0. Raises: UnsupportedError."""
     name = type(holder).__name__
     width = next(
         (m.input_size for m in holder._modules.values() if hasattr(m, "input_size")), None
     )  # the projections come before the output's
     if not isinstance(width, int):
         raise UnsupportedError(f"{name} has no projection whose input's size is known")
-    random = torch.Generator().manual_seed(1)
-    hidden = torch.randn(TOKENS, width, generator=random).to(device, dtype)
     needed = [
         parameter.name for parameter in inspect.signature(holder.forward).parameters.values()
         if parameter.default is parameter.empty and parameter.kind in (
@@ -139,31 +153,54 @@ def _question(
         raise UnsupportedError(
             f"{name}.forward takes {needed}, and not positions and hidden states"
         )
-
-    def ask(first: int) -> torch.Tensor:
-        positions = torch.arange(first, first + TOKENS, device=device)
-        given: dict[str, Any] = {n: positions for n in needed if n in POSITIONS}
-        try:
-            with torch.no_grad(), _Handing(layer):
-                holder.forward(**given, hidden_states=hidden.clone())
-        except _Handed as handed:
-            return handed.key
-        raise UnsupportedError(f"{name}.forward did not hand K to its attention when it was tried")
-
-    return ask
+    random = torch.Generator().manual_seed(1)
+    hidden = torch.randn(TOKENS, width, generator=random).to(device, dtype)
+    positions = torch.arange(TOKENS, device=device)
+    return {n: positions if n in POSITIONS else hidden for n in needed}
 
 
-class _Handing:
-    """For as long as it is entered, the layer hands K to us and computes nothing."""
+def _key(
+    holder: torch.nn.Module, layer: torch.nn.Module, given: dict[str, torch.Tensor], first: int
+) -> torch.Tensor:
+    """K that the layer is handed of the tokens from position `first` on."""
+    own = {n: x + first if n in POSITIONS else x.clone() for n, x in given.items()}
+    try:
+        with _handing(layer):
+            holder.forward(**own)
+    except _Handed as handed:
+        return handed.key
+    name = type(holder).__name__
+    raise UnsupportedError(f"{name}.forward did not hand K to its attention when it was tried")
 
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer = layer
 
-    def __enter__(self) -> None:
-        def forward(query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any) -> None:
-            raise _Handed(key.clone())
+@contextmanager
+def _handing(layer: torch.nn.Module) -> Iterator[None]:
+    """The layer hands K to us and computes nothing."""
 
-        self._layer.__dict__["forward"] = forward  # before the class's own
+    def forward(query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any) -> None:
+        raise _Handed(key.clone())
 
-    def __exit__(self, *error: object) -> None:
-        del self._layer.__dict__["forward"]
+    before = layer.__dict__.get("forward")
+    layer.__dict__["forward"] = forward  # comes before the class's own
+    try:
+        yield
+    finally:
+        if before is None:
+            del layer.__dict__["forward"]
+        else:
+            layer.__dict__["forward"] = before
+
+
+@contextmanager
+def _without_adapters(holder: torch.nn.Module) -> Iterator[None]:
+    """The holder's projections are the model's own.
+
+    Those of LoRA look up each token's adapter in a table that only a step fills; before, it has
+    whatever was in that memory. What an adapter adds to K turns with it.
+    """
+    wrapped = {n: m for n, m in holder._modules.items() if isinstance(m, BaseLayerWithLoRA)}
+    holder._modules.update({n: m.base_layer for n, m in wrapped.items()})
+    try:
+        yield
+    finally:
+        holder._modules.update(wrapped)

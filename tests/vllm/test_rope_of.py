@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from attnstore_vllm.connector.model_rotation import rope_of
@@ -47,6 +48,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.qkv_proj = Projections(rope.cos_sin_cache.dtype if rope is not None else BF16)
         self.attn = torch.nn.Module()
+        self.attn.head_size = HEAD
         self.k_norm = torch.nn.RMSNorm(2 * HEAD)
         random = torch.Generator().manual_seed(3)
         self.k_norm.weight.data = torch.rand(2 * HEAD, generator=random).to(BF16) + 0.5
@@ -204,6 +206,42 @@ class Never(Layer):
         return q
 
 
+class NearlyOnes(Layer):
+    """A norm's weights after the rotation, none of them more than 3 % from 1."""
+
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, positions, q, k)
+        return self.attn(q, k * (1 + 0.06 * (self.k_norm.weight - 1)), v)
+
+
+class FarScaled(Layer):
+    """As with Llama 4's temperature, were it K's: positions of more than 2,000 differ."""
+
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, positions, q, k)
+        return self.attn(q, k * (1 + 0.1 * (positions > 2000)).to(k.dtype)[:, None], v)
+
+
+class Catches(Layer):
+    """What is raised to end its forward pass is not for it."""
+
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        q, k = turn(self, positions, q, k)
+        try:
+            return self.attn(q, k, v)
+        except Exception:
+            return self.attn(q, k * 0, v)
+
+
+class CompilerError(Exception):
+    """As Triton's, which is no RuntimeError."""
+
+
+class Raises(Layer):
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        raise CompilerError("no compiler\nand more")
+
+
 class WithMore(Layer):
     def forward(self, positions: Any, hidden_states: Any, gate: Any) -> Any:  # type: ignore[override]
         return gate
@@ -220,6 +258,8 @@ OTHERWISE = "does not cache K as its rotary embedding turns it"
     (ByAnOperator, True, True, OTHERWISE), (Another, True, True, OTHERWISE),
     (Twice, True, True, OTHERWISE), (Backwards, True, True, OTHERWISE),
     (Zeros, True, True, "a K of zeros"), (Never, True, True, "did not hand K"),
+    (NearlyOnes, True, True, OTHERWISE), (FarScaled, True, True, OTHERWISE),
+    (Catches, True, True, None), (Raises, True, True, "not be tried: CompilerError: no compiler$"),
     (WithMore, True, True, "takes .*'gate'"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["plain", "GPT-J", "a part of the head", "YaRN"])
@@ -241,8 +281,52 @@ def test_one_layer_of_many_that_does_not_turn() -> None:
     rope = made()
     model = torch.nn.ModuleList([Layer(rope), Sometimes(rope), Layer(rope)])
     model[1].turns = False
-    with pytest.raises(UnsupportedError, match="Sometimes does not cache"):
+    with pytest.raises(UnsupportedError, match="layer 1: Sometimes does not cache"):
         rope_of(model, {str(i): layer.attn for i, layer in enumerate(model)})
+
+
+class Counts(Layer):
+    asked = 0
+
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        self.asked += 1
+        return super().attend(positions, q, k, v)
+
+
+def test_each_layer_is_asked_as_often_whatever_became_of_others() -> None:
+    """Ranks of a model that normalizes K over all of them wait for each other's questions."""
+    rope = made()
+    fine = torch.nn.ModuleList([Counts(rope), Counts(rope)])
+    rope_of(fine, {str(i): layer.attn for i, layer in enumerate(fine)})
+    model = torch.nn.ModuleList([Zeros(rope), Counts(rope), Sometimes(rope), Counts(rope)])
+    with pytest.raises(UnsupportedError, match="layer 0: Zeros computes a K of zeros"):
+        rope_of(model, {str(i): layer.attn for i, layer in enumerate(model)})
+    assert [model[1].asked, model[3].asked] == [fine[0].asked, fine[1].asked]
+
+
+def test_a_forward_that_the_attention_had_of_its_own_is_there_again() -> None:
+    model = Layer(made())
+    model.attn.forward = own = lambda *_: None
+    rope_of(model, {"0": model.attn})
+    assert model.attn.forward is own
+
+
+class Adapted(BaseLayerWithLoRA):
+    """As LoRA's projections before the first step: which adapter a token has is not known."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        raise IndexError("index 2925037 is out of bounds")
+
+
+def test_adapters_are_left_out() -> None:
+    model = Layer(made())
+    model.qkv_proj = adapted = Adapted(model.qkv_proj)
+    rope_of(model, {"0": model.attn})
+    assert model.qkv_proj is adapted
 
 
 def test_a_table_that_says_something_else() -> None:

@@ -44,6 +44,8 @@ class Model:
     kv_heads: int = TINY.kv_heads
     is_neox: bool = True
     rotary_dim: int = TINY.head_dim
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """More of vLLM's arguments."""
 
     def make(self, directory: Path) -> Path:
         """Write config, tokenizer and weights; return the directory."""
@@ -54,6 +56,9 @@ class Model:
         torch.manual_seed(0)
         dtype = getattr(torch, self.dtype)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for name, weight in model.named_parameters():
+            if "k_norm" in name:  # all ones would be as good before the rotation as behind it
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
         model.save_pretrained(directory)
         # Only here: transformers does not make models of all tables that vLLM knows.
         written = json.loads((directory / "config.json").read_text())
@@ -83,6 +88,11 @@ MODELS = {
     "YaRN, a quarter of the dims, float16": Model(
         dtype="float16", rotary_dim=8,
         rope={"rope_type": "yarn", "partial_rotary_factor": 0.25, **SCALED},
+    ),
+    # At start LoRA's projections do not know which adapter a token has.
+    "a norm before the rotation, LoRA": Model(
+        family="qwen3", fields={"head_dim": TINY.head_dim},
+        vllm={"enable_lora": True, "max_loras": 1, "max_lora_rank": 8},
     ),
 }  # fmt: skip
 
@@ -172,7 +182,7 @@ def test_layer_0_is_what_vllm_computes(
 ) -> None:
     model = MODELS[name]
     path = model.make(tmp_path / "model")
-    host = start_engine(dram="32MiB", vllm={"model": str(path), "dtype": model.dtype})
+    host = start_engine(dram="32MiB", vllm={"model": str(path), "dtype": model.dtype, **model.vllm})
     found = host.call(compare, model)
     assert found.moved == len(moved_about([0] * LENGTH)), host.log_text()
     assert found.units <= UNITS[model.dtype]
@@ -200,6 +210,14 @@ REFUSED = {
     "dynamic": (
         Model(rope={"rope_type": "dynamic", "factor": 4.0}),
         "its rotary embedding is DynamicNTKScalingRotaryEmbedding",
+    ),
+    "one layer that does not rotate": (
+        Model(
+            family="exaone4",
+            fields={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4096},
+            vllm={"disable_hybrid_kv_cache_manager": True},
+        ),
+        "layer model.layers.1.self_attn.attn: Exaone4Attention does not cache K as its rotary",
     ),
 }  # fmt: skip
 
@@ -243,7 +261,8 @@ def refuse(engine: Engine) -> Refused:
 @pytest.mark.parametrize("name", most(REFUSED, less="learned positions"))
 def test_refused_with_the_reason(start_engine: StartEngine, tmp_path: Path, name: str) -> None:
     model, why = REFUSED[name]
-    host = start_engine(dram="32MiB", vllm={"model": str(model.make(tmp_path / "model"))})
+    path = model.make(tmp_path / "model")
+    host = start_engine(dram="32MiB", vllm={"model": str(path), **model.vllm})
     found = host.call(refuse)
     assert found.moved == 0
     said = [x for x in host.log_text().splitlines() if "truncated prompts are computed: " in x]
