@@ -49,11 +49,14 @@ def swapped_blocks(engine: Any) -> Undo:
 
 
 def wrong_slot(engine: Any) -> Undo:
-    """The last block comes from the slot of another chunk."""
+    """The last block comes from the slot of another chunk, and from another place of it.
+
+    The slot alone would not do: the other chunk may be the same text of another tenant.
+    """
 
     def edit(copies: list[Any]) -> list[Any]:
-        slot = copies[-1][0]
-        copies[-1][0] = slot - 1 if slot else slot + 1
+        slot, block, _ = copies[-1]
+        copies[-1][:2] = slot - 1 if slot else slot + 1, block - 1 if block else block + 1
         return copies
 
     return _edit_loads(engine, edit)

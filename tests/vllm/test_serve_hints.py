@@ -227,10 +227,11 @@ def test_bad_bodies_get_a_reason(server: VllmServer, body: Any) -> None:
 
 
 def test_after_all_that_the_server_answers_as_ever(server: VllmServer) -> None:
-    first = ask(server, story("end"))
+    first = ask_and_store(server, story("end"))
     again, tokens = ask_and_count(server, story("end"))
     assert again == first
-    assert tokens["dram"] == whole_blocks(first.prompt_tokens - 1)
+    # From either tier: what the tests before it pinned leaves little room in DRAM.
+    assert sum(tokens.values()) == whole_blocks(first.prompt_tokens - 1)
 
 
 # ---- truncated prompts -------------------------------------------------------------------
