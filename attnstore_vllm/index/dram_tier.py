@@ -44,6 +44,8 @@ class DramTier(Tier):
         self.pins = pins
         self.free = list(range(num_slots - 1, -1, -1))
         self.owned: dict[int, Chunk] = {}
+        self._order_of: dict[int, Departures] = {}
+        """By slot; of those that stand in one."""
         self.writes_stalled = False
         """Nothing is being written, though the store's thread has just looked for what could be."""
         self._look_ahead = look_ahead
@@ -75,7 +77,7 @@ class DramTier(Tier):
             chunk.run = run
         slots = [chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0]
         for order in (self.clean, self.dirty):
-            order.use([slot for slot in slots if slot in order], run)
+            order.use([slot for slot in slots if self._order_of.get(slot) is order], run)
 
     # ---- pins ----------------------------------------------------------------------------
 
@@ -110,11 +112,15 @@ class DramTier(Tier):
     def _enter(self, chunk: Chunk, order: Departures | None) -> None:
         """Put the chunk in one of the orders, or in none."""
         slot = chunk.dram.slot
-        for other in (self.clean, self.dirty):
-            if other is not order and slot in other:
-                other.remove(slot)
-        if order is not None and slot not in order:
+        before = self._order_of.get(slot)
+        if before is order:
+            return
+        if before is not None:
+            before.remove(slot)
+            del self._order_of[slot]
+        if order is not None:
             order.add(slot, chunk.run)
+            self._order_of[slot] = order
 
     def is_full_of_wanted(self, whose: Order) -> bool:
         """Whether a read for this request may only take the place of what farther ones want."""
@@ -187,5 +193,9 @@ class DramTier(Tier):
             assert chunk.dram.state is not State.ABSENT
             uses = [chunk.dram.uses, *(copy.uses for copy in chunk.behind.values())]
             assert chunk.dropped <= (max(uses) > 0)
-            assert not (slot in self.pins and (slot in self.clean or slot in self.dirty))
+            assert not (slot in self.pins and slot in self._order_of)
+            for order in (self.clean, self.dirty):
+                stands_in = self._order_of.get(slot) is order
+                assert stands_in == (slot in order)
+        assert self._order_of.keys() <= self.owned.keys()
         assert all(slot in self.owned for slot in self.pins)

@@ -147,7 +147,7 @@ class NvmeTier(TierBehind):
     # ---- runs and pins -------------------------------------------------------------------
 
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
-        slots = [chunk.at(NVME).slot for chunk in chunks if NVME in chunk.behind]
+        slots = [chunk.behind[NVME].slot for chunk in chunks if NVME in chunk.behind]
         for slot in slots:
             if self.state[slot] == ADOPTED:
                 self.state[slot] = OWNED

@@ -96,7 +96,7 @@ class Residency:
         """Note that a request wants these, in the order of depth."""
         run = run or unknown_run(self.now)
         run.use(self.now)
-        for tier in self._tiers:
+        for tier in self._tiers if chunks else ():
             tier.use(chunks, run)
         for chunk in chunks:
             if chunk.refused_by:  # worth another look

@@ -136,9 +136,7 @@ class Offers:
             whole = stop // self._geometry.chunk_tokens
             state.computing.chunks_seen = max(state.computing.chunks_seen, whole)
         self._truncation.taken(state, used, stop)
-        for piece in used:
-            if piece.first is None:
-                self._truncation.found(state, piece.chunk.name)
+        self._truncation.found(state, (p.chunk.name for p in used if p.first is None))
         return offered.layers_before > 0
 
     def withdraw(self, state: RequestState) -> None:

@@ -98,17 +98,16 @@ class StoreFigures:
 
     def add_to(self, stats: StepStats) -> None:
         """Add what has changed since the last call."""
-        for event, count in self._store.counts().items():
-            self._add(stats, "chunks", event, count)
-        for flow, num_bytes in self._store.moved_bytes().items():
-            self._add(stats, "bytes", flow.value, num_bytes)
-        first = self._store.first_written_tokens() * self._token_bytes
-        self._add(stats, "first_written_bytes", NVME, int(first))
+        first = int(self._store.first_written_tokens() * self._token_bytes)
+        totals: dict[tuple[str, str], float] = {
+            **{("chunks", event): count for event, count in self._store.counts().items()},
+            **{("bytes", flow.value): n for flow, n in self._store.moved_bytes().items()},
+            ("first_written_bytes", NVME): first,
+        }
+        for (name, label), total in totals.items():
+            stats.add(name, label, total - self._reported.get((name, label), 0))
+        self._reported.update(totals)
         for (name, label), value in self._store.gauges().items():
             if self._reported.get((name, label)) != value:
                 self._reported[name, label] = value
                 stats.set(name, label, value)
-
-    def _add(self, stats: StepStats, name: str, label: str, total: float) -> None:
-        stats.add(name, label, total - self._reported.get((name, label), 0))
-        self._reported[name, label] = total

@@ -16,7 +16,7 @@ cache_salt only, unless the operator says that all who send none trust each othe
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attnstore_vllm.config import TruncationConfig
@@ -104,10 +104,11 @@ class Truncation:
         # What lies between is stored already, where it was computed.
         state.computing.chunks_seen = stop // state.chunk_tokens
 
-    def found(self, state: RequestState, name: ChunkName) -> None:
-        """A chunk is stored, and the request has KV of it in its place: so it is exact."""
+    def found(self, state: RequestState, names: Iterable[ChunkName]) -> None:
+        """Chunks are stored, and the request has KV of them in its place: so it is exact."""
         if state.may_find_moved:
-            self._store.may_be_moved(name, state.root)
+            for name in names:
+                self._store.may_be_moved(name, state.root)
 
     def saved(self, state: RequestState, name: ChunkName) -> None:
         """A chunk that the request has computed is stored."""
