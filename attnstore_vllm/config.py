@@ -331,11 +331,18 @@ class StoreConfig:
             None if buffer == "auto" else parse_size("write_buffer", buffer, SIZE_MIN, "MiB")
         )
         return cls(
-            dram_bytes=dram, nvme=nvme, eviction=eviction, look_ahead=look_ahead,
-            compute_if_sooner=compute_if_sooner, ttl_s=ttl_s, pinning=pinning,
-            write_buffer_bytes=buffer_bytes, truncation=truncation,
-            shared_by=_sharing("share", given.get("share", "everyone")), **optional,
-        )  # fmt: skip
+            dram_bytes=dram,
+            nvme=nvme,
+            eviction=eviction,
+            look_ahead=look_ahead,
+            compute_if_sooner=compute_if_sooner,
+            ttl_s=ttl_s,
+            pinning=pinning,
+            write_buffer_bytes=buffer_bytes,
+            truncation=truncation,
+            shared_by=_sharing("share", given.get("share", "everyone")),
+            **optional,
+        )
 
     def share(self, dp_rank: int | None) -> StoreConfig:
         """The part of one data-parallel engine: `path/dp<rank>` and an equal share of both sizes.

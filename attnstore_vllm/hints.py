@@ -53,9 +53,13 @@ class HintReader:
     """
 
     def __init__(
-        self, ttl_s: float | None = None, longest_pin_s: float | None = None, *,
-        may_truncate: bool = True, salted_only: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        ttl_s: float | None = None,
+        longest_pin_s: float | None = None,
+        *,
+        may_truncate: bool = True,
+        salted_only: bool = False,
+    ) -> None:
         self._salted_only = salted_only
         self._may_truncate = may_truncate
         self._ttl_s = ttl_s
@@ -78,10 +82,16 @@ class HintReader:
         may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
         truncation, report = given.get("truncation"), given.get("report")
         moves = isinstance(truncation, bool) and (self._may_truncate or not truncation)
-        applied = sum((
-            isinstance(store, bool), level is not None, ttl_s is not None, may_pin, moves,
-            isinstance(report, bool),
-        ))  # fmt: skip
+        applied = sum(
+            (
+                isinstance(store, bool),
+                level is not None,
+                ttl_s is not None,
+                may_pin,
+                moves,
+                isinstance(report, bool),
+            )
+        )
         times = [t for t in (self._longest_pin_s, self._ttl_s, ttl_s) if t is not None]
         return Hints(
             store is not False,

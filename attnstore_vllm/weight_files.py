@@ -214,8 +214,9 @@ class Digest:
             logger.info(
                 "AttnStore is idle until it has read the weights, %s at %s a second at most: they "
                 "are new here. A later start of these files does not read them",
-                format_size(self._total_bytes), format_size(bytes_per_s),
-            )  # fmt: skip
+                format_size(self._total_bytes),
+                format_size(bytes_per_s),
+            )
 
     def wait(self, timeout_s: float) -> bool:
         """Until it is known, or never will be. For tests."""
@@ -274,8 +275,9 @@ class Digest:
                 self._said = now
                 logger.info(
                     "AttnStore reads the weights, and is idle until then: %s of %s",
-                    format_size(self._read_bytes), format_size(self._total_bytes),
-                )  # fmt: skip
+                    format_size(self._read_bytes),
+                    format_size(self._total_bytes),
+                )
         if self._stop.wait(wait_s) if late_s > 0 and wait_s > 0 else self._stop.is_set():
             raise _Stopped
 

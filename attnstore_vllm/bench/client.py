@@ -103,8 +103,11 @@ def request_body(
     if settings.api == "completions" and settings.history == "own":
         body["return_token_ids"] = True
     if settings.top_logprobs is not None:
-        body |= {"logprobs": True, "top_logprobs": settings.top_logprobs,
-                 "return_tokens_as_token_ids": True}  # fmt: skip
+        body |= {
+            "logprobs": True,
+            "top_logprobs": settings.top_logprobs,
+            "return_tokens_as_token_ids": True,
+        }
     body |= settings.extra
     return {name: value for name, value in body.items() if value is not None}
 

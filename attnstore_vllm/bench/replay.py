@@ -80,9 +80,10 @@ async def replay(
             # Not buffered: a full disk says so at once, and not again when the file is closed.
             file = stack.enter_context(records.open("wb", buffering=0))
         bar = stack.enter_context(
-            tqdm(total=outcome.plan.num_requests, unit="request",
-                 disable=None if progress else True)
-        )  # fmt: skip
+            tqdm(
+                total=outcome.plan.num_requests, unit="request", disable=None if progress else True
+            )
+        )
 
         def emit(record: TurnRecord) -> None:
             outcome.summary.add(record)
@@ -93,9 +94,14 @@ async def replay(
             bar.update()
 
         loop = OpenLoop(
-            base_url, conversations, load, outcome.plan, settings, emit,
+            base_url,
+            conversations,
+            load,
+            outcome.plan,
+            settings,
+            emit,
             max_concurrency=max_concurrency,
-        )  # fmt: skip
+        )
         running = asyncio.ensure_future(loop.run())
         with _cancelled_by_signals(running, outcome):
             try:

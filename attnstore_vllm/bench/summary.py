@@ -159,15 +159,25 @@ def summary_text(summary: Mapping[str, Any]) -> str:
     for name, numbers in summary["statistics"].items():
         cells = [f"{numbers[column]:.2f}" for column in COLUMNS[1:]]
         rows.append((name, str(numbers["count"]), *cells))
-    lines = [f"runtime_sec = {summary['runtime_sec']:.3f}",
-             f"requests_per_sec = {summary['requests_per_sec']:.3f}"]  # fmt: skip
+    lines = [
+        f"runtime_sec = {summary['runtime_sec']:.3f}",
+        f"requests_per_sec = {summary['requests_per_sec']:.3f}",
+    ]
     if len(rows) > 1:
         lines.append(table(rows))
     count = summary["requests"]
-    told = [f"{count[name]} {words}" for name, words in (
-        ("warmup", "warmed up"), ("warmup_failed", "of these failed"), ("answered", "answered"),
-        ("failed", "failed"), ("not_sent", "not sent"), ("interrupted", "interrupted"),
-    ) if count[name] or name in ("answered", "failed")]  # fmt: skip
+    told = [
+        f"{count[name]} {words}"
+        for name, words in (
+            ("warmup", "warmed up"),
+            ("warmup_failed", "of these failed"),
+            ("answered", "answered"),
+            ("failed", "failed"),
+            ("not_sent", "not sent"),
+            ("interrupted", "interrupted"),
+        )
+        if count[name] or name in ("answered", "failed")
+    ]
     lines.append(f"{count['all']} requests: {', '.join(told)}")
     if count["without_usage"]:
         lines.append(

@@ -39,10 +39,12 @@ not be done, 130 if it was interrupted.
 
 def add_arguments(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     replay = benches.add_parser(
-        "replay", help="hold conversations with any server that speaks the OpenAI API",
-        description=(__doc__ or "").partition("\n")[0], epilog=EPILOG,
+        "replay",
+        help="hold conversations with any server that speaks the OpenAI API",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     replay.add_argument("--base-url", required=True, metavar="URL", help="http://127.0.0.1:8000")
     replay.add_argument("--model", required=True, metavar="NAME", help="as the server names it")
     replay.add_argument(
@@ -51,9 +53,10 @@ def add_arguments(benches: argparse._SubParsersAction[argparse.ArgumentParser]) 
     asked = replay.add_argument_group("what is asked")
     add_requests(asked)
     asked.add_argument(
-        "--fit", action="store_true",
+        "--fit",
+        action="store_true",
         help="leave out conversations longer than the model's context (asks vLLM's /tokenize)",
-    )  # fmt: skip
+    )
     asked.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="the key alone; sent as a bearer token"
     )
@@ -68,56 +71,77 @@ def add_arguments(benches: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def add_requests(group: argparse._ArgumentGroup) -> None:
     """Without what only a server of others needs."""
     group.add_argument(
-        "--api", choices=("chat", "completions"), default="chat",
+        "--api",
+        choices=("chat", "completions"),
+        default="chat",
         help="texts (default), or token ids, for models whose text does not tokenize back; texts "
         "are turned into ids by the server's /tokenize, without a chat template",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--history", choices=("own", "data"), default="own",
+        "--history",
+        choices=("own", "data"),
+        default="own",
         help="the model's own answers (default), or the file's",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--max-tokens", default="128", metavar="N",
+        "--max-tokens",
+        default="128",
+        metavar="N",
         help="of an answer (128); data: as many as the file's answer has",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--ignore-eos", action="store_true", help="answers have exactly --max-tokens (vLLM, SGLang)"
     )
     group.add_argument("--turns", type=int, metavar="N", help="of a conversation, at most")
     group.add_argument("--timeout", type=float, default=300.0, metavar="S", help="a request (300)")
     group.add_argument(
-        "--extra-body", default="{}", metavar="JSON",
+        "--extra-body",
+        default="{}",
+        metavar="JSON",
         help="more fields of each request's body; null takes one out",
-    )  # fmt: skip
+    )
 
 
 def add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--rate", type=float, default=1.0, metavar="R",
+        "--rate",
+        type=float,
+        default=1.0,
+        metavar="R",
         help="sessions that begin in a second, a Poisson process (1); inf: all at once",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--sessions", type=int, metavar="N", help="in all (each conversation once); more than "
+        "--sessions",
+        type=int,
+        metavar="N",
+        help="in all (each conversation once); more than "
         "there are conversations: again, beginning with another number",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--duration", type=float, default=math.inf, metavar="S", help="none begins later"
     )
     group.add_argument(
-        "--think", default="lognormal:60,1", metavar="KIND",
+        "--think",
+        default="lognormal:60,1",
+        metavar="KIND",
         help=f"seconds between the questions of a session: {THINK_FORMS} (lognormal:60,1)",
-    )  # fmt: skip
+    )
     group.add_argument("--think-scale", type=float, default=1.0, metavar="X", help="times X (1)")
     group.add_argument(
-        "--think-from", choices=("question", "answer"), default="question",
+        "--think-from",
+        choices=("question", "answer"),
+        default="question",
         help="question (default): counted from when the question before was due, so that all due "
         "times are fixed; answer: from the end of its answer, so that users of a slow server "
         "return later",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--warmup", type=float, default=0.0, metavar="SHARE",
+        "--warmup",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
         help="of the requests, the first ones due: sent and not counted (0)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--max-concurrency", type=int, metavar="N", help="requests at a time (no limit)"
     )
@@ -139,9 +163,15 @@ def load(args: argparse.Namespace) -> Load:
             raise ConfigError(f"--think: {args.think!r}: {error}") from error
         think = Think(kind=kind, first=first, sigma=sigma, scale=args.think_scale)
     return Load(
-        rate=args.rate, sessions=args.sessions, duration_s=args.duration, turns=args.turns,
-        think=think, after_answer=after_answer, warmup=args.warmup, seed=args.seed,
-    )  # fmt: skip
+        rate=args.rate,
+        sessions=args.sessions,
+        duration_s=args.duration,
+        turns=args.turns,
+        think=think,
+        after_answer=after_answer,
+        warmup=args.warmup,
+        seed=args.seed,
+    )
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
@@ -216,9 +246,14 @@ async def _replay(
             raise ConfigError("--fit: no conversation fits the model's context")
         conversations = fit
     return await replay(
-        url, conversations, wanted, asking,
-        max_concurrency=args.max_concurrency, records=args.records, answers=args.answers,
-    )  # fmt: skip
+        url,
+        conversations,
+        wanted,
+        asking,
+        max_concurrency=args.max_concurrency,
+        records=args.records,
+        answers=args.answers,
+    )
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:

@@ -192,9 +192,13 @@ def _read(slab: SlabFile) -> list[_Segment]:
             for record in slab.records(header, payloads=False):
                 if record.state is RecordState.GOOD and record.header is not None:
                     tenant = record.header.name.tenant
-                    segments[-1].staying.append(_Stored(
-                        record.offset, tenants.setdefault(tenant, tenant), record.header.written_at
-                    ))  # fmt: skip
+                    segments[-1].staying.append(
+                        _Stored(
+                            record.offset,
+                            tenants.setdefault(tenant, tenant),
+                            record.header.written_at,
+                        )
+                    )
     return segments
 
 

@@ -132,8 +132,10 @@ def _gc(args: argparse.Namespace) -> int:
         to_size=None if size is None else parse_size("--to-size", size, least),
     )
     if rules == gc.Rules():
-        print("attnstore gc: say what is to go: --older-than, --namespace, --tenant or --to-size",
-              file=sys.stderr)  # fmt: skip
+        print(
+            "attnstore gc: say what is to go: --older-than, --namespace, --tenant or --to-size",
+            file=sys.stderr,
+        )
         return EXIT_ERROR
     report = gc.collect(args.directory, rules, is_dry=not args.yes)
     if args.json:

@@ -30,9 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", metavar="P,...", help=f"of {DEFAULT_POLICIES}; with --machine also recompute"
     )
     parser.add_argument(
-        "--capacity", default=DEFAULT_CAPACITIES, metavar="SHARE,...",
+        "--capacity",
+        default=DEFAULT_CAPACITIES,
+        metavar="SHARE,...",
         help="of the trace's distinct KV, for one pool",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--machine", type=Path, metavar="YAML", help="simulate the server too, with its tiers"
     )
@@ -87,8 +89,7 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
 def _policies(text: str) -> Iterator[str]:
     for name in text.split(","):
         if name not in POLICIES:
-            raise ConfigError(f"--policy: {name!r} is unknown; "
-                              f"there are {', '.join(POLICIES)}")  # fmt: skip
+            raise ConfigError(f"--policy: {name!r} is unknown; there are {', '.join(POLICIES)}")
         yield name
 
 
@@ -153,9 +154,12 @@ def plot(trace: Trace, runs: Sequence[Replayed], path: Path) -> None:
             [100 * x for x, _ in points], [100 * y for _, y in points], marker="o", label=policy
         )
     axes.set(
-        xscale="log", xlabel="capacity, % of the distinct KV", ylabel="prompt tokens found, %",
-        title=trace.name, ylim=(0, None),
-    )  # fmt: skip
+        xscale="log",
+        xlabel="capacity, % of the distinct KV",
+        ylabel="prompt tokens found, %",
+        title=trace.name,
+        ylim=(0, None),
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -63,9 +63,11 @@ def bound(trace: Trace, machine: Machine, step: Any = lambda: None) -> Outcome:
     share = (machine.dram + machine.nvme) / machine.chunk_bytes / trace.num_chunks
     run = replay(trace, BOUND, min(1.0, share), step)
     return Outcome(
-        BOUND, num_requests=len(trace.requests), prompt_tokens=run.prompt_tokens,
+        BOUND,
+        num_requests=len(trace.requests),
+        prompt_tokens=run.prompt_tokens,
         dram_tokens=run.hit_tokens,
-    )  # fmt: skip
+    )
 
 
 def as_json(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -103,9 +105,11 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
             f"{out.ttft(50):>9.3f}s{out.ttft(99):>9.2f}s{out.prefill_s:>9.0f}s{out.busy_s:>9.0f}s"
         )
         print(line + f"{out.bytes_read / 1e12:>7.2f}TB{out.bytes_written / 1e12:>7.2f}TB")
-    print("found: of all prompt tokens. history: of what a conversation had before. in DRAM: of "
-          "what was stored\nand wanted, when a request was first offered a place. prefill: the "
-          "accelerator's time for prompts.")  # fmt: skip
+    print(
+        "found: of all prompt tokens. history: of what a conversation had before. in DRAM: of "
+        "what was stored\nand wanted, when a request was first offered a place. prefill: the "
+        "accelerator's time for prompts."
+    )
 
 
 def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:

@@ -64,8 +64,9 @@ def kv_bytes_per_token(config: Mapping[str, Any], where: str, dtype_bytes: int |
     """
     config = config.get("text_config") or config
     if config.get("kv_lora_rank"):
-        raise ConfigError(f"{where}: kv_lora_rank is set: latent attention, which AttnStore does "
-                          "not serve yet")  # fmt: skip
+        raise ConfigError(
+            f"{where}: kv_lora_rank is set: latent attention, which AttnStore does not serve yet"
+        )
     layers = _count(config, where, "num_hidden_layers", "n_layer")
     heads = _count(config, where, "num_attention_heads", "n_head")
     kv_heads = heads
@@ -94,8 +95,9 @@ def plan(args: argparse.Namespace, trace: Trace) -> list[Option]:
     """All options, the best first. Raises: ConfigError."""
     for name in ("budget", "dram_price", "nvme_price"):
         if not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected more "
-                              "than 0")  # fmt: skip
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; expected more than 0"
+            )
     try:
         config = json.loads(args.model.read_text())
     except ValueError as error:
@@ -117,8 +119,10 @@ def plan(args: argparse.Namespace, trace: Trace) -> list[Option]:
 
 def show(trace: Trace, options: Sequence[Option]) -> None:
     print(f"{trace.name}: {len(trace.requests):,} requests")
-    print(f"{'DRAM':>10}{'NVMe':>10}{'found':>8}{'in DRAM':>9}{'TTFT p50':>10}{'p99':>9}"
-          f"{'prefill':>10}")  # fmt: skip
+    print(
+        f"{'DRAM':>10}{'NVMe':>10}{'found':>8}{'in DRAM':>9}{'TTFT p50':>10}{'p99':>9}"
+        f"{'prefill':>10}"
+    )
     for option in options:
         out = option.outcome
         print(

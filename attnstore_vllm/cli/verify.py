@@ -41,9 +41,12 @@ def verify(directory: Path, *, quiet: bool = False) -> Verdict:
     for path in slab_files(directory):
         with opened(path) as slab:
             bar = tqdm(
-                total=slab.num_segments * slab.segment_bytes, unit="B", unit_scale=True,
-                desc=str(path), disable=quiet or not sys.stderr.isatty(),
-            )  # fmt: skip
+                total=slab.num_segments * slab.segment_bytes,
+                unit="B",
+                unit_scale=True,
+                desc=str(path),
+                disable=quiet or not sys.stderr.isatty(),
+            )
             with bar:
                 for number, segment in slab.segments():
                     if isinstance(segment, str):

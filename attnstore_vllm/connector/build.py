@@ -99,9 +99,13 @@ def _open_pool(
     assert transfer.engine_id is not None
     name = pool_name(transfer.engine_id, config.nvme.path)
     return SharedPool(
-        name, num_slots, geometry.slot_bytes, num_ranks=geometry.num_ranks, member=member,
+        name,
+        num_slots,
+        geometry.slot_bytes,
+        num_ranks=geometry.num_ranks,
+        member=member,
         near=near,
-    )  # fmt: skip
+    )
 
 
 def _gpu_nodes(num_ranks: int) -> list[int]:
@@ -227,11 +231,17 @@ def _scheduler(
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
     )
     return Scheduler(
-        store, geometry, Weights(namespace, digest), config.load_deadline_ms / 1000, lock,
+        store,
+        geometry,
+        Weights(namespace, digest),
+        config.load_deadline_ms / 1000,
+        lock,
         by_priority=vllm_config.scheduler_config.policy == "priority",
-        looks_ahead=config.look_ahead, computes_if_sooner=config.compute_if_sooner,
+        looks_ahead=config.look_ahead,
+        computes_if_sooner=config.compute_if_sooner,
         hints=HintReader(
-            config.ttl_s, pinning.longest_s if pinning is not None else None,
+            config.ttl_s,
+            pinning.longest_s if pinning is not None else None,
             may_truncate=truncation is not None,
             salted_only=config.shared_by == "salted",
         ),
@@ -239,11 +249,12 @@ def _scheduler(
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
         gives_blocks_away=None in rows or all(r.is_alone for r in ranks),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        truncation=(truncation, why_not_moved), replays=_replays(vllm_config),
+        truncation=(truncation, why_not_moved),
+        replays=_replays(vllm_config),
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
-    )  # fmt: skip
+    )
 
 
 def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:

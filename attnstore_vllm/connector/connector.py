@@ -93,8 +93,9 @@ def _reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def _say_idle(reason: str) -> None:
     logger.warning(
         "AttnStore is idle, the server runs as without it: this model cannot be served from "
-        "the store, since %s", reason,
-    )  # fmt: skip
+        "the store, since %s",
+        reason,
+    )
 
 
 def _kernel_of(layer: Any) -> str:

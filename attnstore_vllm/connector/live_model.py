@@ -115,8 +115,9 @@ class LiveWeights:
     def _say(self, why: str) -> None:
         logger.warning(
             "AttnStore cannot see whether weights change (%s), so it drops every tier whenever "
-            "vLLM's prefix cache is reset", why,
-        )  # fmt: skip
+            "vLLM's prefix cache is reset",
+            why,
+        )
 
 
 def digest(model: nn.Module) -> bytes:

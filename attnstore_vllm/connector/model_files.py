@@ -54,8 +54,9 @@ def files_of(vllm_config: VllmConfig) -> dict[str, str]:
     if not places and model.is_multimodal_model:
         logger.warning(
             "AttnStore finds no files that say how media are made ready for %s; what it stores now "
-            "will not be used after a restart", model.model,
-        )  # fmt: skip
+            "will not be used after a restart",
+            model.model,
+        )
         return {"unknown": secrets.token_hex(16)}
     digests: dict[str, set[str]] = {}
     for place in places:

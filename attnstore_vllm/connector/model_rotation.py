@@ -80,9 +80,14 @@ def rope_of(
         for holder in holders[id(layer)]:
             try:
                 check_turns(
-                    holder, layer, rope, len(table), layer.head_size, dtype or table.dtype,
+                    holder,
+                    layer,
+                    rope,
+                    len(table),
+                    layer.head_size,
+                    dtype or table.dtype,
                     table.device,
-                )  # fmt: skip
+                )
             except UnsupportedError as error:  # the others are tried all the same (rope_trial.py)
                 wrong.append(f"layer {name}: {error}")
     if wrong:
@@ -115,9 +120,11 @@ def _static(rope: RotaryEmbeddingBase) -> Rope:
 
 
 def rotation_of(
-    find: Callable[[], torch.nn.Module], layers: Mapping[str, Attention], dtype: torch.dtype,
+    find: Callable[[], torch.nn.Module],
+    layers: Mapping[str, Attention],
+    dtype: torch.dtype,
     block: torch.Tensor,
-) -> Rotation:  # fmt: skip
+) -> Rotation:
     """How the KV of these layers is moved. Raises UnsupportedError.
 
     Args:
@@ -146,9 +153,13 @@ def content_of(layer: Attention, block: torch.Tensor) -> ContentMap:
         )
     kernel_blocks, num_heads, tokens, _ = block.shape
     return probe(
-        _writer(layer), torch.zeros_like(block), 1,
-        block_tokens=kernel_blocks * tokens, num_heads=num_heads, head_dim=head_dim,
-    )  # fmt: skip
+        _writer(layer),
+        torch.zeros_like(block),
+        1,
+        block_tokens=kernel_blocks * tokens,
+        num_heads=num_heads,
+        head_dim=head_dim,
+    )
 
 
 def _writer(layer: Attention) -> Write:

@@ -44,9 +44,14 @@ class _Handed(BaseException):
 
 
 def check_turns(
-    holder: torch.nn.Module, layer: torch.nn.Module, rope: Rope, length: int, head_dim: int,
-    dtype: torch.dtype, device: torch.device,
-) -> None:  # fmt: skip
+    holder: torch.nn.Module,
+    layer: torch.nn.Module,
+    rope: Rope,
+    length: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     """That K of `layer` at one position, turned by `rope`, is K at another.
 
     Args:
@@ -143,11 +148,12 @@ def _arguments(
     if not isinstance(width, int):
         raise UnsupportedError(f"{name} has no projection whose input's size is known")
     needed = [
-        parameter.name for parameter in inspect.signature(holder.forward).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY
-        )
-    ]  # fmt: skip
+        parameter.name
+        for parameter in inspect.signature(holder.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind
+        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
     unknown = [n for n in needed if n not in POSITIONS and n != HIDDEN]
     if unknown or HIDDEN not in needed or not POSITIONS & set(needed):
         raise UnsupportedError(

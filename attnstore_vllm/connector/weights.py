@@ -93,8 +93,10 @@ def identify(
     except (OSError, ValueError) as error:
         logger.warning(
             "AttnStore cannot tell the weights of %s: %s. What it stores now is not found again "
-            "after a restart", vllm_config.model_config.model, error,
-        )  # fmt: skip
+            "after a restart",
+            vllm_config.model_config.model,
+            error,
+        )
         return secrets.token_hex(16), secrets.token_bytes(16)
 
 

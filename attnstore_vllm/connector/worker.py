@@ -167,10 +167,15 @@ class Worker:
             device_bytes = torch.cuda.get_device_properties(device).total_memory
             row_bytes = geometry.num_layers * geometry.page_bytes
             return CudaEngine(
-                pool.address, pool.num_slots, self.rank, geometry, layouts, device,
+                pool.address,
+                pool.num_slots,
+                self.rank,
+                geometry,
+                layouts,
+                device,
                 num_rows=self._write_buffer_bytes(device_bytes) // row_bytes,
                 rotation=self._turns,
-            )  # fmt: skip
+            )
         if device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {device}")
         return CpuEngine(pool.address, pool.num_slots, self.rank, geometry, layouts, self._turns)
@@ -184,9 +189,11 @@ class Worker:
         self._whole = plan.may_replay or not self._has_hooks
         self.loads.begin_step(plan.ended_loads, whole=self._whole)
         self._saves.begin_step(
-            plan.saves_before, plan.saves, plan.preempted,
+            plan.saves_before,
+            plan.saves,
+            plan.preempted,
             by_layer=self._by_layer and not self._whole,
-        )  # fmt: skip
+        )
 
     def start_load(self) -> None:
         self.loads.begin(self._plan.loads, whole=self._whole)
@@ -239,10 +246,16 @@ class Worker:
         saved, given_up = self._saves.take_finished()
         freed, self._freed = self._freed, set()
         return StepReport(
-            self._plan.number, self.loads.take_finished() + saved, given_up, freed,
-            self._waited_s, self._measured, self.rank, self.adapters.tell(self._plan.adapters),
+            self._plan.number,
+            self.loads.take_finished() + saved,
+            given_up,
+            freed,
+            self._waited_s,
+            self._measured,
+            self.rank,
+            self.adapters.tell(self._plan.adapters),
             self._weights() if self._plan.looks_at_weights else Seen.NOTHING,
-        )  # fmt: skip
+        )
 
     @property
     def engine(self) -> CopyEngine:

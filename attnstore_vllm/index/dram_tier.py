@@ -34,9 +34,14 @@ class DramTier(Tier):
     """
 
     def __init__(
-        self, num_slots: int, clean: Departures, dirty: Departures, pins: Pins,
-        look_ahead: LookAhead, behind: Sequence[str],
-    ) -> None:  # fmt: skip
+        self,
+        num_slots: int,
+        clean: Departures,
+        dirty: Departures,
+        pins: Pins,
+        look_ahead: LookAhead,
+        behind: Sequence[str],
+    ) -> None:
         self.name = DRAM
         self.num_slots = num_slots
         self.clean = clean

@@ -52,9 +52,16 @@ class NvmeTier(TierBehind):
     """All slots are closed at first."""
 
     def __init__(
-        self, num_slots: int, order: Departures, pins: Pins, index: PrefixIndex, *,
-        dram_slots: int, dram_pins: Pins, look_ahead: LookAhead,
-    ) -> None:  # fmt: skip
+        self,
+        num_slots: int,
+        order: Departures,
+        pins: Pins,
+        index: PrefixIndex,
+        *,
+        dram_slots: int,
+        dram_pins: Pins,
+        look_ahead: LookAhead,
+    ) -> None:
         super().__init__(NVME, dram_slots, dram_pins, look_ahead)
         self.num_slots = num_slots
         self.order = order

@@ -59,10 +59,17 @@ class Residency:
     """
 
     def __init__(
-        self, dram_slots: int, nvme_slots: int, policy: Callable[[int], Departures], *,
-        chunk_tokens: int, seed: int = 0, grain: int = GRAIN_TOKENS,
-        pin_shares: tuple[float, float] = (0.0, 0.0), more: Sequence[MakeBooks] = (),
-    ) -> None:  # fmt: skip
+        self,
+        dram_slots: int,
+        nvme_slots: int,
+        policy: Callable[[int], Departures],
+        *,
+        chunk_tokens: int,
+        seed: int = 0,
+        grain: int = GRAIN_TOKENS,
+        pin_shares: tuple[float, float] = (0.0, 0.0),
+        more: Sequence[MakeBooks] = (),
+    ) -> None:
         expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
         self.index = PrefixIndex(chunk_tokens, seed, expected, grain)
         self.counts = Counter[str]()
@@ -71,16 +78,26 @@ class Residency:
         self.first_written_tokens = 0
         """Tokens written behind DRAM that no record there had before."""
         self.dram = DramTier(
-            dram_slots, policy(dram_slots), policy(dram_slots), Pins(*pin_shares),
-            self.look_ahead, [NVME, *(make.name for make in more)],
-        )  # fmt: skip
+            dram_slots,
+            policy(dram_slots),
+            policy(dram_slots),
+            Pins(*pin_shares),
+            self.look_ahead,
+            [NVME, *(make.name for make in more)],
+        )
         self.nvme = NvmeTier(
-            nvme_slots, policy(nvme_slots), Pins(*pin_shares), self.index, dram_slots=dram_slots,
-            dram_pins=self.dram.pins, look_ahead=self.look_ahead,
-        )  # fmt: skip
+            nvme_slots,
+            policy(nvme_slots),
+            Pins(*pin_shares),
+            self.index,
+            dram_slots=dram_slots,
+            dram_pins=self.dram.pins,
+            look_ahead=self.look_ahead,
+        )
         self.behind: list[TierBehind] = [
-            self.nvme, *(make.books(policy, self.dram, self.look_ahead) for make in more)
-        ]  # fmt: skip
+            self.nvme,
+            *(make.books(policy, self.dram, self.look_ahead) for make in more),
+        ]
         """All tiers behind DRAM, nearest first."""
         self._tiers = [self.dram, *self.behind]
         self.pinning = Pinning(self._tiers, self.counts)

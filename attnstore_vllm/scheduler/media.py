@@ -63,5 +63,6 @@ class MediaNames:
             logger.warning(
                 "AttnStore leaves prompts alone from their first picture or sound on: vLLM names "
                 "it %r, which means another one after a restart. Names by content need "
-                "--enable-prefix-caching, or --mm-processor-cache-gb above 0", (name or "")[:100],
-            )  # fmt: skip
+                "--enable-prefix-caching, or --mm-processor-cache-gb above 0",
+                (name or "")[:100],
+            )

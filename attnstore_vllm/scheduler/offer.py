@@ -67,9 +67,13 @@ class Offers:
         # One token is left to compute: vLLM needs its logits.
         stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
         pieces = self._store.find(
-            state.sequence, local, stop, MIN_LOAD_TOKENS,
-            request_id=request.request_id, visit=state.visit,
-        )  # fmt: skip
+            state.sequence,
+            local,
+            stop,
+            MIN_LOAD_TOKENS,
+            request_id=request.request_id,
+            visit=state.visit,
+        )
         state.expect(pieces)
         count_wanted(stats, state, pieces)
         held = self._store.hold_ready(pieces, state.sequence, stop)
@@ -97,11 +101,16 @@ class Offers:
             return 0, False
         self._truncation.offer(state, held, self.kv_cache_manager)
         # Moved KV is complete before the forward pass: it fills blocks token by token.
-        layers_before = 0 if state.moved is not None else self._costs.layers_before(
-            num_tokens * self._rank_token_bytes,
-            self._plans.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
-            ready_stop, request.num_tokens,
-        )  # fmt: skip
+        layers_before = (
+            0
+            if state.moved is not None
+            else self._costs.layers_before(
+                num_tokens * self._rank_token_bytes,
+                self._plans.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
+                ready_stop,
+                request.num_tokens,
+            )
+        )
         state.offered = Offered(held, local, layers_before)
         self._open.append(state)
         return num_tokens, layers_before > 0
@@ -124,10 +133,13 @@ class Offers:
         if not offered.layers_before:
             self._costs.load_tokens += num_tokens
         self._plans.load(
-            state.request.request_id, [piece.chunk for piece in used], copies, moved,
+            state.request.request_id,
+            [piece.chunk for piece in used],
+            copies,
+            moved,
             is_partial=stop % self._geometry.block_tokens != 0,
             layers_before=offered.layers_before,
-        )  # fmt: skip
+        )
         state.waiting.deadline, state.computing.first = None, stop
         if state.request.lora_request is not None:
             size = self._geometry.block_tokens
@@ -164,19 +176,30 @@ def plan_copies(
     """
     sizes = {"block_tokens": geometry.block_tokens, "chunk_tokens": geometry.chunk_tokens}
     placed = [piece for piece in used if piece.first is None]
-    copies = plan_load(
-        [(piece.chunk.dram.slot, piece.start, piece.stop) for piece in placed],
-        block_ids, start, min(stop, placed[-1].stop), **sizes,
-    ) if placed else ()  # fmt: skip
+    copies = (
+        plan_load(
+            [(piece.chunk.dram.slot, piece.start, piece.stop) for piece in placed],
+            block_ids,
+            start,
+            min(stop, placed[-1].stop),
+            **sizes,
+        )
+        if placed
+        else ()
+    )
     moved = moves.plan_moves(
         [
             moves.StoredTokens(
-                piece.chunk.dram.slot, piece.first, piece.start - piece.shift,
-                piece.start, min(piece.stop, stop),
+                piece.chunk.dram.slot,
+                piece.first,
+                piece.start - piece.shift,
+                piece.start,
+                min(piece.stop, stop),
             )
             for piece in used
             if piece.first is not None
         ],
-        block_ids, **sizes,
-    )  # fmt: skip
+        block_ids,
+        **sizes,
+    )
     return copies, moved

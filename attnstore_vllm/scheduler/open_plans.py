@@ -213,11 +213,13 @@ class OpenPlans:
             mixed: names that have stood for two.
         """
         return [
-            chunk for o in self._open.values() if o.flow is Flow.SAVE and o.lora is not None
+            chunk
+            for o in self._open.values()
+            if o.flow is Flow.SAVE and o.lora is not None
             if (o.lora.lora_int_id in told and adapters.identity(o.lora) != o.adapter)
             or o.lora.lora_name in mixed
             for chunk in o.chunks
-        ]  # fmt: skip
+        ]
 
     def keeps_blocks(self) -> bool:
         """Whether vLLM keeps blocks of finished requests that will soon come free by themselves.

@@ -78,16 +78,21 @@ class Saving:
         self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
     ) -> None:
         chunk = self._store.begin_save(
-            name, state.run(number), state.pin_s(name.position),
+            name,
+            state.run(number),
+            state.pin_s(name.position),
             again=name.position >= state.computing.first,
-        )  # fmt: skip
+        )
         self._truncation.saved(state, name)
         if chunk is None:
             return
         copies = plan_save(
-            chunk.dram.slot, block_ids, name.position, name.num_tokens,
+            chunk.dram.slot,
+            block_ids,
+            name.position,
+            name.num_tokens,
             block_tokens=self._geometry.block_tokens,
-        )  # fmt: skip
+        )
         self._plans.save(
             state.request.request_id, chunk, copies, state.request.lora_request, state.adapter
         )

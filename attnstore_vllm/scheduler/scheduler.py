@@ -129,10 +129,13 @@ class Scheduler:
         self._kv_cache_manager: KVCacheManager | None = None
         self._queue = VllmQueue(store, by_priority=by_priority) if looks_ahead else None
         self.costs = Costs(
-            store, load_deadline_s, computes_if_sooner,
-            ahead_layers=geometry.num_layers if rows is not None else 0, step_tokens=step_tokens,
+            store,
+            load_deadline_s,
+            computes_if_sooner,
+            ahead_layers=geometry.num_layers if rows is not None else 0,
+            step_tokens=step_tokens,
             clock=clock,
-        )  # fmt: skip
+        )
         self._waits = Waits(store, self.costs, clock)
         self._offers = Offers(
             store, geometry, self.costs, self._waits, self.plans, self._truncation

@@ -40,8 +40,11 @@ class VllmQueue:
             self._enter(back, preempted=True)
         # A streaming session's next input is scheduled as a new request, behind all that run.
         begun = {new.req_id for new in output.scheduled_new_reqs}
-        new = [name for name in output.num_scheduled_tokens
-               if name in begun or name not in self._running]  # fmt: skip
+        new = [
+            name
+            for name in output.num_scheduled_tokens
+            if name in begun or name not in self._running
+        ]
         if new or self._placed:
             self._store.leave_queue([*new, *self._placed])
             for name in new:
@@ -82,6 +85,10 @@ class VllmQueue:
             return
         if request.request_id in self._waiting:
             self._store.find(
-                state.sequence, 0, request.num_tokens - 1, MIN_LOAD_TOKENS,
-                request_id=request.request_id, visit=state.visit,
-            )  # fmt: skip
+                state.sequence,
+                0,
+                request.num_tokens - 1,
+                MIN_LOAD_TOKENS,
+                request_id=request.request_id,
+                visit=state.visit,
+            )

@@ -68,8 +68,9 @@ class StepTimes:
         prompts, num_generating = [], 0
         cached = output.scheduled_cached_reqs
         starts = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        new = ((request.req_id, request.num_computed_tokens) for request in
-               output.scheduled_new_reqs)  # fmt: skip
+        new = (
+            (request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs
+        )
         for request_id, start in itertools.chain(new, starts):
             count = output.num_scheduled_tokens.get(request_id, 0)
             if count == 1 or request_id in output.scheduled_spec_decode_tokens:

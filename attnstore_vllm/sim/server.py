@@ -133,9 +133,11 @@ class Server:
 
     def _arrive(self, at: float, number: int, request: TraceRequest, history: int) -> None:
         tokens = TraceTokens(
-            request.chunks, request.known_tokens, self._machine.chunk_tokens,
+            request.chunks,
+            request.known_tokens,
+            self._machine.chunk_tokens,
             self._num_chunks + number,
-        )  # fmt: skip
+        )
         is_counted = number >= self._warmup and at <= self._until_s
         job = Job(str(number), request, is_counted, history, at, tokens)
         self._waiting[job.request_id] = job

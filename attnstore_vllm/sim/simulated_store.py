@@ -85,17 +85,31 @@ def open_scheduler(
     segment_bytes = PAGE_BYTES + min(nvme, at_most) * shape.record_bytes
     slab = Slab(Path("simulated"), segment_bytes, shape, own={0: shape}, fresh=[0])
     store = SimulatedStore(
-        NoPool(dram), slab, disk, machine.io_depth, io_deadline_s=float("inf"),
-        eviction="attnstore" if policy == "infinite" else policy, clock=clock, threaded=False,
-    )  # fmt: skip
-    geometry = Geometry.uniform(
-        num_ranks=1, num_layers=1, block_tokens=machine.chunk_tokens,
-        page_bytes=machine.chunk_bytes, chunk_tokens=machine.chunk_tokens,
-    )  # fmt: skip
-    scheduler = Scheduler(
-        store, geometry, _FixedNames(), machine.load_deadline_s, -1,
-        looks_ahead=policy in ("attnstore", "infinite"),
-        step_tokens=machine.max_num_batched_tokens, has_prefix_cache=machine.prefix_cache,
+        NoPool(dram),
+        slab,
+        disk,
+        machine.io_depth,
+        io_deadline_s=float("inf"),
+        eviction="attnstore" if policy == "infinite" else policy,
         clock=clock,
-    )  # fmt: skip
+        threaded=False,
+    )
+    geometry = Geometry.uniform(
+        num_ranks=1,
+        num_layers=1,
+        block_tokens=machine.chunk_tokens,
+        page_bytes=machine.chunk_bytes,
+        chunk_tokens=machine.chunk_tokens,
+    )
+    scheduler = Scheduler(
+        store,
+        geometry,
+        _FixedNames(),
+        machine.load_deadline_s,
+        -1,
+        looks_ahead=policy in ("attnstore", "infinite"),
+        step_tokens=machine.max_num_batched_tokens,
+        has_prefix_cache=machine.prefix_cache,
+        clock=clock,
+    )
     return scheduler, store

@@ -67,10 +67,15 @@ class DiskRequests:
                 self._open[tag] = request
                 sent.append(
                     IoRequest(
-                        tag, request.op, request.offset, request.buffers, request.seals,
-                        request.checksum, request.stride,
+                        tag,
+                        request.op,
+                        request.offset,
+                        request.buffers,
+                        request.seals,
+                        request.checksum,
+                        request.stride,
                     )
-                )  # fmt: skip
+                )
         try:
             self._device.submit(sent)
         except DeviceError as error:

@@ -140,18 +140,36 @@ class SegmentHeader:
         label = self.label.encode()[:LABEL_BYTES].decode(errors="ignore").encode()
         raw = bytearray(PAGE_BYTES)
         _SEGMENT.pack_into(
-            raw, 0, SEGMENT_MAGIC, VERSION, self.chunk_tokens, bytes(CHECKSUM_BYTES),
-            self.generation, self.number, self.payload_bytes, self.namespace, self.last_used, label,
-        )  # fmt: skip
+            raw,
+            0,
+            SEGMENT_MAGIC,
+            VERSION,
+            self.chunk_tokens,
+            bytes(CHECKSUM_BYTES),
+            self.generation,
+            self.number,
+            self.payload_bytes,
+            self.namespace,
+            self.last_used,
+            label,
+        )
         return seal(raw)
 
     @classmethod
     def decode(cls, raw: bytes, number: int, where: str) -> SegmentHeader:
         """Raises CorruptRecordError on the first field that is not ours."""
         (
-            magic, version, chunk_tokens, digest, generation, found, payload_bytes, namespace,
-            last_used, label,
-        ) = _SEGMENT.unpack_from(raw)  # fmt: skip
+            magic,
+            version,
+            chunk_tokens,
+            digest,
+            generation,
+            found,
+            payload_bytes,
+            namespace,
+            last_used,
+            label,
+        ) = _SEGMENT.unpack_from(raw)
         _check(
             where,
             (
@@ -187,11 +205,25 @@ class Header:
         assert len(name.extra) in (0, KEY_BYTES)
         end = _HEADER.size + len(name.tokens)
         _HEADER.pack_into(
-            raw, 0, HEADER_MAGIC, VERSION, name.num_tokens, bytes(CHECKSUM_BYTES),
-            self.generation, self.record, self.sequence, self.payload_bytes,
-            self.payload_checksum, self.namespace, name.key, name.parent,
-            name.extra.ljust(KEY_BYTES, b"\0"), name.tenant, name.position, self.written_at,
-        )  # fmt: skip
+            raw,
+            0,
+            HEADER_MAGIC,
+            VERSION,
+            name.num_tokens,
+            bytes(CHECKSUM_BYTES),
+            self.generation,
+            self.record,
+            self.sequence,
+            self.payload_bytes,
+            self.payload_checksum,
+            self.namespace,
+            name.key,
+            name.parent,
+            name.extra.ljust(KEY_BYTES, b"\0"),
+            name.tenant,
+            name.position,
+            self.written_at,
+        )
         raw[_HEADER.size : end] = name.tokens
         raw[end:] = bytes(len(raw) - end)
 
@@ -206,9 +238,23 @@ class Header:
     def decode(cls, raw: bytes, record: int, segment: SegmentHeader, where: str) -> Header:
         """Raises CorruptRecordError on the first field that is not what the segment expects."""
         (
-            magic, version, num_tokens, digest, generation, number, sequence, size, payload_digest,
-            namespace, key, parent, extra, tenant, position, written_at,
-        ) = _HEADER.unpack_from(raw)  # fmt: skip
+            magic,
+            version,
+            num_tokens,
+            digest,
+            generation,
+            number,
+            sequence,
+            size,
+            payload_digest,
+            namespace,
+            key,
+            parent,
+            extra,
+            tenant,
+            position,
+            written_at,
+        ) = _HEADER.unpack_from(raw)
         in_range = 0 < num_tokens <= segment.chunk_tokens
         _check(
             where,
@@ -232,14 +278,20 @@ class Header:
 _FIELDS = np.dtype(
     {
         "names": [
-            "magic", "version", "num_tokens", "checksum", "generation", "record", "payload_bytes",
+            "magic",
+            "version",
+            "num_tokens",
+            "checksum",
+            "generation",
+            "record",
+            "payload_bytes",
             "namespace",
         ],
         "formats": ["V8", "<u4", "<u4", "V16", "V16", "<u8", "<u8", "V32"],
         "offsets": [0, 8, 12, 16, 32, 48, 64, 88],
         "itemsize": _HEADER.size,
     }
-)  # fmt: skip
+)
 
 
 def judge_headers(

@@ -27,9 +27,13 @@ class Health:
     """
 
     def __init__(
-        self, label: str, where: str, progress: threading.Condition, counts: Counter[str],
+        self,
+        label: str,
+        where: str,
+        progress: threading.Condition,
+        counts: Counter[str],
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.reads = Breaker()
         self.writes = Breaker()
         self._label = label
@@ -57,8 +61,11 @@ class Health:
         if any(out):
             logger.error(
                 "%s does not answer: a %s is overdue. %s is out of use, the server computes; "
-                "it is tried again later", self._where, what, self._label,
-            )  # fmt: skip
+                "it is tried again later",
+                self._where,
+                what,
+                self._label,
+            )
 
     def end(self) -> None:
         """Locked. The tier is out of use for good."""
@@ -82,8 +89,11 @@ class Health:
         elif changed:
             logger.error(
                 "%s %s are out of use after repeated failures, the server goes on without "
-                "them; they are tried again later. The last: %s", self._label, what, failure,
-            )  # fmt: skip
+                "them; they are tried again later. The last: %s",
+                self._label,
+                what,
+                failure,
+            )
         else:
             self._log(logging.WARNING, what, cost, failure)
 

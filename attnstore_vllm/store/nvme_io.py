@@ -58,9 +58,15 @@ class NvmeIo(TierIo):
     """
 
     def __init__(
-        self, context: Context, slab: Slab, device: Device, depth: int, *, deadline_s: float,
+        self,
+        context: Context,
+        slab: Slab,
+        device: Device,
+        depth: int,
+        *,
+        deadline_s: float,
         scrub_rate: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         residency = context.residency
         self.tier = residency.nvme
@@ -157,9 +163,13 @@ class NvmeIo(TierIo):
         self._outbox.append(lambda: request)
 
     def _loaded(
-        self, chunk: Chunk, page: memoryview, segment: SegmentHeader, done: Loaded,
+        self,
+        chunk: Chunk,
+        page: memoryview,
+        segment: SegmentHeader,
+        done: Loaded,
         completion: Completion,
-    ) -> None:  # fmt: skip
+    ) -> None:
         failure: DeviceError | CorruptRecordError | None = completion.error
         tokens = b""
         if completion.error is None:
@@ -222,14 +232,26 @@ class NvmeIo(TierIo):
         )
 
     def _store(
-        self, chunk: Chunk, slot: int, page: memoryview, segment: SegmentHeader, sequence: int,
-        payload: memoryview, done: Stored,
-    ) -> DiskRequest:  # fmt: skip
+        self,
+        chunk: Chunk,
+        slot: int,
+        page: memoryview,
+        segment: SegmentHeader,
+        sequence: int,
+        payload: memoryview,
+        done: Stored,
+    ) -> DiskRequest:
         """The header is made without the lock."""
         Header(
-            chunk.name, segment.namespace, segment.generation, slot, sequence, len(payload),
-            bytes(CHECKSUM_BYTES), int(time.time()),
-        ).encode_into(page)  # fmt: skip
+            chunk.name,
+            segment.namespace,
+            segment.generation,
+            slot,
+            sequence,
+            len(payload),
+            bytes(CHECKSUM_BYTES),
+            int(time.time()),
+        ).encode_into(page)
         return DiskRequest(
             Op.WRITE,
             partial(self._stored, page, done),

@@ -134,9 +134,13 @@ class Reader:
             source.submit()
 
     def _finish(
-        self, chunk: Chunk, source: TierIo, begun_at: float, failure: AttnStoreError | None,
+        self,
+        chunk: Chunk,
+        source: TierIo,
+        begun_at: float,
+        failure: AttnStoreError | None,
         tokens: bytes,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Locked."""
         context = self._context
         is_corrupt = isinstance(failure, CorruptRecordError)

@@ -140,5 +140,9 @@ class Recovery:
             logger.info(
                 "AttnStore found %d chunks of earlier runs in %s (%d records read in %.2f s, "
                 "%d of them damaged)",
-                self.found, disk.slab.path, self.num_records, self.seconds, self.damaged,
-            )  # fmt: skip
+                self.found,
+                disk.slab.path,
+                self.num_records,
+                self.seconds,
+                self.damaged,
+            )

@@ -122,9 +122,11 @@ class Slab:
             number = victim.number
             logger.info(
                 "AttnStore takes %s of %s from %s, last used %s",
-                format_size(self.segment_bytes), self.path, victim.label or "another namespace",
+                format_size(self.segment_bytes),
+                self.path,
+                victim.label or "another namespace",
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(victim.last_used)),
-            )  # fmt: skip
+            )
         else:
             return None
         header = replace(self.shape, number=number, generation=new_generation())
@@ -218,9 +220,12 @@ def _segment_bytes(
             return size
         logger.warning(
             "AttnStore starts with an empty NVMe tier: the segments of %s have %s, which does "
-            "not go with records of %s in %s", path, format_size(size),
-            format_size(shape.record_bytes), format_size(capacity_bytes),
-        )  # fmt: skip
+            "not go with records of %s in %s",
+            path,
+            format_size(size),
+            format_size(shape.record_bytes),
+            format_size(capacity_bytes),
+        )
     os.ftruncate(fd, 0)
     os.pwrite(fd, Root(fresh).encode(), 0)
     return fresh

@@ -87,15 +87,24 @@ class Store:
         """Whether anything may expire: what costs nothing where nobody asks for it."""
         order = partial(departures, eviction, estimator=self._estimator, ttl_s=ttl_s)
         self.residency = Residency(
-            pool.num_slots, slab.records_max, order, grain=grain,
-            chunk_tokens=slab.shape.chunk_tokens, seed=secrets.randbits(64),
-            pin_shares=pin_shares, more=more_tiers,
-        )  # fmt: skip
+            pool.num_slots,
+            slab.records_max,
+            order,
+            grain=grain,
+            chunk_tokens=slab.shape.chunk_tokens,
+            seed=secrets.randbits(64),
+            pin_shares=pin_shares,
+            more=more_tiers,
+        )
         self._pieces_max = pool.num_slots
         self._moved = MovedKv(
-            self.residency.index, slab.shape.chunk_tokens, pool.num_slots + slab.records_max,
-            min_tokens=moved[0], sinks=moved[1], seed=secrets.randbits(63),
-        )  # fmt: skip
+            self.residency.index,
+            slab.shape.chunk_tokens,
+            pool.num_slots + slab.records_max,
+            min_tokens=moved[0],
+            sinks=moved[1],
+            seed=secrets.randbits(63),
+        )
         self._clock = clock
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)

@@ -37,9 +37,13 @@ class StoreThread:
     """
 
     def __init__(
-        self, context: Context, tiers: Sequence[TierIo], *, daily_writes: int | None = None,
+        self,
+        context: Context,
+        tiers: Sequence[TierIo],
+        *,
+        daily_writes: int | None = None,
         learn: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._context = context
         self._learn = learn
         self.tiers = tiers

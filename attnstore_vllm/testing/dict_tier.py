@@ -32,9 +32,13 @@ class DictBooks(TierBehind):
     """`owned` keeps its chunks alive; those that were dropped stay until nothing touches them."""
 
     def __init__(
-        self, name: str, num_slots: int, order: Departures, dram: DramTier,
+        self,
+        name: str,
+        num_slots: int,
+        order: Departures,
+        dram: DramTier,
         look_ahead: LookAhead,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(name, dram.num_slots, dram.pins, look_ahead)
         self.num_slots = num_slots
         self.order = order

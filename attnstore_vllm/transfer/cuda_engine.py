@@ -105,8 +105,9 @@ class CudaEngine:
             numbers = page_numbers(seen, num_slots, rank, geometry, layouts)
             self._arrays = torch.tensor(
                 [*numbers["layer_bases"], *numbers["run_offsets"]],
-                dtype=torch.int64, device=self._device,
-            )  # fmt: skip
+                dtype=torch.int64,
+                device=self._device,
+            )
             rows = {"rows_base": self._buffer.data_ptr(), "num_rows": num_rows}
             self._copier = self._native.PageCopier(
                 self._native.PageShape(**numbers, **rows), **self._on_device()
@@ -252,9 +253,15 @@ class CudaEngine:
             some = slice(first, first + PAGES_AT_ONCE)
             staged = ring.stage(pack(pages[some], rows[some] if len(rows) else None), handle)
             self._copier.by_kernel(
-                native_copy, pages[some], rows[some], *span,
-                staged.device, staged.host, rule.thread_blocks, handle,
-            )  # fmt: skip
+                native_copy,
+                pages[some],
+                rows[some],
+                *span,
+                staged.device,
+                staged.host,
+                rule.thread_blocks,
+                handle,
+            )
             ring.was_given()
 
     def _failed(self, stream: torch.cuda.Stream, error: RuntimeError) -> FailedEvent:
@@ -275,9 +282,11 @@ class CudaEngine:
         """Loads come layer by layer with the same pages, so the last answer is kept."""
         last = self._chosen.get(copy)
         if (
-            last is not None and last[2] is self.rules
-            and np.array_equal(last[0], pages) and np.array_equal(last[1], rows)
-        ):  # fmt: skip
+            last is not None
+            and last[2] is self.rules
+            and np.array_equal(last[0], pages)
+            and np.array_equal(last[1], rows)
+        ):
             return last[3]
         runs = self._copier.count_runs(getattr(self._native.Copy, copy.name), pages, rows)
         run_bytes = len(pages) * self._geometry.page_bytes / max(1, runs)

@@ -51,9 +51,14 @@ class TokenMover:
             table = self._native.table(some)
             staged = ring.stage(table.words, stream)
             self._native.load(
-                table, layers.start, layers.stop,
-                staged.device, staged.host, self.thread_blocks, stream,
-            )  # fmt: skip
+                table,
+                layers.start,
+                layers.stop,
+                staged.device,
+                staged.host,
+                self.thread_blocks,
+                stream,
+            )
             ring.was_given()
 
     def _parts(self, moved: Moved) -> list[Moved]:

@@ -129,9 +129,10 @@ def check_moves(
     if why_not is not None:
         return why_not
     wrong = [
-        layer for layer in layers
+        layer
+        for layer in layers
         if not _is_moved(rotation, g.block_tokens, first, before[layer], found[layer])
-    ]  # fmt: skip
+    ]
     if wrong:
         return f"KV that was moved to other positions on this GPU is wrong in the layers {wrong}"
     return None

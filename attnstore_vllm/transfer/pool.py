@@ -72,9 +72,15 @@ class SharedPool:
     """
 
     def __init__(
-        self, name: str, num_slots: int, slot_bytes: int, *, num_ranks: int, member: int,
+        self,
+        name: str,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        num_ranks: int,
+        member: int,
         near: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert 0 < num_ranks <= RANKS_MAX
         assert 0 <= member <= num_ranks
         self.num_slots = num_slots

@@ -192,9 +192,15 @@ def _bind(mapping: mmap.mmap, policy: NumaPolicy | None) -> str:
         mask[node // 64] |= 1 << node % 64
     # The kernel takes one bit less than it is told of. No flags: nothing is there to be moved.
     error = _libc(
-        "syscall", number, ctypes.c_void_p(_address(mapping)), len(mapping), policy.mode.value,
-        mask, _NODE_BITS + 1, 0,
-    )  # fmt: skip
+        "syscall",
+        number,
+        ctypes.c_void_p(_address(mapping)),
+        len(mapping),
+        policy.mode.value,
+        mask,
+        _NODE_BITS + 1,
+        0,
+    )
     nodes = ", ".join(map(str, policy.nodes))
     if error:
         return f", not near the GPUs (NUMA node {nodes}): mbind says {os.strerror(error)}"

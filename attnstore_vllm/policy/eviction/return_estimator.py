@@ -157,9 +157,11 @@ class ReturnEstimator:
                 continue
             if deepest is None:
                 deepest = Before(
-                    int(self._number[place]), depth, int(self._turn[place]),
+                    int(self._number[place]),
+                    depth,
+                    int(self._turn[place]),
                     float(self._since[place]),
-                )  # fmt: skip
+                )
             self._close(place, self._returned, now)
         return deepest
 
@@ -210,10 +212,16 @@ class ReturnEstimator:
         """A copy of what fit() learns from, which may be called beside further events."""
         self.is_due = False
         seen = Observed(
-            now, self._is_open.copy(), self._kind.copy(), self._since.copy(), self._weight.copy(),
-            self._returned.copy(), self._departed.copy(),
-            self._weight_sum / max(1, self._opened), self._fit,
-        )  # fmt: skip
+            now,
+            self._is_open.copy(),
+            self._kind.copy(),
+            self._since.copy(),
+            self._weight.copy(),
+            self._returned.copy(),
+            self._departed.copy(),
+            self._weight_sum / max(1, self._opened),
+            self._fit,
+        )
         if self._opened >= self._decay_at:
             self._decay_at += DECAY_RUNS
             self._returned *= 0.5
