@@ -5,7 +5,8 @@
     key[i] = H("chunk", parent = key[i-1] or root, extra, token ids of chunk i)
 
 `namespace` is the fingerprint of the model and its layout, `cache_salt` the tenant, `lora` the
-content of the adapter, `extra` the multimodal inputs that lie in the chunk. The hash is
+content of the adapter, `extra` the multimodal inputs that lie in the chunk. Sections of other KV
+cache groups (sections.py) are chunks behind a parent of their own. The hash is
 cryptographic, so that no user can craft a prompt whose key is another's, and starts from no
 random seed, so that a key on disk means the same after a restart.
 """
@@ -58,6 +59,15 @@ def moved_root(root: Key, stop: int) -> Key:
 def tenant_hash(cache_salt: str | None) -> bytes:
     """The tenant as records have it: a hash of the salt, never the salt. Zero without one."""
     return bytes(32) if cache_salt is None else _hash(b"tenant", _encode(cache_salt))
+
+
+def section_parent(parent: Key, group: int, hole: int) -> Key:
+    """The parent of what another KV cache group keeps of the chunks that continue `parent`.
+
+    Args:
+        hole: leading blocks of the chunk that are not there.
+    """
+    return Key(_hash(b"section", parent, struct.pack("<II", group, hole)))
 
 
 def chunk_key(parent: Key, extra: bytes, tokens: bytes) -> Key:
@@ -115,6 +125,9 @@ class SequenceKeys:
         self._spans = spans
         self._keys: list[Key] = []
         self._chunks: list[bytes] = []
+        self._sections: dict[tuple[int, int], SectionKeys] = {}
+        self.spine_stop = 0
+        """Up to where the spine was stored when it was last looked up, whatever else was."""
 
     def parent(self, chunk: int) -> Key:
         """The key that chunk number `chunk` continues."""
@@ -137,8 +150,13 @@ class SequenceKeys:
         """All that names a whole chunk."""
         key = self.key(chunk)
         position = chunk * self.chunk_tokens
-        parent, extra, tokens = self.parent(chunk), self.extra(chunk), self._chunks[chunk]
+        parent, extra, tokens = self.parent(chunk), self.extra(chunk), self.chunk_bytes(chunk)
         return ChunkName(key, parent, extra, tenant, position, self.chunk_tokens, tokens)
+
+    def chunk_bytes(self, chunk: int) -> bytes:
+        """The encoded tokens of a whole chunk."""
+        self.key(chunk)
+        return self._chunks[chunk]
 
     def keys(self, first: int, last: int) -> list[Key]:
         """The keys of whole chunks first to last - 1."""
@@ -159,3 +177,44 @@ class SequenceKeys:
     def extra(self, chunk: int) -> bytes:
         start = chunk * self.chunk_tokens
         return chunk_extra(self._spans, start, start + self.chunk_tokens) if self._spans else b""
+
+    def section(self, group: int, hole: int) -> SectionKeys:
+        """The keys of what another KV cache group keeps of these chunks."""
+        found = self._sections.get((group, hole))
+        if found is None:
+            found = self._sections[group, hole] = SectionKeys(self, group, hole)
+        return found
+
+
+class SectionKeys(SequenceKeys):
+    """The same tokens, named for one group beside the spine (sections.py). A key is hashed when it
+    is asked for, since few of a sequence are."""
+
+    def __init__(self, spine: SequenceKeys, group: int, hole: int) -> None:
+        super().__init__(spine.root, spine.token_ids, spine.chunk_tokens)
+        self._spine = spine
+        self._group = group
+        self._hole = hole
+        self._known: dict[int, tuple[Key, Key]] = {}
+        """By the number of the chunk: the spine's key, and ours."""
+
+    def parent(self, chunk: int) -> Key:
+        return section_parent(self._spine.parent(chunk), self._group, self._hole)
+
+    def key(self, chunk: int) -> Key:
+        of_spine = self._spine.key(chunk)
+        known = self._known.get(chunk)
+        if known is None or known[0] != of_spine:
+            tokens = self._spine.chunk_bytes(chunk)
+            own = chunk_key(self.parent(chunk), self.extra(chunk), tokens)
+            known = self._known[chunk] = of_spine, own
+        return known[1]
+
+    def keys(self, first: int, last: int) -> list[Key]:
+        return [self.key(chunk) for chunk in range(first, last)]
+
+    def chunk_bytes(self, chunk: int) -> bytes:
+        return self._spine.chunk_bytes(chunk)
+
+    def extra(self, chunk: int) -> bytes:
+        return self._spine.extra(chunk)

@@ -48,6 +48,8 @@ class Piece:
     """Moved KV: the token of the chunk that `start` is. None: it is where it was computed."""
     grain: int = GRAIN_TOKENS
     """1: moved KV goes on behind it, from any token; else see index/stops.py."""
+    group: int = 0
+    """Whose KV it is: of the spine (0), or a section of another KV cache group."""
 
     @property
     def shift(self) -> int:

@@ -9,18 +9,17 @@ know regions and block ids, and no groups. A *page* is what vLLM calls so: the b
 one layer on one rank, as vLLM wrote them.
 
 A group says how many tokens a block of it has. The *spine* is the group that has all tokens: its
-chunks are named by them. Today it is the only one (connector/support.py).
+chunks are named by them. What other groups keep of a chunk are *sections* (index/sections.py), each
+in a slot of its own, so that a slot is the same whoever's it is: the blocks of the group with most
+blocks a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 SLOT_ALIGNMENT_BYTES = 4096
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,11 @@ class Group:
     block_tokens: int
     layers: tuple[str, ...] = ()
     """Their names, in the order of the regions."""
+    reach: str = "full"
+    """How far back it looks (index/sections.py: Reach)."""
+    reach_tokens: int = 0
+    facts: str = ""
+    """All that vLLM says of the group: it is in the namespace where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Geometry:
     block_tokens: int = field(init=False)
     """Tokens a block of the spine."""
     blocks_per_chunk: int = field(init=False)
+    """That a slot has room for: of the group with the smallest blocks."""
     layer_bytes: int = field(init=False)
     """Of one region, in a chunk."""
     rank_bytes: int = field(init=False)
@@ -56,12 +61,12 @@ class Geometry:
 
     def __post_init__(self) -> None:
         assert self.regions
-        assert len(self.groups) == 1, "the facts of several groups are in no namespace yet"
         assert len(set(self.regions)) == 1, "pages of several sizes need copies that know of them"
         tokens, page = self.spine.block_tokens, self.regions[0]
         assert min(self.num_ranks, page, tokens) > 0
-        assert self.chunk_tokens % tokens == 0
-        blocks = self.chunk_tokens // tokens
+        assert all(self.chunk_tokens % group.block_tokens == 0 for group in self.groups)
+        assert self.spine.reach == "full", "the spine has all tokens"
+        blocks = self.chunk_tokens // min(group.block_tokens for group in self.groups)
         rank_bytes = blocks * sum(self.regions)
         used = self.num_ranks * rank_bytes
         for name, value in (
@@ -84,19 +89,25 @@ class Geometry:
     def spine(self) -> Group:
         return self.groups[0]
 
-    def spine_of(self, per_group: Sequence[T]) -> T:
-        """The spine's part of whatever vLLM gives for each group."""
-        assert len(per_group) == len(self.groups), f"{len(per_group)} groups, not as at the start"
-        return per_group[0]
+    @property
+    def layer_names(self) -> dict[str, int]:
+        """The region of each layer, of all groups."""
+        return {name: i for group in self.groups for i, name in enumerate(group.layers)}
 
     def token_bytes(self) -> float:
         """KV bytes of one token, all layers and ranks."""
         return self.num_ranks * self.rank_bytes / self.chunk_tokens
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Any]:
         """The part that decides bytes, for the namespace: with one group as it always was, so that
         stores of before are found."""
-        return {
+        several: dict[str, Any] = {}
+        if len(self.groups) > 1:
+            several["groups"] = [
+                [g.block_tokens, g.reach, g.reach_tokens, list(g.layers), g.facts]
+                for g in self.groups
+            ]
+        return several | {
             "num_ranks": self.num_ranks,
             "num_layers": self.num_layers,
             "block_tokens": self.block_tokens,
