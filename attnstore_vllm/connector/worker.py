@@ -233,6 +233,8 @@ class Worker:
     def failed_blocks(self) -> set[int]:
         """Blocks with KV of an adapter that was another one when the step began."""
         checks, self._plan.checks = self._plan.checks, []
+        if not checks:
+            return set()
         now = self.adapters.tell(check.lora_id for check in checks)
         failed: set[int] = set()
         for check in checks:
@@ -253,7 +255,7 @@ class Worker:
             self._waited_s,
             self._measured,
             self.rank,
-            self.adapters.tell(self._plan.adapters),
+            self.adapters.tell(self._plan.adapters) if self._plan.adapters else None,
             self._weights() if self._plan.looks_at_weights else Seen.NOTHING,
         )
 
@@ -281,7 +283,8 @@ class Worker:
         num_bytes = num_blocks * self.geometry.page_bytes * self.geometry.num_layers
         moved = sum(num_tokens(p.moves) for p in plans if isinstance(p, LoadPlan))
         num_bytes += moved * self.geometry.rank_bytes // self.geometry.chunk_tokens
-        self._stats.add("bytes", flow.value, num_bytes)
+        if num_bytes:
+            self._stats.add("bytes", flow.value, num_bytes)
 
 
 def _name_of(device: torch.device) -> str:

@@ -112,7 +112,8 @@ class Residency:
     def use(self, chunks: Sequence[Chunk], run: Run | None = None) -> None:
         """Note that a request wants these, in the order of depth."""
         run = run or unknown_run(self.now)
-        run.use(self.now)
+        if run.lease is not None:
+            run.lease.use(self.now)
         for tier in self._tiers if chunks else ():
             tier.use(chunks, run)
         for chunk in chunks:
@@ -187,7 +188,8 @@ class Residency:
             self.counts["dropped"] += 1
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
-        chunk.run.use(self.now)
+        if chunk.run.lease is not None:
+            chunk.run.lease.use(self.now)
         self.dram.give(chunk, State.SAVING)
         if known is None:
             self.index.add(chunk)

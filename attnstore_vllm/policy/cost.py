@@ -31,7 +31,10 @@ STEPS_KEPT = 256
 """About so many count; what was before is forgotten."""
 OUTLIER = 4.0
 """A step counts as at most so many times its forecast, and at least as such a part of it:
-compilation, a stopped process, a step that ended while nobody looked."""
+compilation, a stopped process, a step that ended while nobody looked. So does a load."""
+LOADS_MIN = 8
+LOADS_KEPT = 64
+"""As READS_MIN and READS_KEPT, of loads that are over."""
 FORGIVEN_AFTER = 16
 """Usual measurements after which an outlier is one that stands alone."""
 REFIT_STEPS = 8
@@ -127,6 +130,38 @@ class CopyCost:
         self._asked += 1
         copying = (stop - start) * self._seconds / self._tokens
         return self._asked % PROBE_EVERY == 0 or copying <= steps.seconds(start, stop, 1.0)
+
+
+class LoadRate:
+    """Seconds a byte takes from DRAM to HBM, learned from loads that are over.
+
+    Each load counts by its bytes: what a copy costs to begin with must not hide in the rate.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._weight = 0.0
+        self._mean = 0.0  # seconds a byte
+
+    @property
+    def is_known(self) -> bool:
+        return self._count >= LOADS_MIN
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """A load is over. One of no bytes or in no time says nothing."""
+        if num_bytes <= 0 or not 0 < seconds < math.inf:
+            return
+        rate = seconds / num_bytes
+        if self.is_known:
+            rate = min(max(rate, self._mean / OUTLIER), self._mean * OUTLIER)
+        self._count += 1
+        keep = 1 - 1 / LOADS_KEPT
+        self._weight = keep * self._weight + num_bytes
+        self._mean += (rate - self._mean) * num_bytes / self._weight
+
+    def seconds(self, num_bytes: int) -> float:
+        """For a load of so many bytes, on the mean. Ask `is_known` first."""
+        return num_bytes * self._mean
 
 
 class StepCost:

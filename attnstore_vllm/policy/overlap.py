@@ -15,13 +15,6 @@ from __future__ import annotations
 
 import math
 
-LOADS_MIN = 8
-"""Before so many were seen nothing is said."""
-LOADS_KEPT = 64
-"""About so many count; what was before is forgotten."""
-OUTLIER = 4.0
-"""A load counts as at most so many times its forecast, and at least as such a part of it: a
-stopped process, a first touch of cold memory."""
 WRITE_BUFFER_SHARE = 0.02
 """The most of the device's memory that the write buffer takes."""
 
@@ -50,38 +43,6 @@ def layers_before(load_s: float, compute_s: float, num_layers: int) -> int:
     compute, compute_unit = compute_s.as_integer_ratio()
     hidden = (num_layers - 1) * compute * load_unit // (load * compute_unit)
     return num_layers - hidden
-
-
-class LoadRate:
-    """Seconds a byte takes from DRAM to HBM, learned from loads that are over.
-
-    Each load counts by its bytes: what a copy costs to begin with must not hide in the rate.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._weight = 0.0
-        self._mean = 0.0  # seconds a byte
-
-    @property
-    def is_known(self) -> bool:
-        return self._count >= LOADS_MIN
-
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        """A load is over. One of no bytes or in no time says nothing."""
-        if num_bytes <= 0 or not 0 < seconds < math.inf:
-            return
-        rate = seconds / num_bytes
-        if self.is_known:
-            rate = min(max(rate, self._mean / OUTLIER), self._mean * OUTLIER)
-        self._count += 1
-        keep = 1 - 1 / LOADS_KEPT
-        self._weight = keep * self._weight + num_bytes
-        self._mean += (rate - self._mean) * num_bytes / self._weight
-
-    def seconds(self, num_bytes: int) -> float:
-        """For a load of so many bytes, on the mean. Ask `is_known` first."""
-        return num_bytes * self._mean
 
 
 def default_write_buffer_bytes(

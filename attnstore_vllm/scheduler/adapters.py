@@ -99,8 +99,8 @@ class Adapters:
     # ---- requests ----------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
-        if request.lora_request is not None:
-            self._requests[request.request_id] = request
+        """A request with an adapter has come."""
+        self._requests[request.request_id] = request
 
     def leave(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

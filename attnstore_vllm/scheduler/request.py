@@ -10,8 +10,7 @@ from enum import Enum
 from attnstore_vllm.hints import HintReader, Hints
 from attnstore_vllm.index.keys import SequenceKeys, moved_root, root_key, tenant_hash
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.runs import Run
-from attnstore_vllm.policy.visits import Visit
+from attnstore_vllm.policy.runs import Run, Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import MediaNames, spans_of
 from attnstore_vllm.scheduler.vllm_types import Request

@@ -161,8 +161,9 @@ class Scheduler:
         if not self._alive and not self._has_prefix_cache:
             self._watch.doubt()
         self._alive.add(request.request_id)
-        self._has_adapters = self._has_adapters or request.lora_request is not None
-        self.adapters.enter(request)
+        if request.lora_request is not None:
+            self._has_adapters = True
+            self.adapters.enter(request)
         is_doubtful = request.resumable and self._overcounts_drafts
         if is_doubtful and self._kv_cache_manager is not None:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
@@ -174,8 +175,9 @@ class Scheduler:
         state.hints = hints = self._hints.read(request.kv_transfer_params)
         state.stores = hints.store and not is_doubtful
         self._truncation.note(state, hints)
-        self._stats.add("hints", "applied", hints.applied)
-        self._stats.add("hints", "ignored", hints.ignored)
+        if hints.applied or hints.ignored:
+            self._stats.add("hints", "applied", hints.applied)
+            self._stats.add("hints", "ignored", hints.ignored)
         if self._queue is not None and adapter is not None:
             self._look_up(state)
 
@@ -287,7 +289,9 @@ class Scheduler:
         self.costs.step_ended(report, self._stats)
         if report.adapters:
             self._on_adapters(report)
-        self._stats.add("chunks", "unsaved", self.plans.on_report(report))
+        num_given_up = self.plans.on_report(report)
+        if num_given_up:
+            self._stats.add("chunks", "unsaved", num_given_up)
         if self._watch.on_report(report):
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
@@ -352,7 +356,8 @@ class Scheduler:
         """
         if self._queue is not None:
             self._queue.on_finished(request.request_id)
-        self.adapters.leave(request.request_id)
+        if request.lora_request is not None:
+            self.adapters.leave(request.request_id)
         self._alive.discard(request.request_id)
         state = self.requests.pop(request.request_id, None)
         if state is None:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.cost import CopyCost, StepCost, pieces_to_wait_for
-from attnstore_vllm.policy.overlap import LoadRate, layers_before
+from attnstore_vllm.policy.cost import CopyCost, LoadRate, StepCost, pieces_to_wait_for
+from attnstore_vllm.policy.overlap import layers_before
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.stats import StepStats

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
-from attnstore_vllm.policy.runs import unknown_run
-from attnstore_vllm.policy.visits import visit_of
+from attnstore_vllm.policy.runs import unknown_run, visit_of
 from attnstore_vllm.sim.trace import Trace, TraceRequest
 
 

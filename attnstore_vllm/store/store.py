@@ -32,8 +32,7 @@ from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.runs import NO_TERMS, Run, Terms
-from attnstore_vllm.policy.visits import Visit, visit_of
+from attnstore_vllm.policy.runs import NO_TERMS, Run, Terms, Visit, visit_of
 from attnstore_vllm.store.context import Context, Pool
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab

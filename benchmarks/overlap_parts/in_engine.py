@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 from unittest import mock
 
-from attnstore_vllm.policy.overlap import LoadRate
+from attnstore_vllm.policy.cost import LoadRate
 from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.transfer.plan import LoadPlan
 from tests.vllm.engine import Engine, Tokens

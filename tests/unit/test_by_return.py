@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from attnstore_vllm.policy.eviction.by_return import VICTIMS_MAX
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, Departures, departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator, kind_of
-from attnstore_vllm.policy.runs import Run
-from attnstore_vllm.policy.visits import Visit, visit_of
+from attnstore_vllm.policy.runs import Run, Visit, visit_of
 
 KIND = kind_of(1, None, 1000, is_fresh=True, is_shared=False)
 
