@@ -261,8 +261,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if self.scheduler is not None and num_external_tokens:
-            block_ids = self.scheduler.geometry.spine_of(blocks.get_block_ids())
-            self.scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
+            tables = self.scheduler.tables(blocks.get_block_ids())
+            self.scheduler.update_state_after_alloc(request, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -294,14 +294,14 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler is None:
             return False, None
-        return self.scheduler.request_finished(request, block_ids)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler is None:
             return False, None
-        return self.request_finished(request, self.scheduler.geometry.spine_of(block_ids))
+        return self.scheduler.request_finished(request, self.scheduler.tables(block_ids))
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler is not None and self.scheduler.keeps_blocks()

@@ -163,17 +163,25 @@ class Residency:
     # ---- HBM -> DRAM -------------------------------------------------------------------
 
     def begin_save(
-        self, name: ChunkName, run: Run | None = None, *, again: bool = False
+        self,
+        name: ChunkName,
+        run: Run | None = None,
+        *,
+        again: bool = False,
+        stays: bool = False,
     ) -> Chunk | None:
         """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
 
         Args:
             run: of the request that has computed it.
             again: the request has computed it though a tier behind may have it: DRAM takes it too.
+            stays: it is not written to the tiers behind before a request uses it.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
         there is no room (counted as dropped if it is nowhere else).
         """
         known = self.index.get(name.key)
+        if known is not None and stays:
+            return None  # whoever has it may think more of it
         if known is not None:
             self.use([known], run)
             # It takes no room from what waits to be read or written: it can be read again.
@@ -191,6 +199,8 @@ class Residency:
         if chunk.run.lease is not None:
             chunk.run.lease.use(self.now)
         self.dram.give(chunk, State.SAVING)
+        if stays:
+            chunk.refused_by.update(tier.name for tier in self.behind)
         if known is None:
             self.index.add(chunk)
         else:

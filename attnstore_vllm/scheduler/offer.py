@@ -8,9 +8,12 @@ plans a step without having taken them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.sections import Need
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.stats import (
@@ -26,7 +29,10 @@ from attnstore_vllm.scheduler.waiting import Costs, Waits
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer import moves
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.plan import plan_load
+from attnstore_vllm.transfer.plan import ChunkCopy, last_blocks_last, plan_load
+
+Tables = Sequence[Sequence[int]]
+"""The blocks of a request in each group, from its first token on; 0 for what is not there."""
 
 
 class Offers:
@@ -40,7 +46,9 @@ class Offers:
         waits: Waits,
         plans: OpenPlans,
         truncation: Truncation,
+        needs: Sequence[Need] = (),
     ) -> None:
+        self._needs = {need.group: need for need in needs}
         self.kv_cache_manager: KVCacheManager | None = None
         """vLLM's, when it is known."""
         self._store = store
@@ -79,8 +87,8 @@ class Offers:
         held = self._store.hold_ready(pieces, state.sequence, stop)
         ready_stop = held[-1].stop if held else local
         cause = "lost"
-        if len(held) < len(pieces):
-            late = self._costs.why_not_wait(state, ready_stop, pieces[len(held) :])
+        if not has_all(held, pieces):
+            late = self._costs.why_not_wait(state, ready_stop, still_coming(held, pieces))
             if late is None:
                 self._store.release(piece.chunk for piece in held)
                 self._waits.add(state, pieces)
@@ -116,7 +124,7 @@ class Offers:
         return num_tokens, layers_before > 0
 
     def take(
-        self, state: RequestState, block_ids: Sequence[int], num_tokens: int, stats: StepStats
+        self, state: RequestState, tables: Tables, num_tokens: int, stats: StepStats
     ) -> bool:
         """vLLM takes so many tokens of the offer, for these blocks: their load is planned.
 
@@ -125,19 +133,29 @@ class Offers:
         offered, state.offered = state.offered, None
         assert offered is not None, "vLLM takes what was not offered"
         start, stop = offered.start, offered.start + num_tokens
-        used = [piece for piece in offered.pieces if piece.start < stop]
+        sections = [piece for piece in offered.pieces if piece.group]
+        spine = offered.pieces[: len(offered.pieces) - len(sections)]
+        used = [piece for piece in spine if piece.start < stop]
         assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
+        assert not sections or used[-1].stop == stop, "sections back no shorter hit"
+        block_ids = tables[0]
         copies, moved = plan_copies(used, block_ids, start, stop, self._geometry)
-        self._store.release(piece.chunk for piece in offered.pieces[len(used) :])
+        copies, num_partial = last_blocks_last(
+            [
+                (copies, stop % self._geometry.block_tokens != 0 and not moved),
+                *plan_sections(sections, tables, stop, self._geometry),
+            ]
+        )
+        self._store.release(piece.chunk for piece in spine[len(used) :])
         count_taken(stats, state, self._store.tiers(used), moves.num_tokens(moved))
         if not offered.layers_before:
             self._costs.load_tokens += num_tokens
         self._plans.load(
             state.request.request_id,
-            [piece.chunk for piece in used],
+            [piece.chunk for piece in (*used, *sections)],
             copies,
             moved,
-            is_partial=stop % self._geometry.block_tokens != 0,
+            num_partial=num_partial,
             layers_before=offered.layers_before,
         )
         state.waiting.deadline, state.computing.first = None, stop
@@ -147,6 +165,7 @@ class Offers:
         if start == 0:  # whole chunks of it are stored, since that is where they come from
             whole = stop // self._geometry.chunk_tokens
             state.computing.chunks_seen = max(state.computing.chunks_seen, whole)
+        state.computing.sections = tuple((p.chunk, self._needs[p.group]) for p in sections)
         self._truncation.taken(state, used, stop)
         self._truncation.found(state, (p.chunk.name for p in used if p.first is None))
         return offered.layers_before > 0
@@ -163,6 +182,49 @@ class Offers:
         for state in self._open:
             self.withdraw(state)
         self._open.clear()
+
+
+def has_all(held: Sequence[Piece], pieces: Sequence[Piece]) -> bool:
+    """Whether what is held goes as far as what was found."""
+    return len(held) >= len(pieces) or bool(held and held[-1].stop >= pieces[-1].stop)
+
+
+def still_coming(held: Sequence[Piece], pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces that were found and do not back what is held, as they are waited for.
+
+    Where there are sections, nothing is won before all has come: so only the last of them ends
+    where the hit does, and the others where what is held does.
+    """
+    num_held = sum(piece.group == 0 for piece in held)
+    spine = [piece for piece in pieces if piece.group == 0][num_held:]
+    sections = [piece for piece in pieces if piece.group]
+    if not sections:
+        return spine
+    ready_stop = held[-1].stop if held else pieces[0].start
+    waiting = [replace(piece, stop=ready_stop) for piece in (*spine, *sections)]
+    return [*waiting[:-1], sections[-1]]
+
+
+def plan_sections(
+    sections: Sequence[Piece], tables: Tables, stop: int, geometry: Geometry
+) -> list[tuple[tuple[ChunkCopy, ...], bool]]:
+    """Of each group with sections: its copies, and whether its last block is partly filled."""
+    planned = []
+    for group, found in groupby(sections, lambda piece: piece.group):
+        pieces = list(found)
+        block_tokens, block_ids = geometry.groups[group].block_tokens, tables[group]
+        first = pieces[0].start // block_tokens
+        assert all(block_ids[first : -(-stop // block_tokens)]), "vLLM gave no block for a section"
+        copies = plan_load(
+            [(piece.chunk.dram.slot, piece.start, piece.stop) for piece in pieces],
+            block_ids,
+            first * block_tokens,
+            stop,
+            block_tokens=block_tokens,
+            chunk_tokens=geometry.chunk_tokens,
+        )
+        planned.append((copies, stop % block_tokens != 0))
+    return planned
 
 
 def plan_copies(

@@ -82,12 +82,12 @@ class OpenPlans:
         copies: tuple[ChunkCopy, ...],
         moves: tuple[MovedRun, ...] = (),
         *,
-        is_partial: bool,
+        num_partial: int,
         layers_before: int,
     ) -> None:
         """The held `chunks` are loaded; released when all ranks have done so."""
         self.load_is_void(request_id)  # a former one, of blocks that it has lost
-        plan = LoadPlan(next(self._ids), request_id, copies, is_partial, layers_before, moves)
+        plan = LoadPlan(next(self._ids), request_id, copies, num_partial, layers_before, moves)
         self._plan.loads.append(plan)
         self._add(plan, Flow.LOAD, chunks)
         self._loading[request_id] = plan.plan_id
@@ -99,13 +99,16 @@ class OpenPlans:
         copies: tuple[ChunkCopy, ...],
         lora: LoRARequest | None = None,
         adapter: bytes | None = None,
+        *,
+        is_fleeting: bool = False,
     ) -> None:
         """`chunk`, which the store has begun to save, is filled when this step ends.
 
         Args:
             lora, adapter: of its request, and what the adapter is taken for.
+            is_fleeting: see TransferPlan.
         """
-        plan = TransferPlan(next(self._ids), request_id, copies)
+        plan = TransferPlan(next(self._ids), request_id, copies, is_fleeting=is_fleeting)
         self._plan.saves.append(plan)
         self._add(plan, Flow.SAVE, [chunk])
         self._open[plan.plan_id].lora, self._open[plan.plan_id].adapter = lora, adapter

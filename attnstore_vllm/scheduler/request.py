@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from attnstore_vllm.hints import HintReader, Hints
+from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import SequenceKeys, moved_root, root_key, tenant_hash
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.sections import Need
 from attnstore_vllm.policy.runs import Run, Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import MediaNames, spans_of
@@ -86,6 +88,8 @@ class Computing:
     """Blocks with stored KV of its adapter, before its first step behind it."""
     checked_in: int = 0
     """The number of that step."""
+    sections: tuple[tuple[Chunk, Need], ...] = ()
+    """Of other groups than the spine: those that its last load used, and that it left since."""
 
 
 @dataclass(slots=True)

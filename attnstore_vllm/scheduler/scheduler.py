@@ -19,11 +19,12 @@ from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
+from attnstore_vllm.index.sections import Need
 from attnstore_vllm.scheduler.adapters import Adapters
 from attnstore_vllm.scheduler.block_names import drop_in_flight, hide_session
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
-from attnstore_vllm.scheduler.offer import Offers
+from attnstore_vllm.scheduler.offer import Offers, Tables
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.prefetching import prefetch
 from attnstore_vllm.scheduler.request import (
@@ -78,6 +79,7 @@ class Scheduler:
             that calls no hook.
         media: says which pictures and sounds have names.
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
+        needs: of the KV cache groups beside the spine; the store has the same.
         has_prefix_cache: vLLM has one, which is reset when weights are updated.
         clock: monotonic seconds.
     """
@@ -102,11 +104,14 @@ class Scheduler:
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
         has_prefix_cache: bool = True,
+        needs: Sequence[Need] = (),
         clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
         self._lock = lock
         self.geometry = geometry
+        numbers = [group.number for group in geometry.groups]
+        self._order = None if numbers == sorted(numbers) else numbers
         self.names = names
         self.adapters = Adapters(geometry.num_ranks, clock)
         self._watch = ResetWatch(self.adapters.hbm_is_empty)
@@ -120,7 +125,7 @@ class Scheduler:
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
         self._truncation = Truncation(store, *truncation)
-        self._saving = Saving(store, geometry, self.plans, self._truncation)
+        self._saving = Saving(store, geometry, self.plans, self._truncation, needs)
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
@@ -138,7 +143,7 @@ class Scheduler:
         )
         self._waits = Waits(store, self.costs, clock)
         self._offers = Offers(
-            store, geometry, self.costs, self._waits, self.plans, self._truncation
+            store, geometry, self.costs, self._waits, self.plans, self._truncation, needs
         )
         self._hints = hints or HintReader()
 
@@ -213,12 +218,12 @@ class Scheduler:
         return self._offers.ask(state, num_computed_tokens, self._stats)
 
     def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+        self, request: Request, tables: Tables, num_external_tokens: int
     ) -> None:
         state = self.requests.get(request.request_id)
         if state is None or num_external_tokens == 0:
             return
-        runs_ahead = self._offers.take(state, block_ids, num_external_tokens, self._stats)
+        runs_ahead = self._offers.take(state, tables, num_external_tokens, self._stats)
         if runs_ahead and self._queue is not None:
             self._queue.on_placed(request.request_id)
 
@@ -252,7 +257,7 @@ class Scheduler:
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
             has_more = computed // self.geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
-                self._saving.save_chunks(state, computed, self._block_ids(request_id))
+                self._saving.save_chunks(state, computed, self._tables(request_id))
         plan = self.plans.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
         plan.number = self.costs.step_planned(output)
@@ -279,10 +284,15 @@ class Scheduler:
             computing.unchecked, computing.checked_in = (), number
         return checks
 
-    def _block_ids(self, request_id: str) -> Sequence[int]:
+    def _tables(self, request_id: str) -> Tables:
         assert self._kv_cache_manager is not None
-        block_ids = self.geometry.spine_of(self._kv_cache_manager.get_block_ids(request_id))
-        return block_ids
+        return self.tables(self._kv_cache_manager.get_block_ids(request_id))
+
+    def tables(self, block_ids: Tables) -> Tables:
+        """What vLLM gives for each of its groups, the spine's first."""
+        assert len(block_ids) == len(self.geometry.groups), "not as many groups as at the start"
+        order = self._order
+        return block_ids if order is None else [block_ids[number] for number in order]
 
     def on_report(self, report: StepReport) -> None:
         """Ranks have completed plans; a plan is complete when all of them have."""
@@ -348,7 +358,7 @@ class Scheduler:
     # ---- a request goes ----------------------------------------------------------------
 
     def request_finished(
-        self, request: Request, block_ids: Sequence[int]
+        self, request: Request, tables: Tables
     ) -> tuple[bool, dict[str, Any] | None]:
         """Plan the saves of what is left, the tail included.
 
@@ -363,7 +373,7 @@ class Scheduler:
         if state is None:
             return False, None
         self._offers.withdraw(state)
-        self._saving.save_rest(state, block_ids)
+        self._saving.save_rest(state, tables)
         report = self._truncation.finished(state)
         keeps = self.plans.finished(request.request_id)
         return keeps, None if report is None else {SECTION: report}

@@ -53,8 +53,9 @@ def count_wanted(stats: StepStats, state: RequestState, pieces: Sequence[Piece])
     if state.counted.wanted:
         return
     state.counted.wanted = True
-    in_dram = sum(p.stop - p.start for p in pieces if p.chunk.dram.state is State.READY)
-    wanted = sum(piece.stop - piece.start for piece in pieces)
+    spine = [piece for piece in pieces if piece.group == 0]
+    in_dram = sum(p.stop - p.start for p in spine if p.chunk.dram.state is State.READY)
+    wanted = sum(piece.stop - piece.start for piece in spine)
     stats.add("wanted_tokens", DRAM, in_dram)
     stats.add("wanted_tokens", NVME, wanted - in_dram)
 

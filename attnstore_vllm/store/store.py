@@ -27,6 +27,7 @@ from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import Piece, confirm, has_come, settle
 from attnstore_vllm.index.residency import Residency
+from attnstore_vllm.index.sections import Need, fit
 from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
@@ -44,6 +45,10 @@ RESET_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 3.0
 
 
+def _is_ready(chunk: Chunk) -> bool:
+    return chunk.dram.state is State.READY and not chunk.dropped
+
+
 class Store:
     """See the module. All methods may be called from the scheduler's thread.
 
@@ -58,6 +63,7 @@ class Store:
         pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
         moved: MovedKv's min_tokens and sinks.
         more_tiers: behind NVMe, nearest first.
+        needs: of the KV cache groups beside the spine; a hit ends where all have what they need.
         clock, threaded, grain: for tests: a time of their own, turn(), and see PrefixIndex.
     """
 
@@ -76,6 +82,7 @@ class Store:
         pin_shares: tuple[float, float] = (0.0, 0.0),
         moved: tuple[int, int] = (64, 0),
         more_tiers: Sequence[MakeTier] = (),
+        needs: Sequence[Need] = (),
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
         grain: int = GRAIN_TOKENS,
@@ -96,6 +103,7 @@ class Store:
             more=more_tiers,
         )
         self._pieces_max = pool.num_slots
+        self._needs = needs
         self._moved = MovedKv(
             self.residency.index,
             slab.shape.chunk_tokens,
@@ -157,7 +165,7 @@ class Store:
         with self._lock:
             now = self.residency.now = self._clock()
             pieces = self._match(sequence, 0, stop, min_tokens)
-            last_runs = [self.residency.run_of(piece.chunk) for piece in pieces]
+            last_runs = [self.residency.run_of(p.chunk) for p in pieces if p.group == 0]
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
             self._has_leases |= terms.ttl_s is not None
             self._want(request_id, pieces, visit, sequence, 0, stop)
@@ -213,7 +221,23 @@ class Store:
         if not self.thread.reader.has_all_in_use:
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
         pieces = pieces[: self._pieces_max]  # more can never be in DRAM at once
-        return settle(pieces, self.residency.index.grain)
+        pieces = settle(pieces, self.residency.index.grain)
+        if not self._needs:
+            return pieces
+        sequence.spine_stop = pieces[-1].stop if pieces else start
+        pieces = self._fit(sequence, pieces, start, self._comes)
+        is_enough = pieces and pieces[-1].stop - start >= min_tokens
+        return pieces if is_enough and len(pieces) <= self._pieces_max else []
+
+    def _fit(
+        self,
+        sequence: SequenceKeys,
+        spine: Sequence[Piece],
+        start: int,
+        is_there: Callable[[Chunk], bool],
+    ) -> list[Piece]:
+        """Locked."""
+        return fit(self.residency.index, sequence, self._needs, spine, start, is_there)
 
     def _comes(self, chunk: Chunk) -> bool:
         """Locked. Whether it is in DRAM, or a tier that answers has it."""
@@ -232,9 +256,10 @@ class Store:
         """Locked."""
         residency, size = self.residency, sequence.chunk_tokens
         used = self._without_ends(pieces)
-        at = start if not pieces else pieces[-1].stop
-        if at % size and pieces:
-            at = pieces[-1].start
+        spine = [piece for piece in pieces if piece.group == 0]
+        at = start if not spine else spine[-1].stop
+        if at % size and spine:
+            at = spine[-1].start
         ends = residency.index.ends_like(sequence, at // size, stop) if at < stop else []
         if visit is None:
             residency.renew([*(piece.chunk for piece in used), *ends])
@@ -251,9 +276,12 @@ class Store:
 
     def _without_ends(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Those that have no end. Of a tail with one, ends_like() says who uses it: were it who
-        has its end, whoever has planted it would know (index/stops.py)."""
+        has its end, whoever has planted it would know (index/stops.py). A section goes with the
+        spine's blocks, whatever its own end."""
         grain = self.residency.index.grain
-        return [piece for piece in pieces if piece.chunk.name.num_tokens % grain == 0]
+        return [
+            piece for piece in pieces if piece.group or piece.chunk.name.num_tokens % grain == 0
+        ]
 
     @contextmanager
     def queue(self) -> Iterator[LookAhead]:
@@ -276,6 +304,8 @@ class Store:
         held: list[Piece] = []
         with self._lock:
             for piece in pieces:
+                if piece.group:
+                    break
                 if piece.chunk.dram.state is not State.READY or piece.chunk.dropped:
                     break
                 confirmed = confirm(piece, sequence, stop, held[-1].stop if held else piece.start)
@@ -286,7 +316,22 @@ class Store:
             kept = settle(held, self.residency.index.grain)
             for piece in held[len(kept) :]:
                 self.residency.release(piece.chunk)
-        return kept
+            return kept if not self._needs else self._hold_sections(kept, sequence)
+
+    def _hold_sections(self, spine: list[Piece], sequence: SequenceKeys) -> list[Piece]:
+        """Locked. Hold the sections that go with these held pieces. What they do not back is let
+        go."""
+        start = spine[0].start if spine else 0
+        fitting = self._fit(sequence, spine, start, _is_ready)
+        kept = [piece for piece in fitting if piece.group == 0]
+        sections = [piece for piece in fitting if piece.group]
+        # A section's tokens are known now, and a hit by them is exact.
+        assert all(piece.exact for piece in sections)
+        for piece in spine[len(kept) :]:
+            self.residency.release(piece.chunk)
+        for piece in sections:
+            self.residency.hold(piece.chunk)
+        return fitting
 
     def has_missing(self, request_id: str) -> bool:
         """Whether a waiting request wants something that is not even on its way. Cost: a few us."""
@@ -307,6 +352,8 @@ class Store:
         """Tokens by the tier their KV was in when the request came."""
         tokens = Counter[str]()
         for piece in pieces:
+            if piece.group:
+                continue  # tokens of the spine, once more
             chunk = piece.chunk
             was_here = chunk.dram.state is State.READY and not chunk.came_from
             tier = DRAM if was_here else chunk.came_from or next(iter(chunk.behind), DRAM)
@@ -329,6 +376,7 @@ class Store:
         pin_s: float | None = None,
         *,
         again: bool = False,
+        stays: bool = False,
     ) -> Chunk | None:
         """See Residency.begin_save.
 
@@ -337,7 +385,7 @@ class Store:
         """
         with self._lock:
             now = self.residency.now = self._clock()
-            chunk = self.residency.begin_save(name, run, again=again)
+            chunk = self.residency.begin_save(name, run, again=again, stays=stays)
             if pin_s is not None:
                 kept = chunk or self.residency.index.get(name.key)
                 if kept is not None:
@@ -362,6 +410,14 @@ class Store:
         with self._lock:
             for chunk in chunks:
                 self.residency.drop(chunk)
+
+    def drop_passed(self, chunks: Iterable[Chunk]) -> None:
+        """A conversation has gone on beyond these sections. Forget those that only it has used."""
+        with self._lock:
+            for chunk in chunks:
+                if not chunk.dropped and not self.residency.run_of(chunk).is_shared:
+                    self.residency.counts["superseded"] += 1
+                    self.residency.drop(chunk)
 
     # ---- the rest ----------------------------------------------------------------------
 

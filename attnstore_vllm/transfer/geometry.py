@@ -29,6 +29,8 @@ class Group:
     block_tokens: int
     layers: tuple[str, ...] = ()
     """Their names, in the order of the regions."""
+    number: int = 0
+    """Among vLLM's groups."""
     reach: str = "full"
     """How far back it looks (index/sections.py: Reach)."""
     reach_tokens: int = 0

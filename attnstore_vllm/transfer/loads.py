@@ -211,5 +211,5 @@ def _split(table: Pages, plans: Sequence[LoadPlan]) -> tuple[Pages, Pages]:
     end = 0
     for plan in plans:
         end += plan.num_blocks
-        is_first[end - 1] = plan.is_partial
+        is_first[end - plan.num_partial : end] = True
     return table[is_first], table[~is_first]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -32,6 +32,9 @@ class TransferPlan:
     plan_id: int
     request_id: str
     copies: tuple[ChunkCopy, ...]
+    is_fleeting: bool = field(default=False, kw_only=True)
+    """Of a save: the blocks are others' from the next step on, so it is made in this one, or given
+    up."""
 
     def __post_init__(self) -> None:
         assert not self.is_empty, "an empty plan is a caller's bug: do not send it"
@@ -49,8 +52,8 @@ class TransferPlan:
 class LoadPlan(TransferPlan):
     """Blocks that are filled from slots."""
 
-    is_partial: bool = False
-    """The last block is partly filled: it receives new tokens."""
+    num_partial: int = 0
+    """So many blocks at the end of the copies are partly filled: they receive new tokens."""
     layers_before: int = 0
     """0: for this step's forward pass. Else ahead of it: received when so many layers are there."""
     moves: tuple[MovedRun, ...] = ()
@@ -83,7 +86,7 @@ def plan_load(
     block_tokens: int,
     chunk_tokens: int,
 ) -> tuple[ChunkCopy, ...]:
-    """The copies that fill a request's blocks with the KV of its tokens [start, stop).
+    """The copies that fill a request's blocks of one group with the KV of its tokens [start, stop).
 
     Whole blocks are copied; what a last, partly filled block has beyond `stop` is overwritten
     by the request's own tokens before anything reads it.
@@ -108,6 +111,27 @@ def plan_load(
     return tuple(copies)
 
 
+def last_blocks_last(
+    groups: Iterable[tuple[tuple[ChunkCopy, ...], bool]],
+) -> tuple[tuple[ChunkCopy, ...], int]:
+    """The copies of all groups as those of one plan, and its num_partial.
+
+    Args:
+        groups: the copies of each, and whether its last block is partly filled.
+    """
+    whole: list[ChunkCopy] = []
+    partial: list[ChunkCopy] = []
+    for copies, is_partial in groups:
+        whole += copies
+        if not copies or not is_partial:
+            continue
+        slot, first, block_ids = whole.pop()
+        if len(block_ids) > 1:
+            whole.append(ChunkCopy(slot, first, block_ids[:-1]))
+        partial.append(ChunkCopy(slot, first + len(block_ids) - 1, block_ids[-1:]))
+    return (*whole, *partial), len(partial)
+
+
 def plan_save(
     slot: int,
     block_ids: Sequence[int],
@@ -115,14 +139,28 @@ def plan_save(
     num_tokens: int,
     *,
     block_tokens: int,
+    hole: int = 0,
 ) -> tuple[ChunkCopy, ...]:
-    """The copies that fill a chunk's slot from a request's blocks.
+    """The copies that fill a chunk's slot from a request's blocks of one group.
 
     Args:
         position: the chunk's first token, a multiple of the chunk's size.
         num_tokens: how many tokens it has; the last block may be partly filled.
+        hole: leading blocks of it that are not there (index/sections.py).
     """
     first = position // block_tokens
     num_blocks = -(-num_tokens // block_tokens)
     assert len(block_ids) >= first + num_blocks
-    return (ChunkCopy(slot, 0, tuple(block_ids[first : first + num_blocks])),)
+    return (ChunkCopy(slot, hole, tuple(block_ids[first + hole : first + num_blocks])),)
+
+
+def hole_of(
+    block_ids: Sequence[int], position: int, num_tokens: int, *, block_tokens: int
+) -> int | None:
+    """How many leading blocks of a chunk are not there (vLLM's null block, 0); None if it cannot be
+    saved, since the rest is not whole."""
+    first, end = position // block_tokens, -(-(position + num_tokens) // block_tokens)
+    blocks = block_ids[first:end]
+    hole = next((i for i, block in enumerate(blocks) if block), len(blocks))
+    is_whole = len(blocks) == end - first and hole < len(blocks) and all(blocks[hole:])
+    return hole if is_whole else None

@@ -105,6 +105,7 @@ class Saves:
             self._move(batch, self._all[batch.next_layer :])
         self._poll()
         self._move_queued()
+        self._give_up([plan for plan in self._queued if plan.is_fleeting])
         while self._queued_blocks > self._queue_blocks:
             self._give_up([self._queued[-1]])
         self._keeping.update(finished)

@@ -33,7 +33,7 @@ OLDEST_SLOTS = 256
 """Of what a recovery found, so many stand in one group."""
 STALE_MAX = 16
 """A group forgets those that have left it when they are more than these and those left."""
-PRIORITY_FACTORS = {-1: 1 / 16, 0: 1.0, 1: 16.0}
+PRIORITY_FACTORS = {-2: 1 / 4096, -1: 1 / 16, 0: 1.0, 1: 16.0}
 """Of what a run of each priority is worth. A factor and not an order: worth falls with age, so what
 nobody comes back to leaves in the end, whatever somebody said of it."""
 LEASES_MAX = 32
