@@ -23,6 +23,7 @@ from attnstore_vllm.connector.live_model import LiveWeights, model_of
 from attnstore_vllm.connector.model_rotation import rotation_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
+from attnstore_vllm.connector.support import page_bytes_of
 from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
@@ -72,12 +73,13 @@ def geometry_of(
     spec = specs[0]
     return Geometry(
         num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-        regions=len(names[0]) * (spec.page_size_bytes,),
+        regions=page_bytes_of(kv_cache_config),
         groups=tuple(Group(s.block_size, n) for s, n in zip(specs, names, strict=True)),
         # Whole blocks, and hits may end where chunks do (index/stops.py).
         chunk_tokens=round_chunk_tokens(
             config.chunk_tokens, math.lcm(spec.block_size, GRAIN_TOKENS)
         ),
+        replicas=getattr(kv_cache_config, "kv_tp_replicas", 1),
     )
 
 
@@ -182,14 +184,22 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         undo.callback(os.close, lock)
         pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
         undo.callback(pool.close)
-        scheduler = _scheduler(vllm_config, config, geometry, pool, lock)
+        zeroes = bool(kv_cache_config.needs_kv_cache_zeroing)
+        scheduler = _scheduler(vllm_config, config, geometry, pool, lock, zeroes=zeroes)
         undo.pop_all()
     return scheduler
 
 
 def _scheduler(
-    vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry, pool: SharedPool, lock: int
+    vllm_config: VllmConfig,
+    config: StoreConfig,
+    geometry: Geometry,
+    pool: SharedPool,
+    lock: int,
+    *,
+    zeroes: bool,
 ) -> Scheduler:
+    """Args: zeroes: vLLM writes zeros to blocks that change hands, before any hook of ours."""
     ranks = _ranks(pool, geometry.num_ranks)
     rows = [r.rows for r in ranks]
     why_not_moved = next(filter(None, [r.why_not_moved for r in ranks]), None)
@@ -247,7 +257,7 @@ def _scheduler(
         ),
         rows=None if None in rows else min(row for row in rows if row is not None),
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
-        gives_blocks_away=None in rows or all(r.is_alone for r in ranks),
+        gives_blocks_away=not zeroes and (None in rows or all(r.is_alone for r in ranks)),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         truncation=(truncation, why_not_moved),
         replays=_replays(vllm_config),

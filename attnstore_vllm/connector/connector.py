@@ -8,7 +8,7 @@ model that the store cannot serve both are *idle*: every hook answers as if ther
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -34,15 +34,15 @@ from attnstore_vllm.connector.rank import REASON_MAX
 from attnstore_vllm.connector.support import (
     check_interface,
     check_start,
+    reason_of_layers,
     reason_to_idle,
     warn_if_untested,
 )
-from attnstore_vllm.connector.worker import Worker
-from attnstore_vllm.errors import AttnStoreError, ConfigError
+from attnstore_vllm.connector.worker import KindOfLayer, Worker
+from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.plugin import check_early, log_as_vllm
 from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.scheduler.scheduler import Scheduler
-from attnstore_vllm.transfer.layout import LayerLayout
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,9 @@ def _say_idle(reason: str) -> None:
 
 
 def _kernel_of(layer: Any) -> str:
-    return f"{layer.attn_backend.get_name()}/{getattr(layer, 'isa', '')}"
+    backend = getattr(layer, "attn_backend", None)  # an indexer's cache has none
+    name = type(layer).__name__ if backend is None else backend.get_name()
+    return f"{name}/{getattr(layer, 'isa', '')}"
 
 
 class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -168,6 +170,9 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             worker.refuse(failed)
 
     def _register(self, worker: Worker, kv_caches: dict[str, torch.Tensor]) -> None:
+        reason = reason_of_layers(self._kv_cache_config)
+        if reason is not None:
+            raise UnsupportedError(reason)
         worker.register_kv_caches(
             kv_caches,
             self._kernel_name(worker),
@@ -182,10 +187,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _kernel_name(self, worker: Worker) -> str:
         return ", ".join(sorted({_kernel_of(layer) for layer in self._layers(worker).values()}))
 
-    def _live_facts(
-        self, worker: Worker, first: torch.Tensor, layout: LayerLayout
-    ) -> dict[str, str]:
-        return live_facts(self._layers(worker), first, layout, self._kv_cache_config.num_blocks)
+    def _live_facts(self, worker: Worker, kinds: Sequence[KindOfLayer]) -> dict[str, str]:
+        return live_facts(self._layers(worker), kinds, self._kv_cache_config.num_blocks)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The one hook that comes before every forward pass, and before vLLM binds the plan."""

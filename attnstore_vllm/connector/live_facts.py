@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +39,24 @@ _OF_A_KERNEL = (
 
 
 def live_facts(
-    layers: Mapping[str, Any], first: torch.Tensor, layout: LayerLayout, num_blocks: int
+    layers: Mapping[str, Any],
+    kinds: Sequence[tuple[int, torch.Tensor, LayerLayout]],
+    num_blocks: int,
 ) -> dict[str, str]:
     """Digests of the above, for the namespace.
 
     Args:
         layers: the attention layers by name, in the order of the slots.
-        first: the first layer's KV tensor; its block 0 is written to and restored.
-        layout: of `first`.
+        kinds: of the first layer of each kind, its number, its KV tensor and the layout of that;
+            the tensor's block 0 is written to and restored.
     Cost: some tenths of a second, once, at start.
     """
+    of_all = list(layers.values())
+    written = [_digest_written(of_all[i], kv, layout, num_blocks) for i, kv, layout in kinds]
     return {
         "tables": _digest_tables(layers),
         "attention": _digest_attention(layers),
-        "written": _digest_written(next(iter(layers.values())), first, layout, num_blocks),
+        "written": ", ".join(written),
         "code": _digest_code(layers),
     }
 
@@ -89,12 +93,13 @@ def _digest_attention(layers: Mapping[str, Any]) -> str:
     around = _holders(layers)
     for name, layer in layers.items():
         hasher.update(f"{name}\0".encode())
-        for holder in (layer, layer.impl, *around.get(id(layer), ())):
+        impl = getattr(layer, "impl", layer)  # an indexer's cache has none
+        for holder in (layer, impl, *around.get(id(layer), ())):
             for key, value in _plain_values(holder):
                 hasher.update(f"{key}={value}\0".encode())
         for key in ("_k_scale", "_v_scale", "_q_scale", "sinks", "alibi_slopes"):
             found = getattr(layer, key, None)
-            found = getattr(layer.impl, key, None) if found is None else found
+            found = getattr(impl, key, None) if found is None else found
             if isinstance(found, torch.Tensor):
                 hasher.update(key.encode() + _bytes_of(found))
     return hasher.hexdigest()
@@ -164,6 +169,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 def _digest_written(layer: Any, kv: torch.Tensor, layout: LayerLayout, num_blocks: int) -> str:
     """Digest of block 0's bytes, as a page holds them, after each of several writes of known
     numbers."""
+    if not hasattr(layer, "attn_backend"):
+        return "not told: it is no attention"
     if layer.attn_backend.forward_includes_kv_cache_update:
         return "not told: attention writes K and V itself"
     kernel_blocks = len(kv) // num_blocks

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -58,5 +57,5 @@ def facts_of(
         "plugins": plugins(),
         "files": files_of(vllm_config),
         "geometry": geometry.facts(),
-        "ranks": [asdict(rank) for rank in ranks],
+        "ranks": [rank.facts() for rank in ranks],
     }

@@ -17,7 +17,7 @@ REASON_MAX = 500
 
 @dataclass(frozen=True, slots=True)
 class KvFacts:
-    """Facts about the first layer's tensor, which stands for all: they are of one kind."""
+    """Facts about the first layer's tensor, which stands for all that are of its kind."""
 
     device: str
     """Its type and, on a GPU, its compute capability: kernels differ."""
@@ -35,6 +35,15 @@ class KvFacts:
     kernel: str
     live: tuple[tuple[str, str], ...]
     """See connector/live_facts.py."""
+    others: str = ""
+    """Digest of these facts of each layer's tensor, where not all are of one kind."""
+
+    def facts(self) -> dict[str, Any]:
+        """For the namespace: with layers of one kind as it always was."""
+        found = asdict(self)
+        if not self.others:
+            del found["others"]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ refused: that is the user's to change.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnstore_vllm.errors import UnsupportedError
@@ -92,31 +93,92 @@ def reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
 
 
 def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
-
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "it keeps no KV"
     if len(groups) != 1:
         return f"it has {len(groups)} KV cache groups; one is supported{_help(kv_cache_config)}"
-    spec: Any = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec:
-        name = type(spec).__name__
-        return f"its KV cache is {name}; FullAttentionSpec is supported{_help(kv_cache_config)}"
-    expected = kv_cache_config.num_blocks * spec.page_size_bytes * len(groups[0].layer_names)
-    found = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-    if found != expected:
-        return (
-            f"its KV tensors have {found} bytes, where layers of one kind would have {expected}; "
-            "layers of several kinds are not supported"
-        )
-    if spec.page_size_bytes != spec.unpadded_page_size_bytes:
-        return "its KV pages are padded"
-    if spec.non_causal:
-        return "it attends in both directions"
-    if kv_cache_config.needs_kv_cache_zeroing:
-        return "vLLM writes zeros to its new blocks, in an order of its own"
+    reason = _reason_of_specs(_specs_of(kv_cache_config)[:1])
+    if reason is not None:
+        return reason + _help(kv_cache_config)
+    try:
+        page_bytes_of(kv_cache_config)
+    except UnsupportedError as error:
+        return str(error)
+    if kv_cache_config.needs_kv_cache_zeroing and not _spares_loaded_blocks():
+        return "vLLM writes zeros to its new blocks, also to those that are loaded ahead"
     return None
+
+
+def reason_of_layers(kv_cache_config: KVCacheConfig) -> str | None:
+    """As reason_to_idle(), of what only a worker can say: it has the specs of all layers."""
+    return _reason_of_specs(_specs_of(kv_cache_config))
+
+
+def _specs_of(kv_cache_config: KVCacheConfig) -> list[Any]:
+    """The one group's specs, with the one first that the scheduler side has."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs  # noqa: PLC0415
+
+    spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    is_mixed = type(spec) is UniformTypeKVCacheSpecs
+    return list(spec.kv_cache_specs.values()) if is_mixed else [spec]
+
+
+def _reason_of_specs(specs: Sequence[Any]) -> str | None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: PLC0415
+
+    for spec in specs:
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+            name = type(spec).__name__
+            return f"its KV cache is {name}; FullAttentionSpec is supported"
+        if spec.non_causal or getattr(spec, "non_causal_multi_token_decode", False):
+            return "it attends in both directions"
+        if getattr(spec, "tokens_per_state", 1) != 1:
+            return "it keeps one state for several tokens"
+    return None
+
+
+def page_bytes_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """The bytes of a page, padding and all, in each layer of the one group, in their order.
+
+    Both sides come to the same: the scheduler's copy of the configuration has one layer's spec for
+    all, but where the layers' tensors are is in both. Raises UnsupportedError.
+    """
+    (group,) = kv_cache_config.kv_cache_groups
+    spec: Any = group.kv_cache_spec
+    tensors: list[Any] = list(kv_cache_config.kv_cache_tensors)
+    names, num_blocks = list(group.layer_names), kv_cache_config.num_blocks
+    found = sum(tensor.size for tensor in tensors)
+    if not all(hasattr(tensor, "layer_stride") for tensor in tensors) or len(tensors) == 1:
+        page = int(spec.page_size_bytes)
+        if found == num_blocks * page * len(names):
+            return len(names) * (page,)
+        if not hasattr(tensors[0], "layer_stride"):
+            raise UnsupportedError("its layers are of several kinds, and this vLLM does not say so")
+    pages: dict[str, int] = {}
+    for tensor in tensors:
+        # A layer's blocks follow each other, or the layers of a block do.
+        is_by_layer = tensor.layer_stride >= num_blocks * tensor.block_stride
+        page = tensor.layer_stride // num_blocks if is_by_layer else tensor.layer_stride
+        pages.update(dict.fromkeys(tensor.layers, page))
+    if sorted(pages) != sorted(names) or not all(0 < page for page in pages.values()):
+        raise UnsupportedError("its KV tensors are not those of its layers")
+    # Of a block there may be more, which is nobody's, behind its layers' pages.
+    if {tensor.size for tensor in tensors} != {tensors[0].size} or (
+        num_blocks * sum(pages.values()) > tensors[0].size
+    ):
+        raise UnsupportedError(
+            f"its KV tensors have {tensors[0].size} bytes, where its layers would have "
+            f"{num_blocks * sum(pages.values())}"
+        )
+    return tuple(pages[name] for name in names)
+
+
+def _spares_loaded_blocks() -> bool:
+    """Whether blocks that are loaded ahead are not among those that vLLM zeroes."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: PLC0415
+
+    return hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
 
 
 def _help(kv_cache_config: KVCacheConfig) -> str:
@@ -142,8 +204,11 @@ def _reason_of_settings(vllm_config: VllmConfig) -> str | None:
         )
     if getattr(cache, "calculate_kv_scales", False):
         return "its KV scales are calculated anew at each start (--calculate-kv-scales)"
-    if getattr(model, "use_mla", False):
-        return "its attention keeps latents (MLA), which are not supported"
+    if getattr(model, "use_mla", False) and not cache.enable_prefix_caching:
+        return (
+            "its attention keeps latents (MLA), and prefix caching is off, which vLLM does by "
+            "itself where attention does not read what was computed before"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
         return f"the draft model of {speculative.method!r} has a KV cache of its own"

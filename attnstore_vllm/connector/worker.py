@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from blake3 import blake3
 
 from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.connector.rank import KvFacts, RankDescription
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.stats import StepStats
-from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation
+from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, LoadsOnly, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes
+from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes, page_of
 from attnstore_vllm.transfer.loads import Loads
 from attnstore_vllm.transfer.moves import num_tokens
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
@@ -22,6 +25,8 @@ from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.transfer.saves import Saves
 from attnstore_vllm.types import Flow
 
+KindOfLayer = tuple[int, torch.Tensor, LayerLayout]
+"""A layer's number, its KV tensor and the layout of that."""
 _OF_A_MODELS_CODE = (
     AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError,
     ValueError,
@@ -89,7 +94,7 @@ class Worker:
         kv_caches: Mapping[str, torch.Tensor],
         kernel: str,
         layout: str = "",
-        live: Callable[[torch.Tensor, LayerLayout], Mapping[str, str]] | None = None,
+        live: Callable[[Sequence[KindOfLayer]], Mapping[str, str]] | None = None,
         adapters: LiveAdapters | None = None,
     ) -> None:
         """Take the KV tensors, and tell the scheduler side what they look like.
@@ -97,7 +102,8 @@ class Worker:
         Args:
             kernel: names whatever else decides the order of bytes within a page.
             layout: vLLM's name of the tensors' layout.
-            live: says of the first layer's tensor what its bytes depend on and no setting tells.
+            live: says of the first layer of each kind what its bytes depend on and no setting
+                tells.
             adapters: the model's LoRA adapters.
         """
         missing = self._layers.keys() - kv_caches.keys()
@@ -105,18 +111,16 @@ class Worker:
             raise UnsupportedError(f"vLLM registered no KV tensor for the layers {sorted(missing)}")
         tensors = [kv_caches[name] for name in self._layers]
         layouts = [
-            describe(name, tensor, self._num_blocks)
-            for name, tensor in zip(self._layers, tensors, strict=True)
-        ]
-        if any(layout.page_bytes != self.geometry.page_bytes for layout in layouts):
-            raise UnsupportedError(
-                f"pages have {sorted({x.page_bytes for x in layouts})} bytes, but vLLM's cache "
-                f"configuration says {self.geometry.page_bytes}; this layout is not known"
+            page_of(name, describe(name, tensor, self._num_blocks), page_bytes)
+            for name, tensor, page_bytes in zip(
+                self._layers, tensors, self.geometry.regions, strict=True
             )
+        ]
         self.adapters = adapters or self.adapters
         first = tensors[0]
-        facts = live(first, layouts[0]) if live is not None else {}
-        self._turns, why_not = self._find_rotation(first)
+        kinds = _kinds(tensors, layouts)
+        facts = live([(i, tensors[i], layouts[i]) for i in kinds]) if live is not None else {}
+        self._turns, why_not = self._find_rotation(first, len(kinds))
         engine = self._engine = self._make_engine(first.device, layouts)
         self.loads = Loads(engine, len(self._layers))
         self._saves = Saves(engine, len(self._layers), queue_blocks=engine.num_rows)
@@ -134,6 +138,7 @@ class Worker:
                     layout=layout,
                     kernel=kernel,
                     live=tuple(sorted(facts.items())),
+                    others=_digest(tensors, layouts) if len(kinds) > 1 else "",
                 ),
                 rows=engine.num_rows if engine.overlaps else None,
                 is_alone=self._is_alone,
@@ -147,10 +152,14 @@ class Worker:
         """Tell the scheduler side that this rank cannot work with the store, and why."""
         self.pool.refuse(self.rank, reason)
 
-    def _find_rotation(self, tensor: torch.Tensor) -> tuple[Rotation | None, str | None]:
+    def _find_rotation(
+        self, tensor: torch.Tensor, num_kinds: int
+    ) -> tuple[Rotation | None, str | None]:
         """How KV is moved, or why it cannot be."""
         if self._rotation is None:
             return None, "truncation is off"
+        if num_kinds > 1:
+            return None, f"its layers keep KV of {num_kinds} kinds, and K of one kind can be turned"
         kernel_blocks = len(tensor) // self._num_blocks  # the kernels' may be smaller
         try:
             return self._rotation(tensor[:kernel_blocks]), None
@@ -161,24 +170,27 @@ class Worker:
 
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
         pool, geometry = self.pool, self.geometry
+        saves = geometry.saves(self.rank)
         if device.type == "cuda":
             from attnstore_vllm.transfer.cuda_engine import CudaEngine  # noqa: PLC0415
 
             device_bytes = torch.cuda.get_device_properties(device).total_memory
-            row_bytes = geometry.num_layers * geometry.page_bytes
-            return CudaEngine(
+            num_rows = self._write_buffer_bytes(device_bytes) // geometry.block_bytes
+            engine: CopyEngine = CudaEngine(
                 pool.address,
                 pool.num_slots,
                 self.rank,
                 geometry,
                 layouts,
                 device,
-                num_rows=self._write_buffer_bytes(device_bytes) // row_bytes,
+                num_rows=num_rows if saves else 0,
                 rotation=self._turns,
             )
+            return engine if saves else LoadsOnly(engine, num_rows)
         if device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {device}")
-        return CpuEngine(pool.address, pool.num_slots, self.rank, geometry, layouts, self._turns)
+        engine = CpuEngine(pool.address, pool.num_slots, self.rank, geometry, layouts, self._turns)
+        return engine if saves else LoadsOnly(engine, 0)
 
     # ---- a step ------------------------------------------------------------------------
 
@@ -280,11 +292,30 @@ class Worker:
 
     def _count(self, flow: Flow, plans: Sequence[TransferPlan]) -> None:
         num_blocks = sum(plan.num_blocks for plan in plans)
-        num_bytes = num_blocks * self.geometry.page_bytes * self.geometry.num_layers
+        num_bytes = num_blocks * self.geometry.block_bytes
         moved = sum(num_tokens(p.moves) for p in plans if isinstance(p, LoadPlan))
         num_bytes += moved * self.geometry.rank_bytes // self.geometry.chunk_tokens
-        if num_bytes:
+        if num_bytes and (flow is Flow.LOAD or self.geometry.saves(self.rank)):
             self._stats.add("bytes", flow.value, num_bytes)
+
+
+def _kinds(tensors: Sequence[torch.Tensor], layouts: Sequence[LayerLayout]) -> list[int]:
+    """The first layer of each kind: of those whose tensors are alike."""
+    seen: dict[Any, int] = {}
+    for layer, facts in enumerate(map(_facts_of, tensors, layouts)):
+        seen.setdefault(facts, layer)
+    return list(seen.values())
+
+
+def _facts_of(tensor: torch.Tensor, layout: LayerLayout) -> tuple[Any, ...]:
+    """What KvFacts has of a layer's tensor."""
+    shape, axes = tuple(tensor.shape[1:]), order_of_axes(tensor)
+    return str(tensor.dtype), shape, layout.run_bytes, *axes
+
+
+def _digest(tensors: Sequence[torch.Tensor], layouts: Sequence[LayerLayout]) -> str:
+    facts = list(map(_facts_of, tensors, layouts))
+    return blake3(json.dumps(facts).encode()).hexdigest()
 
 
 def _name_of(device: torch.device) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm.testing.copy_streams import SteppedStream, Stream, StreamPiece, ThrottledStream
-from attnstore_vllm.transfer.engine import Event, Pages, Rows
+from attnstore_vllm.transfer.engine import Event, Pages, Rows, bytes_of, check_layers
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.moves import Moved
@@ -74,30 +74,38 @@ class MemoryEngine:
         deadline_s: float = WAIT_DEADLINE_S,
     ) -> None:
         g, shape = geometry, layouts[0]
-        assert len(layouts) == g.num_layers
-        assert all(layout.page_bytes == g.page_bytes for layout in layouts)
-        assert all(layout.run_bytes == shape.run_bytes for layout in layouts)
+        assert tuple(layout.page_bytes for layout in layouts) == g.regions
         assert all(layout.num_blocks == shape.num_blocks for layout in layouts)
         self.num_rows = num_rows
         self._limits = np.array([num_slots, g.blocks_per_chunk, shape.num_blocks])
-        self._num_layers, self._page_bytes = g.num_layers, g.page_bytes
-        runs, run_bytes = len(shape.run_offsets), shape.run_bytes
-        # [slot, layer, block of the chunk, run, byte]
-        self._slots = _memory(
-            slots_base + rank * g.rank_bytes,
-            (num_slots, g.num_layers, g.blocks_per_chunk, runs, run_bytes),
-            (g.slot_bytes, g.layer_bytes, g.page_bytes, run_bytes, 1),
-        )
+        self._geometry = g
+        part = slots_base + g.part_at(rank)
+        # by layer: [slot, block of the chunk, run, byte]
+        self._slots = [
+            _memory(
+                part + g.region_at(layer),
+                (num_slots, g.blocks_per_chunk, len(found.run_offsets), found.run_bytes),
+                (g.slot_bytes, found.page_bytes, found.run_bytes, 1),
+            )
+            for layer, found in enumerate(layouts)
+        ]
         # by layer and run: [block id, byte]
         self._blocks = [
             [
-                _memory(layout.base + at, (layout.num_blocks, run_bytes), (layout.block_stride, 1))
+                _memory(
+                    layout.base + at,
+                    (layout.num_blocks, layout.run_bytes),
+                    (layout.block_stride, 1),
+                )
                 for at in layout.run_offsets
             ]
             for layout in layouts
         ]
-        # [row, layer, run, byte]
-        self._rows = np.zeros((num_rows, g.num_layers, runs, run_bytes), np.uint8)
+        # by layer: [row, run, byte]
+        self._rows = [
+            np.zeros((num_rows, len(found.run_offsets), found.run_bytes), np.uint8)
+            for found in layouts
+        ]
         self._loads, self._saves = loads, saves
         self._poison = poison
         self._deadline_s = deadline_s
@@ -128,7 +136,7 @@ class MemoryEngine:
         rows = self._checked_rows(pages, rows)
         for layer in layers:
             for run, source in enumerate(self._blocks[layer]):
-                self._rows[rows, layer, run] = source[blocks]
+                self._rows[layer][rows, run] = source[blocks]
 
     def drain(self, pages: Pages, rows: Rows, layers: range) -> StreamPiece:
         slots, within, _ = self._checked(pages, layers)
@@ -168,27 +176,26 @@ class MemoryEngine:
     def _load(self, slots: Pages, within: Pages, blocks: Pages, layers: range) -> None:
         for layer in layers:
             for run, target in enumerate(self._blocks[layer]):
-                target[blocks] = self._slots[slots, layer, within, run]
+                target[blocks] = self._slots[layer][slots, within, run]
 
     def _save(self, slots: Pages, within: Pages, blocks: Pages, layers: range) -> None:
         for layer in layers:
             for run, source in enumerate(self._blocks[layer]):
-                self._slots[slots, layer, within, run] = source[blocks]
+                self._slots[layer][slots, within, run] = source[blocks]
 
     def _drain(self, slots: Pages, within: Pages, rows: Rows, layers: range) -> None:
         for layer in layers:
-            for run in range(self._rows.shape[2]):
-                self._slots[slots, layer, within, run] = self._rows[rows, layer, run]
+            for run in range(self._rows[layer].shape[1]):
+                self._slots[layer][slots, within, run] = self._rows[layer][rows, run]
 
     def _num_bytes(self, pages: Pages, layers: range) -> int:
-        return len(pages) * len(layers) * self._page_bytes
+        return len(pages) * bytes_of(self._geometry, layers)
 
     def _checked(self, pages: Pages, layers: range) -> Pages:
         """[3, blocks], a copy: the caller's array may change before the bytes are copied."""
         assert layers.step == 1
         assert pages.ndim == 2 and pages.shape[1] == 3
-        if not 0 <= layers.start <= layers.stop <= self._num_layers:
-            raise IndexError(f"{layers}: one of these layers does not exist")
+        check_layers(layers, self._geometry.num_layers)
         exists = ((pages >= 0) & (pages < self._limits)).all(axis=1)
         if not exists.all():
             slot, within, block = pages[~exists][0]

@@ -36,11 +36,13 @@ from attnstore_vllm.transfer.engine import (
     Pages,
     Rotation,
     Rows,
+    bytes_of,
+    check_layers,
     page_numbers,
     rotation_numbers,
 )
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.layout import LayerLayout
+from attnstore_vllm.transfer.layout import LayerLayout, kinds_of
 from attnstore_vllm.transfer.moves import Moved
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class CudaEngine:
         slots_base: address of the pool's slot 0 in this process; the slots are page-locked from
             here to close(), and mapped.
         layouts: of the layers, in the order in which slots hold them; addresses on `device`.
-        num_rows: of the write buffer, which takes layers * page_bytes of HBM each; 0: none.
+        num_rows: of the write buffer, which take the bytes of a block in HBM each; 0: none.
         rules: which way copies go; may be assigned to at any time.
         rotation: None where nothing is moved.
     Raises: UnsupportedError if this machine, or this build, cannot copy, or copies wrongly;
@@ -103,15 +105,9 @@ class CudaEngine:
             seen = self._register(slots_base, num_slots * geometry.slot_bytes)
             undo.callback(self._native.unregister_host, slots_base)
             numbers = page_numbers(seen, num_slots, rank, geometry, layouts)
-            self._arrays = torch.tensor(
-                [*numbers["layer_bases"], *numbers["run_offsets"]],
-                dtype=torch.int64,
-                device=self._device,
-            )
-            rows = {"rows_base": self._buffer.data_ptr(), "num_rows": num_rows}
-            self._copier = self._native.PageCopier(
-                self._native.PageShape(**numbers, **rows), **self._on_device()
-            )
+            self._kinds = kinds_of(layouts)
+            self._arrays = [self._array_of(of_kind) for of_kind in numbers]
+            self._copiers = [self._make_copier(i, of_kind) for i, of_kind in enumerate(numbers)]
             self._loads, self._saves = self._make_streams()
             self._tables = {copy: TableRing(self._device) for copy in (Copy.LOAD, Copy.SAVE)}
             self._tables[Copy.DRAIN] = self._tables[Copy.SAVE]
@@ -125,10 +121,10 @@ class CudaEngine:
             """The model's stream: behind its latest gather."""
             self._spoilt: set[tuple[int, int]] = set()
             """(row, layer) that a failed gather was to fill."""
-            self._chosen: dict[Copy, tuple[Pages, Rows, Rules, Rule]] = {}
+            self._chosen: dict[tuple[Copy, int], tuple[Pages, Rows, Rules, Rule]] = {}
             place = (geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
             check_engine(self, *place)
-            self.token_mover = self._make_token_mover(numbers, rotation)
+            self.token_mover = self._make_token_mover(numbers[0], rotation)
             if rotation is not None and self.token_mover is not None:
                 self.why_not_moved = check_moves(self, rotation, *place)
             undo.pop_all()
@@ -136,7 +132,7 @@ class CudaEngine:
     # ---- transfer.engine.CopyEngine ----------------------------------------------------
 
     def load(self, pages: Pages, layers: range) -> Event:
-        num_bytes = len(pages) * len(layers) * self._geometry.page_bytes
+        num_bytes = len(pages) * bytes_of(self._geometry, layers)
         try:
             self._loads.wait_stream(self._model())
             start = self._load_times.start(self._loads)
@@ -148,8 +144,8 @@ class CudaEngine:
 
     def move(self, moved: Moved, layers: range) -> Event:
         assert self.token_mover is not None, "nobody has said how K is rotated"
-        token_bytes = self._geometry.page_bytes // self._geometry.block_tokens
-        num_bytes = int(moved[:, 2].sum()) * len(layers) * token_bytes
+        num_bytes = int(moved[:, 2].sum()) * bytes_of(self._geometry, layers)
+        num_bytes //= self._geometry.block_tokens
         try:
             self._loads.wait_stream(self._model())
             start = self._load_times.start(self._loads)
@@ -240,19 +236,35 @@ class CudaEngine:
     def _copy(
         self, copy: Copy, pages: Pages, rows: Rows, layers: range, stream: torch.cuda.Stream
     ) -> None:
-        """Append a copy to `stream`. Raises RuntimeError if CUDA refuses it."""
+        """Append a copy to `stream`, kind by kind. Raises RuntimeError if CUDA refuses it."""
         assert layers.step == 1
+        check_layers(layers, self._geometry.num_layers)
+        for number, kind in enumerate(self._kinds):
+            of_kind = kind.within(layers)
+            if of_kind or len(self._kinds) == 1:
+                self._copy_kind(copy, pages, rows, number, of_kind, stream)
+
+    def _copy_kind(
+        self,
+        copy: Copy,
+        pages: Pages,
+        rows: Rows,
+        number: int,
+        layers: range,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Args: layers: counted from the kind's first."""
         handle, native_copy = stream.cuda_stream, getattr(self._native.Copy, copy.name)
-        rule = self._rule(copy, pages, rows)
+        copier, rule = self._copiers[number], self._rule(copy, pages, rows, number)
         span = (layers.start, layers.stop)
         if rule.method is Method.DMA:
-            self._copier.by_dma(native_copy, pages, rows, *span, handle)
+            copier.by_dma(native_copy, pages, rows, *span, handle)
             return
         ring = self._tables[copy]
         for first in range(0, len(pages), PAGES_AT_ONCE):
             some = slice(first, first + PAGES_AT_ONCE)
             staged = ring.stage(pack(pages[some], rows[some] if len(rows) else None), handle)
-            self._copier.by_kernel(
+            copier.by_kernel(
                 native_copy,
                 pages[some],
                 rows[some],
@@ -278,9 +290,13 @@ class CudaEngine:
         lane = "loads" if copy is Copy.LOAD else "saves"
         return CudaEvent(event, lane, next(self._numbers))
 
-    def _rule(self, copy: Copy, pages: Pages, rows: Rows) -> Rule:
-        """Loads come layer by layer with the same pages, so the last answer is kept."""
-        last = self._chosen.get(copy)
+    def _rule(self, copy: Copy, pages: Pages, rows: Rows, number: int) -> Rule:
+        """Loads come layer by layer with the same pages, so the last answer is kept.
+
+        Args:
+            number: of the kind of pages.
+        """
+        last = self._chosen.get((copy, number))
         if (
             last is not None
             and last[2] is self.rules
@@ -288,10 +304,11 @@ class CudaEngine:
             and np.array_equal(last[1], rows)
         ):
             return last[3]
-        runs = self._copier.count_runs(getattr(self._native.Copy, copy.name), pages, rows)
-        run_bytes = len(pages) * self._geometry.page_bytes / max(1, runs)
+        native_copy = getattr(self._native.Copy, copy.name)
+        runs = self._copiers[number].count_runs(native_copy, pages, rows)
+        run_bytes = len(pages) * self._kinds[number].page_bytes / max(1, runs)
         rule = choose(self.rules, copy, run_bytes)
-        self._chosen[copy] = (pages.copy(), rows.copy(), self.rules, rule)
+        self._chosen[copy, number] = (pages.copy(), rows.copy(), self.rules, rule)
         return rule
 
     def _model(self) -> torch.cuda.Stream:
@@ -312,21 +329,31 @@ class CudaEngine:
             ) from error
 
     def _make_buffer(self, num_rows: int) -> torch.Tensor:
-        """[layers, rows, page_bytes]; csrc/copy/page_map.h."""
-        g = self._geometry
-        shape = (g.num_layers, num_rows, g.page_bytes)
+        """[layers][rows][page bytes of the layer], flat; csrc/copy/page_map.h."""
+        num_bytes = num_rows * self._geometry.block_bytes
         try:
-            return torch.empty(shape, dtype=torch.uint8, device=self._device)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
-            size = format_size(num_rows * g.num_layers * g.page_bytes)
             raise ConfigError(
-                f"write_buffer: {size} of HBM are not free: {error}; ask for less, or lower vLLM's "
-                "--gpu-memory-utilization"
+                f"write_buffer: {format_size(num_bytes)} of HBM are not free: {error}; ask for "
+                "less, or lower vLLM's --gpu-memory-utilization"
             ) from error
 
-    def _on_device(self) -> dict[str, int]:
-        """The device, and where the native code's arrays are on it."""
-        return {"device": self._device.index, "arrays": self._arrays.data_ptr()}
+    def _make_copier(self, number: int, numbers: dict[str, Any]) -> Any:
+        """Args: number: of the kind of pages."""
+        before = sum(self._geometry.regions[: self._kinds[number].first])
+        rows_base = self._buffer.data_ptr() + self.num_rows * before
+        shape = self._native.PageShape(**numbers, rows_base=rows_base, num_rows=self.num_rows)
+        return self._native.PageCopier(shape, **self._on_device(number))
+
+    def _array_of(self, numbers: dict[str, Any]) -> torch.Tensor:
+        """What the native code reads in HBM."""
+        found = [*numbers["layer_bases"], *numbers["run_offsets"]]
+        return torch.tensor(found, dtype=torch.int64, device=self._device)
+
+    def _on_device(self, number: int = 0) -> dict[str, int]:
+        """The device, and where the native code's array of a kind is on it."""
+        return {"device": self._device.index, "arrays": self._arrays[number].data_ptr()}
 
     def _make_token_mover(
         self, numbers: dict[str, Any], rotation: Rotation | None
@@ -334,6 +361,7 @@ class CudaEngine:
         """None if there is no rotation, or it does not go with these pages."""
         if rotation is None:
             return None
+        assert len(self._kinds) == 1, "nobody rotates K of several kinds"
         native = self._native
         turned = rotation_numbers(rotation, self._geometry.block_tokens)
         shapes = native.PageShape(**numbers), native.RotationShape(**turned)

@@ -9,6 +9,7 @@ found here and not in an answer.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,13 +49,13 @@ def check_engine(
     try:
         engine.rules = only(Method.DMA)
         engine.wait(engine.save(pages, range(g.num_layers)))
-        was = in_slot.copy()
+        was = _copied(in_slot)
         for method in Method:
             engine.rules = only(method)
             _check_method(engine, pages, in_slot, method)
-        in_slot[:] = was
+        _fill(in_slot, was)
         engine.wait(engine.load(pages, range(g.num_layers)))
-        in_slot[:] = 0
+        _fill(in_slot, [np.zeros_like(page) for page in in_slot])
     except CopyError as error:
         raise UnsupportedError(
             f"this GPU cannot copy between its memory and the pool: {error}; was the extension "
@@ -65,23 +66,24 @@ def check_engine(
         engine.rules = before_rules
 
 
-def _check_method(engine: CudaEngine, pages: Pages, in_slot: Bytes, method: Method) -> None:
+def _check_method(engine: CudaEngine, pages: Pages, in_slot: Sequence[Bytes], method: Method) -> None:
     layers = range(len(in_slot))
-    wanted = np.random.default_rng(len(method.value)).integers(0, 256, in_slot.shape, np.uint8)
-    in_slot[:] = wanted
+    random = np.random.default_rng(len(method.value))
+    wanted = [random.integers(0, 256, page.shape, np.uint8) for page in in_slot]
+    _fill(in_slot, wanted)
     for layer in layers:  # as the forward pass has it
         engine.wait(engine.load(pages, range(layer, layer + 1)))
     for is_buffered in (False, True) if engine.num_rows else (False,):
-        in_slot[:] = ~wanted
+        _fill(in_slot, [~page for page in wanted])
         if is_buffered:
             rows = np.array([engine.num_rows - 1], np.int64)
             engine.gather(pages, rows, layers)
             engine.wait(engine.drain(pages, rows, layers))
         else:
             engine.wait(engine.save(pages, layers))
-        if not np.array_equal(in_slot, wanted):
+        wrong = [layer for layer in layers if not np.array_equal(in_slot[layer], wanted[layer])]
+        if wrong:
             way = "through the write buffer" if is_buffered else "directly"
-            wrong = np.flatnonzero((in_slot != wanted).any(axis=1)).tolist()
             raise UnsupportedError(
                 f"a block that was loaded and saved {way} by {method.value} came back with other "
                 f"bytes in the layers {wrong}; AttnStore cannot be used on this machine"
@@ -107,11 +109,11 @@ def check_moves(
     count = max(1, g.block_tokens - 1)
     first = g.block_tokens - count
     run = [num_slots - 1, g.chunk_tokens - count, count, num_blocks - 1, 0, SHIFT]
-    before = _some_numbers(rotation.dtype, in_slot.shape)
+    before = _some_numbers(rotation.dtype, (g.num_layers, g.page_bytes))
     try:
         engine.wait(engine.save(pages, layers))
-        was = in_slot.copy()
-        in_slot[:] = before
+        was = _copied(in_slot)
+        _fill(in_slot, before)
         engine.wait(engine.load(pages, layers))
         moved = engine.move(np.array([run], np.int64), layers)
         why_not = None
@@ -120,10 +122,10 @@ def check_moves(
         except CopyError as error:
             why_not = f"this GPU cannot move KV to other positions: {error}"
         engine.wait(engine.save(pages, layers))
-        found = in_slot.copy()
-        in_slot[:] = was
+        found = _copied(in_slot)
+        _fill(in_slot, was)
         engine.wait(engine.load(pages, layers))
-        in_slot[:] = 0
+        _fill(in_slot, [np.zeros_like(page) for page in in_slot])
     except CopyError as error:
         raise UnsupportedError(f"this GPU does not copy since KV was moved: {error}") from error
     if why_not is not None:
@@ -190,12 +192,21 @@ def _as_float64(dtype: str, bits: npt.NDArray[Any]) -> Floats:
     return bits.view(dtype).astype(np.float64)
 
 
-def _last_block(slots_base: int, num_slots: int, rank: int, geometry: Geometry) -> Bytes:
-    """[layers, page_bytes]: the last block of the last slot, in place."""
+def _last_block(slots_base: int, num_slots: int, rank: int, geometry: Geometry) -> list[Bytes]:
+    """By layer, the page of the last block of the last slot, in place."""
     g = geometry
-    address = slots_base + (num_slots - 1) * g.slot_bytes + rank * g.rank_bytes
-    address += (g.blocks_per_chunk - 1) * g.page_bytes
-    span = (g.num_layers - 1) * g.layer_bytes + g.page_bytes
-    owner = (ctypes.c_uint8 * span).from_address(address)
-    flat = np.ctypeslib.as_array(owner)
-    return np.lib.stride_tricks.as_strided(flat, (g.num_layers, g.page_bytes), (g.layer_bytes, 1))
+    part = slots_base + (num_slots - 1) * g.slot_bytes + g.part_at(rank)
+    found = []
+    for layer, page_bytes in enumerate(g.regions):
+        at = part + g.region_at(layer) + (g.blocks_per_chunk - 1) * page_bytes
+        found.append(np.ctypeslib.as_array((ctypes.c_uint8 * page_bytes).from_address(at)))
+    return found
+
+
+def _copied(pages: Sequence[Bytes]) -> list[Bytes]:
+    return [page.copy() for page in pages]
+
+
+def _fill(pages: Sequence[Bytes], content: Sequence[Bytes]) -> None:
+    for page, new in zip(pages, content, strict=True):
+        page[:] = new

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from attnstore_vllm._native import PageCopier, PageRotator, PageShape, RotationShape, omp_team_size
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.layout import LayerLayout
+from attnstore_vllm.transfer.layout import Kind, LayerLayout, kinds_of
 from attnstore_vllm.transfer.moves import Moved
 from attnstore_vllm.transfer.page_content import ContentMap
 from attnstore_vllm.transfer.rope import Rope
@@ -135,15 +135,14 @@ class CpuEngine:
         place = (slots_base, num_slots, rank, geometry, layouts)
         self._pages = page_copier(*place)
         self._rotator = page_rotator(*place, rotation) if rotation is not None else None
-        self._page_bytes = geometry.page_bytes
-        self._token_bytes = geometry.page_bytes // geometry.block_tokens
+        self._geometry = geometry
         self._measured: list[tuple[int, float]] = []
         logger.info("copies between HBM and DRAM run on %d threads", omp_team_size())
 
     def load(self, pages: Pages, layers: range) -> Event:
         began = time.perf_counter()
         self._pages.load(pages, layers.start, layers.stop)
-        num_bytes = len(pages) * len(layers) * self._page_bytes
+        num_bytes = len(pages) * bytes_of(self._geometry, layers)
         self._measured.append((num_bytes, time.perf_counter() - began))
         return Over()
 
@@ -151,7 +150,8 @@ class CpuEngine:
         assert self._rotator is not None, "nobody has said how K is rotated"
         began = time.perf_counter()
         self._rotator.load(moved, layers.start, layers.stop)
-        num_bytes = int(moved[:, 2].sum()) * len(layers) * self._token_bytes
+        num_bytes = int(moved[:, 2].sum()) * bytes_of(self._geometry, layers)
+        num_bytes //= self._geometry.block_tokens
         self._measured.append((num_bytes, time.perf_counter() - began))
         return Over()
 
@@ -182,11 +182,94 @@ class CpuEngine:
         """Nothing is in flight."""
 
 
+class LoadsOnly:
+    """The copies of a rank whose KV another rank stores (Geometry.replicas): its saves are over
+    when they are begun. All else is the engine's.
+
+    Args:
+        num_rows: of the write buffers of ranks that save; this one has none.
+    """
+
+    def __init__(self, engine: CopyEngine, num_rows: int) -> None:
+        self._engine = engine
+        self.overlaps = engine.overlaps
+        self.num_rows = num_rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def load(self, pages: Pages, layers: range) -> Event:
+        return self._engine.load(pages, layers)
+
+    def move(self, moved: Moved, layers: range) -> Event:
+        return self._engine.move(moved, layers)
+
+    def save(self, pages: Pages, layers: range) -> Event:
+        return Over()
+
+    def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
+        """Nothing leaves."""
+
+    def drain(self, pages: Pages, rows: Rows, layers: range) -> Event:
+        return Over()
+
+    def model_waits(self, event: Event) -> None:
+        if not isinstance(event, Over):
+            self._engine.model_waits(event)
+
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, Over):
+            self._engine.wait(event)
+
+    def waited_s(self) -> float:
+        return self._engine.waited_s()
+
+    def measured(self) -> list[tuple[int, float]]:
+        return self._engine.measured()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class KindCopier:
+    """Native copiers of several kinds of pages as one of all; of its methods what theirs say."""
+
+    def __init__(self, kinds: Sequence[Kind], copiers: Sequence[PageCopier]) -> None:
+        self._copiers = list(zip(kinds, copiers, strict=True))
+
+    def load(self, copies: Pages, first_layer: int, stop_layer: int) -> None:
+        for copier, layers in self._parts(first_layer, stop_layer):
+            copier.load(copies, layers.start, layers.stop)
+
+    def save(self, copies: Pages, first_layer: int, stop_layer: int) -> None:
+        for copier, layers in self._parts(first_layer, stop_layer):
+            copier.save(copies, layers.start, layers.stop)
+
+    def _parts(self, first: int, stop: int) -> list[tuple[PageCopier, range]]:
+        check_layers(range(first, stop), self._copiers[-1][0].stop)
+        found = [(copier, kind.within(range(first, stop))) for kind, copier in self._copiers]
+        return [(copier, layers) for copier, layers in found if layers]
+
+
+def check_layers(layers: range, num_layers: int) -> None:
+    """Raise IndexError if one of them does not exist."""
+    if not 0 <= layers.start <= layers.stop <= num_layers:
+        raise IndexError(f"{layers} of {num_layers} layers: one of them does not exist")
+
+
+def bytes_of(geometry: Geometry, layers: range) -> int:
+    """Of one block's pages in these layers."""
+    return sum(geometry.regions[layers.start : layers.stop])
+
+
 def page_copier(
     slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
-) -> PageCopier:
+) -> PageCopier | KindCopier:
     """The native copier of one rank's pages; of its arguments what CpuEngine says."""
-    return PageCopier(PageShape(**page_numbers(slots_base, num_slots, rank, geometry, layouts)))
+    kinds = kinds_of(layouts)
+    numbers = page_numbers(slots_base, num_slots, rank, geometry, layouts)
+    copiers = [PageCopier(PageShape(**of_kind)) for of_kind in numbers]
+    return copiers[0] if len(copiers) == 1 else KindCopier(kinds, copiers)
 
 
 def page_rotator(
@@ -197,8 +280,10 @@ def page_rotator(
     layouts: Sequence[LayerLayout],
     rotation: Rotation,
 ) -> PageRotator:
-    """The native copier of single tokens; of its arguments what CpuEngine says."""
-    pages = PageShape(**page_numbers(slots_base, num_slots, rank, geometry, layouts))
+    """The native copier of single tokens, of pages of one kind; of its arguments what CpuEngine
+    says."""
+    (numbers,) = page_numbers(slots_base, num_slots, rank, geometry, layouts)
+    pages = PageShape(**numbers)
     return PageRotator(pages, RotationShape(**rotation_numbers(rotation, geometry.block_tokens)))
 
 
@@ -218,23 +303,26 @@ def rotation_numbers(rotation: Rotation, block_tokens: int) -> dict[str, Any]:
 
 def page_numbers(
     slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
-) -> dict[str, Any]:
-    """Arguments of a native PageShape."""
-    shape = layouts[0]
-    assert len(layouts) == geometry.num_layers
-    assert all(layout.page_bytes == geometry.page_bytes for layout in layouts)
-    assert all(layout.num_blocks == shape.num_blocks for layout in layouts)
-    assert all(layout.block_stride == shape.block_stride for layout in layouts)
-    assert all(layout.run_offsets == shape.run_offsets for layout in layouts)
-    return {
-        "slots_base": slots_base + rank * geometry.rank_bytes,
-        "num_slots": num_slots,
-        "slot_bytes": geometry.slot_bytes,
-        "layer_bytes": geometry.layer_bytes,
-        "page_bytes": geometry.page_bytes,
-        "layer_bases": [layout.base for layout in layouts],
-        "num_blocks": shape.num_blocks,
-        "block_stride": shape.block_stride,
-        "run_offsets": list(shape.run_offsets),
-        "run_bytes": shape.run_bytes,
-    }
+) -> list[dict[str, Any]]:
+    """Arguments of a native PageShape for each kind of pages, in the order of kinds_of().
+
+    To the native code the regions of a kind are all that there are.
+    """
+    assert tuple(layout.page_bytes for layout in layouts) == geometry.regions
+    assert len({layout.num_blocks for layout in layouts}) == 1
+    part = slots_base + geometry.part_at(rank)
+    return [
+        {
+            "slots_base": part + geometry.region_at(kind.first),
+            "num_slots": num_slots,
+            "slot_bytes": geometry.slot_bytes,
+            "layer_bytes": geometry.blocks_per_chunk * kind.page_bytes,
+            "page_bytes": kind.page_bytes,
+            "layer_bases": [layout.base for layout in kind.layouts],
+            "num_blocks": kind.layouts[0].num_blocks,
+            "block_stride": kind.layouts[0].block_stride,
+            "run_offsets": list(kind.layouts[0].run_offsets),
+            "run_bytes": kind.layouts[0].run_bytes,
+        }
+        for kind in kinds_of(layouts)
+    ]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one chunk lies in a slot of the pool.
 
-    slot = [rank][region][block of the chunk][page bytes], then zero bytes to a whole page
+    slot = [rank][region][block of the chunk][page bytes of the region], then zero bytes to a
+    whole page
 
 vLLM's KV cache groups draw *physical blocks* of one size from one pool, and lie over each other: a
 physical block is one page in each *region*, and layer i of every group is in region i. So copies
@@ -16,7 +17,7 @@ blocks a chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SLOT_ALIGNMENT_BYTES = 4096
@@ -48,32 +49,35 @@ class Geometry:
     groups: tuple[Group, ...]
     """The spine first."""
     chunk_tokens: int
+    replicas: int = 1
+    """Consecutive ranks that hold the same KV."""
 
     num_layers: int = field(init=False)
     """Regions: a layer of each group lies in each."""
-    page_bytes: int = field(init=False)
     block_tokens: int = field(init=False)
     """Tokens a block of the spine."""
     blocks_per_chunk: int = field(init=False)
     """That a slot has room for: of the group with the smallest blocks."""
-    layer_bytes: int = field(init=False)
-    """Of one region, in a chunk."""
+    block_bytes: int = field(init=False)
+    """Of a physical block: its pages in all regions, on one rank."""
     rank_bytes: int = field(init=False)
+    """Of one rank's part of a slot."""
     slot_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.regions
-        assert len(set(self.regions)) == 1, "pages of several sizes need copies that know of them"
-        tokens, page = self.spine.block_tokens, self.regions[0]
-        assert min(self.num_ranks, page, tokens) > 0
+        tokens = self.spine.block_tokens
+        assert min(self.num_ranks, self.replicas, tokens, *self.regions) > 0
+        assert self.num_ranks % self.replicas == 0
         assert all(self.chunk_tokens % group.block_tokens == 0 for group in self.groups)
         assert self.spine.reach == "full", "the spine has all tokens"
         blocks = self.chunk_tokens // min(group.block_tokens for group in self.groups)
-        rank_bytes = blocks * sum(self.regions)
-        used = self.num_ranks * rank_bytes
+        block_bytes = sum(self.regions)
+        rank_bytes = blocks * block_bytes
+        used = self.num_ranks // self.replicas * rank_bytes
         for name, value in (
-            ("num_layers", len(self.regions)), ("page_bytes", page), ("block_tokens", tokens),
-            ("blocks_per_chunk", blocks), ("layer_bytes", blocks * page),
+            ("num_layers", len(self.regions)), ("block_tokens", tokens),
+            ("blocks_per_chunk", blocks), ("block_bytes", block_bytes),
             ("rank_bytes", rank_bytes),
             ("slot_bytes", -(-used // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES),
         ):  # fmt: skip
@@ -96,26 +100,49 @@ class Geometry:
         """The region of each layer, of all groups."""
         return {name: i for group in self.groups for i, name in enumerate(group.layers)}
 
+    @property
+    def page_bytes(self) -> int:
+        """Of every region, where all are equal."""
+        assert len(set(self.regions)) == 1, "pages have several sizes"
+        return self.regions[0]
+
+    @property
+    def layer_bytes(self) -> int:
+        """A region's part of a chunk, where all are equal."""
+        return self.blocks_per_chunk * self.page_bytes
+
+    def part_at(self, rank: int) -> int:
+        """Where a rank's part begins in a slot."""
+        return rank // self.replicas * self.rank_bytes
+
+    def saves(self, rank: int) -> bool:
+        """Whether this rank writes its part: one of the replicas does."""
+        return rank % self.replicas == 0
+
+    def region_at(self, region: int) -> int:
+        """Where a region begins in a rank's part."""
+        return self.blocks_per_chunk * sum(self.regions[:region])
+
     def token_bytes(self) -> float:
-        """KV bytes of one token, all layers and ranks."""
-        return self.num_ranks * self.rank_bytes / self.chunk_tokens
+        """KV bytes of one token, all layers and ranks, as it is stored."""
+        return self.num_ranks // self.replicas * self.rank_bytes / self.chunk_tokens
 
     def facts(self) -> dict[str, Any]:
-        """The part that decides bytes, for the namespace: with one group as it always was, so that
-        stores of before are found."""
-        several: dict[str, Any] = {}
-        if len(self.groups) > 1:
-            several["groups"] = [
-                [g.block_tokens, g.reach, g.reach_tokens, list(g.layers), g.facts]
-                for g in self.groups
-            ]
-        return several | {
+        """The part that decides bytes, for the namespace: with one group and equal pages as it
+        always was, so that stores of before are found."""
+        is_uniform = len(set(self.regions)) == 1
+        found: dict[str, Any] = {
             "num_ranks": self.num_ranks,
             "num_layers": self.num_layers,
             "block_tokens": self.block_tokens,
-            "page_bytes": self.page_bytes,
+            "page_bytes": self.regions[0] if is_uniform else list(self.regions),
             "chunk_tokens": self.chunk_tokens,
         }
+        if self.replicas > 1:
+            found["replicas"] = self.replicas
+        if len(self.groups) > 1:
+            found["groups"] = [asdict(group) for group in self.groups]
+        return found
 
 
 def round_chunk_tokens(wanted: int, block_tokens: int) -> int:

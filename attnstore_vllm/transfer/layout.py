@@ -3,13 +3,14 @@
 
 vLLM hands out one tensor a layer, logically [num_blocks, heads, tokens, content]; the strides
 say what is contiguous. A block is one or several contiguous *runs*; all runs of a layer have
-one length. In a slot they stand one after the other.
+one length. In a slot they stand one after the other. Layers may differ in all of this.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attnstore_vllm.errors import UnsupportedError
@@ -56,6 +57,53 @@ def describe(layer: str, kv: torch.Tensor, num_blocks: int) -> LayerLayout:
     steps = [range(0, stride * size, stride) for stride, size in reversed(inner)]
     offsets = tuple(sum(at) * item for at in itertools.product(*steps))
     return LayerLayout(kv.data_ptr(), num_blocks, kv.stride(0) * item, offsets, run * item)
+
+
+def page_of(layer: str, layout: LayerLayout, page_bytes: int) -> LayerLayout:
+    """The layout of a layer's whole pages, which may be padded: of `page_bytes` each.
+
+    A padded page is one run, and what is behind its content is copied with it. So it is the same
+    run whatever the page holds. Raises: UnsupportedError if pages are not so.
+    """
+    if layout.page_bytes == page_bytes:
+        return layout
+    end = layout.run_offsets[-1] + layout.run_bytes
+    is_inside = layout.run_offsets[0] == 0 and end <= page_bytes <= layout.block_stride
+    if layout.page_bytes > page_bytes or not is_inside:
+        raise UnsupportedError(
+            f"layer {layer}: its pages have {layout.page_bytes} bytes, {layout.block_stride} "
+            f"apart, but vLLM's cache configuration says {page_bytes}; this layout is not known"
+        )
+    return replace(layout, run_offsets=(0,), run_bytes=page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Regions that follow each other and whose pages are cut alike."""
+
+    first: int
+    layouts: tuple[LayerLayout, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.layouts)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layouts[0].page_bytes
+
+    def within(self, layers: range) -> range:
+        """Those of the layers that are of this kind, counted from its first one; may be empty."""
+        start = min(max(layers.start, self.first), self.stop)
+        return range(start - self.first, max(start, min(layers.stop, self.stop)) - self.first)
+
+
+def kinds_of(layouts: Sequence[LayerLayout]) -> list[Kind]:
+    """The kinds, in the order of the regions: as few as there can be."""
+    kinds: list[Kind] = []
+    for _, found in itertools.groupby(layouts, lambda x: (x.block_stride, x.run_offsets, x.run_bytes)):
+        kinds.append(Kind(kinds[-1].stop if kinds else 0, tuple(found)))
+    return kinds
 
 
 def order_of_axes(kv: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

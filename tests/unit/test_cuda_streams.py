@@ -50,7 +50,7 @@ def test_a_full_ring_waits_for_the_oldest_copy_only(
 def test_rules_are_asked_for_what_is_contiguous(fake: FakeGpu) -> None:
     """Neighbours in the slot, in HBM or in the write buffer are one run, on both sides."""
     rig = CudaRig(fake, ORDERS[0])
-    mover = rig.cuda._copier
+    mover = rig.cuda._copiers[0]
     rows = np.arange(3)
     apart, close = table((0, 0, 5), (0, 1, 7), (0, 2, 9)), table((0, 0, 5), (0, 1, 6), (0, 2, 7))
     assert mover.count_runs(Copy.LOAD, apart, rows) == 3
