@@ -124,14 +124,14 @@ def one_request(scheduler: Scheduler, request: Any, block_tokens: int) -> tuple[
     again_ms, _ = timed(lambda: scheduler.get_num_new_matched_tokens(request, 0))
 
     def run() -> Any:
-        scheduler.update_state_after_alloc(request, blocks, offered)
+        scheduler.update_state_after_alloc(request, (blocks,), offered)
         request.num_computed_tokens = offered
         rest = request.num_tokens - offered
         return scheduler.build_step(step_of({request.request_id: rest}))
 
     ran_ms, plan = timed(run)
     request.num_computed_tokens = request.num_tokens
-    ended_ms, _ = timed(lambda: scheduler.request_finished(request, blocks))
+    ended_ms, _ = timed(lambda: scheduler.request_finished(request, (blocks,)))
     scheduler.on_report(StepReport(plan.number, weights=Seen.SAME))
     tail = scheduler.build_step(step_of({}))
     ids = [p.plan_id for step in (plan, tail) for p in (*step.loads, *step.saves)]

@@ -19,6 +19,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
+from attnstore_vllm.connector.groups import groups_of, needs_of, regions_of
 from attnstore_vllm.connector.live_model import LiveWeights, model_of
 from attnstore_vllm.connector.model_rotation import rotation_of
 from attnstore_vllm.connector.namespace import fingerprint
@@ -37,7 +38,7 @@ from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.transfer.geometry import Geometry, Group, round_chunk_tokens
+from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
 
@@ -67,17 +68,16 @@ def _config(vllm_config: VllmConfig) -> StoreConfig:
 def geometry_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig
 ) -> Geometry:
-    """The one place that reads vLLM's groups. The spine has a page in each region."""
-    specs: list[Any] = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    names = [tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups]
-    spec = specs[0]
+    """The shapes that both sides agree on, each from its own copy of the configuration."""
+    groups = groups_of(kv_cache_config)
+    is_one = len(groups) == 1
     return Geometry(
         num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-        regions=page_bytes_of(kv_cache_config),
-        groups=tuple(Group(s.block_size, n) for s, n in zip(specs, names, strict=True)),
+        regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config),
+        groups=groups,
         # Whole blocks, and hits may end where chunks do (index/stops.py).
         chunk_tokens=round_chunk_tokens(
-            config.chunk_tokens, math.lcm(spec.block_size, GRAIN_TOKENS)
+            config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
         ),
         replicas=getattr(kv_cache_config, "kv_tp_replicas", 1),
     )
@@ -150,7 +150,6 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         _open_pool(vllm_config, config, geometry, member=rank, near=_gpu_nodes(geometry.num_ranks)),
         rank,
         geometry,
-        list(geometry.spine.layers),
         kv_cache_config.num_blocks,
         write_buffer_bytes=write_buffer_bytes,
         # Where a step is cut into micro-batches, each calls the hooks.
@@ -163,9 +162,10 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
 
 
 def attention_layers(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:
-    """The spine's layers of this process's model, by name, in the order of the regions."""
+    """The layers of this process's model that keep KV, by name: group by group, the spine's first,
+    in the order of the regions."""
     layers: Any = vllm_config.compilation_config.static_forward_context
-    return {name: layers[name] for name in geometry.spine.layers}
+    return {name: layers[name] for name in geometry.layer_names}
 
 
 def _is_alone() -> bool:
@@ -237,6 +237,7 @@ def _scheduler(
         scrub_rate=config.nvme.scrub_bytes_per_s,
         eviction=config.eviction,
         ttl_s=config.ttl_s,
+        needs=needs_of(geometry),
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
     )
@@ -263,6 +264,7 @@ def _scheduler(
         replays=_replays(vllm_config),
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
+        needs=needs_of(geometry),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
     )
 

@@ -89,15 +89,18 @@ def reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     Both sides ask, each with a configuration of its own: the scheduler's has only one layer's spec
     where layers differ. So what decides is in both, as the sizes of the tensors are.
     """
-    return _reason_of_settings(vllm_config) or _reason_of_groups(kv_cache_config)
+    reason = _reason_of_settings(vllm_config) or _reason_of_groups(kv_cache_config)
+    if reason is None and len(kv_cache_config.kv_cache_groups) > 1 and vllm_config.lora_config:
+        return "it has several KV cache groups, and LoRA adapters need loads that name blocks"
+    return reason
 
 
 def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "it keeps no KV"
-    if len(groups) != 1:
-        return f"it has {len(groups)} KV cache groups; one is supported{_help(kv_cache_config)}"
+    if len(groups) > 1:
+        return _reason_of_several(kv_cache_config)
     reason = _reason_of_specs(_specs_of(kv_cache_config)[:1])
     if reason is not None:
         return reason + _help(kv_cache_config)
@@ -110,13 +113,28 @@ def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
     return None
 
 
+def _reason_of_several(kv_cache_config: KVCacheConfig) -> str | None:
+    from attnstore_vllm.connector.groups import groups_of, regions_of  # noqa: PLC0415
+
+    try:
+        groups_of(kv_cache_config)
+        regions_of(kv_cache_config)
+    except UnsupportedError as error:
+        return f"{error}{_help(kv_cache_config)}"
+    if kv_cache_config.needs_kv_cache_zeroing:
+        return "vLLM writes zeros to new blocks of its groups, in an order of its own"
+    return None
+
+
 def reason_of_layers(kv_cache_config: KVCacheConfig) -> str | None:
     """As reason_to_idle(), of what only a worker can say: it has the specs of all layers."""
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        return None  # both sides have seen the specs of all groups
     return _reason_of_specs(_specs_of(kv_cache_config))
 
 
 def _specs_of(kv_cache_config: KVCacheConfig) -> list[Any]:
-    """The one group's specs, with the one first that the scheduler side has."""
+    """The first group's specs, with the one first that the scheduler side has."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs  # noqa: PLC0415
 
     spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -161,7 +179,7 @@ def page_bytes_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
         is_by_layer = tensor.layer_stride >= num_blocks * tensor.block_stride
         page = tensor.layer_stride // num_blocks if is_by_layer else tensor.layer_stride
         pages.update(dict.fromkeys(tensor.layers, page))
-    if sorted(pages) != sorted(names) or not all(0 < page for page in pages.values()):
+    if sorted(pages) != sorted(names) or not all(page > 0 for page in pages.values()):
         raise UnsupportedError("its KV tensors are not those of its layers")
     # Of a block there may be more, which is nobody's, behind its layers' pages.
     if {tensor.size for tensor in tensors} != {tensors[0].size} or (

@@ -38,7 +38,6 @@ class Worker:
 
     Args:
         pool: this process's mapping; closed with the worker.
-        layers: names of the layers in the order in which slots hold them.
         write_buffer_bytes: HBM that saves may wait in on their way to DRAM, where copies run
             beside the model; given the device's memory in bytes.
         by_layer: the forward pass calls its hooks once a layer.
@@ -54,7 +53,6 @@ class Worker:
         pool: SharedPool,
         rank: int,
         geometry: Geometry,
-        layers: list[str],
         num_blocks: int,
         *,
         write_buffer_bytes: Callable[[int], int],
@@ -71,17 +69,19 @@ class Worker:
         self.pool = pool
         self.rank = rank
         self.geometry = geometry
-        self._layers = {name: i for i, name in enumerate(layers)}
+        self._regions = geometry.layer_names
+        """The region of each layer."""
         self._num_blocks = num_blocks
         self._write_buffer_bytes = write_buffer_bytes
-        self._by_layer = by_layer
+        # With several groups a region is whole when the last of its layers is computed.
+        self._by_layer = by_layer and len(geometry.groups) == 1
         self._is_alone = is_alone
         self._engine: CopyEngine | None = None
         self._stats = StepStats()
         self._plan = StepPlan()
         self._freed: set[str] = set()
         self._hooked: set[int] = set()
-        """Layers for which this forward pass has called its hook."""
+        """Regions of the layers for which this forward pass has called its hook."""
         self._has_hooks = False
         """A forward pass has called all: until then one may be that calls none."""
         self._whole = True
@@ -106,24 +106,25 @@ class Worker:
                 tells.
             adapters: the model's LoRA adapters.
         """
-        missing = self._layers.keys() - kv_caches.keys()
+        missing = self._regions.keys() - kv_caches.keys()
         if missing:
             raise UnsupportedError(f"vLLM registered no KV tensor for the layers {sorted(missing)}")
-        tensors = [kv_caches[name] for name in self._layers]
-        layouts = [
-            page_of(name, describe(name, tensor, self._num_blocks), page_bytes)
-            for name, tensor, page_bytes in zip(
-                self._layers, tensors, self.geometry.regions, strict=True
-            )
-        ]
+        tensors = [kv_caches[name] for name in self._regions]
+        pages = self.geometry.regions
+        of_layers = {
+            name: page_of(name, describe(name, tensor, self._num_blocks), pages[region])
+            for (name, region), tensor in zip(self._regions.items(), tensors, strict=True)
+        }
+        layouts = self._layouts_of_regions(of_layers)
         self.adapters = adapters or self.adapters
         first = tensors[0]
-        kinds = _kinds(tensors, layouts)
-        facts = live([(i, tensors[i], layouts[i]) for i in kinds]) if live is not None else {}
+        every = list(of_layers.values())
+        kinds = _kinds(tensors, every)
+        facts = live([(i, tensors[i], every[i]) for i in kinds]) if live is not None else {}
         self._turns, why_not = self._find_rotation(first, len(kinds))
         engine = self._engine = self._make_engine(first.device, layouts)
-        self.loads = Loads(engine, len(self._layers))
-        self._saves = Saves(engine, len(self._layers), queue_blocks=engine.num_rows)
+        self.loads = Loads(engine, len(layouts))
+        self._saves = Saves(engine, len(layouts), queue_blocks=engine.num_rows)
         axes, strides = order_of_axes(first)
         self.pool.publish(
             self.rank,
@@ -138,7 +139,7 @@ class Worker:
                     layout=layout,
                     kernel=kernel,
                     live=tuple(sorted(facts.items())),
-                    others=_digest(tensors, layouts) if len(kinds) > 1 else "",
+                    others=_digest(tensors, every) if len(kinds) > 1 else "",
                 ),
                 rows=engine.num_rows if engine.overlaps else None,
                 is_alone=self._is_alone,
@@ -147,6 +148,19 @@ class Worker:
                 why_not_moved=why_not or getattr(engine, "why_not_moved", None),
             ).to_json(),
         )
+
+    def _layouts_of_regions(self, of_layers: Mapping[str, LayerLayout]) -> list[LayerLayout]:
+        """Where the pages of each region are. Groups lie over each other, so it is the same for all
+        layers of a region. Raises UnsupportedError where it is not."""
+        layouts: dict[int, LayerLayout] = {}
+        for name, layout in of_layers.items():
+            known = layouts.setdefault(self._regions[name], layout)
+            if layout != known:
+                raise UnsupportedError(
+                    f"layer {name}: its pages lie at {layout}, those of another group's layer at "
+                    f"{known}; groups that do not lie over each other are not known"
+                )
+        return [layouts[region] for region in range(self.geometry.num_layers)]
 
     def refuse(self, reason: str) -> None:
         """Tell the scheduler side that this rank cannot work with the store, and why."""
@@ -158,6 +172,8 @@ class Worker:
         """How KV is moved, or why it cannot be."""
         if self._rotation is None:
             return None, "truncation is off"
+        if len(self.geometry.groups) > 1:
+            return None, f"it has {len(self.geometry.groups)} KV cache groups"
         if num_kinds > 1:
             return None, f"its layers keep KV of {num_kinds} kinds, and K of one kind can be turned"
         kernel_blocks = len(tensor) // self._num_blocks  # the kernels' may be smaller
@@ -212,19 +228,19 @@ class Worker:
         self._count(Flow.LOAD, self._plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
-        index = self._layers.get(layer)
+        index = self._regions.get(layer)
         if index is not None:
             self._hooked.add(index)
             self.loads.wait_layer(index)
 
     def layer_computed(self, layer: str) -> None:
-        index = self._layers.get(layer)
+        index = self._regions.get(layer)
         if index is not None:
             self._saves.layer_computed(index)
 
     def end_step(self) -> None:
         """After the forward pass."""
-        self._has_hooks = self._has_hooks or len(self._hooked) == len(self._layers)
+        self._has_hooks = self._has_hooks or len(self._hooked) == self.geometry.num_layers
         self.loads.end_step()
         self._saves.end_step(self._plan.finished_saving)
         # Here and not before the forward pass, which would wait for it.

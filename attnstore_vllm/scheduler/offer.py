@@ -123,9 +123,7 @@ class Offers:
         self._open.append(state)
         return num_tokens, layers_before > 0
 
-    def take(
-        self, state: RequestState, tables: Tables, num_tokens: int, stats: StepStats
-    ) -> bool:
+    def take(self, state: RequestState, tables: Tables, num_tokens: int, stats: StepStats) -> bool:
         """vLLM takes so many tokens of the offer, for these blocks: their load is planned.
 
         Returns whether it is carried out before the request's first step.

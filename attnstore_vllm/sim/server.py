@@ -191,8 +191,8 @@ class Server:
 
     def _start(self, job: Job, local: int, found: int, step: EngineStep) -> None:
         if self._scheduler is not None:
-            (block_ids,) = self._hbm.get_block_ids(job.request_id)
-            self._scheduler.update_state_after_alloc(job, block_ids, found)
+            tables = self._hbm.get_block_ids(job.request_id)
+            self._scheduler.update_state_after_alloc(job, tables, found)
         job.num_computed_tokens = local + found
         self._running.append(job)
         step.started.append(job)
@@ -261,8 +261,8 @@ class Server:
 
     def _finish(self, job: Job) -> None:
         if self._scheduler is not None:
-            (block_ids,) = self._hbm.get_block_ids(job.request_id)
-            keeps_blocks, _ = self._scheduler.request_finished(job, block_ids)
+            tables = self._hbm.get_block_ids(job.request_id)
+            keeps_blocks, _ = self._scheduler.request_finished(job, tables)
             assert not keeps_blocks, "saves are over when they are begun"
         self._running.remove(job)
         self._hbm.give_back(job)

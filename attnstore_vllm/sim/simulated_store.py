@@ -48,8 +48,9 @@ class SimulatedStore(Store):
         pin_s: float | None = None,
         *,
         again: bool = False,
+        stays: bool = False,
     ) -> Chunk | None:
-        chunk = super().begin_save(name, run, pin_s, again=again)
+        chunk = super().begin_save(name, run, pin_s, again=again, stays=stays)
         if chunk is not None:
             self.saved_tokens += name.num_tokens
         return chunk

@@ -87,8 +87,8 @@ class Geometry:
     def uniform(
         cls, num_ranks: int, num_layers: int, block_tokens: int, page_bytes: int, chunk_tokens: int
     ) -> Geometry:
-        """One group whose layers have pages of one size."""
-        groups = (Group(block_tokens),)
+        """One group whose layers have pages of one size. Their names are made up."""
+        groups = (Group(block_tokens, tuple(f"l{i}" for i in range(num_layers))),)
         return cls(num_ranks, num_layers * (page_bytes,), groups, chunk_tokens)
 
     @property

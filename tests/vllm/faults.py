@@ -149,7 +149,7 @@ class _Hbm:
 
         self.connector: Any = get_kv_transfer_group()
         self.layers = worker.model_runner.kv_caches
-        self.names = list(self.connector.worker._layers)
+        self.names = list(self.connector.worker._regions)
 
     def blocks(self, kind: str, last_only: bool = False) -> list[int]:
         return _blocks(getattr(self.connector._get_connector_metadata().plan, kind), last_only)

@@ -124,7 +124,7 @@ class ScriptedWorker:
         self, pool: SharedPool, geometry: Geometry, num_blocks: int, seed: int,
         make_engine: MakeEngine | None = None, rank: int = 0,
     ) -> None:  # fmt: skip
-        self.names = [f"layer {i}" for i in range(geometry.num_layers)]
+        self.names = list(geometry.layer_names)
         self.tensors = [torch.zeros((num_blocks, BLOCK, TOKEN_KV), dtype=torch.uint8)
                         for _ in self.names]  # fmt: skip
         self.hbm: list[Kv] = [tensor.numpy() for tensor in self.tensors]
@@ -151,7 +151,7 @@ class ScriptedWorker:
         self._news: dict[str, NewRequestData] = {}
         self._random = Random(seed)
         self._first_layer = rank * geometry.num_layers
-        self.side = _Worker(pool, rank, geometry, self.names, num_blocks,
+        self.side = _Worker(pool, rank, geometry, num_blocks,
                             write_buffer_bytes=lambda _: 0)  # fmt: skip
         self.side.make = make_engine
         self.side.register_kv_caches(

@@ -71,7 +71,7 @@ def _said_of(views: list[torch.Tensor], num_blocks: int, name: str, layout: str 
     """What a worker tells of these tensors, through a real pool."""
     pool = SharedPool(name, 2, GEOMETRY.slot_bytes, num_ranks=1, member=0)
     names = [f"l{i}" for i in range(GEOMETRY.num_layers)]
-    worker = Worker(pool, 0, GEOMETRY, names, num_blocks, write_buffer_bytes=lambda _: 0)
+    worker = Worker(pool, 0, GEOMETRY, num_blocks, write_buffer_bytes=lambda _: 0)
     try:
         worker.register_kv_caches(dict(zip(names, views, strict=True)), "kernel", layout)
         found = pool.description(0)
