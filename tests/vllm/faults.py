@@ -140,13 +140,13 @@ GROUPS = 8
 
 def _without_group(number: int) -> Callable[[Any], Undo]:
     def group_left_out(engine: Any) -> Undo:
-        """Nothing is loaded into the blocks of one of vLLM's groups."""
+        """What belongs into the blocks of one of vLLM's groups is loaded into the null block."""
         scheduler = engine.scheduler
 
         def edit(copies: list[Any]) -> list[Any]:
             tables = map(scheduler.kv_cache_manager.get_block_ids, list(scheduler.requests))
             left_out = {block for table in tables for block in table[number]}
-            return [copy for copy in copies if copy[2] not in left_out]
+            return [[*copy[:2], 0 if copy[2] in left_out else copy[2]] for copy in copies]
 
         return _edit_loads(engine, edit)
 
