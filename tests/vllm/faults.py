@@ -134,6 +134,28 @@ def offers_kept(engine: Any) -> Undo:
     return _replace(engine.side._offers, "withdraw", lambda state: None)
 
 
+GROUPS = 8
+"""Groups of KV cache that a model here has at most."""
+
+
+def _without_group(number: int) -> Callable[[Any], Undo]:
+    def group_left_out(engine: Any) -> Undo:
+        """What belongs into the blocks of one of vLLM's groups is loaded into the null block."""
+        scheduler = engine.scheduler
+
+        def edit(copies: list[Any]) -> list[Any]:
+            tables = map(scheduler.kv_cache_manager.get_block_ids, list(scheduler.requests))
+            left_out = {block for table in tables for block in table[number]}
+            return [[*copy[:2], 0 if copy[2] in left_out else copy[2]] for copy in copies]
+
+        return _edit_loads(engine, edit)
+
+    return group_left_out
+
+
+WITHOUT_GROUPS = {f"without group {n}": _without_group(n) for n in range(GROUPS)}
+
+
 def reset_without_effect(engine: Any) -> Undo:
     return _replace(engine.scheduler.connector, "reset_cache", lambda: True)
 
@@ -266,10 +288,11 @@ def rank_0_only(worker: Any) -> Undo:
 
 ON_THE_SCHEDULER_SIDE = (
     swapped_blocks, wrong_slot, one_token_more, tail_too_long, salt_left_out, adapter_left_out,
-    nobody_bypasses, offers_kept, reset_without_effect,
+    nobody_bypasses, offers_kept, reset_without_effect, *WITHOUT_GROUPS.values(),
 )  # fmt: skip
 IN_THE_WORKERS = (skipped_layer, unsaved_layer, late_load, last_block_by_layer, rank_0_only)
 FAULTS = {f.__name__.replace("_", " "): f for f in (*ON_THE_SCHEDULER_SIDE, *IN_THE_WORKERS)}
+FAULTS |= WITHOUT_GROUPS
 
 _undo: list[Undo] = []
 

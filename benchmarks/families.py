@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of model that vLLM starts here, with the store and without: served, or idle?
+
+    python -m benchmarks.families [--quick] [--only NAME ...] [--json FILE] [--docs]
+
+Small models of the families (attnstore_vllm/testing/family_models.py), and one for each other
+architecture of vLLM's registry whose configuration transformers can make small. Each runs twice,
+in a process of its own with a time limit: one prompt, the same again, one that shares 1,500 tokens
+with it, the next turn; with the store vLLM's own cache is emptied before each. What may come of it:
+
+    served   tokens came from the store, and all answers are those of the run without it
+    idle     nothing came from it; the log says why; answers are those of the run without it
+    fails    vLLM fails without the store too
+    dead     it fails with the store only: a bug of ours
+    wrong    answers differ by more than runs without the store do among themselves: a bug of ours
+    silent   nothing came from it, and the log does not say why: a bug of ours
+
+--only runs these and keeps what the file says of others. --docs writes docs/models.md from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tqdm import tqdm
+
+from attnstore_vllm.bench.environment import machine
+from attnstore_vllm.testing.family_models import DRAFTS, FAMILIES
+from benchmarks.family_parts import registry
+from benchmarks.family_parts.table import render
+
+ROOT: Final = Path(__file__).parent.parent
+LIMIT_S: Final = 180
+QUICK: Final = ("llama", "gemma3", "gpt_oss", "qwen3_next", "gemma4_hybrid_off", "deepseek_v2")
+MARGIN: Final = 4.0
+FLOORS: Final = {"float32": 2e-5, "bfloat16": 0.03}
+"""Nats of log-probability that count as rounding, whatever was measured."""
+BUGS: Final = ("dead", "wrong", "silent")
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+IDLE: Final = re.compile(r"AttnStore is idle.*?, since (.+)")
+ERROR: Final = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+
+Result = dict[str, Any]
+
+
+def sweep(names: Sequence[str], models: Path, known: dict[str, Result]) -> dict[str, Result]:
+    """Results by family, in order; what is `known` of others is kept."""
+    found = dict(known)
+    bar = tqdm(names, unit="family")
+    for name in bar:
+        bar.set_description(name)
+        began = time.monotonic()
+        found[name] = try_family(name, models)
+        found[name]["seconds"] = round(time.monotonic() - began)
+        bar.write(f"{name}: {found[name]['outcome']}  {found[name].get('why', '')}", sys.stdout)
+        sys.stdout.flush()
+    order = [*FAMILIES, *registry.others()]
+    return {name: found[name] for name in order if name in found}
+
+
+def try_family(name: str, models: Path) -> Result:
+    with tempfile.TemporaryDirectory(prefix="families-") as directory:
+        with_store, log = _child(name, models, Path(directory) / "store")
+        without, plain_log = _child(name, models, None)
+    result: Result = _about(name)
+    if without is None:
+        result.update(outcome="fails", why=_error(plain_log))
+        return result
+    result["groups"] = without["groups"]
+    result["own"] = without["found"]
+    if with_store is None:
+        result.update(outcome="dead", why=_error(log))
+        return result
+    noise = max(without["noise"], with_store["noise"])
+    limit = MARGIN * max(noise, FLOORS[without["dtype"]])
+    drifts = [
+        _drift(a, b) for a, b in zip(with_store["answers"], without["answers"], strict=True)
+    ]
+    reason = IDLE.search(log)
+    result.update(found=with_store["found"], noise=noise, drift=max(drifts))
+    if not max(drifts) <= limit:
+        result.update(outcome="wrong", why=f"drifts {drifts}, rounding up to {limit:.1e}")
+    elif any(with_store["found"]):
+        result["outcome"] = "served"
+    else:
+        result["outcome"] = "idle" if reason else "silent"
+        result["why"] = reason[1].strip() if reason else ""
+    return result
+
+
+def _about(name: str) -> Result:
+    if name in FAMILIES:
+        family = FAMILIES[name]
+        return {"stands_for": family.stands_for, "dtype": family.dtype, "weights": family.weights}
+    return {"stands_for": name, "dtype": "bfloat16", "weights": "dummy"}
+
+
+def _child(name: str, models: Path, store: Path | None) -> tuple[Result | None, str]:
+    """What one run says, None if it fails; and its log."""
+    with tempfile.TemporaryDirectory(prefix="families-") as directory:
+        out, log = Path(directory) / "out.json", Path(directory) / "log"
+        command = [
+            sys.executable, "-m", "benchmarks.family_parts.child", name, str(models), str(out),
+            *([str(store)] if store else []),
+        ]  # fmt: skip
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+        with log.open("wb") as stream:
+            try:
+                status = subprocess.run(
+                    command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
+                    timeout=LIMIT_S, check=False,
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                stream.write(f"\nTimeoutError: not over within {LIMIT_S} s\n".encode())
+                status = -1
+        text = log.read_text(errors="replace")
+        if status != 0 or not out.exists():
+            return None, text
+        return json.loads(out.read_text()), text
+
+
+def _error(log: str) -> str:
+    """The last error's line: those before are what it was made of."""
+    found = [line for line in ERROR.findall(log) if "Engine core init" not in line]
+    return (found[-1] if found else "it ended without a word")[:160].strip()
+
+
+def _drift(a: Sequence[Any], b: Sequence[Any]) -> float:
+    """The largest difference of a log-probability, up to the first token that differs.
+
+    Args:
+        a, b: [token, {candidate: log-probability}] for each position.
+    """
+    largest = 0.0
+    for (token, here), (other, there) in zip(a, b, strict=True):
+        both = [abs(here[name] - there[name]) for name in here if name in there]
+        if not both or any(value != value for value in both):
+            return float("inf")
+        largest = max(largest, *both)
+        if token != other:
+            break
+    return largest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.families", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    parser.add_argument("--families", action="store_true", help="not the rest of the registry")
+    parser.add_argument("--missing", action="store_true", help="only those not in the file yet")
+    parser.add_argument("--json", type=Path, default=ROOT / "results" / "families.json")
+    parser.add_argument("--models", type=Path, default=ROOT / ".cache" / "families")
+    parser.add_argument("--docs", action="store_true", help="write docs/models.md, run nothing")
+    args = parser.parse_args(argv)
+    before: Mapping[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
+    if not args.docs:
+        known = dict(before.get("families", {}))
+        families = [name for name in FAMILIES if name not in DRAFTS]
+        everything = families if args.families else [*families, *registry.others()]
+        names = list(args.only or (QUICK if args.quick else everything))
+        if args.missing:
+            names = [name for name in names if name not in known]
+        found = known
+        for name in names:  # each is written as it comes: a long sweep may be interrupted
+            found = sweep([name], args.models, found)
+            before = {"machine": machine(), "families": found}
+            args.json.write_text(json.dumps(before, indent=1) + "\n")
+    text = render(before["families"])
+    print(text)
+    if args.docs:
+        (ROOT / "docs" / "models.md").write_text(text, encoding="utf-8")
+    return int(any(r["outcome"] in BUGS for r in before["families"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/models.md, made of results/families.json."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+HEAD: Final = """\
+# Models
+
+Which models the store serves, and which run as without it. Written by
+`python -m benchmarks.families --docs` from `results/families.json`: small random models on vLLM's
+CPU build, each run with the store and without.
+
+*Found*: tokens that were not computed of a prompt of 2,000 tokens asked again, of one that shares
+1,500 with it, of the next turn (2,085); the store's after vLLM's own cache was emptied, beside what
+vLLM's own cache finds. *Drift*: the largest difference of a log-probability from the run without
+the store, beside the largest among runs without it.
+"""
+OUTCOMES: Final = {
+    "served": "Served", "idle": "Idle: they run as without the store, and the log says why",
+    "fails": "vLLM's CPU build does not run these, with or without the store",
+    "dead": "Fail with the store only", "wrong": "Other answers with the store",
+    "silent": "Idle without a word",
+}  # fmt: skip
+KINDS: Final = {
+    "FullAttentionSpec": "full", "SlidingWindowSpec": "window", "MLAAttentionSpec": "latent",
+    "ChunkedLocalAttentionSpec": "chunk", "MambaSpec": "state",
+    "UniformTypeKVCacheSpecs": "several kinds",
+}  # fmt: skip
+STORED: Final = {
+    "full": "K and V of each token", "window": "K and V of the last window before an end",
+    "chunk": "K and V from the last chunk's start to an end", "state": "the state at an end",
+    "latent": "one latent a token, once for all ranks",
+    "several kinds": "K and V of each token, by layer",
+}  # fmt: skip
+NEEDED: Final = {
+    "full": "every token before its end", "window": "the last window before its end",
+    "chunk": "its last chunk from its start", "state": "the state at exactly its end",
+    "latent": "every token before its end", "several kinds": "every token before its end",
+}  # fmt: skip
+
+
+def render(families: Mapping[str, Mapping[str, Any]]) -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *_kinds(families), *_outcomes(families)]) + "\n"
+
+
+def kinds_of(groups: list[str]) -> list[str]:
+    """Kinds of group, each once, as "5 x 2 window, 2 full" has them."""
+    names = [KINDS.get(group.split()[1], group.split()[1]) for group in groups]
+    return list(dict.fromkeys(names))
+
+
+def _kinds(families: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """What each kind of group stores and needs; served, if a family that has it is served."""
+    served = {k for r in families.values() if r["outcome"] == "served"
+              for k in kinds_of(r["groups"])}  # fmt: skip
+    yield "## What is stored\n"
+    yield "| kind of group | served | stored | a hit needs |\n|---|---|---|---|"
+    for kind, stored in STORED.items():
+        is_served = kind in served
+        yield f"| {kind} | {'yes' if is_served else 'no'} | {stored} | {NEEDED[kind]} |"
+    yield ""
+
+
+def _outcomes(families: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for outcome, title in OUTCOMES.items():
+        those = {name: r for name, r in families.items() if r["outcome"] == outcome}
+        if not those:
+            continue
+        yield f"## {title}\n"
+        if outcome == "served":
+            yield "| family | groups | found | vLLM's own | drift | noise | tested |"
+            yield "|---|---|---|---|---|---|---|"
+            for r in those.values():
+                yield (
+                    f"| {r['stands_for']} | {_groups(r)} | {_counts(r['found'])} "
+                    f"| {_counts(r['own'])} | {r['drift']:.1e} | {r['noise']:.1e} | {_tested(r)} |"
+                )
+        elif outcome == "fails":
+            yield "| family | error |\n|---|---|"
+            yield from (f"| {r['stands_for']} | {_plain(r['why'])} |" for r in those.values())
+        else:
+            yield "| family | groups | vLLM's own | why |\n|---|---|---|---|"
+            for r in those.values():
+                own = _counts(r["own"])
+                yield f"| {r['stands_for']} | {_groups(r)} | {own} | {_plain(r['why'])} |"
+        yield ""
+
+
+def _groups(result: Mapping[str, Any]) -> str:
+    """ "5 x 2 window, 2 full", by how many groups have so many layers of a kind."""
+    counts = Counter(result["groups"])
+    parts = []
+    for group, count in counts.items():
+        layers, kind = group.split()
+        parts.append(f"{f'{count} x ' if count > 1 else ''}{layers} {KINDS.get(kind, kind)}")
+    return ", ".join(parts) or "none"
+
+
+def _counts(found: list[int]) -> str:
+    return " / ".join(f"{count:,}" for count in found)
+
+
+def _tested(result: Mapping[str, Any]) -> str:
+    weights = "weights by transformers" if result["weights"] == "file" else "vLLM's dummy weights"
+    return f"{result['dtype']}, {weights}"
+
+
+def _plain(text: str) -> str:
+    """Fit for a cell: no path of a machine, nothing that ends it."""
+    return re.sub(r"(?<![\w.])/[\w./-]+/", "", text).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of one family's engine: with KV from the store, and computed from nothing.
+
+A reference is the same prompt under a salt of its own, which finds nothing anywhere. It is
+prefilled in chunks of which the first is as long as what the store gave, so that both compute the
+same tokens in the same split. What is left is rounding; measure_noise() says how much there is.
+Before each load all KV in HBM is overwritten with garbage, so that what was not loaded shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tests.vllm.engine import Answer, Engine
+from tests.vllm.prompts import random_tokens
+from tests.vllm.rounding import drift
+
+PROMPT, BRANCH, ANSWER, NEW = 1_808, 1_500, 40, 45
+SHORT_ANSWER, CONTINUATION = 4, 37
+MARGIN = 4.0
+"""What is judged has more positions than what was measured."""
+FLOORS = {"torch.float32": 2e-5, "torch.bfloat16": 0.03}
+"""Nats that no measurement goes below: some steps of a logit of this type."""
+GARBAGE = 0x71
+"""A byte whose repetition ruins any computation: 1e30 in float32 and bfloat16, among the largest
+numbers in float16 and fp8. Finite, since the CPU kernels multiply what is masked out by zero: with
+NaN no answer is right, loaded or not."""
+
+_salts = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One prompt: what was found of it, and both answers."""
+
+    name: str
+    length: int
+    reference: Answer
+    got: Answer
+
+    @property
+    def found(self) -> int:
+        return self.got.cached_tokens
+
+    @property
+    def drift(self) -> float:
+        return drift(self.reference, self.got)
+
+    @property
+    def is_same_text(self) -> bool:
+        return self.reference.tokens == self.got.tokens
+
+    def __str__(self) -> str:
+        same = sum(a == b for a, b in zip(self.reference.tokens, self.got.tokens, strict=False))
+        return (
+            f"{self.name}: {self.found} of {self.length} found, {same} of "
+            f"{len(self.reference.tokens)} tokens, drift {self.drift:.2e}"
+        )
+
+
+# ---- asking -----------------------------------------------------------------------------------
+
+
+def fill_kv(worker: Any, byte: int) -> None:
+    """Overwrite all KV, of every group, with one byte."""
+    storages = {}
+    todo = list(worker.model_runner.kv_caches)
+    while todo:
+        kv = todo.pop()
+        if isinstance(kv, torch.Tensor):
+            storages[kv.untyped_storage().data_ptr()] = kv.untyped_storage()
+        else:  # a recurrent layer's states
+            todo.extend(kv)
+    for storage in storages.values():
+        torch.tensor([], dtype=torch.uint8).set_(storage).fill_(byte)
+
+
+def forget(engine: Engine) -> None:
+    """Empty vLLM's own cache; what it held is garbage."""
+    engine.settle()
+    assert engine.llm.reset_prefix_cache()
+    engine.llm.collective_rpc(fill_kv, args=(GARBAGE,))
+
+
+def compute(
+    engine: Engine, prompt: Sequence[int], split: int, answer: int = ANSWER
+) -> Answer:
+    """Computed from nothing, the first chunk of the prefill being `split` tokens long."""
+    usual = engine.scheduler.max_num_scheduled_tokens
+    if 0 < split < usual:
+        engine.scheduler.max_num_scheduled_tokens = split
+    try:
+        found = engine.ask(prompt, max_tokens=answer, salt=f"computed {next(_salts)}")
+    finally:
+        engine.scheduler.max_num_scheduled_tokens = usual
+    assert found.cached_tokens == 0, "a reference is to be computed"
+    return found
+
+
+def load(engine: Engine, name: str, prompt: Sequence[int], answer: int = ANSWER) -> Check:
+    """Asked with nothing in HBM, then computed with the same split."""
+    forget(engine)
+    got = engine.ask(prompt, max_tokens=answer)
+    return Check(name, len(prompt), compute(engine, prompt, got.cached_tokens, answer), got)
+
+
+def measure_noise(engine: Engine) -> float:
+    """The largest drift between runs that found nothing: by splits, and by who computed a token's
+    KV, a prefill or the step that sampled it."""
+    prompt = random_tokens("noise", PROMPT)
+    runs = [compute(engine, prompt, split) for split in (PROMPT, BRANCH, 512, 384)]
+    largest = max(drift(runs[0], other) for other in runs[1:])
+    for at in (ANSWER // 2, ANSWER - 1):
+        longer = compute(engine, [*prompt, *runs[0].tokens[:at]], 0, 1)
+        tail = replace(
+            runs[0], tokens=runs[0].tokens[at:][:1], logprobs=runs[0].logprobs[at:][:1]
+        )
+        largest = max(largest, drift(tail, longer))
+    return largest
+
+
+def limit(engine: Engine) -> float:
+    """Drift up to here is rounding."""
+    dtype = str(engine.core.vllm_config.model_config.dtype)
+    return MARGIN * max(FLOORS[dtype], measure_noise(engine))
+
+
+# ---- checks -----------------------------------------------------------------------------------
+
+
+def conversation(engine: Engine, tier: str = "dram") -> list[Check]:
+    """The same again, one that branches off, the next turn: after a prompt and its answer."""
+    prompt = random_tokens(("conversation", tier), PROMPT)
+    first = engine.ask(prompt, max_tokens=ANSWER)
+    assert first.cached_tokens == 0
+    turn = [*prompt, *first.tokens, *random_tokens(("turn", tier), NEW)]
+    branch = [*prompt[:BRANCH], *random_tokens(("branch", tier), PROMPT - BRANCH)]
+    found = []
+    for name, asked in (("again", prompt), ("branch", branch), ("turn", turn)):
+        if tier == "nvme":
+            engine.evict_dram()
+        engine.loaded()
+        found.append(load(engine, name, asked))
+        loaded = engine.loaded()
+        assert loaded == {"dram": 0, "nvme": 0, tier: found[-1].found}, (name, loaded)
+    return found
+
+
+def around(edges: Sequence[int]) -> list[int]:
+    return sorted({edge + by for edge in edges for by in (-1, 0, 1)})
+
+
+def lengths(engine: Engine, edges: Sequence[int]) -> list[Check]:
+    """KV of prompts that end around each edge, continued."""
+    ends = around(edges)
+    prompts = [random_tokens(("length", end), end + min(end, CONTINUATION)) for end in ends]
+    for end, prompt in zip(ends, prompts, strict=True):
+        engine.ask(prompt[:end], max_tokens=1)
+    return [
+        load(engine, f"left {end}", prompt, SHORT_ANSWER)
+        for end, prompt in zip(ends, prompts, strict=True)
+    ]
+
+
+def chunked(engine: Engine) -> list[Check]:
+    """A prefill in chunks leaves KV, and another one goes on from it."""
+    prompt = random_tokens("chunked", PROMPT)
+    longer = [*prompt, *random_tokens("chunked on", 900)]
+    usual = engine.scheduler.max_num_scheduled_tokens
+    engine.scheduler.max_num_scheduled_tokens = 512
+    try:
+        engine.ask(prompt, max_tokens=1)
+        forget(engine)
+        got = engine.ask(longer, max_tokens=ANSWER)
+    finally:
+        engine.scheduler.max_num_scheduled_tokens = usual
+    reference = compute(engine, longer, 512)
+    return [Check("chunked", len(longer), reference, got)]
+
+
+def preempted(engine: Engine) -> list[Check]:
+    """What runs loses its blocks in mid-answer, and garbage is in them; it has to begin again."""
+    prompt = random_tokens("preempted", PROMPT)
+    engine.ask(prompt, max_tokens=1)
+    forget(engine)
+    number = engine.submit(prompt, max_tokens=ANSWER)
+    engine.wait_for(lambda: len(_tokens(engine, number)) >= ANSWER // 2, engine.step)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.llm.collective_rpc(fill_kv, args=(GARBAGE,))
+    (got,) = engine.finish(number)
+    engine.drain()
+    return [Check("preempted", PROMPT, compute(engine, prompt, PROMPT - 1), got)]
+
+
+def _tokens(engine: Engine, number: str) -> tuple[int, ...]:
+    found = engine.answers(number)
+    return found[0].tokens if found else ()
+
+
+def together(engine: Engine) -> list[Check]:
+    """Several that share their beginning, at once: more than HBM holds, where it is small."""
+    shared = random_tokens("together", 1_000)
+    prompts = [[*shared, *random_tokens(("together", n), 500)] for n in range(4)]
+    engine.ask(prompts[0], max_tokens=1)
+    forget(engine)
+    answers = engine.finish(*[engine.submit(p, max_tokens=ANSWER) for p in prompts])
+    return [
+        Check(f"together {n}", len(prompt), compute(engine, prompt, 1_000), got)
+        for n, (prompt, got) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+def preemptions(engine: Engine) -> int:
+    """How often vLLM has taken blocks from what ran."""
+    return int(sum(m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions"))
+
+
+def leave(engine: Engine) -> Answer:
+    """A prompt and its answer, kept; returns what the same again computes."""
+    prompt = random_tokens("restart", PROMPT)
+    engine.ask(prompt, max_tokens=ANSWER)
+    engine.settle()
+    return compute(engine, prompt, PROMPT - 1)
+
+
+def find(engine: Engine, reference: Answer) -> list[Check]:
+    """leave()'s prompt, after a restart: it is on NVMe only."""
+    prompt = random_tokens("restart", PROMPT)
+    engine.llm.collective_rpc(fill_kv, args=(GARBAGE,))
+    engine.loaded()
+    got = engine.ask(prompt, max_tokens=ANSWER)
+    assert engine.loaded() == {"dram": 0, "nvme": got.cached_tokens}
+    return [Check("restart", PROMPT, reference, got)]
+
+
+def num_groups(engine: Engine) -> int:
+    return len(engine.scheduler.kv_cache_config.kv_cache_groups)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of models: what comes from the store gives the answers that computing it gives.
+
+Of each family that is served: the same prompt again, one that branches off inside, the next turn;
+ends around every boundary; DRAM, NVMe, a restart; chunked prefill and preemption. See
+family_checks.py for what is compared with what. Those that take long, and most families, wait for
+`-m long`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.testing.family_models import FAMILIES
+from tests.vllm import family_checks as checks
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engine import Engine
+from tests.vllm.family_checks import BRANCH, NEW, PROMPT, Check
+from tests.vllm.host import EngineHost
+
+SERVED = {"llama", "llama_fp8", "gemma3_hybrid_off", "gpt_oss_hybrid_off"}
+"""Families that the store serves. The others are skipped here until it does."""
+RECURRENT = {"qwen3_next", "qwen3_5", "lfm2"}
+"""A hit ends where a state was kept, which need not be where a prompt branches off."""
+BY_DEFAULT = ("gemma3", "gpt_oss", "llama4", "qwen3_next")
+AT_LEISURE = (
+    "llama", "llama_fp8", "gemma2", "gemma3_hybrid_off", "gemma3n", "gemma4", "mimo_v2", "cohere2",
+    "gpt_oss_hybrid_off", "mistral_window", "qwen3_5", "lfm2", "nemotron_nas", "llama_fp8_skip",
+    "llama_eagle", "llama_draft_same",
+)  # fmt: skip
+PRESSED = ("gemma3", "gpt_oss", "qwen3_next", "gemma3_hybrid_off")
+BLOCKS = 320
+FEW_BLOCKS = 112
+"""Hold one prompt of `together`, and not four."""
+
+
+def marked(*names: str, long: bool) -> list[Any]:
+    """Parameters; a family that is not served yet is skipped."""
+    found = []
+    for name in names:
+        marks = [pytest.mark.long] if long else []
+        if name not in SERVED:
+            marks.append(pytest.mark.skip(reason=f"{name} is not served yet"))
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+def options(name: str, models: Path, **fields: Any) -> dict[str, Any]:
+    """Fields of EngineSpec."""
+    arguments = FAMILIES[name].arguments(models / "families")
+    return {"vllm": arguments, "blocks": BLOCKS, "dram": "512MiB", "nvme": "2GiB", **fields}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*marked(*BY_DEFAULT, long=False), *marked(*AT_LEISURE, long=True)],
+)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def engine(family: str, start_engine: StartEngine, models: Path) -> EngineHost:
+    return start_engine(**options(family, models))
+
+
+@pytest.fixture(scope="module")
+def limit(engine: EngineHost) -> float:
+    found = engine.call(checks.limit)
+    print(f"limit of drift: {found:.2e}")
+    return found
+
+
+def check_answers(found: list[Check], limit: float) -> None:
+    for check in found:
+        print(check)
+    assert [str(check) for check in found if not check.drift <= limit] == []
+
+
+def check_found(name: str, found: list[Check]) -> None:
+    """How much was found of a conversation's prompts."""
+    again, branch, turn = found
+    is_eagle = "eagle" in name  # vLLM asks for the last block anew, to have its hidden states
+    slack = 0 if not is_eagle else 128
+    # Hits may end at multiples of 16 only (index/stops.py).
+    grain = BRANCH if name in RECURRENT else GRAIN_TOKENS + slack
+    assert again.found >= PROMPT - GRAIN_TOKENS - slack
+    assert BRANCH - grain < branch.found <= BRANCH
+    # The last token of an answer was not computed.
+    assert turn.found > turn.length - NEW - 1 - GRAIN_TOKENS - slack
+
+
+@pytest.mark.parametrize("tier", ["dram", "nvme"])
+def test_conversation(family: str, engine: EngineHost, limit: float, tier: str) -> None:
+    found = engine.call(checks.conversation, tier)
+    check_answers(found, limit)
+    check_found(family, found)
+
+
+def test_lengths(family: str, engine: EngineHost, limit: float) -> None:
+    edges = FAMILIES[family].edges or (128, 256)
+    found = engine.call(checks.lengths, edges)
+    check_answers(found, limit)
+    if family not in RECURRENT:
+        assert all(check.found > 0 for check in found)
+
+
+def test_chunked_prefill(engine: EngineHost, limit: float) -> None:
+    found = engine.call(checks.chunked)
+    check_answers(found, limit)
+    assert found[0].found > 0
+
+
+def test_preempted(engine: EngineHost, limit: float) -> None:
+    check_answers(engine.call(checks.preempted), limit)
+
+
+def test_a_group_that_is_not_loaded_is_seen(engine: EngineHost, limit: float) -> None:
+    """The comparison notices it, whichever group it is."""
+    for group in range(engine.call(checks.num_groups)):
+        found = engine.call_with_fault(f"without group {group}", missing, group)
+        assert not any(check.drift <= limit for check in found), group
+
+
+def missing(engine: Engine, group: int) -> list[Check]:
+    prompt = checks.random_tokens(("without", group), PROMPT)
+    engine.ask(prompt, max_tokens=1)
+    return [checks.load(engine, f"without group {group}", prompt, 4)]
+
+
+def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
+    engine.call(Engine.check_quiet)
+
+
+@pytest.mark.parametrize(
+    "name", [*marked("gemma3", long=False), *marked(*BY_DEFAULT[1:], *AT_LEISURE, long=True)]
+)
+def test_restart(name: str, start_engine: StartEngine, models: Path, tmp_path: Path) -> None:
+    how = options(name, models, store=tmp_path / "store")
+    left = start_engine(**how)
+    limit = left.call(checks.limit)
+    reference = left.call(checks.leave)
+    check_answers(found := start_engine(**how).call(checks.find, reference), limit)
+    assert found[0].found >= PROMPT - GRAIN_TOKENS - (128 if "eagle" in name else 0)
+
+
+@pytest.mark.parametrize("name", marked(*PRESSED, long=True))
+def test_few_blocks(name: str, start_engine: StartEngine, models: Path) -> None:
+    """HBM holds one of four, and DRAM few chunks: answers go on after preemptions."""
+    few = 33 if name == "gemma3_hybrid_off" else FEW_BLOCKS
+    engine = start_engine(**options(name, models, blocks=few, dram="24MiB"))
+    limit = engine.call(checks.limit)
+    check_answers(engine.call(checks.together), limit)
+    engine.call(Engine.check_quiet)
+
+
+@pytest.mark.parametrize("name", marked("gemma3", "gpt_oss", "gemma3_hybrid_off", long=True))
+def test_two_ranks(name: str, start_engine: StartEngine, models: Path) -> None:
+    engine = start_engine(**options(name, models, tensor_parallel=2))
+    limit = engine.call(checks.limit)
+    check_answers(engine.call(checks.conversation, "nvme"), limit)
+    check_answers(engine.call(checks.lengths, FAMILIES[name].edges), limit)
