@@ -205,42 +205,8 @@ def _scheduler(
     why_not_moved = next(filter(None, [r.why_not_moved for r in ranks]), None)
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
-    shape = SegmentHeader(
-        number=-1,
-        chunk_tokens=geometry.chunk_tokens,
-        payload_bytes=geometry.slot_bytes,
-        namespace=namespace,
-        generation=b"",
-        last_used=int(time.time()),
-        label=_label(vllm_config, geometry),
-    )
-    slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
-    region = (pool.address, pool.num_slots * pool.slot_bytes)
-    device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
-    logger.info(
-        "AttnStore keeps %d tokens in DRAM and up to %d on NVMe (%s a token, chunks of %d tokens; "
-        "%s)",
-        pool.num_slots * geometry.chunk_tokens,
-        slab.num_segments * slab.records_per_segment * geometry.chunk_tokens,
-        format_size(round(geometry.token_bytes())),
-        geometry.chunk_tokens,
-        kind,
-    )
     pinning, truncation = config.pinning, config.truncation
-    store = Store(
-        pool,
-        slab,
-        device,
-        config.io_depth,
-        io_deadline_s=config.nvme.io_deadline_ms / 1000,
-        daily_writes=config.nvme.daily_writes_bytes,
-        scrub_rate=config.nvme.scrub_bytes_per_s,
-        eviction=config.eviction,
-        ttl_s=config.ttl_s,
-        needs=needs_of(geometry),
-        pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
-        moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
-    )
+    store = _store(vllm_config, config, geometry, pool, namespace)
     return Scheduler(
         store,
         geometry,
@@ -264,8 +230,53 @@ def _scheduler(
         replays=_replays(vllm_config),
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
-        needs=needs_of(geometry),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
+    )
+
+
+def _store(
+    vllm_config: VllmConfig,
+    config: StoreConfig,
+    geometry: Geometry,
+    pool: SharedPool,
+    namespace: bytes,
+) -> Store:
+    """The store, on the slab file of the settings' directory."""
+    shape = SegmentHeader(
+        number=-1,
+        chunk_tokens=geometry.chunk_tokens,
+        payload_bytes=geometry.slot_bytes,
+        namespace=namespace,
+        generation=b"",
+        last_used=int(time.time()),
+        label=_label(vllm_config, geometry),
+    )
+    slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
+    region = (pool.address, pool.num_slots * pool.slot_bytes)
+    device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
+    logger.info(
+        "AttnStore keeps %d tokens in DRAM and up to %d on NVMe (%s a token, chunks of %d tokens; "
+        "%s)",
+        pool.num_slots * geometry.chunk_tokens,
+        slab.num_segments * slab.records_per_segment * geometry.chunk_tokens,
+        format_size(round(geometry.token_bytes())),
+        geometry.chunk_tokens,
+        kind,
+    )
+    pinning, truncation = config.pinning, config.truncation
+    return Store(
+        pool,
+        slab,
+        device,
+        config.io_depth,
+        io_deadline_s=config.nvme.io_deadline_ms / 1000,
+        daily_writes=config.nvme.daily_writes_bytes,
+        scrub_rate=config.nvme.scrub_bytes_per_s,
+        eviction=config.eviction,
+        ttl_s=config.ttl_s,
+        needs=needs_of(geometry),
+        pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
+        moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
     )
 
 

@@ -40,7 +40,7 @@ def regions_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
 
 
 def needs_of(geometry: Geometry) -> tuple[Need, ...]:
-    """What the groups beside the spine need of a prefix."""
+    """The needs of the groups beside the spine."""
     return tuple(
         Need(place, Reach(group.reach), group.reach_tokens, group.block_tokens)
         for place, group in enumerate(geometry.groups)

@@ -40,7 +40,7 @@ class Reach(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one group needs of a prefix."""
+    """The tokens that one group needs of a prefix."""
 
     group: int
     """Its number among vLLM's groups of this model."""

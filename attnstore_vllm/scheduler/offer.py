@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import Any
 
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.index.sections import Need
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.stats import (
@@ -46,9 +45,8 @@ class Offers:
         waits: Waits,
         plans: OpenPlans,
         truncation: Truncation,
-        needs: Sequence[Need] = (),
     ) -> None:
-        self._needs = {need.group: need for need in needs}
+        self._needs = {need.group: need for need in store.needs}
         self.kv_cache_manager: KVCacheManager | None = None
         """vLLM's, when it is known."""
         self._store = store
@@ -206,7 +204,7 @@ def still_coming(held: Sequence[Piece], pieces: Sequence[Piece]) -> list[Piece]:
 def plan_sections(
     sections: Sequence[Piece], tables: Tables, stop: int, geometry: Geometry
 ) -> list[tuple[tuple[ChunkCopy, ...], bool]]:
-    """Of each group with sections: its copies, and whether its last block is partly filled."""
+    """The copies of each group that has sections, and whether its last block is partly filled."""
     planned = []
     for group, found in groupby(sections, lambda piece: piece.group):
         pieces = list(found)

@@ -33,11 +33,7 @@ PASSED_PRIORITY = -2
 
 
 class Saving:
-    """Asks the store for slots, and plans their saves. All on the scheduler's thread.
-
-    Args:
-        needs: of the groups beside the spine.
-    """
+    """Asks the store for slots, and plans their saves. All on the scheduler's thread."""
 
     def __init__(
         self,
@@ -45,13 +41,12 @@ class Saving:
         geometry: Geometry,
         plans: OpenPlans,
         truncation: Truncation,
-        needs: Sequence[Need] = (),
     ) -> None:
         self._store = store
         self._geometry = geometry
         self._plans = plans
         self._truncation = truncation
-        self._needs = needs
+        self._needs = store.needs
 
     def save_chunks(
         self, state: RequestState, computed: int, tables: Tables, *, has_ended: bool = False
@@ -97,7 +92,7 @@ class Saving:
         number, start = stop // size, stop // size * size
         if stop - start < MIN_TAIL_TOKENS:
             return
-        name = _name_up_to(state.sequence, number, state.tenant, stop)
+        name = name_up_to(state.sequence, number, state.tenant, stop)
         self._save(state, name, number, tables[0])
         if self._needs:
             self._save_sections(state, name, number, tables, stop, has_ended=True)
@@ -146,7 +141,7 @@ class Saving:
             if hole is None:
                 continue
             keys = state.sequence.section(need.group, hole)
-            name = _name_up_to(keys, number, state.tenant, stop)
+            name = name_up_to(keys, number, state.tenant, stop)
             is_passed = self._is_passed(state, need, stop, computed)
             run = state.run(number)
             chunk = self._store.begin_save(
@@ -196,7 +191,7 @@ class Saving:
         )
 
 
-def _name_up_to(sequence: SequenceKeys, number: int, tenant: bytes, stop: int) -> ChunkName:
+def name_up_to(sequence: SequenceKeys, number: int, tenant: bytes, stop: int) -> ChunkName:
     """The name of chunk `number`, or of its leading tokens up to `stop`."""
     size = sequence.chunk_tokens
     start = number * size

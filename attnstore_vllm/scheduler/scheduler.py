@@ -14,12 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
-from attnstore_vllm.index.sections import Need
 from attnstore_vllm.scheduler.adapters import Adapters
 from attnstore_vllm.scheduler.block_names import drop_in_flight, hide_session
 from attnstore_vllm.scheduler.media import MediaNames
@@ -79,7 +78,6 @@ class Scheduler:
             that calls no hook.
         media: says which pictures and sounds have names.
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
-        needs: of the KV cache groups beside the spine; the store has the same.
         has_prefix_cache: vLLM has one, which is reset when weights are updated.
         clock: monotonic seconds.
     """
@@ -104,7 +102,6 @@ class Scheduler:
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
         has_prefix_cache: bool = True,
-        needs: Sequence[Need] = (),
         clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
@@ -125,7 +122,7 @@ class Scheduler:
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
         self._truncation = Truncation(store, *truncation)
-        self._saving = Saving(store, geometry, self.plans, self._truncation, needs)
+        self._saving = Saving(store, geometry, self.plans, self._truncation)
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
@@ -143,7 +140,7 @@ class Scheduler:
         )
         self._waits = Waits(store, self.costs, clock)
         self._offers = Offers(
-            store, geometry, self.costs, self._waits, self.plans, self._truncation, needs
+            store, geometry, self.costs, self._waits, self.plans, self._truncation
         )
         self._hints = hints or HintReader()
 
@@ -289,7 +286,7 @@ class Scheduler:
         return self.tables(self._kv_cache_manager.get_block_ids(request_id))
 
     def tables(self, block_ids: Tables) -> Tables:
-        """What vLLM gives for each of its groups, the spine's first."""
+        """Blocks by group, as vLLM gives them, with the spine's first."""
         assert len(block_ids) == len(self.geometry.groups), "not as many groups as at the start"
         order = self._order
         return block_ids if order is None else [block_ids[number] for number in order]

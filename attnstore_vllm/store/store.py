@@ -103,7 +103,7 @@ class Store:
             more=more_tiers,
         )
         self._pieces_max = pool.num_slots
-        self._needs = needs
+        self.needs = needs
         self._moved = MovedKv(
             self.residency.index,
             slab.shape.chunk_tokens,
@@ -222,7 +222,7 @@ class Store:
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
         pieces = pieces[: self._pieces_max]  # more can never be in DRAM at once
         pieces = settle(pieces, self.residency.index.grain)
-        if not self._needs:
+        if not self.needs:
             return pieces
         sequence.spine_stop = pieces[-1].stop if pieces else start
         pieces = self._fit(sequence, pieces, start, self._comes)
@@ -237,7 +237,7 @@ class Store:
         is_there: Callable[[Chunk], bool],
     ) -> list[Piece]:
         """Locked."""
-        return fit(self.residency.index, sequence, self._needs, spine, start, is_there)
+        return fit(self.residency.index, sequence, self.needs, spine, start, is_there)
 
     def _comes(self, chunk: Chunk) -> bool:
         """Locked. Whether it is in DRAM, or a tier that answers has it."""
@@ -316,7 +316,7 @@ class Store:
             kept = settle(held, self.residency.index.grain)
             for piece in held[len(kept) :]:
                 self.residency.release(piece.chunk)
-            return kept if not self._needs else self._hold_sections(kept, sequence)
+            return kept if not self.needs else self._hold_sections(kept, sequence)
 
     def _hold_sections(self, spine: list[Piece], sequence: SequenceKeys) -> list[Piece]:
         """Locked. Hold the sections that go with these held pieces. What they do not back is let

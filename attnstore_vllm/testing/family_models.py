@@ -126,9 +126,7 @@ def _write_weights(directory: Path, config: Config) -> None:
     plain = {name: value for name, value in config.items() if name != "architectures"}
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**plain), dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain), dtype=torch.float32)
         model.save_pretrained(directory)
 
 
@@ -150,7 +148,9 @@ def _changed(make: Callable[[], Config], **values: Any) -> Callable[[], Config]:
 
     def changed() -> Config:
         found = {**make(), **values}
-        return {name: value for name, value in found.items() if name not in values or value is not None}
+        return {
+            name: value for name, value in found.items() if name not in values or value is not None
+        }
 
     return changed
 

@@ -115,7 +115,7 @@ def check_moves(
     try:
         engine.wait(engine.save(pages, layers))
         was = _copied(in_slot)
-        _fill(in_slot, before)
+        _fill(in_slot, list(before))
         engine.wait(engine.load(pages, layers))
         moved = engine.move(np.array([run], np.int64), layers)
         why_not = None

@@ -5,7 +5,6 @@ were a seam. The figures are of the code of commit 02bfef6."""
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from blake3 import blake3
 
@@ -45,9 +44,3 @@ def test_the_namespace_has_the_facts_that_it_had() -> None:
         "num_ranks": 2, "num_layers": 3, "block_tokens": 16, "page_bytes": 1024,
         "chunk_tokens": 64,
     }  # fmt: skip
-
-
-def test_vllm_must_give_as_many_groups_as_at_the_start() -> None:
-    assert geometry().spine_of(([4, 5],)) == [4, 5]
-    with pytest.raises(AssertionError, match="2 groups"):
-        geometry().spine_of(([4, 5], [6]))

@@ -87,9 +87,7 @@ def forget(engine: Engine) -> None:
     engine.llm.collective_rpc(fill_kv, args=(GARBAGE,))
 
 
-def compute(
-    engine: Engine, prompt: Sequence[int], split: int, answer: int = ANSWER
-) -> Answer:
+def compute(engine: Engine, prompt: Sequence[int], split: int, answer: int = ANSWER) -> Answer:
     """Computed from nothing, the first chunk of the prefill being `split` tokens long."""
     usual = engine.scheduler.max_num_scheduled_tokens
     if 0 < split < usual:
@@ -117,9 +115,7 @@ def measure_noise(engine: Engine) -> float:
     largest = max(drift(runs[0], other) for other in runs[1:])
     for at in (ANSWER // 2, ANSWER - 1):
         longer = compute(engine, [*prompt, *runs[0].tokens[:at]], 0, 1)
-        tail = replace(
-            runs[0], tokens=runs[0].tokens[at:][:1], logprobs=runs[0].logprobs[at:][:1]
-        )
+        tail = replace(runs[0], tokens=runs[0].tokens[at:][:1], logprobs=runs[0].logprobs[at:][:1])
         largest = max(largest, drift(tail, longer))
     return largest
 

@@ -22,8 +22,12 @@ from tests.vllm.engine import Engine
 from tests.vllm.family_checks import BRANCH, NEW, PROMPT, Check
 from tests.vllm.host import EngineHost
 
-SERVED = {"llama", "llama_fp8", "gemma3_hybrid_off", "gpt_oss_hybrid_off"}
+SERVED = {
+    "llama", "llama_fp8", "gemma3_hybrid_off", "gpt_oss_hybrid_off", "gemma2", "gemma3", "gemma3n",
+    "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4", "nemotron_nas", "llama_fp8_skip",
+}  # fmt: skip
 """Families that the store serves. The others are skipped here until it does."""
+WINDOWED = {"gemma2", "gemma3", "gemma3n", "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4"}
 RECURRENT = {"qwen3_next", "qwen3_5", "lfm2"}
 """A hit ends where a state was kept, which need not be where a prompt branches off."""
 BY_DEFAULT = ("gemma3", "gpt_oss", "llama4", "qwen3_next")
@@ -82,15 +86,18 @@ def check_answers(found: list[Check], limit: float) -> None:
     assert [str(check) for check in found if not check.drift <= limit] == []
 
 
-def check_found(name: str, found: list[Check]) -> None:
+def check_found(name: str, found: list[Check], tier: str) -> None:
     """How much was found of a conversation's prompts."""
     again, branch, turn = found
+    # Sections that no end needs are not written behind DRAM (scheduler/saving.py).
+    may_miss_branch = tier == "nvme" and name in WINDOWED
     is_eagle = "eagle" in name  # vLLM asks for the last block anew, to have its hidden states
     slack = 0 if not is_eagle else 128
     # Hits may end at multiples of 16 only (index/stops.py).
     grain = BRANCH if name in RECURRENT else GRAIN_TOKENS + slack
     assert again.found >= PROMPT - GRAIN_TOKENS - slack
-    assert BRANCH - grain < branch.found <= BRANCH
+    assert may_miss_branch or BRANCH - grain < branch.found
+    assert branch.found <= BRANCH
     # The last token of an answer was not computed.
     assert turn.found > turn.length - NEW - 1 - GRAIN_TOKENS - slack
 
@@ -99,7 +106,7 @@ def check_found(name: str, found: list[Check]) -> None:
 def test_conversation(family: str, engine: EngineHost, limit: float, tier: str) -> None:
     found = engine.call(checks.conversation, tier)
     check_answers(found, limit)
-    check_found(family, found)
+    check_found(family, found, tier)
 
 
 def test_lengths(family: str, engine: EngineHost, limit: float) -> None:
