@@ -52,6 +52,7 @@ def _group_of(number: int, group: Any) -> Group:
     from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
+        MambaSpec,
         SlidingWindowSpec,
     )
 
@@ -68,6 +69,13 @@ def _group_of(number: int, group: Any) -> Group:
                 f"its local chunks of {reach_tokens} tokens do not end where blocks of "
                 f"{spec.block_size} do"
             )
+    elif kind is MambaSpec:
+        reach = Reach.STATE
+        if spec.mamba_cache_mode != "align" or spec.num_speculative_blocks:
+            raise UnsupportedError(
+                f"vLLM keeps its recurrent states in the mode {spec.mamba_cache_mode!r} with "
+                f"{spec.num_speculative_blocks} blocks for drafts; align without drafts is supported"
+            )
     elif kind is not FullAttentionSpec:
         raise UnsupportedError(f"one of its KV cache groups is {kind.__name__}")
     for name, what in (
@@ -80,7 +88,7 @@ def _group_of(number: int, group: Any) -> Group:
         raise UnsupportedError("vLLM keeps one of its KV cache groups from connectors")
     if getattr(spec, "non_causal", False):
         raise UnsupportedError("it attends in both directions")
-    if getattr(spec, "tokens_per_state", 1) != 1:
+    if reach is not Reach.STATE and getattr(spec, "tokens_per_state", 1) != 1:
         raise UnsupportedError("it keeps one state for several tokens")
     return Group(
         spec.block_size, tuple(group.layer_names), number, reach.value, reach_tokens, repr(spec)

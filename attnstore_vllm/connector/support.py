@@ -121,8 +121,8 @@ def _reason_of_several(kv_cache_config: KVCacheConfig) -> str | None:
         regions_of(kv_cache_config)
     except UnsupportedError as error:
         return f"{error}{_help(kv_cache_config)}"
-    if kv_cache_config.needs_kv_cache_zeroing:
-        return "vLLM writes zeros to new blocks of its groups, in an order of its own"
+    if kv_cache_config.needs_kv_cache_zeroing and not _spares_loaded_blocks():
+        return "vLLM writes zeros to its new blocks, also to those that are loaded ahead"
     return None
 
 

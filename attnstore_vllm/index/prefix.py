@@ -16,7 +16,7 @@ Where within a chunk a match may end, index/stops.py says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
@@ -303,6 +303,20 @@ class PrefixIndex:
                 elif shared > best.stop:
                     best.offer(self.chunk(entry), shared, exact=False)
         return best.found
+
+    def exact_head(
+        self, parent: Key, extra: bytes, tokens: bytes, is_there: Callable[[Chunk], bool]
+    ) -> Chunk | None:
+        """The longest usable chunk after `parent` all of whose tokens begin these."""
+        found = None
+        for head in self._heads_of(parent, extra, tokens):
+            size = head.name.num_tokens * TOKEN_BYTES
+            is_longer = found is None or head.name.num_tokens > found.name.num_tokens
+            if not (is_longer and size <= len(tokens) and head.usable and is_there(head)):
+                continue
+            if chunk_key(parent, extra, tokens[:size]) == head.name.key:
+                found = head
+        return found
 
     def match(
         self, sequence: SequenceKeys, start: int, stop: int, grain: int | None = None

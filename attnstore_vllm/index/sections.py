@@ -6,6 +6,7 @@ A group needs other tokens than the spine does. Of a prefix that ends at `stop`:
     full attention       all tokens
     sliding window       the last window - 1
     chunked local        those from the last multiple of the local chunk on
+    recurrent            no tokens: the state after exactly `stop` of them
 
 A *section* is what one group keeps of one chunk. It is stored as a chunk of its own: under the
 same tokens, behind a parent of its own (keys.py: SectionKeys). So all that is true of chunks is
@@ -13,6 +14,9 @@ true of sections: tails, siblings, recovery, eviction, verification.
 
 A section may begin with a *hole*: blocks that vLLM had taken back when the chunk was complete. The
 hole's length is in the section's name, so a section never seems to have what it lacks.
+
+The section of a recurrent group is a *state*, named by its chunk's tokens up to where it was. It is
+of use where a hit ends right there, and nowhere else.
 
 A hit counts only as far as every group has what it needs there (fit()). A length that one group
 does not back is a wrong answer: vLLM skips those tokens in every layer.
@@ -36,6 +40,7 @@ class Reach(Enum):
     FULL = "full"
     WINDOW = "window"
     LOCAL = "local"
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,9 @@ class Need:
 
     def first(self, stop: int) -> int:
         """The first token that is needed of a prefix [0, stop), down to a whole block; `stop` if
-        none is. Never falls as `stop` rises."""
+        none is. Never falls as `stop` rises. Of a state it is the last, which names its block."""
+        if self.reach is Reach.STATE:
+            return max(0, stop - 1)
         if self.reach is Reach.FULL:
             return 0
         if self.reach is Reach.LOCAL:
@@ -120,6 +127,8 @@ def _cover(
 ) -> tuple[list[Piece], int]:
     """The group's sections for a hit that ends at `stop`, and up to where they go on without a
     gap. A shorter hit needs nothing behind the gap, since needs never fall."""
+    if need.reach is Reach.STATE:
+        return _last_state(index, sequence, need, start, stop, is_there)
     at = max(start, need.first(stop))
     if at >= stop:
         return [], stop
@@ -133,6 +142,34 @@ def _cover(
         if at % sequence.chunk_tokens:
             break
     return pieces, at
+
+
+def _last_state(
+    index: PrefixIndex,
+    sequence: SequenceKeys,
+    need: Need,
+    start: int,
+    stop: int,
+    is_there: Callable[[Chunk], bool],
+) -> tuple[list[Piece], int]:
+    """The state nearest to `stop`, and where it was. By keys alone: whoever has one has all of its
+    tokens. Cost: a look-up a chunk."""
+    size, keys = sequence.chunk_tokens, sequence.section(need.group, 0)
+    while stop > start:
+        number = (stop - 1) // size
+        first = number * size
+        chunk = index.exact_head(
+            keys.parent(number), keys.extra(number), sequence.tokens(first, stop), is_there
+        )
+        if chunk is not None:
+            end = first + chunk.name.num_tokens
+            return (
+                ([Piece(chunk, end - 1, end, group=need.group)], end)
+                if end > start
+                else ([], start)
+            )
+        stop = first
+    return [], start
 
 
 def _section(

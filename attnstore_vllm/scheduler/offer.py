@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.stats import (
@@ -117,6 +118,8 @@ class Offers:
                 request.num_tokens,
             )
         )
+        if any(need.reach is Reach.STATE for need in self._needs.values()) and self._costs.is_ahead:
+            layers_before = self._geometry.num_layers  # states are whole before vLLM copies them
         state.offered = Offered(held, local, layers_before)
         self._open.append(state)
         return num_tokens, layers_before > 0
@@ -136,6 +139,8 @@ class Offers:
         assert not sections or used[-1].stop == stop, "sections back no shorter hit"
         block_ids = tables[0]
         copies, moved = plan_copies(used, block_ids, start, stop, self._geometry)
+        states = [piece for piece in sections if self._needs[piece.group].reach is Reach.STATE]
+        sections = [piece for piece in sections if piece not in states]
         copies, num_partial = last_blocks_last(
             [
                 (copies, stop % self._geometry.block_tokens != 0 and not moved),
@@ -148,10 +153,11 @@ class Offers:
             self._costs.load_tokens += num_tokens
         self._plans.load(
             state.request.request_id,
-            [piece.chunk for piece in (*used, *sections)],
+            [piece.chunk for piece in (*used, *sections, *states)],
             copies,
             moved,
             num_partial=num_partial,
+            early=plan_states(states, tables, self._geometry),
             layers_before=offered.layers_before,
         )
         state.waiting.deadline, state.computing.first = None, stop
@@ -161,7 +167,9 @@ class Offers:
         if start == 0:  # whole chunks of it are stored, since that is where they come from
             whole = stop // self._geometry.chunk_tokens
             state.computing.chunks_seen = max(state.computing.chunks_seen, whole)
-        state.computing.sections = tuple((p.chunk, self._needs[p.group]) for p in sections)
+        state.computing.sections = tuple(
+            (piece.chunk, self._needs[piece.group]) for piece in (*sections, *states)
+        )
         self._truncation.taken(state, used, stop)
         self._truncation.found(state, (p.chunk.name for p in used if p.first is None))
         return offered.layers_before > 0
@@ -221,6 +229,20 @@ def plan_sections(
         )
         planned.append((copies, stop % block_tokens != 0))
     return planned
+
+
+def plan_states(
+    states: Sequence[Piece], tables: Tables, geometry: Geometry
+) -> tuple[ChunkCopy, ...]:
+    """The copies of states into the blocks that vLLM has for the token before each."""
+    copies = []
+    for piece in states:
+        block_id = tables[piece.group][
+            (piece.stop - 1) // geometry.groups[piece.group].block_tokens
+        ]
+        assert block_id, "vLLM gave no block for a state"
+        copies.append(ChunkCopy(piece.chunk.dram.slot, 0, (block_id,)))
+    return tuple(copies)
 
 
 def plan_copies(

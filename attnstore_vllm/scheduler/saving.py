@@ -6,6 +6,9 @@ worth most where hits may end: at the end of the prompt and of the answer, and w
 parts from what was stored. Those that lie before are *passed*: they stay in DRAM as long as there
 is room, for whoever branches off there, and are not written behind it. When a conversation has
 gone on, the sections of its end before are dropped, unless others use them.
+
+A recurrent group has a state where a step ends, and nowhere else: one is kept at the end of the
+answer, and passed ones where steps of the prompt end.
 """
 
 from __future__ import annotations
@@ -13,18 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attnstore_vllm.index.chunk import ChunkName
+from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
-from attnstore_vllm.index.sections import Need
-from attnstore_vllm.index.stops import kept_end
-from attnstore_vllm.policy.runs import Run
+from attnstore_vllm.index.sections import Need, Reach
+from attnstore_vllm.index.stops import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.scheduler.offer import Tables
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.plan import hole_of, plan_save
+from attnstore_vllm.transfer.plan import ChunkCopy, hole_of, plan_save
 
 MIN_TAIL_TOKENS = 16
 """A shorter tail costs a slot and saves next to nothing."""
@@ -67,8 +69,29 @@ class Saving:
             name = sequence.name(number, state.tenant)
             self._save(state, name, number, tables[0])
             if self._needs:
-                self._save_sections(state, name, number, tables, computed, has_ended=has_ended)
+                self._save_sections(
+                    state, (number + 1) * size, tables, computed, has_ended=has_ended
+                )
         state.computing.chunks_seen = computed // size
+
+    def save_step_end(self, state: RequestState, num_scheduled: int, tables: Tables) -> None:
+        """Sections that are there when the step ends that is being planned, and may not be later:
+        the states of the prompt's steps, and what windows need at the prompt's end."""
+        request = state.request
+        before = request.num_computed_tokens
+        computed, prompt_end = before + num_scheduled, request.num_prompt_tokens
+        if before >= prompt_end or computed > state.usable_tokens():
+            return
+        whole = whole_blocks(prompt_end)
+        for need in self._needs:
+            if need.reach is Reach.STATE and computed % GRAIN_TOKENS == 0:
+                is_near = state.sequence.spine_stop - need.block_tokens < computed
+                is_junction = is_near and before < computed <= state.sequence.spine_stop
+                self._save_state(state, need, computed, tables, stays=not is_junction)
+            elif need.reach is Reach.STATE or computed < prompt_end:
+                continue
+            elif whole % self._geometry.chunk_tokens >= MIN_TAIL_TOKENS:
+                self._save_section(state, need, whole, tables, is_passed=True, is_fleeting=True)
 
     def save_rest(self, state: RequestState, tables: Tables) -> None:
         """Save the rest of a request that has ended, the tail included."""
@@ -85,6 +108,11 @@ class Saving:
             self.save_chunks(state, computed, tables, has_ended=True)
             end = kept_end(computed, request.num_prompt_tokens)
             self._save_tail(state, end, tables)
+            # A state has seen all that was computed, and what is in flight.
+            is_state_at_end = end == computed == request.num_computed_tokens
+            for need in self._needs if is_state_at_end else ():
+                if need.reach is Reach.STATE:
+                    self._save_state(state, need, end, tables, stays=False)
             self._drop_passed(state, end)
 
     def _save_tail(self, state: RequestState, stop: int, tables: Tables) -> None:
@@ -95,7 +123,7 @@ class Saving:
         name = name_up_to(state.sequence, number, state.tenant, stop)
         self._save(state, name, number, tables[0])
         if self._needs:
-            self._save_sections(state, name, number, tables, stop, has_ended=True)
+            self._save_sections(state, stop, tables, stop, has_ended=True)
 
     def _save(
         self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
@@ -116,56 +144,93 @@ class Saving:
             name.num_tokens,
             block_tokens=self._geometry.block_tokens,
         )
-        self._plans.save(
-            state.request.request_id, chunk, copies, state.request.lora_request, state.adapter
-        )
+        self._plan(state, chunk, copies)
 
     # ---- sections ----------------------------------------------------------------------
 
     def _save_sections(
+        self, state: RequestState, stop: int, tables: Tables, computed: int, *, has_ended: bool
+    ) -> None:
+        """Those of the chunk that ends at `stop`, or whose tail does."""
+        for need in self._needs:
+            if need.reach is Reach.STATE:
+                continue
+            is_passed = self._is_passed(state, need, stop, computed)
+            chunk = self._save_section(
+                state, need, stop, tables, is_passed=is_passed, is_fleeting=not has_ended
+            )
+            if chunk is not None and not is_passed:
+                state.computing.sections = (*state.computing.sections, (chunk, need))
+
+    def _save_section(
         self,
         state: RequestState,
-        spine: ChunkName,
-        number: int,
+        need: Need,
+        stop: int,
         tables: Tables,
-        computed: int,
         *,
-        has_ended: bool,
+        is_passed: bool,
+        is_fleeting: bool,
+    ) -> Chunk | None:
+        """What the group has of the chunk in which `stop` is, up to `stop`."""
+        size, sizes = self._geometry.chunk_tokens, {"block_tokens": need.block_tokens}
+        number = (stop - 1) // size
+        position = number * size
+        block_ids = tables[need.group]
+        hole = hole_of(block_ids, position, stop - position, **sizes)
+        if hole is None:
+            return None
+        name = name_up_to(state.sequence.section(need.group, hole), number, state.tenant, stop)
+        chunk = self._begin(state, name, number, is_passed=is_passed)
+        if chunk is not None:
+            slot = chunk.dram.slot
+            copies = plan_save(slot, block_ids, position, stop - position, hole=hole, **sizes)
+            self._plan(state, chunk, copies, is_fleeting=is_fleeting)
+        return chunk
+
+    def _save_state(
+        self, state: RequestState, need: Need, stop: int, tables: Tables, *, stays: bool
     ) -> None:
-        """Those of one chunk, of which the spine is `spine`."""
-        stop = spine.position + spine.num_tokens
-        for need in self._needs:
-            block_ids = tables[need.group]
-            sizes = {"block_tokens": need.block_tokens}
-            hole = hole_of(block_ids, spine.position, spine.num_tokens, **sizes)
-            if hole is None:
-                continue
-            keys = state.sequence.section(need.group, hole)
-            name = name_up_to(keys, number, state.tenant, stop)
-            is_passed = self._is_passed(state, need, stop, computed)
-            run = state.run(number)
-            chunk = self._store.begin_save(
-                name,
-                _passed(run) if is_passed and run is not None else run,
-                None if is_passed else state.pin_s(name.position),
-                again=name.position >= state.computing.first and not is_passed,
-                stays=is_passed,
-            )
-            if chunk is None:
-                continue
-            if not is_passed:
-                state.computing.sections = (*state.computing.sections, (chunk, need))
-            copies = plan_save(
-                chunk.dram.slot, block_ids, name.position, name.num_tokens, hole=hole, **sizes
-            )
-            self._plans.save(
-                state.request.request_id,
-                chunk,
-                copies,
-                state.request.lora_request,
-                state.adapter,
-                is_fleeting=not has_ended,
-            )
+        """The state after `stop` tokens, which is in the block of the last of them."""
+        block_ids, index = tables[need.group], (stop - 1) // need.block_tokens
+        if index >= len(block_ids) or not block_ids[index]:
+            return
+        number = (stop - 1) // self._geometry.chunk_tokens
+        name = name_up_to(state.sequence.section(need.group, 0), number, state.tenant, stop)
+        chunk = self._begin(state, name, number, is_passed=stays)
+        if chunk is not None:
+            copies = (ChunkCopy(chunk.dram.slot, 0, (block_ids[index],)),)
+            self._plan(state, chunk, copies, is_fleeting=True)
+
+    def _begin(
+        self, state: RequestState, name: ChunkName, number: int, *, is_passed: bool
+    ) -> Chunk | None:
+        run = state.run(number)
+        return self._store.begin_save(
+            name,
+            replace(run, priority=PASSED_PRIORITY) if is_passed and run is not None else run,
+            None if is_passed else state.pin_s(name.position),
+            again=name.position >= state.computing.first and not is_passed,
+            stays=is_passed,
+        )
+
+    def _plan(
+        self,
+        state: RequestState,
+        chunk: Chunk,
+        copies: tuple[ChunkCopy, ...],
+        *,
+        is_fleeting: bool = False,
+    ) -> None:
+        request = state.request
+        self._plans.save(
+            request.request_id,
+            chunk,
+            copies,
+            request.lora_request,
+            state.adapter,
+            is_fleeting=is_fleeting,
+        )
 
     def _is_passed(self, state: RequestState, need: Need, stop: int, computed: int) -> bool:
         """Whether a section that ends at `stop` backs no hit that is likely to come."""
@@ -184,7 +249,8 @@ class Saving:
         self._store.drop_passed(
             chunk
             for chunk, need in state.computing.sections
-            if not any(
+            if need.reach is Reach.STATE
+            or not any(
                 need.first(stop) < chunk.name.position + self._geometry.chunk_tokens
                 for stop in (end, prompt_end)
             )
@@ -201,8 +267,3 @@ def name_up_to(sequence: SequenceKeys, number: int, tenant: bytes, stop: int) ->
     tokens = sequence.tokens(start, stop)
     key = chunk_key(parent, extra, tokens)
     return ChunkName(key, parent, extra, tenant, start, stop - start, tokens)
-
-
-def _passed(run: Run) -> Run:
-    """The same run, of what leaves before the rest of it."""
-    return replace(run, priority=PASSED_PRIORITY)

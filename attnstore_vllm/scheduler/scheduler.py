@@ -255,6 +255,8 @@ class Scheduler:
             has_more = computed // self.geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._tables(request_id))
+            if self.store.needs and state.may_save:
+                self._saving.save_step_end(state, num_scheduled, self._tables(request_id))
         plan = self.plans.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
         plan.number = self.costs.step_planned(output)

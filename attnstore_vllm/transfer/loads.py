@@ -77,6 +77,13 @@ class Loads:
             if whole and load.gates:
                 self._engine.model_waits(load.layers[-1])
 
+    def begin_states(self, plans: Sequence[LoadPlan]) -> None:
+        """Fill blocks with the states of loads for this step: vLLM copies states before it begins
+        a step's loads. After begin_step."""
+        early = pages(c for plan in plans if not plan.layers_before for c in plan.early)
+        if len(early):
+            self._engine.model_waits(self._engine.load(early, self._all))
+
     def begin(self, plans: Sequence[LoadPlan], *, whole: bool) -> None:
         """Begin to fill blocks from slots."""
         began = time.perf_counter()
@@ -137,7 +144,8 @@ class Loads:
         self._open.clear()
 
     def _submit(self, load: _Load, *, together: bool) -> None:
-        table = pages(copy for plan in load.plans for copy in plan.copies)
+        states = [c for plan in load.plans if plan.layers_before for c in plan.early]
+        table = pages([*states, *(copy for plan in load.plans for copy in plan.copies)])
         if together:
             moved = moved_table(run for plan in load.plans for run in plan.moves)
             if len(table):
