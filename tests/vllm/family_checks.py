@@ -82,14 +82,12 @@ def fill_kv(worker: Any, byte: int) -> None:
 
 def forget(engine: Engine) -> None:
     """Empty vLLM's own cache; what it held is garbage."""
-    engine.settle()
+    engine.drain()
     assert engine.llm.reset_prefix_cache()
     engine.llm.collective_rpc(fill_kv, args=(GARBAGE,))
 
 
-def compute(
-    engine: Engine, prompt: Sequence[int], split: int, answer: int = ANSWER
-) -> Answer:
+def compute(engine: Engine, prompt: Sequence[int], split: int, answer: int = ANSWER) -> Answer:
     """Computed from nothing, the first chunk of the prefill being `split` tokens long."""
     usual = engine.scheduler.max_num_scheduled_tokens
     if 0 < split < usual:
@@ -117,9 +115,7 @@ def measure_noise(engine: Engine) -> float:
     largest = max(drift(runs[0], other) for other in runs[1:])
     for at in (ANSWER // 2, ANSWER - 1):
         longer = compute(engine, [*prompt, *runs[0].tokens[:at]], 0, 1)
-        tail = replace(
-            runs[0], tokens=runs[0].tokens[at:][:1], logprobs=runs[0].logprobs[at:][:1]
-        )
+        tail = replace(runs[0], tokens=runs[0].tokens[at:][:1], logprobs=runs[0].logprobs[at:][:1])
         largest = max(largest, drift(tail, longer))
     return largest
 
@@ -128,6 +124,22 @@ def limit(engine: Engine) -> float:
     """Drift up to here is rounding."""
     dtype = str(engine.core.vllm_config.model_config.dtype)
     return MARGIN * max(FLOORS[dtype], measure_noise(engine))
+
+
+def without_store(engine: Engine) -> list[Check]:
+    """That the checks can tell: garbage in blocks that nobody was given changes no answer, garbage
+    where vLLM's own cache has found something does."""
+    prompt = random_tokens("without", PROMPT)
+    reference = compute(engine, prompt, 512)
+    forget(engine)
+    computed = compute(engine, prompt, 512)
+    engine.ask(prompt, max_tokens=1)
+    engine.llm.collective_rpc(fill_kv, args=(GARBAGE,))
+    ruined = engine.ask(prompt, max_tokens=ANSWER)
+    return [
+        Check("garbage elsewhere", PROMPT, reference, computed),
+        Check("garbage in what was found", PROMPT, reference, ruined),
+    ]
 
 
 # ---- checks -----------------------------------------------------------------------------------
