@@ -258,7 +258,7 @@ _family("gemma3", "Gemma 3: five windows, then one full", config_of(
 ), edges=(128, 256, WINDOW, 2 * WINDOW))  # fmt: skip
 _variant("gemma3", "gemma3_hybrid_off", "Gemma 3, hybrid manager off", options=HYBRID_OFF)
 _family("gemma3n", "Gemma 3n: layers that use others' KV", config_of(
-    "gemma3n_text", "Gemma3nForCausalLM", **{**COMMON, "initializer_range": 0.02}, num_hidden_layers=10, sliding_window=WINDOW,
+    "gemma3n_text", "Gemma3nForCausalLM", **COMMON, num_hidden_layers=10, sliding_window=WINDOW,
     num_kv_shared_layers=4, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=32,
     laurel_rank=8, activation_sparsity_pattern=10 * [0.0],
     layer_types=2 * [*4 * ["sliding_attention"], "full_attention"],
