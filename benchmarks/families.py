@@ -22,21 +22,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 from tqdm import tqdm
 
 from attnstore_vllm.bench.environment import machine
 from attnstore_vllm.testing.family_models import DRAFTS, FAMILIES
-from benchmarks.family_parts import registry
+from benchmarks.family_parts import child, registry
+from benchmarks.family_parts.child import drift
 from benchmarks.family_parts.table import render
 
 ROOT: Final = Path(__file__).parent.parent
@@ -64,7 +69,7 @@ def sweep(names: Sequence[str], models: Path, known: dict[str, Result]) -> dict[
         bar.set_description(name)
         began = time.monotonic()
         found[name] = try_family(name, models)
-        found[name]["seconds"] = round(time.monotonic() - began)
+        found[name]["seconds"] = round(time.monotonic() - began, 1)
         bar.write(f"{name}: {found[name]['outcome']}  {found[name].get('why', '')}", sys.stdout)
         sys.stdout.flush()
     order = [*FAMILIES, *registry.others()]
@@ -86,9 +91,7 @@ def try_family(name: str, models: Path) -> Result:
         return result
     noise = max(without["noise"], with_store["noise"])
     limit = MARGIN * max(noise, FLOORS[without["dtype"]])
-    drifts = [
-        _drift(a, b) for a, b in zip(with_store["answers"], without["answers"], strict=True)
-    ]
+    drifts = [drift(a, b) for a, b in zip(with_store["answers"], without["answers"], strict=True)]
     reason = IDLE.search(log)
     result.update(found=with_store["found"], noise=noise, drift=max(drifts))
     if not max(drifts) <= limit:
@@ -112,47 +115,35 @@ def _child(name: str, models: Path, store: Path | None) -> tuple[Result | None, 
     """What one run says, None if it fails; and its log."""
     with tempfile.TemporaryDirectory(prefix="families-") as directory:
         out, log = Path(directory) / "out.json", Path(directory) / "log"
-        command = [
-            sys.executable, "-m", "benchmarks.family_parts.child", name, str(models), str(out),
-            *([str(store)] if store else []),
-        ]  # fmt: skip
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-        with log.open("wb") as stream:
-            try:
-                status = subprocess.run(
-                    command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
-                    timeout=LIMIT_S, check=False,
-                ).returncode  # fmt: skip
-            except subprocess.TimeoutExpired:
-                stream.write(f"\nTimeoutError: not over within {LIMIT_S} s\n".encode())
-                status = -1
-        text = log.read_text(errors="replace")
-        if status != 0 or not out.exists():
+        process = _forking().Process(target=child.run, args=(name, models, out, log, store))
+        process.start()
+        process.join(LIMIT_S)
+        late = process.is_alive()
+        if late:
+            process.kill()
+            process.join()
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if late:
+            text += f"\nTimeoutError: not over within {LIMIT_S} s\n"
+        if process.exitcode != 0 or not out.exists():
             return None, text
         return json.loads(out.read_text()), text
+
+
+@cache
+def _forking() -> ForkServerContext:
+    """Children are forked from one process that has imported vLLM."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.vllm.preload"])
+    with mock.patch.dict(os.environ, ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}):
+        forkserver.ensure_running()
+    return context
 
 
 def _error(log: str) -> str:
     """The last error's line: those before are what it was made of."""
     found = [line for line in ERROR.findall(log) if "Engine core init" not in line]
     return (found[-1] if found else "it ended without a word")[:160].strip()
-
-
-def _drift(a: Sequence[Any], b: Sequence[Any]) -> float:
-    """The largest difference of a log-probability, up to the first token that differs.
-
-    Args:
-        a, b: [token, {candidate: log-probability}] for each position.
-    """
-    largest = 0.0
-    for (token, here), (other, there) in zip(a, b, strict=True):
-        both = [abs(here[name] - there[name]) for name in here if name in there]
-        if not both or any(value != value for value in both):
-            return float("inf")
-        largest = max(largest, *both)
-        if token != other:
-            break
-    return largest
 
 
 def main(argv: Sequence[str] | None = None) -> int:

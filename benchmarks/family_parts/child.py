@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of benchmarks/families.py: python -m ... NAME MODELS OUT [STORE]."""
+"""One run of benchmarks/families.py, in a process that it has to itself."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from attnstore_vllm.testing.family_models import FAMILIES
 from benchmarks.family_parts import registry
+from tests.vllm.engine import larger_dummies
 
 PROMPT, BRANCH, ANSWER, NEW = 2_000, 1_500, 40, 45
 BLOCKS: Final = 384
@@ -39,21 +41,15 @@ def transfer(store: Path) -> dict[str, Any]:
 def start(name: str, models: Path, store: Path | None) -> Any:
     from vllm import LLM  # noqa: PLC0415
     from vllm.config import KVTransferConfig  # noqa: PLC0415
-    from vllm.model_executor.model_loader import dummy_loader  # noqa: PLC0415
 
-    # vLLM's own are so small that an answer does not hang on its prompt.
-    dummy_loader.initialize_single_dummy_weight = partial(
-        dummy_loader.initialize_single_dummy_weight, low=-0.1, high=0.1
-    )
+    larger_dummies()
     if name in FAMILIES:
         found = FAMILIES[name].arguments(models)
     else:
         found = registry.arguments(name, models)
     if store is not None:
         found["kv_transfer_config"] = KVTransferConfig(**transfer(store))
-    return LLM(
-        **found, enforce_eager=True, num_gpu_blocks_override=BLOCKS, disable_log_stats=False
-    )
+    return LLM(**found, enforce_eager=True, num_gpu_blocks_override=BLOCKS, disable_log_stats=False)
 
 
 class Asking:
@@ -98,38 +94,52 @@ def content(output: Any) -> list[Any]:
 
 def noise(asking: Asking, scheduler: Any, tokens: Sequence[int]) -> float:
     """The largest drift between computing the prompt at once and in two other splits."""
-    from benchmarks.families import _drift  # noqa: PLC0415
-
     usual, runs = scheduler.max_num_scheduled_tokens, []
     for split in (usual, BRANCH, 768):
         scheduler.max_num_scheduled_tokens = min(usual, split)
         runs.append(content(asking.run(tokens, salt=f"split {split}")))
     scheduler.max_num_scheduled_tokens = usual
-    return max(_drift(runs[0], other) for other in runs[1:])
+    return max(drift(runs[0], other) for other in runs[1:])
 
 
-def main(name: str, models: str, out: str, store: str = "") -> None:
-    llm = start(name, Path(models), Path(store) if store else None)
+def drift(a: Sequence[Any], b: Sequence[Any]) -> float:
+    """The largest difference of a log-probability, up to the first token that differs.
+
+    Args:
+        a, b: [token, {candidate: log-probability}] for each position.
+    """
+    largest = 0.0
+    for (token, here), (other, there) in zip(a, b, strict=True):
+        both = [abs(here[name] - there[name]) for name in here if name in there]
+        if not both or any(map(math.isnan, both)):
+            return float("inf")
+        largest = max(largest, *both)
+        if token != other:
+            break
+    return largest
+
+
+def run(name: str, models: Path, out: Path, log: Path, store: Path | None) -> None:
+    """Ask one model, and write what came of it to `out`; all that is said goes to `log`."""
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(stream, sys.stdout.fileno())
+    os.dup2(stream, sys.stderr.fileno())
+    llm = start(name, models, store)
     core = llm.llm_engine.engine_core.engine_core
     groups = [
         f"{len(group.layer_names)} {type(group.kv_cache_spec).__name__}"
         for group in core.scheduler.kv_cache_config.kv_cache_groups
     ]
-    asking = Asking(llm, resets=bool(store))
+    asking = Asking(llm, resets=store is not None)
     first = prompt("first", PROMPT)
     answer = asking.ask(first)
     asking.ask(first)
     asking.ask([*first[:BRANCH], *prompt("branch", PROMPT - BRANCH)])
-    # The same next turn for both runs, whatever each has answered.
     asking.ask([*first, *answer, *prompt("turn", NEW)])
     found = {
         "groups": groups, "answers": asking.answers, "found": asking.found[1:],
         "dtype": str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
         "noise": noise(asking, core.scheduler, first),
     }  # fmt: skip
-    Path(out).write_text(json.dumps(found))
+    out.write_text(json.dumps(found))
     llm.llm_engine.engine_core.shutdown()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -31,13 +31,9 @@ def others() -> tuple[str, ...]:
     from transformers import AutoConfig  # noqa: F401, PLC0415  (it fills the mapping)
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS  # noqa: PLC0415
 
-    have = {name for name, family in FAMILIES.items()} | set(_architectures())
+    have = {family.config()["architectures"][0] for family in FAMILIES.values()}
     types = _types()
     return tuple(n for n in sorted(_TEXT_GENERATION_MODELS) if n in types and n not in have)
-
-
-def _architectures() -> list[str]:
-    return [family.config()["architectures"][0] for family in FAMILIES.values()]
 
 
 @cache

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ CHUNK = 256
 
 Tokens = Sequence[int]
 CANDIDATES = 5
+DUMMY = 0.2
+"""The largest of random weights."""
 LogProbs = tuple[tuple[int, float], ...]
 """(token, log-probability) of the candidates for one position, best first."""
 
@@ -87,6 +90,8 @@ class Engine:
             "kv_transfer_config": _transfer(spec), **spec.vllm,
         }  # fmt: skip
         self.spec = spec
+        if arguments.get("load_format") == "dummy":
+            larger_dummies()
         self.llm = LLM(**arguments)
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.done: set[str] = set()
@@ -286,6 +291,16 @@ def candidates(position: Mapping[int, Any]) -> LogProbs:
 
 def _best_first(candidate: tuple[int, float]) -> tuple[float, int]:
     return -candidate[1], candidate[0]
+
+
+def larger_dummies() -> None:
+    """vLLM's random weights are so small that an answer does not hang on its prompt. In this
+    process they are larger from now on."""
+    from vllm.model_executor.model_loader import dummy_loader
+
+    plain = dummy_loader.initialize_single_dummy_weight
+    if not isinstance(plain, partial):
+        dummy_loader.initialize_single_dummy_weight = partial(plain, low=-DUMMY, high=DUMMY)
 
 
 def _transfer(spec: EngineSpec) -> Any:

@@ -21,6 +21,7 @@ from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine
 from tests.vllm.family_checks import BRANCH, NEW, PROMPT, Check
 from tests.vllm.host import EngineHost
+from tests.vllm.prompts import random_tokens
 
 SERVED = {
     "llama", "llama_fp8", "gemma3_hybrid_off", "gpt_oss_hybrid_off", "gemma2", "gemma3", "gemma3n",
@@ -36,8 +37,11 @@ AT_LEISURE = (
     "gpt_oss_hybrid_off", "mistral_window", "qwen3_5", "lfm2", "nemotron_nas", "llama_fp8_skip",
     "llama_eagle", "llama_draft_same",
 )  # fmt: skip
+DRAFTED = ("llama_eagle", "llama_draft_same")
 PRESSED = ("gemma3", "gpt_oss", "qwen3_next", "gemma3_hybrid_off")
 BLOCKS = 320
+SAME_SPLIT = 1e-6
+"""Drift, in nats, of the same sums in the same order, states included. It was 0.0 in all trials."""
 FEW_BLOCKS = 112
 """Hold one prompt of `together`, and not four."""
 
@@ -109,10 +113,11 @@ def test_conversation(family: str, engine: EngineHost, limit: float, tier: str) 
     check_found(family, found, tier)
 
 
-def test_lengths(family: str, engine: EngineHost, limit: float) -> None:
+def test_lengths(family: str, engine: EngineHost) -> None:
+    """Here both have computed all tokens in the same split, those of the store's KV too."""
     edges = FAMILIES[family].edges or (128, 256)
     found = engine.call(checks.lengths, edges)
-    check_answers(found, limit)
+    check_answers(found, SAME_SPLIT)
     if family not in RECURRENT:
         assert all(check.found > 0 for check in found)
 
@@ -131,17 +136,30 @@ def test_a_group_that_is_not_loaded_is_seen(engine: EngineHost, limit: float) ->
     """The comparison notices it, whichever group it is."""
     for group in range(engine.call(checks.num_groups)):
         found = engine.call_with_fault(f"without group {group}", missing, group)
-        assert not any(check.drift <= limit for check in found), group
+        assert all(check.is_seen(limit) for check in found), group
 
 
 def missing(engine: Engine, group: int) -> list[Check]:
-    prompt = checks.random_tokens(("without", group), PROMPT)
+    prompt = random_tokens(("without", group), PROMPT)
     engine.ask(prompt, max_tokens=1)
     return [checks.load(engine, f"without group {group}", prompt, 4)]
 
 
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
     engine.call(Engine.check_quiet)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [n for n in (*BY_DEFAULT, *AT_LEISURE) if n not in DRAFTED])
+def test_the_checks_can_tell(name: str, start_engine: StartEngine, models: Path) -> None:
+    """Of families that are not served, too."""
+    engine = start_engine(**options(name, models, store=None))
+    limit = engine.call(checks.limit)
+    print(f"{name}: limit of drift {limit:.2e}")
+    elsewhere, found = engine.call(checks.without_store)
+    check_answers([elsewhere], limit)
+    print(found)
+    assert found.found > 0 and found.is_seen(limit)
 
 
 @pytest.mark.parametrize(
@@ -171,4 +189,4 @@ def test_two_ranks(name: str, start_engine: StartEngine, models: Path) -> None:
     engine = start_engine(**options(name, models, tensor_parallel=2))
     limit = engine.call(checks.limit)
     check_answers(engine.call(checks.conversation, "nvme"), limit)
-    check_answers(engine.call(checks.lengths, FAMILIES[name].edges), limit)
+    check_answers(engine.call(checks.lengths, FAMILIES[name].edges), SAME_SPLIT)

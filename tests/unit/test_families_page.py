@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/models.md is what results/families.json says, and that says of no bug."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from attnstore_vllm.testing.family_models import DRAFTS, FAMILIES
+from benchmarks.families import BUGS
+from benchmarks.family_parts.table import OUTCOMES, kinds_of, render
+
+ROOT = Path(__file__).parent.parent.parent
+FOUND: dict[str, dict[str, Any]] = json.loads((ROOT / "results" / "families.json").read_text())[
+    "families"
+]
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert page == render(FOUND), "python -m benchmarks.families --docs"
+
+
+def test_nothing_is_dead_wrong_or_silent() -> None:
+    assert {name: r for name, r in FOUND.items() if r["outcome"] in BUGS} == {}
+
+
+def test_every_outcome_has_a_place_on_the_page() -> None:
+    assert {r["outcome"] for r in FOUND.values()} <= OUTCOMES.keys()
+
+
+def test_every_family_was_tried() -> None:
+    assert set(FAMILIES) - set(DRAFTS) <= FOUND.keys()
+
+
+def test_kinds_of_groups() -> None:
+    groups = ["2 SlidingWindowSpec", "2 SlidingWindowSpec", "1 FullAttentionSpec"]
+    assert kinds_of(groups) == ["window", "full"]
