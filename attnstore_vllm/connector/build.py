@@ -23,7 +23,7 @@ from attnstore_vllm.connector.live_model import LiveWeights, model_of
 from attnstore_vllm.connector.model_rotation import rotation_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
-from attnstore_vllm.connector.support import page_bytes_of
+from attnstore_vllm.connector.support import page_bytes_of, replicas_of
 from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
@@ -79,7 +79,7 @@ def geometry_of(
         chunk_tokens=round_chunk_tokens(
             config.chunk_tokens, math.lcm(spec.block_size, GRAIN_TOKENS)
         ),
-        replicas=getattr(kv_cache_config, "kv_tp_replicas", 1),
+        replicas=replicas_of(vllm_config, kv_cache_config),
     )
 
 
@@ -205,15 +205,7 @@ def _scheduler(
     why_not_moved = next(filter(None, [r.why_not_moved for r in ranks]), None)
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
-    shape = SegmentHeader(
-        number=-1,
-        chunk_tokens=geometry.chunk_tokens,
-        payload_bytes=geometry.slot_bytes,
-        namespace=namespace,
-        generation=b"",
-        last_used=int(time.time()),
-        label=_label(vllm_config, geometry),
-    )
+    shape = _shape(vllm_config, geometry, namespace)
     slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
     region = (pool.address, pool.num_slots * pool.slot_bytes)
     device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
@@ -264,6 +256,19 @@ def _scheduler(
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
+    )
+
+
+def _shape(vllm_config: VllmConfig, geometry: Geometry, namespace: bytes) -> SegmentHeader:
+    """The header that this engine's segments begin with."""
+    return SegmentHeader(
+        number=-1,
+        chunk_tokens=geometry.chunk_tokens,
+        payload_bytes=geometry.slot_bytes,
+        namespace=namespace,
+        generation=b"",
+        last_used=int(time.time()),
+        label=_label(vllm_config, geometry),
     )
 
 

@@ -161,7 +161,7 @@ def page_bytes_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
         is_by_layer = tensor.layer_stride >= num_blocks * tensor.block_stride
         page = tensor.layer_stride // num_blocks if is_by_layer else tensor.layer_stride
         pages.update(dict.fromkeys(tensor.layers, page))
-    if sorted(pages) != sorted(names) or not all(0 < page for page in pages.values()):
+    if sorted(pages) != sorted(names) or not all(page > 0 for page in pages.values()):
         raise UnsupportedError("its KV tensors are not those of its layers")
     # Of a block there may be more, which is nobody's, behind its layers' pages.
     if {tensor.size for tensor in tensors} != {tensors[0].size} or (
@@ -172,6 +172,24 @@ def page_bytes_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
             f"{num_blocks * sum(pages.values())}"
         )
     return tuple(pages[name] for name in names)
+
+
+def replicas_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """How many consecutive ranks hold the same KV.
+
+    vLLM says it of latents, and not where there are more ranks than KV heads: then it is taken to
+    be so, and each worker looks whether it is (live_facts.py: check_replicas). Both sides come to
+    the same.
+    """
+    stated = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    is_uniform = len(set(page_bytes_of(kv_cache_config))) == 1
+    if stated > 1 or ranks == 1 or not is_uniform:
+        return stated
+    if getattr(vllm_config.model_config, "use_mla", False):
+        return stated
+    heads = int(vllm_config.model_config.get_total_num_kv_heads())
+    return ranks // heads if 0 < heads < ranks and ranks % heads == 0 else 1
 
 
 def _spares_loaded_blocks() -> bool:

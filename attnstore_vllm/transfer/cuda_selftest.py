@@ -66,7 +66,9 @@ def check_engine(
         engine.rules = before_rules
 
 
-def _check_method(engine: CudaEngine, pages: Pages, in_slot: Sequence[Bytes], method: Method) -> None:
+def _check_method(
+    engine: CudaEngine, pages: Pages, in_slot: Sequence[Bytes], method: Method
+) -> None:
     layers = range(len(in_slot))
     random = np.random.default_rng(len(method.value))
     wanted = [random.integers(0, 256, page.shape, np.uint8) for page in in_slot]
@@ -113,7 +115,7 @@ def check_moves(
     try:
         engine.wait(engine.save(pages, layers))
         was = _copied(in_slot)
-        _fill(in_slot, before)
+        _fill(in_slot, list(before))
         engine.wait(engine.load(pages, layers))
         moved = engine.move(np.array([run], np.int64), layers)
         why_not = None

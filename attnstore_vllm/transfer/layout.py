@@ -101,7 +101,9 @@ class Kind:
 def kinds_of(layouts: Sequence[LayerLayout]) -> list[Kind]:
     """The kinds, in the order of the regions: as few as there can be."""
     kinds: list[Kind] = []
-    for _, found in itertools.groupby(layouts, lambda x: (x.block_stride, x.run_offsets, x.run_bytes)):
+    for _, found in itertools.groupby(
+        layouts, lambda x: (x.block_stride, x.run_offsets, x.run_bytes)
+    ):
         kinds.append(Kind(kinds[-1].stop if kinds else 0, tuple(found)))
     return kinds
 

@@ -16,27 +16,27 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_config_from_groups,
     kv_cache_groups_tp_replicas,
 )
-from vllm.v1.kv_cache_interface import (  # noqa: E402
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
-from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 
-from attnstore_vllm.connector.support import page_bytes_of  # noqa: E402
-from attnstore_vllm.connector.worker import _digest, _kinds  # noqa: E402
-from attnstore_vllm.transfer.engine import CpuEngine  # noqa: E402
-from attnstore_vllm.transfer.geometry import Geometry, Group  # noqa: E402
-from attnstore_vllm.transfer.layout import describe, kinds_of, page_of  # noqa: E402
-from attnstore_vllm.transfer.plan import ChunkCopy, pages  # noqa: E402
+from attnstore_vllm.connector.support import page_bytes_of
+from attnstore_vllm.connector.worker import _digest, _kinds
+from attnstore_vllm.transfer.engine import CpuEngine
+from attnstore_vllm.transfer.geometry import Geometry, Group
+from attnstore_vllm.transfer.layout import describe, kinds_of, page_of
+from attnstore_vllm.transfer.plan import ChunkCopy, pages
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
 LATENT = MLAAttentionSpec(
@@ -108,13 +108,19 @@ def test_bytes_of_all_regions(model: str, layout: KVCacheLayout) -> None:
             for i, block in enumerate(copy.block_ids, copy.first):
                 at = geometry.region_at(layer) + i * regions[layer]
                 page = slots[copy.slot, at : at + regions[layer]]
-                assert np.array_equal(page, _page(before[layer], block, layouts[layer], tensors[layer]))
+                assert np.array_equal(
+                    page, _page(before[layer], block, layouts[layer], tensors[layer])
+                )
     for kv in tensors:
         kv.zero_()
     back = [ChunkCopy(2, 0, (0, 2, 6, 7)), ChunkCopy(0, 1, (3, 8))]
     for layer in range(len(specs)):  # as the forward pass has it
         engine.load(pages(back), range(layer, layer + 1))
-    moved = [*zip(COPIES[0].block_ids, back[0].block_ids), *zip(COPIES[1].block_ids, back[1].block_ids)]
+    moved = [
+        pair
+        for saved, loaded in zip(COPIES, back, strict=True)
+        for pair in zip(saved.block_ids, loaded.block_ids, strict=True)
+    ]
     for layer, kv in enumerate(tensors):
         for old, new in moved:
             assert torch.equal(kv[new], before[layer][old]), (layer, old)
@@ -132,12 +138,13 @@ def _page(before: torch.Tensor, block: int, layout: Any, kv: torch.Tensor) -> An
 
 def test_a_wrong_region_is_seen() -> None:
     """Pages in another order of the regions are other bytes: the check above can fail."""
+    worker, _ = configurations(MODELS["nemotron nas"], KVCacheLayout.LBHNC)
+    regions = page_bytes_of(worker)[::-1]
+    tensors = allocate_kv_cache(worker, torch.device("cpu"), KVCacheLayout.LBHNC)
+    layouts = [describe(name, kv, NUM_BLOCKS) for name, kv in tensors.items()]
+    geometry = Geometry(1, regions, (Group(16),), 64)
     with pytest.raises(AssertionError):
-        worker, _ = configurations(MODELS["nemotron nas"], KVCacheLayout.LBHNC)
-        regions = page_bytes_of(worker)[::-1]
-        tensors = allocate_kv_cache(worker, torch.device("cpu"), KVCacheLayout.LBHNC)
-        layouts = [describe(name, kv, NUM_BLOCKS) for name, kv in tensors.items()]
-        CpuEngine(1 << 20, SLOTS, 0, Geometry(1, regions, (Group(16),), 64), layouts, None)
+        CpuEngine(1 << 20, SLOTS, 0, geometry, layouts, None)
 
 
 def test_which_region_is_of_which_kind_is_told() -> None:

@@ -168,4 +168,6 @@ def test_after_a_restart(engine: EngineHost, start_engine: StartEngine) -> None:
     )  # fmt: skip
     found = other.call(ask_all, prompts)
     assert [a.cached_tokens for a in found] == [len(p) - 1 for p in prompts]
-    assert found == [replace(a, cached_tokens=len(p) - 1) for a, p in zip(references, prompts)]
+    assert found == [
+        replace(a, cached_tokens=len(p) - 1) for a, p in zip(references, prompts, strict=True)
+    ]

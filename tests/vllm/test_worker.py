@@ -118,6 +118,6 @@ def test_a_model_that_cannot_be_looked_at_is_not_moved() -> None:
 
     worker._rotation = fail
     for error in (AssertionError("a lambda"), RuntimeError("a tensor has no truth"), KeyError(1)):
-        turns, why = worker._find_rotation(torch.zeros(2, 4))
+        turns, why = worker._find_rotation(torch.zeros(2, 4), 1)
         assert turns is None
         assert why is not None and type(error).__name__ in why
