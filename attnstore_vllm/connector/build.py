@@ -24,7 +24,7 @@ from attnstore_vllm.connector.live_model import LiveWeights, model_of
 from attnstore_vllm.connector.model_rotation import rotation_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
-from attnstore_vllm.connector.support import page_bytes_of
+from attnstore_vllm.connector.support import page_bytes_of, replicas_of
 from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
@@ -79,7 +79,7 @@ def geometry_of(
         chunk_tokens=round_chunk_tokens(
             config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
         ),
-        replicas=getattr(kv_cache_config, "kv_tp_replicas", 1),
+        replicas=replicas_of(vllm_config, kv_cache_config),
     )
 
 

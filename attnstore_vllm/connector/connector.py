@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from attnstore_vllm.connector.build import attention_layers, build_scheduler, build_worker
 from attnstore_vllm.connector.compat import hit_sources
 from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
-from attnstore_vllm.connector.live_facts import live_facts
+from attnstore_vllm.connector.live_facts import check_replicas, live_facts
 from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.connector.live_model import outermost
 from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
@@ -173,6 +173,9 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         reason = reason_of_layers(self._kv_cache_config)
         if reason is not None:
             raise UnsupportedError(reason)
+        replicas = worker.geometry.replicas
+        if replicas > getattr(self._kv_cache_config, "kv_tp_replicas", 1):
+            check_replicas(self._layers(worker), replicas)
         worker.register_kv_caches(
             kv_caches,
             self._kernel_name(worker),

@@ -74,7 +74,7 @@ def _group_of(number: int, group: Any) -> Group:
         if spec.mamba_cache_mode != "align" or spec.num_speculative_blocks:
             raise UnsupportedError(
                 f"vLLM keeps its recurrent states in the mode {spec.mamba_cache_mode!r} with "
-                f"{spec.num_speculative_blocks} blocks for drafts; align without drafts is supported"
+                f"{spec.num_speculative_blocks} blocks for drafts; align and none are supported"
             )
     elif kind is not FullAttentionSpec:
         raise UnsupportedError(f"one of its KV cache groups is {kind.__name__}")

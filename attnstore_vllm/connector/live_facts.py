@@ -26,6 +26,7 @@ import torch
 from blake3 import blake3
 
 from attnstore_vllm.connector.live_model import outermost
+from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.layout import LayerLayout
 
 _OF_POSITIONS = re.compile(r"rot|rope|freq|position|alibi", re.IGNORECASE)
@@ -117,6 +118,20 @@ def _holders(layers: Mapping[str, Any]) -> dict[int, list[torch.nn.Module]]:
                 paths = [".".join(parents[:n]) for n in range(len(parents), 0, -1)]
                 found[id(module)] = [by_name[path] for path in paths[:2] if path in by_name]
     return found
+
+
+def check_replicas(layers: Mapping[str, Any], replicas: int) -> None:
+    """Raise UnsupportedError unless each layer's K and V are made of the same weights on so many
+    ranks: the projection beside the layer says it."""
+    around = _holders(layers)
+    for name, layer in layers.items():
+        beside = [child for holder in around.get(id(layer), ())[:1] for child in holder.children()]
+        found = {getattr(child, "num_kv_head_replicas", None) for child in beside} - {None}
+        if found != {replicas}:
+            raise UnsupportedError(
+                f"{name} does not say that {replicas} ranks hold the same KV, as they should where "
+                "there are more ranks than KV heads"
+            )
 
 
 def _digest_code(layers: Mapping[str, Any]) -> str:

@@ -101,9 +101,9 @@ def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
         return "it keeps no KV"
     if len(groups) > 1:
         return _reason_of_several(kv_cache_config)
-    reason = _reason_of_specs(_specs_of(kv_cache_config)[:1])
+    reason = _reason_of_specs(_specs_of(kv_cache_config)[:1], _help(kv_cache_config))
     if reason is not None:
-        return reason + _help(kv_cache_config)
+        return reason
     try:
         page_bytes_of(kv_cache_config)
     except UnsupportedError as error:
@@ -142,13 +142,13 @@ def _specs_of(kv_cache_config: KVCacheConfig) -> list[Any]:
     return list(spec.kv_cache_specs.values()) if is_mixed else [spec]
 
 
-def _reason_of_specs(specs: Sequence[Any]) -> str | None:
+def _reason_of_specs(specs: Sequence[Any], hint: str = "") -> str | None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: PLC0415
 
     for spec in specs:
         if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
             name = type(spec).__name__
-            return f"its KV cache is {name}; FullAttentionSpec is supported"
+            return f"its KV cache is {name}; FullAttentionSpec is supported{hint}"
         if spec.non_causal or getattr(spec, "non_causal_multi_token_decode", False):
             return "it attends in both directions"
         if getattr(spec, "tokens_per_state", 1) != 1:
@@ -166,13 +166,14 @@ def page_bytes_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     spec: Any = group.kv_cache_spec
     tensors: list[Any] = list(kv_cache_config.kv_cache_tensors)
     names, num_blocks = list(group.layer_names), kv_cache_config.num_blocks
-    found = sum(tensor.size for tensor in tensors)
-    if not all(hasattr(tensor, "layer_stride") for tensor in tensors) or len(tensors) == 1:
-        page = int(spec.page_size_bytes)
-        if found == num_blocks * page * len(names):
-            return len(names) * (page,)
-        if not hasattr(tensors[0], "layer_stride"):
-            raise UnsupportedError("its layers are of several kinds, and this vLLM does not say so")
+    page = int(spec.page_size_bytes)
+    # One allocation for layers of one kind, or each layer has its own: then sizes say it all.
+    if sum(tensor.size for tensor in tensors) == num_blocks * page * len(names) and (
+        len(tensors) == 1 or all(tensor.size == num_blocks * page for tensor in tensors)
+    ):
+        return len(names) * (page,)
+    if not all(hasattr(tensor, "layer_stride") for tensor in tensors):
+        raise UnsupportedError("its layers are of several kinds, and this vLLM does not say so")
     pages: dict[str, int] = {}
     for tensor in tensors:
         # A layer's blocks follow each other, or the layers of a block do.
@@ -190,6 +191,24 @@ def page_bytes_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
             f"{num_blocks * sum(pages.values())}"
         )
     return tuple(pages[name] for name in names)
+
+
+def replicas_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """How many consecutive ranks hold the same KV.
+
+    vLLM says it of latents, and not where there are more ranks than KV heads: then it is taken to
+    be so, and each worker looks whether it is (live_facts.py: check_replicas). Both sides come to
+    the same.
+    """
+    stated = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    is_uniform = len(set(page_bytes_of(kv_cache_config))) == 1
+    if stated > 1 or ranks == 1 or not is_uniform:
+        return stated
+    if getattr(vllm_config.model_config, "use_mla", False):
+        return stated
+    heads = int(vllm_config.model_config.get_total_num_kv_heads())
+    return ranks // heads if 0 < heads < ranks and ranks % heads == 0 else 1
 
 
 def _spares_loaded_blocks() -> bool:

@@ -325,7 +325,7 @@ def _kinds(tensors: Sequence[torch.Tensor], layouts: Sequence[LayerLayout]) -> l
 
 
 def _facts_of(tensor: torch.Tensor, layout: LayerLayout) -> tuple[Any, ...]:
-    """What KvFacts has of a layer's tensor."""
+    """Facts that KvFacts has, of any layer's tensor."""
     shape, axes = tuple(tensor.shape[1:]), order_of_axes(tensor)
     return str(tensor.dtype), shape, layout.run_bytes, *axes
 

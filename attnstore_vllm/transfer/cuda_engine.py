@@ -347,7 +347,7 @@ class CudaEngine:
         return self._native.PageCopier(shape, **self._on_device(number))
 
     def _array_of(self, numbers: dict[str, Any]) -> torch.Tensor:
-        """What the native code reads in HBM."""
+        """Bases and offsets that the native code reads in HBM."""
         found = [*numbers["layer_bases"], *numbers["run_offsets"]]
         return torch.tensor(found, dtype=torch.int64, device=self._device)
 

@@ -258,7 +258,7 @@ def check_layers(layers: range, num_layers: int) -> None:
 
 
 def bytes_of(geometry: Geometry, layers: range) -> int:
-    """Of one block's pages in these layers."""
+    """Bytes of one block's pages in these layers."""
     return sum(geometry.regions[layers.start : layers.stop])
 
 

@@ -102,7 +102,7 @@ class Geometry:
 
     @property
     def page_bytes(self) -> int:
-        """Of every region, where all are equal."""
+        """Bytes of every region's pages, where all are equal."""
         assert len(set(self.regions)) == 1, "pages have several sizes"
         return self.regions[0]
 

@@ -352,4 +352,7 @@ def poison(worker: Any) -> None:
     It is finite, since the CPU kernels multiply what is masked out by zero.
     """
     for kv in worker.model_runner.kv_caches:
-        kv.fill_(6e4 if kv.dtype == torch.float16 else 1e30)
+        if kv.dtype == torch.uint8:  # fp8, whichever: of both it is large
+            kv.fill_(0x7A)
+        else:
+            kv.fill_(6e4 if kv.dtype == torch.float16 else 1e30)

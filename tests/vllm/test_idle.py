@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from attnstore_vllm.connector.connector import AttnStoreConnector
-from attnstore_vllm.connector.support import KV_TYPES, reason_to_idle
+from attnstore_vllm.connector.support import KV_TYPES, reason_of_layers, reason_to_idle
 from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.engine import Answer, Engine, EngineSpec, store_settings
@@ -40,6 +40,7 @@ WIDE = replace(FULL, num_kv_heads=4)
 WINDOW = SlidingWindowSpec(
     block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=128
 )
+MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
 BLOCKS = 8
 
 
@@ -48,7 +49,11 @@ def groups(*specs: Any, size: int | None = None) -> KVCacheConfig:
     made = [KVCacheGroupSpec([f"g{g}l{i}" for i in range(2)], s) for g, s in enumerate(specs)]
     page = specs[0].page_size_bytes if specs else 0
     size = BLOCKS * page * 2 if size is None else size
-    tensors = [KVCacheTensor(size=size, layers=["g0l0", "g0l1"], layer_stride=1, block_stride=1)]
+    tensors = [
+        KVCacheTensor(
+            size=size, layers=["g0l0", "g0l1"], layer_stride=BLOCKS * page, block_stride=page
+        )
+    ]
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=made)
 
 
@@ -123,10 +128,9 @@ MANAGER = "--disable-hybrid-kv-cache-manager"
         (groups(FULL, WINDOW), "2 KV cache groups", True),
         (groups(WINDOW), "SlidingWindowSpec", True),
         (groups(FULL, replace(WINDOW, num_kv_heads=4)), "2 KV cache groups", False),
-        (groups(MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=64,
-                                 dtype=torch.bfloat16)), "MLAAttentionSpec", False),
-        (groups(replace(FULL, page_size_padded=8192)), "padded", False),
+        (groups(replace(MLA, tokens_per_state=4)), "one state for several tokens", False),
         (groups(replace(FULL, non_causal=True)), "both directions", False),
+        (groups(FULL, size=BLOCKS), "KV tensors have 8 bytes", False),
     ],
 )  # fmt: skip
 def test_reasons_of_groups(config: Any, kv: KVCacheConfig, reason: str, helps: bool) -> None:
@@ -135,14 +139,17 @@ def test_reasons_of_groups(config: Any, kv: KVCacheConfig, reason: str, helps: b
     assert (MANAGER in found) is helps
 
 
-def test_both_sides_see_layers_of_several_kinds(config: Any) -> None:
+@pytest.mark.parametrize("spec", [MLA, replace(FULL, page_size_padded=8192)])
+def test_specs_that_are_served(config: Any, spec: Any) -> None:
+    assert reason_to_idle(config, groups(spec)) is None
+
+
+def test_what_only_a_worker_sees() -> None:
     """vLLM shows the scheduler one layer's spec, and the workers all of them."""
-    several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"g0l0": FULL, "g0l1": WIDE})
-    size = BLOCKS * (FULL.page_size_bytes + WIDE.page_size_bytes)
-    assert reason_to_idle(config, groups(several, size=size)) is not None
-    for shown in (FULL, WIDE):
-        found = reason_to_idle(config, groups(shown, size=size))
-        assert found is not None and "layers of several kinds" in found
+    other = replace(WIDE, non_causal=True)
+    several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"g0l0": FULL, "g0l1": other})
+    assert reason_of_layers(groups(FULL)) is None
+    assert "both directions" in str(reason_of_layers(groups(several, size=1)))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +158,6 @@ def test_both_sides_see_layers_of_several_kinds(config: Any) -> None:
         *[("cache_config", "cache_dtype", kind, "--kv-cache-dtype") for kind in
           ("turboquant_k8v4", "int8_per_token_head", "fp8_per_token_head", "nvfp4")],
         ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
-        ("model_config", "use_mla", True, "MLA"),
         ("aux_output_config", "enable_return_routed_experts", True, "routed experts"),
         ("", "diffusion_config", object(), "diffusion"),
         ("", "engram_config", object(), "engram"),
@@ -173,6 +179,15 @@ def test_reasons_of_settings(config: Any, section: str, name: str, value: Any, r
     }  # fmt: skip
     found = reason_to_idle(Overlay(config, changed), groups(FULL))
     assert found is not None and reason in found
+
+
+def test_latents_want_prefix_caching(config: Any) -> None:
+    """vLLM turns it off where its kernels do not read what was computed before."""
+    served = copy.copy(config)
+    served.model_config = SimpleNamespace(use_mla=True)
+    assert reason_to_idle(served, groups(MLA)) is None
+    served.cache_config = replace(config.cache_config, enable_prefix_caching=False)
+    assert "prefix caching is off" in str(reason_to_idle(served, groups(MLA)))
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)
@@ -220,16 +235,6 @@ def serve(tmp_path: Path, connector: dict[str, Any], **vllm: Any) -> tuple[list[
 
 
 IDLE = "AttnStore is idle, the server runs as without it"
-
-
-def test_layers_of_several_kinds_start(tmp_path: Path) -> None:
-    answers, log = serve(
-        tmp_path, {}, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"],
-        max_model_len=1024,
-    )  # fmt: skip
-    assert log.count(IDLE) == 1 and "layers of several kinds" in log
-    assert answers[0].tokens == answers[1].tokens
-    assert answers[1].cached_tokens == 0
 
 
 def test_a_worker_that_fails_makes_both_sides_idle(tmp_path: Path) -> None:
