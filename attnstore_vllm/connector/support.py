@@ -198,8 +198,10 @@ def replicas_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
 
     vLLM says it of latents, and not where there are more ranks than KV heads: then it is taken to
     be so, and each worker looks whether it is (live_facts.py: check_replicas). Both sides come to
-    the same.
+    the same. Of several groups one may be so and another not: each rank stores its own.
     """
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        return 1
     stated = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
     ranks = vllm_config.parallel_config.tensor_parallel_size
     is_uniform = len(set(page_bytes_of(kv_cache_config))) == 1

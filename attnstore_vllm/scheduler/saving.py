@@ -172,7 +172,7 @@ class Saving:
         is_passed: bool,
         is_fleeting: bool,
     ) -> Chunk | None:
-        """What the group has of the chunk in which `stop` is, up to `stop`."""
+        """The group's part of the chunk in which `stop` is, up to `stop`."""
         size, sizes = self._geometry.chunk_tokens, {"block_tokens": need.block_tokens}
         number = (stop - 1) // size
         position = number * size
