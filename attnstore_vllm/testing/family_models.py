@@ -61,6 +61,8 @@ class Family:
     """More arguments of vllm.LLM."""
     draft: str = ""
     """The family that makes drafts; named in options by `speculative_config`."""
+    needs_images: bool = False
+    """vLLM has it with its relative that sees images, and imports what that one needs."""
 
     def arguments(self, models: Path) -> dict[str, Any]:
         """Arguments of vllm.LLM, after the model was made below `models`."""
@@ -309,7 +311,7 @@ _family("qwen3_next", "Qwen3-Next: gated delta nets and full attention", config_
     moe_intermediate_size=64, shared_expert_intermediate_size=64, decoder_sparse_step=1,
 ), edges=(256, 384, 768), dtype="bfloat16", options=CACHED)  # fmt: skip
 _family("qwen3_5", "Qwen3.5, text", config_of("qwen3_5_text", "Qwen3_5ForCausalLM", **_GDN),
-        edges=(256, 384, 768), dtype="bfloat16", options=CACHED)  # fmt: skip
+        needs_images=True, edges=(256, 384, 768), dtype="bfloat16", options=CACHED)  # fmt: skip
 _family("lfm2", "LFM2: short convolutions", _changed(config_of(
     "lfm2", "Lfm2ForCausalLM", **NO_HEAD_DIM, num_hidden_layers=6,
     layer_types=2 * ["conv", "conv", "full_attention"], conv_bias=False, conv_L_cache=3,
@@ -343,7 +345,7 @@ _family("mamba2", "Mamba 2: no attention", config_of(
 # ---- latents ----------------------------------------------------------------------------------
 
 _LATENT: Final[Config] = {
-    **NO_HEAD_DIM, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4,
+    **NO_HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "topk_group": 1,
     "n_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1,

@@ -15,6 +15,7 @@ from typing import Any, Final
 from attnstore_vllm.testing.family_models import FAMILIES
 from benchmarks.family_parts import registry
 from tests.vllm.engine import larger_dummies
+from tests.vllm.stand_ins import stand_in_for_torchvision
 
 PROMPT, BRANCH, ANSWER, NEW = 2_000, 1_500, 40, 45
 BLOCKS: Final = 384
@@ -43,6 +44,8 @@ def start(name: str, models: Path, store: Path | None) -> Any:
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
     larger_dummies()
+    if name in FAMILIES and FAMILIES[name].needs_images:
+        stand_in_for_torchvision(models / "stand_ins")
     if name in FAMILIES:
         found = FAMILIES[name].arguments(models)
     else:

@@ -21,6 +21,7 @@ from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.tiny_model import TINY, ModelShape, make_model
 from tests.vllm.queues import check_queue
+from tests.vllm.stand_ins import stand_in_for_torchvision
 
 DEADLINE_S = 240.0
 BLOCK = 128
@@ -54,6 +55,8 @@ class EngineSpec:
     """Blocks of HBM."""
     transfer: Mapping[str, Any] | None = None
     """A whole KVTransferConfig in place of the one that `store` means."""
+    needs_images: bool = False
+    """vLLM imports for this model what only pictures need."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """More settings of the store."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
@@ -92,6 +95,8 @@ class Engine:
         self.spec = spec
         if arguments.get("load_format") == "dummy":
             larger_dummies()
+        if spec.needs_images:
+            stand_in_for_torchvision(spec.models / "stand_ins")
         self.llm = LLM(**arguments)
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.done: set[str] = set()

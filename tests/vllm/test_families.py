@@ -61,8 +61,11 @@ def marked(*names: str, long: bool) -> list[Any]:
 
 def options(name: str, models: Path, **fields: Any) -> dict[str, Any]:
     """Fields of EngineSpec."""
-    arguments = FAMILIES[name].arguments(models / "families")
-    return {"vllm": arguments, "blocks": BLOCKS, "dram": "512MiB", "nvme": "2GiB", **fields}
+    family = FAMILIES[name]
+    return {
+        "vllm": family.arguments(models / "families"), "needs_images": family.needs_images,
+        "blocks": BLOCKS, "dram": "512MiB", "nvme": "2GiB", **fields,
+    }  # fmt: skip
 
 
 @pytest.fixture(
