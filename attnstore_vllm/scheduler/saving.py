@@ -8,7 +8,7 @@ is room, for whoever branches off there, and are not written behind it. When a c
 gone on, the sections of its end before are dropped, unless others use them.
 
 A recurrent group has a state where a step ends, and nowhere else: one is kept at the end of the
-answer, and passed ones where steps of the prompt end.
+answer, one at the end of the prompt's last block, and passed ones where its other steps end.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Saving:
             if need.reach is Reach.STATE and computed % GRAIN_TOKENS == 0:
                 is_near = state.sequence.spine_stop - need.block_tokens < computed
                 is_junction = is_near and before < computed <= state.sequence.spine_stop
-                self._save_state(state, need, computed, tables, stays=not is_junction)
+                is_last = computed < prompt_end <= computed + need.block_tokens
+                self._save_state(state, need, computed, tables, stays=not (is_junction or is_last))
             elif need.reach is Reach.STATE or computed < prompt_end:
                 continue
             elif whole % self._geometry.chunk_tokens >= MIN_TAIL_TOKENS:
@@ -246,6 +247,10 @@ class Saving:
         """The conversation has gone on to `end`: most sections that it had before back no hit that
         is likely to come, unless others use them too (a shared run)."""
         prompt_end = state.request.num_prompt_tokens - 1
+        for need in self._needs if state.computing.first else ():
+            if need.reach is Reach.STATE:
+                last = prompt_end // need.block_tokens * need.block_tokens
+                self._store.drop_states_before(state.sequence.section(need.group, 0), last)
         self._store.drop_passed(
             chunk
             for chunk, need in state.computing.sections

@@ -41,6 +41,7 @@ from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.store.tier_io import MakeTier
 from attnstore_vllm.types import DRAM, Flow, Key
 
+STATE_LOOKS_MAX = 8
 RESET_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 3.0
 
@@ -418,6 +419,20 @@ class Store:
                 if not chunk.dropped and not self.residency.run_of(chunk).is_shared:
                     self.residency.counts["superseded"] += 1
                     self.residency.drop(chunk)
+
+    def drop_states_before(self, keys: SequenceKeys, stop: int) -> None:
+        """A conversation has gone on beyond token `stop`. Forget the states of one group before it
+        that only this conversation has used, in the STATE_LOOKS_MAX chunks before it."""
+        index, size = self.residency.index, keys.chunk_tokens
+        last = (stop - 2) // size
+        with self._lock:
+            for number in range(last, max(-1, last - STATE_LOOKS_MAX), -1):
+                tokens = keys.tokens(number * size, min(stop - 1, (number + 1) * size))
+                parent, extra = keys.parent(number), keys.extra(number)
+                found = index.exact_head(parent, extra, tokens, lambda _: True)
+                if found is not None and not self.residency.run_of(found).is_shared:
+                    self.residency.counts["superseded"] += 1
+                    self.residency.drop(found)
 
     # ---- the rest ----------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,7 +108,7 @@ def check_pieces(pieces: list[Piece], need: Need, start: int, stop: int) -> None
         return
     assert pieces[0].start == max(start, need.first(stop))
     assert pieces[-1].stop == stop
-    assert all(a.stop == b.start for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(a.stop == b.start for a, b in pairwise(pieces))
 
 
 def test_a_section_that_may_not_be_used_is_none() -> None:

@@ -29,9 +29,14 @@ def _edit_loads(engine: Any, edit: Callable[[list[Any]], list[Any]]) -> Undo:
     def faulty(output: Any) -> Any:
         plan = build(output)
         for i, load in enumerate(plan.plan.loads):
-            edited = edit(pages(load.copies).tolist())
-            copies = tuple(ChunkCopy(slot, block, (block_id,)) for slot, block, block_id in edited)
-            plan.plan.loads[i] = replace(load, copies=copies)
+            copies, early = (
+                tuple(
+                    ChunkCopy(slot, block, (block_id,))
+                    for slot, block, block_id in edit(pages(of).tolist())
+                )
+                for of in (load.copies, load.early)
+            )
+            plan.plan.loads[i] = replace(load, copies=copies, early=early)
         return plan
 
     return _replace(connector, "build_connector_meta", faulty)
