@@ -139,11 +139,11 @@ def test_preempted(engine: EngineHost, limit: float) -> None:
     check_answers(engine.call(checks.preempted), limit)
 
 
-def test_a_group_that_is_not_loaded_is_seen(engine: EngineHost, limit: float) -> None:
-    """The comparison notices it, whichever group it is."""
+def test_a_group_that_is_not_loaded_is_seen(engine: EngineHost) -> None:
+    """The comparison notices it, whichever group it is. What is loaded whole has no drift here."""
     for group in range(engine.call(checks.num_groups)):
         found = engine.call_with_fault(f"without group {group}", missing, group)
-        assert all(check.is_seen(limit) for check in found), group
+        assert all(check.is_seen(SAME_SPLIT) for check in found), group
 
 
 def missing(engine: Engine, group: int) -> list[Check]:
