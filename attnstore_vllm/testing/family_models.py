@@ -377,9 +377,10 @@ for _name, _draft, _method, _what in (
     ("llama_draft_other", "draft_other", "draft_model", "Llama and a draft model, other KV shape"),
     ("llama_eagle", "eagle_head", "eagle", "Llama and an EAGLE head"),
 ):
-    _variant("llama", _name, _what, draft=_draft, options={
-        "speculative_config": {"method": _method, "num_speculative_tokens": 2},
-    })  # fmt: skip
+    _variant(
+        "llama", _name, _what, draft=_draft, weights=FAMILIES[_draft].weights,
+        options={"speculative_config": {"method": _method, "num_speculative_tokens": 2}},
+    )  # fmt: skip
 
 DRAFTS: Final = ("draft_same", "draft_other", "eagle_head")
 """Of FAMILIES: those that serve others only."""
