@@ -29,6 +29,8 @@ from attnstore_vllm.policy.pins import Pins
 from attnstore_vllm.policy.runs import Run, unknown_run
 from attnstore_vllm.types import NVME
 
+SPARE_PRIORITY = -2
+"""Of the runs of chunks that are worth little: they leave before what hints call low."""
 REFUSALS_MAX = 32
 """Chunks that one call of begin_store refuses at most."""
 _EXPECTED_MAX = 1 << 22
@@ -175,7 +177,8 @@ class Residency:
         Args:
             run: of the request that has computed it.
             again: the request has computed it though a tier behind may have it: DRAM takes it too.
-            stays: it is not written to the tiers behind before a request uses it.
+            stays: it is worth little: it takes no room from anything that is worth more, and is
+                not written to the tiers behind before a request uses it.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
         there is no room (counted as dropped if it is nowhere else).
         """
@@ -192,8 +195,9 @@ class Residency:
             self.look_ahead.has_come(known)
         elif self.index.extends(name):
             return None
-        elif not self._make_room_in_dram():
-            self.counts["dropped"] += 1
+        elif not (self._has_room_to_spare() if stays else self._make_room_in_dram()):
+            if not stays:
+                self.counts["dropped"] += 1
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         if chunk.run.lease is not None:
@@ -402,6 +406,17 @@ class Residency:
         self.counts["evicted_dram"] += 1
         self.leave_dram(victim)
         return bool(self.dram.free)
+
+    def _has_room_to_spare(self) -> bool:
+        """Room for what is worth little: a free slot, or that of another such chunk."""
+        if self.dram.free:
+            return True
+        victim, is_wanted = self.dram.victim(self.now, LAST)
+        if victim is None or is_wanted or victim.run.priority > SPARE_PRIORITY:
+            return False
+        self.counts["evicted_dram"] += 1
+        self.leave_dram(victim)
+        return True
 
     def _make_room_behind(self, tier: TierBehind, chunk: Chunk) -> bool | None:
         """None: there is room, but what would have to go is worth more than this chunk.

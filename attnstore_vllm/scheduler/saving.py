@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
+from attnstore_vllm.index.residency import SPARE_PRIORITY
 from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.index.stops import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.scheduler.offer import Tables
@@ -30,8 +31,6 @@ from attnstore_vllm.transfer.plan import ChunkCopy, hole_of, plan_save
 
 MIN_TAIL_TOKENS = 16
 """A shorter tail costs a slot and saves next to nothing."""
-PASSED_PRIORITY = -2
-"""Passed sections leave DRAM before all else, also before what hints call low."""
 
 
 class Saving:
@@ -209,7 +208,7 @@ class Saving:
         run = state.run(number)
         return self._store.begin_save(
             name,
-            replace(run, priority=PASSED_PRIORITY) if is_passed and run is not None else run,
+            replace(run, priority=SPARE_PRIORITY) if is_passed and run is not None else run,
             None if is_passed else state.pin_s(name.position),
             again=name.position >= state.computing.first and not is_passed,
             stays=is_passed,

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
-from attnstore_vllm.transfer.plan import ChunkCopy, TransferPlan, pages, plan_load, plan_save
+from attnstore_vllm.transfer.plan import (
+    ChunkCopy,
+    TransferPlan,
+    hole_of,
+    last_blocks_last,
+    pages,
+    plan_load,
+    plan_save,
+)
 
 BLOCK_TOKENS = 4
 CHUNK_TOKENS = 12
@@ -126,3 +134,27 @@ def test_a_chunk_is_whole_blocks(chunk_tokens: int) -> None:
 )
 def test_chunk_tokens_are_rounded_up(wanted: int, block_tokens: int, rounded: int) -> None:
     assert round_chunk_tokens(wanted, block_tokens) == rounded
+
+
+def test_the_partly_filled_blocks_of_all_groups_come_last() -> None:
+    spine = (ChunkCopy(1, 0, (10, 11)), ChunkCopy(2, 0, (12,)))
+    window = (ChunkCopy(3, 1, (20, 21)),)
+    copies, num_partial = last_blocks_last([(spine, True), (window, True), ((), True)])
+    assert pages(copies).tolist() == [[1, 0, 10], [1, 1, 11], [3, 1, 20], [2, 0, 12], [3, 2, 21]]
+    assert num_partial == 2
+    assert last_blocks_last([(spine, False)]) == (spine, 0)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "hole"),
+    [([9, 9, 9], 0), ([0, 9, 9], 1), ([0, 0, 9], 2), ([0, 0, 0], None), ([9, 0, 9], None),
+     ([0, 9], None)],
+)  # fmt: skip
+def test_a_hole_is_at_the_front_alone(blocks: list[int], hole: int | None) -> None:
+    table = [7] * 3 + blocks
+    assert hole_of(table, CHUNK_TOKENS, CHUNK_TOKENS, block_tokens=BLOCK_TOKENS) == hole
+
+
+def test_a_save_with_a_hole_leaves_its_blocks_out() -> None:
+    saved = plan_save(5, [1, 2, 3, 0, 8, 9], 12, 12, block_tokens=BLOCK_TOKENS, hole=1)
+    assert saved == (ChunkCopy(5, 1, (8, 9)),)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
-from attnstore_vllm.index.residency import Residency
+from attnstore_vllm.index.residency import SPARE_PRIORITY, Residency
+from attnstore_vllm.policy.runs import Run, unknown_run
 from attnstore_vllm.types import NVME
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 
@@ -397,3 +399,39 @@ def test_drop_all(tiers: Checked) -> None:
     tiers.drop_all()
     assert len(tiers.index) == 0
     assert (tiers.dram.num_used, tiers.nvme.num_used, tiers.num_dirty) == (0, 0, 0)
+
+
+# ---- what is worth little --------------------------------------------------------------
+
+
+def spare(number: int) -> tuple[ChunkName, Run]:
+    return name(number), replace(unknown_run(0.0), priority=SPARE_PRIORITY)
+
+
+def test_what_is_worth_little_takes_free_slots_and_is_not_written(tiers: Checked) -> None:
+    chunk = tiers.begin_save(*spare(1), stays=True)
+    assert chunk is not None
+    tiers.finish_save(chunk)
+    assert place(chunk) == (State.READY, State.ABSENT)
+    assert tiers.begin_store(tiers.nvme) is None
+    tiers.use([chunk])  # somebody needs it: now it is worth a write
+    assert tiers.begin_store(tiers.nvme) is chunk
+    tiers.finish_store(tiers.nvme, chunk, CHECKSUM)
+
+
+def test_what_is_worth_little_pushes_nothing_else_out(tiers: Checked) -> None:
+    clean, dirty = tiers.save_to_nvme(name(1)), tiers.save(name(2))
+    assert tiers.begin_save(*spare(3), stays=True) is None
+    assert clean.dram.state is dirty.dram.state is State.READY
+    assert "dropped" not in tiers.counts
+
+
+def test_what_is_worth_little_gives_way_to_its_like(tiers: Checked) -> None:
+    chunks = []
+    for number in (1, 2, 3):
+        chunk = tiers.begin_save(*spare(number), stays=True)
+        assert chunk is not None
+        tiers.finish_save(chunk)
+        chunks.append(chunk)
+    assert [chunk.dropped for chunk in chunks] == [True, False, False]
+    assert tiers.save(name(9)).dram.state is State.READY, "it gives way to all else"

@@ -360,3 +360,16 @@ def test_close_completes_what_has_left_its_blocks() -> None:
         bench.saves.close()
         assert bench.stream.pending == 0
         assert np.array_equal(bench.stored(plans[1]), bench.content(plans[1]))
+
+
+def test_a_fleeting_save_is_made_in_its_step_or_never(bench: Bench) -> None:
+    """Its blocks are others' in the next step: what has no rows by then is given up."""
+    first = save(0, *range(ROWS))
+    late = TransferPlan(1, "request 1", save(3, 20, 21).copies, is_fleeting=True)
+    told = bench.step(after=[first, late])
+    assert told == Told([], [1], set())
+    assert bench.step(taken=[late]) == NOTHING
+    bench.go_on()
+    assert bench.step() == Told([0], [], set())
+    assert not bench.stored(late).any(), "it was read when its blocks were others'"
+    bench.check_rows()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation of several turns with models of several KV cache groups: what is found of each
+turn, how soon its first token comes, and how many bytes it leaves on NVMe.
+
+    python -m benchmarks.group_bytes [--only gemma3 gpt_oss] [--tokens 8000] [--json FILE]
+
+One real engine a family, with a tiny random model, in this process's child. Bytes are compared with
+those of storing all groups' KV of all tokens, which is what a store that knows no groups does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+FAMILIES = ("gemma3", "gpt_oss", "llama4", "qwen3_next", "llama")
+TURN, ANSWER = 500, 40
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--only", nargs="+", default=FAMILIES, metavar="NAME")
+    parser.add_argument("--tokens", type=int, default=8_000, help="of the whole conversation")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    arguments = parser.parse_args()
+    found = {}
+    for number, name in enumerate(arguments.only, start=1):
+        print(f"[{number}/{len(arguments.only)}] {name} ...", flush=True)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found[name] = pool.apply(measure, (name, arguments.tokens))
+    print(table(found))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    lines = ["family       found of history   bytes over all   TTFT DRAM / HBM, ms (ratio)"]
+    for name, row in found.items():
+        dram, hbm = row["ttft_dram_ms"], row["ttft_hbm_ms"]
+        lines.append(
+            f"{name:12} {row['found']:>8.3f} {row['bytes_over_all']:>18.3f}"
+            f" {dram:>14.1f} / {hbm:.1f} ({dram / hbm:.2f})"
+        )
+    return "\n".join(lines)
+
+
+def measure(name: str, num_tokens: int) -> dict[str, Any]:
+    """In a process of its own."""
+    from attnstore_vllm.testing.family_models import FAMILIES as MODELS  # noqa: PLC0415
+    from attnstore_vllm.testing.tiny_model import TINY  # noqa: PLC0415
+    from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415
+
+    random = Random(name)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        work = Path(directory)
+        engine = Engine(EngineSpec(
+            models=work, shape=TINY, store=work / "store", blocks=512, dram="1GiB", nvme="4GiB",
+            vllm=MODELS[name].arguments(work / "families"),
+        ))  # fmt: skip
+        tokens: list[int] = []
+        found, wanted = 0, 0
+        while len(tokens) < num_tokens - TURN - ANSWER:
+            history = len(tokens)
+            tokens += [random.randrange(16, 1_000) for _ in range(TURN)]
+            engine.llm.reset_prefix_cache()
+            answer = engine.ask(tokens, max_tokens=ANSWER)
+            found, wanted = found + answer.cached_tokens, wanted + max(0, history - 1)
+            tokens += answer.tokens
+            engine.settle()
+        store = engine.store
+        record_bytes = store.thread.tiers[0].record_bytes
+        chunks = -(-len(tokens) // engine.side.geometry.chunk_tokens)
+        all_bytes = chunks * len(engine.side.geometry.groups) * record_bytes
+        held = store.gauges()["held_bytes", "nvme"]
+        times = {
+            where: [first_token_ms(engine, tokens, where) for _ in range(7)] for where in WHERE
+        }
+        return {
+            "tokens": len(tokens), "found": found / wanted, "bytes": held,
+            "bytes_over_all": held / all_bytes, "groups": len(engine.side.geometry.groups),
+            "ttft_dram_ms": statistics.median(times["dram"]),
+            "ttft_hbm_ms": statistics.median(times["hbm"]),
+        }  # fmt: skip
+
+
+WHERE = ("dram", "hbm")
+
+
+def first_token_ms(engine: Any, tokens: list[int], where: str) -> float:
+    """Of the next turn of 128 tokens, its history in HBM or in DRAM."""
+    turn = [*tokens, *(Random(time.time()).randrange(16, 1_000) for _ in range(128))]
+    if where == "dram":
+        engine.llm.reset_prefix_cache()
+    else:
+        engine.ask(tokens, max_tokens=1)
+    began = time.perf_counter()
+    engine.ask(turn, max_tokens=1)
+    return 1_000 * (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()
