@@ -32,7 +32,7 @@ def _edit_loads(engine: Any, edit: Callable[[list[Any]], list[Any]]) -> Undo:
             copies, early = (
                 tuple(
                     ChunkCopy(slot, block, (block_id,))
-                    for slot, block, block_id in edit(pages(of).tolist())
+                    for slot, block, block_id in (edit(pages(of).tolist()) if of else ())
                 )
                 for of in (load.copies, load.early)
             )

@@ -218,7 +218,7 @@ def test_blocks_that_no_step_has_computed_with_are_not_saved(engine: ScriptedEng
     add(engine, "a", plain(Random(1), 150), 4)
     request = engine.scheduler.requests["a"]
     request.num_computed_tokens = 100
-    assert engine.ours.request_finished(request, list(range(1, 11))) == (False, None)
+    assert engine.ours.request_finished(request, (list(range(1, 11)),)) == (False, None)
     assert not engine.ours.plans.any_open()
     request.num_computed_tokens = 0
     engine.abort("a")
