@@ -65,6 +65,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_a_plain_model_is_served(config: Any) -> None:
     assert reason_to_idle(config, groups(FULL)) is None
+    assert reason_to_idle(config, groups(WINDOW, FULL)) is None
 
 
 @pytest.fixture
@@ -125,9 +126,9 @@ MANAGER = "--disable-hybrid-kv-cache-manager"
     ("kv", "reason", "helps"),
     [
         (groups(), "it keeps no KV", False),
-        (groups(FULL, WINDOW), "2 KV cache groups", True),
+        (groups(WINDOW, WINDOW), "no group of its layers keeps KV of all tokens", True),
         (groups(WINDOW), "SlidingWindowSpec", True),
-        (groups(FULL, replace(WINDOW, num_kv_heads=4)), "2 KV cache groups", False),
+        (groups(FULL, replace(WINDOW, num_kv_heads=4)), "pages of its groups have", False),
         (groups(replace(MLA, tokens_per_state=4)), "one state for several tokens", False),
         (groups(replace(FULL, non_causal=True)), "both directions", False),
         (groups(FULL, size=BLOCKS), "KV tensors have 8 bytes", False),
