@@ -168,8 +168,12 @@ def page_bytes_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     names, num_blocks = list(group.layer_names), kv_cache_config.num_blocks
     page = int(spec.page_size_bytes)
     # One allocation for layers of one kind, or each layer has its own: then sizes say it all.
-    if sum(tensor.size for tensor in tensors) == num_blocks * page * len(names) and (
-        len(tensors) == 1 or all(tensor.size == num_blocks * page for tensor in tensors)
+    # A spec of several kinds has the bytes of all its layers, and is no layer's.
+    is_mixed = hasattr(spec, "kv_cache_specs")
+    if (
+        not is_mixed
+        and sum(t.size for t in tensors) == num_blocks * page * len(names)
+        and (len(tensors) == 1 or all(tensor.size == num_blocks * page for tensor in tensors))
     ):
         return len(names) * (page,)
     if not all(hasattr(tensor, "layer_stride") for tensor in tensors):
