@@ -15,6 +15,7 @@ from attnstore_vllm.scheduler.open_plans import KEPT_S
 from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.engine import Rotation
+from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.types import Flow
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV
@@ -112,6 +113,7 @@ def test_a_model_that_cannot_be_looked_at_is_not_moved() -> None:
     """Whatever its code does when it is: the server starts, and computes truncated prompts."""
     worker = object.__new__(Worker)
     worker._num_blocks = 2
+    worker.geometry = Geometry.uniform(1, 1, 16, 64, 16)
 
     def fail(_: torch.Tensor) -> Rotation:
         raise error
