@@ -163,11 +163,9 @@ def _last_state(
         )
         if chunk is not None:
             end = first + chunk.name.num_tokens
-            return (
-                ([Piece(chunk, end - 1, end, group=need.group)], end)
-                if end > start
-                else ([], start)
-            )
+            if end <= start:
+                break
+            return [Piece(chunk, end - 1, end, group=need.group)], end
         stop = first
     return [], start
 

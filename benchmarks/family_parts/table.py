@@ -29,18 +29,16 @@ OUTCOMES: Final = {
 KINDS: Final = {
     "FullAttentionSpec": "full", "SlidingWindowSpec": "window", "MLAAttentionSpec": "latent",
     "ChunkedLocalAttentionSpec": "chunk", "MambaSpec": "state",
-    "UniformTypeKVCacheSpecs": "several kinds",
 }  # fmt: skip
 STORED: Final = {
     "full": "K and V of each token", "window": "K and V of the last window before an end",
     "chunk": "K and V from the last chunk's start to an end", "state": "the state at an end",
     "latent": "one latent a token, once for all ranks",
-    "several kinds": "K and V of each token, by layer",
 }  # fmt: skip
 NEEDED: Final = {
     "full": "every token before its end", "window": "the last window before its end",
     "chunk": "its last chunk from its start", "state": "the state at exactly its end",
-    "latent": "every token before its end", "several kinds": "every token before its end",
+    "latent": "every token before its end",
 }  # fmt: skip
 
 
