@@ -5,7 +5,8 @@ Of a chunk the spine is saved, and a section of each other group (index/sections
 worth most where hits may end: at the end of the prompt and of the answer, and where the prompt
 parts from what was stored. Those that lie before are *passed*: they stay in DRAM as long as there
 is room, for whoever branches off there, and are not written behind it. When a conversation has
-gone on, the sections of its end before are dropped, unless others use them.
+gone on, the sections of its end before are dropped, unless others use them; not before its new end
+has a state, where a group needs one.
 
 A recurrent group has a state where a step ends, and nowhere else: one is kept at the end of the
 answer, one at the end of the prompt's last block, and passed ones where its other steps end.
@@ -98,9 +99,10 @@ class Saving:
         request = state.request
         if not state.may_save:
             return
-        # What is in flight counts as computed for vLLM, and is not.
-        computed = request.num_computed_tokens - request.num_in_flight_tokens
-        computed = min(computed, request.num_tokens, len(tables[0]) * self._geometry.block_tokens)
+        # A step in flight counts, since the save comes behind it: it has had all tokens whose ids
+        # are known. Drafts are beyond num_tokens.
+        computed = min(request.num_computed_tokens, request.num_tokens)
+        computed = min(computed, len(tables[0]) * self._geometry.block_tokens)
         # Else another connector may be loading it.
         computed = min(computed, state.computing.scheduled_stop)
         computed = min(computed, state.usable_tokens())
@@ -108,12 +110,14 @@ class Saving:
             self.save_chunks(state, computed, tables, has_ended=True)
             end = kept_end(computed, request.num_prompt_tokens)
             self._save_tail(state, end, tables)
-            # A state has seen all that was computed, and what is in flight.
+            # A state has seen all that was computed, and a hit may end where a tail does.
             is_state_at_end = end == computed == request.num_computed_tokens
+            is_state_at_end &= not 0 < end % self._geometry.chunk_tokens < MIN_TAIL_TOKENS
             for need in self._needs if is_state_at_end else ():
                 if need.reach is Reach.STATE:
                     self._save_state(state, need, end, tables, stays=False)
-            self._drop_passed(state, end)
+            if is_state_at_end or all(need.reach is not Reach.STATE for need in self._needs):
+                self._drop_passed(state, end)
 
     def _save_tail(self, state: RequestState, stop: int, tables: Tables) -> None:
         size = self._geometry.chunk_tokens

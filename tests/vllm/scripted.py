@@ -6,6 +6,7 @@ The CPU build forces asynchronous scheduling off, so no model runs here.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -77,17 +78,8 @@ class ScriptedEngine:
         make_engine: MakeEngine | None = None, num_ranks: int = 1, **settings: Any,
     ) -> None:  # fmt: skip
         config = _vllm_config(model, store, depth, drafts, policy, limits, num_ranks, settings)
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=TOKEN_KV // 2, dtype=torch.uint8
-        )
-        page_bytes = spec.page_size_bytes
-        assert page_bytes == BLOCK * TOKEN_KV
-        names = [f"layer {i}" for i in range(limits.layers)]
-        tensors = [KVCacheTensor(num_blocks * page_bytes, [n], 0, page_bytes) for n in names]
-        cache = KVCacheConfig(num_blocks, tensors, [KVCacheGroupSpec(names, spec)])
-        geometry = Geometry.uniform(
-            num_ranks, limits.layers, BLOCK, page_bytes, limits.chunk_tokens
-        )
+        cache, geometry = self._shapes(num_blocks, limits, num_ranks)
+        self._set(config)
         config.cache_config.num_gpu_blocks = num_blocks
         transfer = config.kv_transfer_config
         assert transfer is not None
@@ -97,7 +89,7 @@ class ScriptedEngine:
                 pool_name(str(transfer.engine_id), store), limits.dram_slots, geometry.slot_bytes,
                 num_ranks=num_ranks, member=rank,
             )  # fmt: skip
-            worker = ScriptedWorker(pool, geometry, num_blocks, seed, make_engine, rank)
+            worker = self.worker_type(pool, geometry, num_blocks, seed, make_engine, rank)
             self.workers.append(worker)
         self.pool, self.worker = pool, self.workers[0]
         self._aggregator = KVOutputAggregator(num_ranks)
@@ -106,7 +98,7 @@ class ScriptedEngine:
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
+            block_size=math.lcm(*(g.kv_cache_spec.block_size for g in cache.kv_cache_groups)),
             hash_block_size=BLOCK,
             log_stats=True,
         )
@@ -122,6 +114,28 @@ class ScriptedEngine:
         """Called when a step has run and the scheduler does not know of it yet."""
         self.holding: set[str] = set()
         """Requests that were seen to wait and to have blocks."""
+
+    worker_type: type[ScriptedWorker] = ScriptedWorker
+
+    def _shapes(
+        self, num_blocks: int, limits: Limits, num_ranks: int
+    ) -> tuple[KVCacheConfig, Geometry]:
+        """Those of vLLM's cache and of ours."""
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=TOKEN_KV // 2, dtype=torch.uint8
+        )
+        page_bytes = spec.page_size_bytes
+        assert page_bytes == BLOCK * TOKEN_KV
+        names = [f"layer {i}" for i in range(limits.layers)]
+        tensors = [KVCacheTensor(num_blocks * page_bytes, [n], 0, page_bytes) for n in names]
+        cache = KVCacheConfig(num_blocks, tensors, [KVCacheGroupSpec(names, spec)])
+        geometry = Geometry.uniform(
+            num_ranks, limits.layers, BLOCK, page_bytes, limits.chunk_tokens
+        )
+        return cache, geometry
+
+    def _set(self, config: VllmConfig) -> None:
+        """What the model would have set."""
 
     @property
     def ours(self) -> Any:

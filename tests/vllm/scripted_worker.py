@@ -74,7 +74,8 @@ class Row:
     """A request as the worker knows it."""
 
     tokens: list[int]
-    block_ids: list[int]
+    tables: list[list[int]]
+    """Its blocks in each KV cache group."""
     kv: list[bytes] = field(default_factory=list)
     base: bytes = b""
     pictures: Sequence[Picture] = ()
@@ -83,6 +84,11 @@ class Row:
     """See ScriptedWorker.deluded."""
     refused_from: int | None = None
     """From this token on its KV is not right, and vLLM has been told: until it computes it."""
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Of the first group."""
+        return self.tables[0]
 
     def extend(self) -> None:
         extend_kv(self.kv, self.tokens, self.base, self.pictures)
@@ -124,9 +130,10 @@ class ScriptedWorker:
         self, pool: SharedPool, geometry: Geometry, num_blocks: int, seed: int,
         make_engine: MakeEngine | None = None, rank: int = 0,
     ) -> None:  # fmt: skip
-        self.names = list(geometry.layer_names)
+        regions = geometry.layer_names
+        self.names = list(regions)
         self.tensors = [torch.zeros((num_blocks, BLOCK, TOKEN_KV), dtype=torch.uint8)
-                        for _ in self.names]  # fmt: skip
+                        for _ in range(geometry.num_layers)]  # fmt: skip
         self.hbm: list[Kv] = [tensor.numpy() for tensor in self.tensors]
         self.loaded_tokens = 0
         self.loads_ahead = 0
@@ -155,7 +162,7 @@ class ScriptedWorker:
                             write_buffer_bytes=lambda _: 0)  # fmt: skip
         self.side.make = make_engine
         self.side.register_kv_caches(
-            dict(zip(self.names, self.tensors, strict=True)), kernel="scripted"
+            {name: self.tensors[region] for name, region in regions.items()}, kernel="scripted"
         )
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -164,12 +171,14 @@ class ScriptedWorker:
         plan = envelope.plan
         for request_id in output.finished_req_ids:
             self._rows.pop(request_id, None)
+        starts = self._note(output)
         self.between()
         self.side.begin_step(plan)
         self.between()
+        self._prepare(output, starts)
         if output.has_sync_kv_loads:
             self._load(plan)
-        sampled = self._forward(output, replays=plan.may_replay)
+        sampled = self._forward(output, starts, replays=plan.may_replay)
         if not output.has_sync_kv_loads:
             self._load(plan)
         self.between()
@@ -222,16 +231,19 @@ class ScriptedWorker:
         self.side.start_load()
         self.between()
 
-    def _forward(self, output: SchedulerOutput, *, replays: bool) -> dict[str, list[int]]:
-        self._refused = self.side.failed_blocks()
+    def _prepare(self, output: SchedulerOutput, starts: dict[str, int]) -> None:
+        """Whatever the runner does to blocks before it begins loads: nothing here."""
+
+    def _note(self, output: SchedulerOutput) -> dict[str, int]:
+        """Take note of the requests of a step. Returns how many tokens of each have KV."""
         starts: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
-            (block_ids,) = new.block_ids
             assert new.prompt_token_ids is not None
             # Also of a streaming session that goes on: the next input replaces what was known.
             pictures = [_picture(feature) for feature in new.mm_features]
+            tables = [list(block_ids) for block_ids in new.block_ids]
             row = Row(
-                list(new.prompt_token_ids), list(block_ids), [], self.base(new), pictures,
+                list(new.prompt_token_ids), tables, [], self.base(new), pictures,
                 new.req_id, self.deluded(new.req_id),
             )  # fmt: skip
             self._news[new.req_id] = new
@@ -244,15 +256,22 @@ class ScriptedWorker:
             row = self._rows[request_id]
             new_blocks = cached.new_block_ids[i]
             if request_id in cached.resumed_req_ids:
-                row.block_ids = list(new_blocks[0])
+                row.tables = [list(block_ids) for block_ids in new_blocks]
                 # A reset drops tokens that were in flight.
                 row.tokens[:] = cached.all_token_ids[request_id]
                 row.kv.clear()
             elif new_blocks is not None:
-                row.block_ids += new_blocks[0]
+                for table, added in zip(row.tables, new_blocks, strict=True):
+                    table.extend(added)
             starts[request_id] = cached.num_computed_tokens[i]
             if row.refused_from is not None and starts[request_id] <= row.refused_from:
                 self._align(row, request_id, cached.num_output_tokens[i])
+        return starts
+
+    def _forward(
+        self, output: SchedulerOutput, starts: dict[str, int], *, replays: bool
+    ) -> dict[str, list[int]]:
+        self._refused = self.side.failed_blocks()
         sampled: dict[str, list[int]] = {}
         runs: list[_Run] = []
         for request_id, num_scheduled in output.num_scheduled_tokens.items():

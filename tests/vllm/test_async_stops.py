@@ -89,7 +89,7 @@ def plain(random: Random, count: int) -> list[int]:
 
 
 def test_a_stop_token(engine: ScriptedEngine) -> None:
-    """What is stored ends with the last token whose KV was computed, and that is not the stop."""
+    """What is stored ends with the stop, whose KV the step has computed that was in flight."""
     random, stopped = Random(1), 0
     for i in range(25):
         prompt = plain(random, random.randrange(20, 150))

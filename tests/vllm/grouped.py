@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripted engine (scripted.py) with several KV cache groups: vLLM's real scheduler gives each
+its blocks, and a scripted model that knows which tokens each group may see looks at all of them.
+
+A group's KV of a token is that of the plain worker, told apart by its layer. A state is a digest of
+all tokens up to it, and stands in the block of the last of them, as vLLM's runner keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from attnstore_vllm.connector.groups import groups_of
+from attnstore_vllm.transfer.geometry import Geometry
+from tests.vllm.scripted import Limits, ScriptedEngine
+from tests.vllm.scripted_worker import BLOCK, TOKEN_KV, Kv, Row, ScriptedWorker, _Run, in_layer
+
+PAGE_BYTES = BLOCK * TOKEN_KV
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A KV cache group: what it is called, how many tokens it sees, and those of a block."""
+
+    reach: str
+    tokens: int = 0
+    block: int = BLOCK
+
+
+def _spec(kind: Kind) -> Any:
+    sizes: dict[str, Any] = {
+        "block_size": kind.block, "num_kv_heads": 1,
+        "head_size": PAGE_BYTES // kind.block // 2, "dtype": torch.uint8,
+    }  # fmt: skip
+    if kind.reach == "full":
+        return FullAttentionSpec(**sizes)
+    if kind.reach == "window":
+        return SlidingWindowSpec(**sizes, sliding_window=kind.tokens)
+    if kind.reach == "local":
+        return ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=kind.tokens)
+    return MambaSpec(
+        block_size=kind.block, shapes=((PAGE_BYTES,),), dtypes=(torch.uint8,),
+        mamba_cache_mode="align",
+    )  # fmt: skip
+
+
+def state_of(kv: Sequence[bytes], num_tokens: int, layer: int) -> Kv:
+    """A page: the state of one layer after so many tokens."""
+    state = blake3(b"state" + kv[num_tokens - 1]).digest(length=PAGE_BYTES)
+    return np.frombuffer(state, np.uint8) ^ np.uint8(85 * layer % 256)
+
+
+def layer_of(group: int, region: int) -> int:
+    return 16 * group + region
+
+
+class GroupedWorker(ScriptedWorker):
+    """Its tables are in vLLM's order of the groups. Drafts are not known here."""
+
+    kinds: tuple[Kind, ...] = ()
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.side_groups = sorted(self.side.geometry.groups, key=lambda group: group.number)
+        self._state_at: dict[int, tuple[Row, int]] = {}
+        """By the row's id: the block in which each request's state was at last."""
+
+    def _prepare(self, output: SchedulerOutput, starts: dict[str, int]) -> None:
+        zeroed = np.array(output.new_block_ids_to_zero or [], dtype=np.int64)
+        for hbm in self.hbm:
+            hbm[zeroed] = 0
+        for copy in output.kv_cache_block_copies or ():
+            for hbm in self.hbm:
+                hbm[copy.dst_block_id] = hbm[copy.src_block_id]
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            row, start = self._rows[request_id], starts[request_id]
+            for group, kind in enumerate(self.kinds):
+                if kind.reach == "state":
+                    self._move_state(row, group, start, start + num_scheduled)
+
+    def _move_state(self, row: Row, group: int, start: int, stop: int) -> None:
+        block = self.kinds[group].block
+        known = self._state_at.get(id(row))
+        is_new = known is None or known[0] is not row or not row.kv
+        before = (start - 1) // block if is_new else known[1]  # type: ignore[index]
+        after = (stop - 1) // block
+        self._state_at[id(row)] = row, after
+        if before not in (-1, after):
+            table = row.tables[group]
+            assert table[before], "the state that goes on has no block"
+            for hbm in self.hbm:
+                hbm[table[after]] = hbm[table[before]]
+
+    def _compute(self, layer: int, runs: list[_Run], *, replays: bool) -> None:
+        """The layers of one group after those of another, in the order of the names."""
+        name = self.names[layer]
+        group = next(i for i, g in enumerate(self.side_groups) if name in g.layers)
+        region = self.side_groups[group].layers.index(name)
+        kind, hbm = self.kinds[group], self.hbm[region]
+        self.between()
+        if not replays and kind.reach != "state":
+            self.side.wait_for_layer(name)
+        for run in runs:
+            named = self._first_layer + layer_of(group, region)
+            look = self._see_state if kind.reach == "state" else self._see_tokens
+            look(run, kind, run.row.tables[group], hbm, named)
+        self.between()
+        if not replays and kind.reach != "state":
+            self.side.layer_computed(name)
+
+    def _see_tokens(self, run: _Run, kind: Kind, table: list[int], hbm: Kv, layer: int) -> None:
+        """Write the new tokens' KV and look at all that the first of them sees."""
+        width = PAGE_BYTES // kind.block
+        pages = hbm.reshape(len(hbm), kind.block, width)
+        known = [kv[:width] for kv in run.kv + run.written]
+        wanted = in_layer([kv.ljust(TOKEN_KV) for kv in known], layer)[:, :width]
+        start, stop = run.start, len(known)
+        for at in range(start, stop):
+            assert table[at // kind.block], "vLLM has no block for a token that is computed"
+            pages[table[at // kind.block], at % kind.block] = wanted[at]
+        first = first_seen(kind, start)
+        ids = np.array(table[first // kind.block : -(-stop // kind.block)])
+        assert ids.all(), f"no block for a token from {first} on, that {kind} sees"
+        found = pages[ids].reshape(-1, width)[first % kind.block :][: stop - first]
+        wrong = (found != wanted[first:stop]).any(axis=1)
+        assert not wrong.any(), (
+            f"wrong KV at position {first + int(wrong.argmax())} of {start} computed tokens, "
+            f"{kind}, layer {layer}"
+        )
+
+    def _see_state(self, run: _Run, kind: Kind, table: list[int], hbm: Kv, layer: int) -> None:
+        """Look at the state that the tokens before have left, and leave the next one."""
+        known = run.kv + run.written
+        start, stop = run.start, len(known)
+        page = hbm.reshape(len(hbm), PAGE_BYTES)[table[(stop - 1) // kind.block]]
+        if start:
+            wanted = state_of(known, start, layer)
+            assert (page == wanted).all(), f"wrong state after {start} tokens, layer {layer}"
+        page[:] = state_of(known, stop, layer)
+
+
+def first_seen(kind: Kind, position: int) -> int:
+    """The first token that the one at `position` sees."""
+    if kind.reach == "window":
+        return max(0, position - kind.tokens + 1)
+    if kind.reach == "local":
+        return position // kind.tokens * kind.tokens
+    return 0
+
+
+class GroupedEngine(ScriptedEngine):
+    """See the module.
+
+    Args:
+        kinds: of the groups, in vLLM's order.
+        options: of ScriptedEngine.
+    """
+
+    def __init__(self, *arguments: Any, kinds: tuple[Kind, ...], **options: Any) -> None:
+        self.kinds = kinds
+
+        class OfTheseKinds(GroupedWorker):
+            pass
+
+        OfTheseKinds.kinds = kinds
+        self.worker_type = OfTheseKinds
+        super().__init__(*arguments, **options)
+
+    def _shapes(
+        self, num_blocks: int, limits: Limits, num_ranks: int
+    ) -> tuple[KVCacheConfig, Geometry]:
+        layers = range(limits.layers)
+        names = [[f"{kind.reach} {group} {i}" for i in layers]
+                 for group, kind in enumerate(self.kinds)]  # fmt: skip
+        groups = [KVCacheGroupSpec(n, _spec(k)) for n, k in zip(names, self.kinds, strict=True)]
+        tensors = [
+            KVCacheTensor(num_blocks * PAGE_BYTES, [n[i] for n in names], 0, PAGE_BYTES)
+            for i in layers
+        ]
+        cache = KVCacheConfig(num_blocks, tensors, groups)
+        regions = limits.layers * (PAGE_BYTES,)
+        return cache, Geometry(num_ranks, regions, groups_of(cache), limits.chunk_tokens)
+
+    def _set(self, config: VllmConfig) -> None:
+        if any(kind.reach == "state" for kind in self.kinds):
+            config.cache_config.mamba_cache_mode = "align"
+            config.cache_config.block_size = math.lcm(*(kind.block for kind in self.kinds))
