@@ -151,6 +151,8 @@ class ScriptedWorker:
         """Called wherever a copy beside the model may go on."""
         self.at_end: Callable[[], object] = lambda: None
         """Called after the forward pass, before the step's end."""
+        self.prepares_first = False
+        """vLLM prepares blocks before it calls any hook: Model Runner V2 does."""
         self.reports_first = False
         """The step's end comes after its report, as where a draft model runs in between."""
         self._refused: set[int] = set()
@@ -172,10 +174,13 @@ class ScriptedWorker:
         for request_id in output.finished_req_ids:
             self._rows.pop(request_id, None)
         starts = self._note(output)
+        if self.prepares_first:
+            self._prepare(output, starts)
         self.between()
         self.side.begin_step(plan)
         self.between()
-        self._prepare(output, starts)
+        if not self.prepares_first:
+            self._prepare(output, starts)
         if output.has_sync_kv_loads:
             self._load(plan)
         sampled = self._forward(output, starts, replays=plan.may_replay)

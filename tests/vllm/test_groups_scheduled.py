@@ -26,6 +26,7 @@ from attnstore_vllm.types import Key
 from tests.vllm.grouped import PAGE_BYTES, GroupedEngine, Kind, layer_of, state_of
 from tests.vllm.scripted import Limits
 from tests.vllm.scripted_worker import BLOCK, VOCAB, extend_kv, in_layer
+from tests.vllm.stepped import SteppedEngine, leave_to_chance
 from tests.vllm.test_async_scheduling import drive, wait_until_quiet
 
 CHUNK = 64
@@ -231,3 +232,35 @@ def test_a_slot_that_is_wrong_is_noticed(case: Case, seed: int, engine: GroupedE
     engine.add("b", [*tokens, 1, 2, 3], 8)
     with pytest.raises(AssertionError, match=r"wrong (KV at position|state after)"):
         engine.drain()
+
+
+class GroupedSteppedEngine(GroupedEngine, SteppedEngine):
+    """Its copies run beside the model, as a GPU's do."""
+
+
+BESIDE = [case for case in CASES if case.depth == 2 and case.num_blocks >= 70]
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", BESIDE, ids=lambda case: case.name)
+def test_copies_beside_the_model(
+    case: Case, seed: int, runner: str, model: Path, tmp_path: Path
+) -> None:
+    """Loads ahead of the step, in several pieces, with aborts and resets in between."""
+    engine = GroupedSteppedEngine(
+        model, tmp_path / "store", kinds=case.kinds, num_blocks=case.num_blocks,
+        depth=case.depth, seed=seed, rows=12, compute_if_sooner=True,
+        limits=Limits(chunk_tokens=CHUNK, dram_slots=case.dram_slots, nvme="8MiB"),
+    )  # fmt: skip
+    try:
+        leave_to_chance(engine, seed)
+        engine.worker.prepares_first = runner == "V2"
+        drive(engine, seed)
+        for stream in engine.streams:
+            stream.go_on()
+        wait_until_quiet(engine.ours)
+        check_stored(engine)
+        assert engine.worker.loaded_tokens > BLOCK, "the store was hardly used"
+    finally:
+        engine.close()
