@@ -13,13 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 FAMILIES = ("gemma3", "gpt_oss", "llama4", "qwen3_next", "llama")
 TURN, ANSWER = 500, 40
 
@@ -33,8 +39,8 @@ def main() -> None:
     found = {}
     for number, name in enumerate(arguments.only, start=1):
         print(f"[{number}/{len(arguments.only)}] {name} ...", flush=True)
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found[name] = pool.apply(measure, (name, arguments.tokens))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            found[name] = pool.submit(measure, name, arguments.tokens).result()
     print(table(found))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -53,6 +59,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def measure(name: str, num_tokens: int) -> dict[str, Any]:
     """In a process of its own."""
+    os.environ.update(ENVIRONMENT)  # vLLM reads it when it is imported
     from attnstore_vllm.testing.family_models import FAMILIES as MODELS  # noqa: PLC0415
     from attnstore_vllm.testing.tiny_model import TINY  # noqa: PLC0415
     from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415
@@ -62,7 +69,9 @@ def measure(name: str, num_tokens: int) -> dict[str, Any]:
         work = Path(directory)
         engine = Engine(EngineSpec(
             models=work, shape=TINY, store=work / "store", blocks=512, dram="1GiB", nvme="4GiB",
-            vllm=MODELS[name].arguments(work / "families"),
+            vllm={
+                **MODELS[name].arguments(work / "families"), "max_model_len": num_tokens + 192,
+            },
         ))  # fmt: skip
         tokens: list[int] = []
         found, wanted = 0, 0

@@ -2,6 +2,7 @@
 """Many mixed requests, and every answer compared with an engine that has no store.
 
     python -m tests.vllm.soak --requests 2000 --seed 7
+    python -m tests.vllm.soak --requests 600 --family gemma3
 
 Conversations that share beginnings, go on, branch off and are asked again; salts, priorities,
 several answers, greedy and drawn; aborts at any moment; HBM so small that requests preempt each
@@ -26,6 +27,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from attnstore_vllm.testing.family_models import FAMILIES as MODELS
 from tests.vllm.engine import CANDIDATES, Answer, Engine, EngineSpec, candidates
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import FIRST_TOKEN, LAST_TOKEN
@@ -51,6 +53,12 @@ REFERENCE: dict[str, Any] = {
         "enable_prefix_caching": False,
     },
 }  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3": {"blocks": 66, "dram": "16MiB", "nvme": "48MiB"},
+    "gpt_oss": {"blocks": 26, "dram": "32MiB", "nvme": "96MiB"},
+    "qwen3_next": {"blocks": 36, "dram": "8MiB", "nvme": "24MiB"},
+}
+"""Sizes with which each of these models is preempted and loses what it has stored."""
 SALTS = (None, None, "alice", "bob")
 SHARED = (200, 300, 512)
 """Lengths of beginnings that many conversations have in common."""
@@ -314,6 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Soak the store; see the module.")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--family", choices=FAMILIES, help="a model of several KV cache groups")
     parser.add_argument("--drafts", action="store_true", help="with n-gram speculative decoding")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="attnstore-soak-") as name:
@@ -326,7 +335,11 @@ def main() -> None:
 
 
 def soak(directory: Path, models: Path, options: argparse.Namespace) -> tuple[Verdict, Play]:
-    playing = dict(PLAYING)
+    playing, reading = dict(PLAYING), dict(REFERENCE)
+    if options.family is not None:
+        family = MODELS[options.family].arguments(models)
+        playing |= {**FAMILIES[options.family], "vllm": {**family, **PLAYING["vllm"]}}
+        reading["vllm"] = {**family, **REFERENCE["vllm"]}
     if options.drafts:
         # vLLM drafts for greedy and drawn requests alike.
         playing["vllm"] = {**playing["vllm"], "speculative_config": DRAFTS}
@@ -334,7 +347,7 @@ def soak(directory: Path, models: Path, options: argparse.Namespace) -> tuple[Ve
     spec = EngineSpec(store=directory / "store", models=models, **playing)
     with EngineHost(spec, directory / "log", call_deadline_s=deadline_s) as host:
         played = host.call(play, options.seed, options.requests)
-    spec = EngineSpec(models=models, **REFERENCE)
+    spec = EngineSpec(models=models, **reading)
     with EngineHost(spec, directory / "reference.log", call_deadline_s=deadline_s) as host:
         return judge(host, played.jobs), played
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, encode_tokens, root_key
-from tests.vllm.engine import CHUNK, Engine, Tokens
+from tests.vllm.engine import Engine, Tokens
 
 Sequences = Sequence[tuple[str | None, Tokens]]
 """(cache_salt, all tokens) of requests."""
@@ -36,27 +36,31 @@ def foreign_chunks(engine: Engine, sequences: Sequences) -> list[tuple[int, int]
     return [
         (chunk.name.position, chunk.name.num_tokens)
         for chunk in chunks(engine)
-        if not any(_continues(chunk, keys, tokens) for keys, tokens in known)
+        if not any(_continues(engine, chunk, keys, tokens) for keys, tokens in known)
     ]
 
 
-def _continues(chunk: Chunk, keys: SequenceKeys, tokens: list[int]) -> bool:
-    name = chunk.name
+def _continues(engine: Engine, chunk: Chunk, keys: SequenceKeys, tokens: list[int]) -> bool:
+    """Whether it is the sequence's, in one of the model's KV cache groups."""
+    name, geometry = chunk.name, engine.side.geometry
     stop = name.position + name.num_tokens
-    if stop > len(tokens):
+    if stop > len(tokens) or name.position % geometry.chunk_tokens:
         return False
+    number = name.position // geometry.chunk_tokens
+    parents = {keys.parent(number)}
+    for place, group in enumerate(geometry.groups[1:], start=1):
+        holes = range(geometry.chunk_tokens // group.block_tokens)
+        parents |= {keys.section(place, hole).parent(number) for hole in holes}
     # By key: the tokens of a chunk that is on NVMe only are on NVMe too.
     run = encode_tokens(tokens[name.position : stop])
-    if chunk_key(name.parent, name.extra, run) != name.key:
-        return False
-    return name.position % CHUNK == 0 and name.parent == keys.parent(name.position // CHUNK)
+    return name.parent in parents and chunk_key(name.parent, name.extra, run) == name.key
 
 
 def _keys(engine: Engine, salt: str | None, tokens: Tokens) -> SequenceKeys:
     namespace = engine.side.names.namespace
     assert namespace is not None
     root = root_key(namespace, salt, b"")
-    return SequenceKeys(root, list(tokens), CHUNK)
+    return SequenceKeys(root, list(tokens), engine.side.geometry.chunk_tokens)
 
 
 def events(engine: Engine, *names: str) -> dict[str, int]:
