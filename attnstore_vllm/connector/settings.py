@@ -84,7 +84,7 @@ def _plain(value: Any, where: str) -> Any:
         found = {k: v for k, v in value.to_dict().items() if k not in VOLATILE}
         return _plain(found, where)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _section(value)
+        return section_of(value)
     if isinstance(value, Mapping):
         return {str(k): _plain(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -109,7 +109,9 @@ def _named(value: Any, where: str) -> str:
     )
 
 
-def _section(config: Any) -> dict[str, Any]:
+def section_of(config: Any) -> dict[str, Any]:
+    """One section of the configuration as plain data, but for what is left out of it. Raises
+    UnsupportedError."""
     name = type(config).__name__
     out = _left_out_of(name)
     return {

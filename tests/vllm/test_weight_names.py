@@ -290,7 +290,7 @@ def test_a_branch_of_the_hub_that_moved_while_vllm_started(tmp_path: Path) -> No
         load_format="auto", download_dir=str(tmp_path / "hub"), model_loader_extra_config={}
     )
     model = SimpleNamespace(model="org/model", revision=None, model_weights=None)
-    made = SimpleNamespace(model_config=model, load_config=load)
+    made = SimpleNamespace(model_config=model, load_config=load, speculative_config=None)
     snapshot = make_hub(tmp_path / "hub")
     old = name(made, tmp_path / "store")
     plugin._note_start()  # a start; vLLM loads commit c...
