@@ -19,8 +19,9 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
+from attnstore_vllm.connector.drafts import drafts_of, needs_next_token
 from attnstore_vllm.connector.groups import groups_of, needs_of, regions_of
-from attnstore_vllm.connector.live_model import LiveWeights, model_of
+from attnstore_vllm.connector.live_model import LiveWeights, models_of
 from attnstore_vllm.connector.model_rotation import rotation_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
@@ -135,9 +136,16 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
     layers = attention_layers(vllm_config, geometry)
-    find = cache(partial(model_of, layers))  # a search of the heap, once
+    has_drafts = drafts_of(vllm_config) is not None
+    find = cache(partial(models_of, layers, 2 if has_drafts else 1))  # a search of the heap, once
     live = LiveWeights(find, own_files)
-    rotation = partial(rotation_of, find, layers, vllm_config.model_config.dtype)
+
+    def find_one() -> Any:
+        if has_drafts:
+            raise UnsupportedError("its drafts keep KV of their own")
+        return find()[0]
+
+    rotation = partial(rotation_of, find_one, layers, vllm_config.model_config.dtype)
 
     def write_buffer_bytes(device_bytes: int) -> int:
         if config.write_buffer_bytes is not None:
@@ -231,6 +239,7 @@ def _scheduler(
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
+        needs_next_token=needs_next_token(vllm_config),
     )
 
 
@@ -316,6 +325,8 @@ def _overcounts_drafts(vllm_config: VllmConfig) -> bool:
 def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
     """Says, by the tokens of each of a step's requests: may the step be a CUDA graph of the whole
     forward pass, which calls no hook?"""
+    if drafts_of(vllm_config) is not None:
+        return lambda _: True  # their passes may be graphs of their own
     mode = vllm_config.compilation_config.cudagraph_mode
     if not mode.has_full_cudagraphs():
         return lambda _: False

@@ -42,7 +42,7 @@ SECTIONS: dict[str, str] = {
     "VllmConfig.offload_config": "weights are the same wherever they lie",
     "VllmConfig.weight_transfer_config": "replaced weights are seen by reset_cache()",
     "VllmConfig.shutdown_timeout": _START,
-    "VllmConfig.speculative_config": "drafts are checked by the model, whose KV is kept",
+    "VllmConfig.speculative_config": "namespace.py takes it in where drafts keep KV",
     "VllmConfig.aux_output_config": "what is returned beside the tokens",
     "VllmConfig.quant_config": "it is made of the model's quantization and hf_config, which are in",
 }
@@ -105,6 +105,17 @@ FIELDS: dict[str, dict[str, str]] = {
         _PLACE: "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin",
         _LIMIT: "limit_per_prompt mm_processor_cache_gb mm_processor_cache_type "
                 "mm_shm_cache_max_object_size_mb mm_tensor_ipc skip_mm_profiling",
+    },
+    "SpeculativeConfig": {
+        _WEIGHTS: "model revision",
+        "it is in as the model's own": "target_model_config target_parallel_config",
+        "KV is kept by the first pass over a step's tokens, and guesses follow it":
+            "num_speculative_tokens num_speculative_tokens_per_batch_size "
+            "use_local_argmax_reduction",
+        _SAMPLING: "rejection_sample_method synthetic_acceptance_rates draft_sample_method "
+                   "synthetic_acceptance_length enable_adaptive_verification",
+        _GRAPH: "enforce_eager",
+        "vLLM's own prefix cache finds KV, and computes none": "disable_eagle_block_drop",
     },
     "CompilationConfig": {
         _PLACE: "debug_dump_path cache_dir local_cache_dir compile_cache_save_format",

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in a worker: where it is, and whether its weights are what they were."""
+"""The model in a worker and the one of its drafts: where they are, and whether their weights are
+what they were."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType
 
 import torch
@@ -51,12 +53,13 @@ def outermost(layers: Iterable[object]) -> list[nn.Module]:
     return tops
 
 
-def model_of(layers: Mapping[str, nn.Module]) -> nn.Module:
-    """The one model that has these layers. Raises UnsupportedError. Cost: see outermost()."""
+def models_of(layers: Mapping[str, nn.Module], at_most: int = 1) -> list[nn.Module]:
+    """The models that have these layers: one, and another that makes drafts if `at_most` is 2.
+    Raises UnsupportedError. Cost: see outermost()."""
     found = outermost(layers.values())
-    if len(found) != 1:
-        raise UnsupportedError(f"{len(found)} models have these layers, not one")
-    return found[0]
+    if not 1 <= len(found) <= at_most:
+        raise UnsupportedError(f"{len(found)} models have these layers, where {at_most} may")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +78,21 @@ class _Look:
 
 
 class LiveWeights:
-    """Sees whether a model's weights have changed. Keeps no copy of them.
+    """Sees whether the weights of models have changed. Keeps no copy of them.
 
     Cost: reads them once at start and once for each question: at the memory's speed on a GPU, at
     about 10 GB/s on the CPU, where most are packed and told by the object that has them.
     """
 
     def __init__(
-        self, find: Callable[[], nn.Module], own_files: Callable[[nn.Module], str | None]
+        self, find: Callable[[], Sequence[nn.Module]], own_files: Callable[[nn.Module], str | None]
     ) -> None:
         self.own_files: str | None = "its model was not found in a worker"
-        self._model: nn.Module | None = None
+        self._models: Sequence[nn.Module] = ()
         self._seen: _Look | None = None
         try:
-            self._model = find()
-            self.own_files = own_files(self._model)
+            self._models = find()
+            self.own_files = next(filter(None, map(own_files, self._models)), None)
         except UnsupportedError as error:
             self._say(str(error))
         self._seen = self._look()
@@ -102,13 +105,16 @@ class LiveWeights:
         return Seen.SAME if self._seen.is_same(before) else Seen.CHANGED
 
     def _look(self) -> _Look | None:
-        if self._model is None:
+        if not self._models:
             return None
         try:
             with torch.no_grad():
-                return _Look(digest(self._model), tuple(_packed(self._model)))
+                return _Look(
+                    b"".join(map(digest, self._models)),
+                    tuple(chain.from_iterable(map(_packed, self._models))),
+                )
         except _FAULTS as error:
-            self._model = None
+            self._models = ()
             self._say(f"{type(error).__name__}: {error}")
             return None
 

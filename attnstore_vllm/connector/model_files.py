@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
+from attnstore_vllm.connector.drafts import draft_model_of
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -58,6 +60,9 @@ def files_of(vllm_config: VllmConfig) -> dict[str, str]:
             model.model,
         )
         return {"unknown": secrets.token_hex(16)}
+    if (draft := draft_model_of(vllm_config)) is not None:
+        download_dir = vllm_config.load_config.download_dir
+        places += _directories(draft.model, draft.revision, download_dir)
     digests: dict[str, set[str]] = {}
     for place in places:
         for file in place.iterdir():

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from attnstore_vllm.connector.drafts import drafts_of
 from attnstore_vllm.connector.model_files import files_of
 from attnstore_vllm.connector.rank import KvFacts
-from attnstore_vllm.connector.settings import environment, plugins, settings_of
+from attnstore_vllm.connector.settings import environment, plugins, section_of, settings_of
 from attnstore_vllm.transfer.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def facts_of(
     vllm_config: VllmConfig, geometry: Geometry, ranks: Sequence[KvFacts], version: str
 ) -> dict[str, Any]:
     """All that is in the namespace but the weights, as plain data."""
-    return {
+    facts = {
         "format": FORMAT,
         "vllm": version,
         "settings": settings_of(vllm_config),
@@ -59,3 +60,5 @@ def facts_of(
         "geometry": geometry.facts(),
         "ranks": [rank.facts() for rank in ranks],
     }
+    drafts = drafts_of(vllm_config)
+    return facts if drafts is None else facts | {"drafts": section_of(drafts)}

@@ -81,10 +81,9 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype | torch.device | pathlib.PurePath):
         return str(value)
     if isinstance(value, PretrainedConfig) or hasattr(value, "to_dict"):
-        found = {k: v for k, v in value.to_dict().items() if k not in VOLATILE}
-        return _plain(found, where)
+        return _plain(_lasting(value.to_dict()), where)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _section(value)
+        return section_of(value)
     if isinstance(value, Mapping):
         return {str(k): _plain(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -92,6 +91,15 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((_plain(v, where) for v in value), key=repr)
     return _named(value, where)
+
+
+def _lasting(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's configuration without what is volatile; also the one that vLLM puts into its own
+    of an EAGLE head, as `model`."""
+    kept = {k: v for k, v in found.items() if k not in VOLATILE}
+    if isinstance(inner := kept.get("model"), Mapping):
+        kept["model"] = _lasting(inner)
+    return kept
 
 
 def _named(value: Any, where: str) -> str:
@@ -109,7 +117,9 @@ def _named(value: Any, where: str) -> str:
     )
 
 
-def _section(config: Any) -> dict[str, Any]:
+def section_of(config: Any) -> dict[str, Any]:
+    """One section of the configuration as plain data, but for what is left out of it. Raises
+    UnsupportedError."""
     name = type(config).__name__
     out = _left_out_of(name)
     return {

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from attnstore_vllm.connector.drafts import drafts_of, reason_of_drafts
 from attnstore_vllm.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -89,7 +90,11 @@ def reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     Both sides ask, each with a configuration of its own: the scheduler's has only one layer's spec
     where layers differ. So what decides is in both, as the sizes of the tensors are.
     """
-    reason = _reason_of_settings(vllm_config) or _reason_of_groups(kv_cache_config)
+    reason = (
+        _reason_of_settings(vllm_config)
+        or reason_of_drafts(vllm_config, len(kv_cache_config.kv_cache_groups))
+        or _reason_of_groups(kv_cache_config)
+    )
     if reason is None and len(kv_cache_config.kv_cache_groups) > 1 and vllm_config.lora_config:
         return "it has several KV cache groups, and LoRA adapters need loads that name blocks"
     return reason
@@ -240,11 +245,13 @@ def _help(kv_cache_config: KVCacheConfig) -> str:
 
 def _reason_of_settings(vllm_config: VllmConfig) -> str | None:
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    if cache.cache_dtype not in KV_TYPES:
-        return (
-            f"KV of type {cache.cache_dtype!r} (--kv-cache-dtype) is not known to be right after "
-            f"a load; {', '.join(KV_TYPES)} are"
-        )
+    of_drafts = getattr(drafts_of(vllm_config), "kv_cache_dtype", None)
+    for kind in (cache.cache_dtype, of_drafts or "auto"):
+        if kind not in KV_TYPES:
+            return (
+                f"KV of type {kind!r} (--kv-cache-dtype) is not known to be right after "
+                f"a load; {', '.join(KV_TYPES)} are"
+            )
     if getattr(cache, "calculate_kv_scales", False):
         return "its KV scales are calculated anew at each start (--calculate-kv-scales)"
     if getattr(model, "use_mla", False) and not cache.enable_prefix_caching:
@@ -252,9 +259,6 @@ def _reason_of_settings(vllm_config: VllmConfig) -> str | None:
             "its attention keeps latents (MLA), and prefix caching is off, which vLLM does by "
             "itself where attention does not read what was computed before"
         )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
-        return f"the draft model of {speculative.method!r} has a KV cache of its own"
     for owner, name, what in (
         (model, "enable_return_routed_experts", "tokens that are loaded have no routed experts"),
         (getattr(vllm_config, "aux_output_config", None), "enable_return_routed_experts",

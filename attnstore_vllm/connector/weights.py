@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
+from attnstore_vllm.connector.drafts import draft_model_of
 from attnstore_vllm.plugin import configured_at
 from attnstore_vllm.weight_files import Digest, Memo, sampled
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +79,13 @@ def identify(
         own_files: each rank's (connector/rank.py).
         directory: the store's; the caller holds its lock.
     """
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format == "dummy" and vllm_config.model_config.quantization is None:
+    made_of = _made_of(vllm_config)
+    if all(
+        str(load.load_format) == "dummy" and model.quantization is None for model, load in made_of
+    ):
         return "dummy", b"dummy"  # made from a fixed seed, and of the shapes that it is asked for
     try:
-        files = _files(vllm_config, own_files)
+        files = [file for model, load in made_of for file in _files(model, load, own_files)]
         look, digest = sampled(files), Digest(_weights(files), Memo(directory))
         try:
             _check_times(files)  # once more: now a later change is seen by the digest itself
@@ -100,6 +103,16 @@ def identify(
         return secrets.token_hex(16), secrets.token_bytes(16)
 
 
+def _made_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
+    """The model, and the one that makes its drafts if that has files of its own."""
+    load, draft = vllm_config.load_config, draft_model_of(vllm_config)
+    found = [(vllm_config.model_config, load)]
+    if draft is not None:
+        own_load = getattr(vllm_config.speculative_config, "draft_load_config", None)
+        found.append((draft, own_load or load))
+    return found
+
+
 def own_files(model: nn.Module) -> str | None:
     """Why the files of a rank's model cannot be named from outside. See connector/rank.py."""
     for name in ("allow_patterns_overrides", "secondary_weights"):
@@ -108,9 +121,8 @@ def own_files(model: nn.Module) -> str | None:
     return None
 
 
-def _files(vllm_config: VllmConfig, own: Sequence[str | None]) -> list[Path]:
+def _files(model: ModelConfig, load: LoadConfig, own: Sequence[str | None]) -> list[Path]:
     """The files that decide the weights. Raises ValueError if they cannot be named."""
-    model, load = vllm_config.model_config, vllm_config.load_config
     load_format = str(load.load_format)
     for reason in filter(None, own):
         raise ValueError(reason)

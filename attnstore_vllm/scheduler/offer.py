@@ -13,7 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.index.sections import Reach, cut
+from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.stats import (
@@ -46,7 +47,11 @@ class Offers:
         waits: Waits,
         plans: OpenPlans,
         truncation: Truncation,
+        *,
+        needs_next_token: bool = False,
     ) -> None:
+        self._unproven_tokens = 2 * GRAIN_TOKENS - 1 if needs_next_token else 0
+        """At most so many at the end of what matches are not offered (see _leave_unproven)."""
         self._needs = {need.group: need for need in store.needs}
         self.kv_cache_manager: KVCacheManager | None = None
         """vLLM's, when it is known."""
@@ -95,11 +100,16 @@ class Offers:
             cause = late
         self._costs.end_wait(state, stats)
         self._waits.answered(state)
+        held = self._leave_unproven(held)
+        ready_stop = held[-1].stop if held else local
         num_tokens = ready_stop - local
         if held and not self._costs.copy_pays(local, ready_stop):
             cause, num_tokens = "slower", 0
         # A rest that is too short to be loaded is computed in any case.
-        if state.counted.stored_stop - local - num_tokens >= MIN_LOAD_TOKENS:
+        if (
+            state.counted.stored_stop - local - num_tokens
+            >= MIN_LOAD_TOKENS + self._unproven_tokens
+        ):
             count_recomputation(stats, state, cause)
         state.computing.first = local
         count_offer(stats, state, self._store.tiers(held if num_tokens else ()))
@@ -123,6 +133,18 @@ class Offers:
         state.offered = Offered(held, local, layers_before)
         self._open.append(state)
         return num_tokens, layers_before > 0
+
+    def _leave_unproven(self, held: list[Piece]) -> list[Piece]:
+        """Let go of what ends with the last token that matches, and keep what does not.
+
+        Where KV of a token depends on the one after it, that of the last token is right only if the
+        next one matches too. What is left ends where a hit may, one stop before.
+        """
+        if not held or not self._unproven_tokens:
+            return held
+        kept = cut(held, held[-1].stop - 1, GRAIN_TOKENS)
+        self._store.release(piece.chunk for piece in held[len(kept) :])
+        return kept
 
     def take(self, state: RequestState, tables: Tables, num_tokens: int, stats: StepStats) -> bool:
         """vLLM takes so many tokens of the offer, for these blocks: their load is planned.

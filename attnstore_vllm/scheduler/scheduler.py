@@ -79,6 +79,7 @@ class Scheduler:
         media: says which pictures and sounds have names.
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
         has_prefix_cache: vLLM has one, which is reset when weights are updated.
+        needs_next_token: KV of a token depends on the token after it (connector/drafts.py).
         clock: monotonic seconds.
     """
 
@@ -102,6 +103,7 @@ class Scheduler:
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
         has_prefix_cache: bool = True,
+        needs_next_token: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
@@ -140,7 +142,13 @@ class Scheduler:
         )
         self._waits = Waits(store, self.costs, clock)
         self._offers = Offers(
-            store, geometry, self.costs, self._waits, self.plans, self._truncation
+            store,
+            geometry,
+            self.costs,
+            self._waits,
+            self.plans,
+            self._truncation,
+            needs_next_token=needs_next_token,
         )
         self._hints = hints or HintReader()
 

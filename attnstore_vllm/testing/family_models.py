@@ -372,6 +372,9 @@ _family("draft_other", "a draft model of other KV", config_of(
 _family("eagle_head", "an EAGLE head", config_of(
     "llama", "EagleLlamaForCausalLM", **COMMON, num_hidden_layers=1,
 ), weights="dummy")  # fmt: skip
+_family("eagle3_head", "an EAGLE-3 head", config_of(
+    "llama", "LlamaForCausalLMEagle3", **COMMON, num_hidden_layers=1, draft_vocab_size=VOCAB,
+), weights="dummy")  # fmt: skip
 for _name, _draft, _method, _what in (
     ("llama_draft_same", "draft_same", "draft_model", "Llama and a draft model, same KV shape"),
     ("llama_draft_other", "draft_other", "draft_model", "Llama and a draft model, other KV shape"),
@@ -381,6 +384,19 @@ for _name, _draft, _method, _what in (
         "llama", _name, _what, draft=_draft, weights=FAMILIES[_draft].weights,
         options={"speculative_config": {"method": _method, "num_speculative_tokens": 2}},
     )  # fmt: skip
+# An EAGLE-3 head takes the hidden states of three layers.
+_family("llama_eagle3", "Llama and an EAGLE-3 head", config_of(
+    "llama", "LlamaForCausalLM", **COMMON, num_hidden_layers=8,
+), draft="eagle3_head", weights="dummy",
+    options={"speculative_config": {"method": "eagle3", "num_speculative_tokens": 2}})  # fmt: skip
+_family("mimo_mtp", "MiMo and its MTP layer", config_of(
+    "qwen2", "MiMoForCausalLM", **COMMON, num_hidden_layers=3, num_nextn_predict_layers=1,
+), weights="dummy",
+    options={"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}})  # fmt: skip
+_variant(
+    "gpt_oss", "gpt_oss_eagle", "gpt-oss and an EAGLE head", draft="eagle_head", weights="dummy",
+    options={"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
+)  # fmt: skip
 
-DRAFTS: Final = ("draft_same", "draft_other", "eagle_head")
+DRAFTS: Final = ("draft_same", "draft_other", "eagle_head", "eagle3_head")
 """Of FAMILIES: those that serve others only."""

@@ -139,6 +139,11 @@ def offers_kept(engine: Any) -> Undo:
     return _replace(engine.side._offers, "withdraw", lambda state: None)
 
 
+def last_token_offered(engine: Any) -> Undo:
+    """A hit ends with the last token that matches, whatever its KV depends on."""
+    return _replace(engine.side._offers, "_unproven_tokens", 0)
+
+
 GROUPS = 8
 """Groups of KV cache that a model here has at most."""
 
@@ -293,7 +298,8 @@ def rank_0_only(worker: Any) -> Undo:
 
 ON_THE_SCHEDULER_SIDE = (
     swapped_blocks, wrong_slot, one_token_more, tail_too_long, salt_left_out, adapter_left_out,
-    nobody_bypasses, offers_kept, reset_without_effect, *WITHOUT_GROUPS.values(),
+    nobody_bypasses, offers_kept, last_token_offered, reset_without_effect,
+    *WITHOUT_GROUPS.values(),
 )  # fmt: skip
 IN_THE_WORKERS = (skipped_layer, unsaved_layer, late_load, last_block_by_layer, rank_0_only)
 FAULTS = {f.__name__.replace("_", " "): f for f in (*ON_THE_SCHEDULER_SIDE, *IN_THE_WORKERS)}

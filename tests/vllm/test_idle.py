@@ -198,15 +198,44 @@ def test_types_that_are_served(config: Any, kind: str) -> None:
     assert reason_to_idle(served, groups(FULL)) is None
 
 
-@pytest.mark.parametrize("method", ["eagle", "mtp", "draft_model", "extract_hidden_states"])
-def test_drafts_with_kv(config: Any, method: str) -> None:
-    class Drafts:
-        def __init__(self) -> None:
-            self.method = method
-
+def with_drafts(config: Any, **fields: Any) -> Any:
+    """The configuration with drafts; `fields` are those of SpeculativeConfig that differ."""
+    found: dict[str, Any] = {"parallel_drafting": False, "kv_cache_dtype": None, **fields}
+    several = found.pop("modules", 1) > 1
     served = copy.copy(config)
-    served.__dict__["speculative_config"] = Drafts()
-    assert "KV cache of its own" in str(reason_to_idle(served, groups(FULL)))
+    served.__dict__["speculative_config"] = SimpleNamespace(
+        use_multi_module_mtp=lambda: several, **found
+    )
+    return served
+
+
+@pytest.mark.parametrize(
+    "method", ["ngram", "ngram_gpu", "suffix", "eagle", "eagle3", "mtp", "draft_model"]
+)
+def test_drafts_that_are_served(config: Any, method: str) -> None:
+    assert reason_to_idle(with_drafts(config, method=method), groups(FULL)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"method": "extract_hidden_states"}, "its drafts are made by 'extract_hidden_states'"),
+        ({"method": "dflash"}, "its drafts are made by 'dflash'"),
+        ({"method": "eagle", "parallel_drafting": True}, "in parallel"),
+        ({"method": "mtp", "modules": 2}, "each of its MTP layers looks one token farther"),
+        ({"method": "eagle", "kv_cache_dtype": "nvfp4"}, "KV of type 'nvfp4'"),
+    ],
+)
+def test_drafts_that_are_not(config: Any, fields: dict[str, Any], reason: str) -> None:
+    assert reason in str(reason_to_idle(with_drafts(config, **fields), groups(FULL)))
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_drafts_with_several_groups(config: Any, method: str) -> None:
+    found = reason_to_idle(with_drafts(config, method=method), groups(WINDOW, FULL))
+    assert "it has 2 KV cache groups" in str(found)
+    served = with_drafts(config, method="ngram")
+    assert reason_to_idle(served, groups(WINDOW, FULL)) is None, "n-grams keep no KV"
 
 
 # ---- real starts -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnstore_vllm.connector import live_model
-from attnstore_vllm.connector.live_model import LiveWeights, checksum, digest, model_of
+from attnstore_vllm.connector.live_model import LiveWeights, checksum, digest, models_of
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.scheduler.messages import Seen
 
@@ -47,7 +47,7 @@ def make() -> nn.Module:
 
 
 def watch(model: nn.Module) -> LiveWeights:
-    return LiveWeights(lambda: model, lambda _: None)
+    return LiveWeights(lambda: [model], lambda _: None)
 
 
 @pytest.mark.parametrize("is_device", [False, True])
@@ -125,10 +125,29 @@ def test_the_model_of_these_layers() -> None:
         whole = nn.ModuleDict({"language_model": model})
         layers = {f"language_model.layers.{i}": whole.get_submodule(f"language_model.layers.{i}")
                   for i in range(3)}  # fmt: skip
-        assert model_of(layers) is whole
+        assert models_of(layers) == [whole]
     mixed = {f"layers.{i}": models[i].get_submodule(f"layers.{i}") for i in range(2)}
-    with pytest.raises(UnsupportedError):
-        model_of(mixed)
+    with pytest.raises(UnsupportedError, match="2 models have these layers, where 1 may"):
+        models_of(mixed)
+    assert len(models_of(mixed, at_most=2)) == 2, "the second makes drafts"
+
+
+def test_weights_of_the_drafts_model_too() -> None:
+    models = [make(), make()]
+    weights = LiveWeights(lambda: models, lambda _: None)
+    assert weights.look() is Seen.SAME
+    for model in models:
+        model.get_submodule("layers.0").plain.data[0, 0] += 1
+        assert weights.look() is Seen.CHANGED
+        assert weights.look() is Seen.SAME
+        model.get_submodule("layers.1").pack(2)
+        assert weights.look() is Seen.CHANGED
+
+
+def test_files_of_the_drafts_model_too() -> None:
+    models = [make(), make()]
+    whole = LiveWeights(lambda: models, lambda model: "why" if model is models[1] else None)
+    assert whole.own_files == "why"
 
 
 def test_equal_models_have_equal_digests() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import pkgutil
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from attnstore_vllm.errors import UnsupportedError  # noqa: E402
 from attnstore_vllm.testing.tiny_model import TINY, make_model  # noqa: E402
 from attnstore_vllm.transfer.geometry import Geometry  # noqa: E402
 from attnstore_vllm.transfer.pool import SharedPool  # noqa: E402
+from tests.vllm.draft_models import make_eagle_head  # noqa: E402
 
 KNOWN = Path(__file__).parent / "known_settings.txt"
 GEOMETRY = Geometry.uniform(
@@ -153,6 +155,58 @@ def test_settings_that_keep_a_store_warm(model: Path, settings: dict[str, Any]) 
 @pytest.mark.parametrize("settings", OTHER, ids=lambda settings: next(iter(settings)))
 def test_settings_that_make_other_kv(model: Path, settings: dict[str, Any]) -> None:
     assert _facts(model, **settings) != _facts(model)
+
+
+# ---- drafts with KV of their own -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_eagle_head(tmp_path_factory.mktemp("drafts") / "head")
+
+
+def _with_head(model: Path, head: Path, **fields: Any) -> str:
+    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2, **fields}
+    return _facts(model, speculative_config=drafts)
+
+
+def test_drafts_with_kv_are_in(model: Path, head: Path) -> None:
+    assert _with_head(model, head) != _facts(model)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_speculative_tokens": 3},
+        {"draft_sample_method": "probabilistic"},
+        {"disable_eagle_block_drop": True},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_drafts_that_keep_a_store_warm(model: Path, head: Path, fields: dict[str, Any]) -> None:
+    assert _with_head(model, head, **fields) == _with_head(model, head)
+
+
+def test_drafts_from_another_place(model: Path, head: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(head, tmp_path / "copied")
+    assert _with_head(model, copied) == _with_head(model, head)
+    (copied / "code.py").write_text("# a model may bring its own")
+    assert _with_head(model, copied) != _with_head(model, head)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"kv_cache_dtype": "fp8_e5m2"}, {"draft_load_config": {"load_format": "pt"}}],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+def test_drafts_that_make_other_kv(model: Path, head: Path, fields: dict[str, Any]) -> None:
+    assert _with_head(model, head, **fields) != _with_head(model, head)
+
+
+def test_the_drafts_own_configuration(model: Path, head: Path, tmp_path: Path) -> None:
+    changed = shutil.copytree(head, tmp_path / "changed")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    assert _with_head(model, changed) != _with_head(model, head)
 
 
 @pytest.mark.parametrize(

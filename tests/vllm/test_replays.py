@@ -12,6 +12,14 @@ from vllm.config.compilation import CUDAGraphMode
 from attnstore_vllm.connector.build import _replays
 
 
+def settings(mode: CUDAGraphMode, method: str) -> Any:
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        speculative_config=SimpleNamespace(method=method),
+        num_speculative_tokens=2,
+    )
+
+
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode"),
     [
@@ -23,9 +31,10 @@ from attnstore_vllm.connector.build import _replays
     ],
 )
 def test_which_steps_may_be_whole_graphs(mode: CUDAGraphMode, prefill: bool, decode: bool) -> None:
-    config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_mode=mode), num_speculative_tokens=2
-    )
-    replays = _replays(config)
+    replays = _replays(settings(mode, "ngram"))
     assert replays([1, 400, 1]) == prefill
     assert replays([1, 3, 1]) == decode
+
+
+def test_the_pass_of_a_draft_model_may_always_be_one() -> None:
+    assert _replays(settings(CUDAGraphMode.PIECEWISE, "eagle"))([1, 400, 1])

@@ -27,6 +27,7 @@ from attnstore_vllm.connector.weights import (
 )
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.weight_files import Digest
+from tests.vllm.draft_models import make_eagle_head
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 SETS = {
@@ -154,6 +155,30 @@ def test_by_content_whatever_the_path(tmp_path: Path) -> None:
     assert changed[1] != names[0][1]
     namespaces = {Weights(look.encode(), digest).namespace for look, digest in (*names, changed)}
     assert len(namespaces) == 2
+
+
+def with_head(model: Path, head: Path, **options: Any) -> Any:
+    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}
+    return config(model, speculative_config=drafts, **options)
+
+
+def test_weights_of_the_drafts(tmp_path: Path) -> None:
+    """KV of the drafts' layers is theirs. They may be dummies where the model is not."""
+    model, store = make_model(tmp_path / "model", TINY), tmp_path / "store"
+    head = make_eagle_head(tmp_path / "head")
+    copied = shutil.copytree(head, tmp_path / "copied", copy_function=shutil.copy)
+    other = make_eagle_head(tmp_path / "other", noise=0.1)
+    found = [name(with_head(model, place), store) for place in (head, copied, other)]
+    assert found[0] == found[1]
+    assert found[2][1] != found[0][1]
+    assert name(config(model), store)[1] not in {digest for _, digest in found}
+    dummies = with_head(model, head, load_format="dummy")
+    assert name(dummies, store) == ("dummy", b"dummy")
+    from vllm.config.load import LoadConfig
+
+    dummies.speculative_config.draft_load_config = LoadConfig(load_format="auto")
+    names = [name(dummies, store) for _ in range(2)]
+    assert names[0] != names[1], "nobody can tell dummies beside files: another one each time"
 
 
 def test_weights_that_no_file_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -290,7 +315,7 @@ def test_a_branch_of_the_hub_that_moved_while_vllm_started(tmp_path: Path) -> No
         load_format="auto", download_dir=str(tmp_path / "hub"), model_loader_extra_config={}
     )
     model = SimpleNamespace(model="org/model", revision=None, model_weights=None)
-    made = SimpleNamespace(model_config=model, load_config=load)
+    made = SimpleNamespace(model_config=model, load_config=load, speculative_config=None)
     snapshot = make_hub(tmp_path / "hub")
     old = name(made, tmp_path / "store")
     plugin._note_start()  # a start; vLLM loads commit c...
