@@ -19,7 +19,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
-from attnstore_vllm.connector.groups import groups_of, needs_of, regions_of
+from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.live_model import LiveWeights, model_of
 from attnstore_vllm.connector.model_rotation import rotation_of
 from attnstore_vllm.connector.namespace import fingerprint
@@ -71,14 +71,16 @@ def geometry_of(
     """The shapes that both sides agree on, each from its own copy of the configuration."""
     groups = groups_of(kv_cache_config)
     is_one = len(groups) == 1
+    # Whole blocks, and hits may end where chunks do (index/stops.py).
+    chunk_tokens = round_chunk_tokens(
+        config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
+    )
+    check_chunks(groups[0], chunk_tokens)
     return Geometry(
         num_ranks=vllm_config.parallel_config.tensor_parallel_size,
         regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config),
         groups=groups,
-        # Whole blocks, and hits may end where chunks do (index/stops.py).
-        chunk_tokens=round_chunk_tokens(
-            config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
-        ),
+        chunk_tokens=chunk_tokens,
         replicas=replicas_of(vllm_config, kv_cache_config),
     )
 

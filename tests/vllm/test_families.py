@@ -26,18 +26,21 @@ from tests.vllm.prompts import random_tokens
 SERVED = {
     "llama", "llama_fp8", "gemma3_hybrid_off", "gpt_oss_hybrid_off", "gemma2", "gemma3", "gemma3n",
     "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4", "nemotron_nas", "llama_fp8_skip",
-    "qwen3_next", "qwen3_5", "lfm2",
+    "qwen3_next", "qwen3_5", "lfm2", "mistral_window", "phi3_window",
 }  # fmt: skip
 """Families that the store serves. The others are skipped here until it does."""
-WINDOWED = {"gemma2", "gemma3", "gemma3n", "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4"}
+WINDOWED = {
+    "gemma2", "gemma3", "gemma3n", "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4",
+    "mistral_window", "phi3_window",
+}  # fmt: skip
 RECURRENT = {"qwen3_next": 384, "qwen3_5": 384, "lfm2": 128}
 """Tokens of a block. A hit ends where a state was kept: at the end of a block where a step of the
 prompt ended, and at the end of the answer. That need not be where a prompt branches off."""
 BY_DEFAULT = ("gemma3", "gpt_oss", "llama4", "qwen3_next")
 AT_LEISURE = (
     "llama", "llama_fp8", "gemma2", "gemma3_hybrid_off", "gemma3n", "gemma4", "mimo_v2", "cohere2",
-    "gpt_oss_hybrid_off", "mistral_window", "qwen3_5", "lfm2", "nemotron_nas", "llama_fp8_skip",
-    "llama_eagle", "llama_draft_same",
+    "gpt_oss_hybrid_off", "mistral_window", "phi3_window", "qwen3_5", "lfm2", "nemotron_nas",
+    "llama_fp8_skip", "llama_eagle", "llama_draft_same",
 )  # fmt: skip
 DRAFTED = ("llama_eagle", "llama_draft_same")
 PRESSED = ("gemma3", "gpt_oss", "qwen3_next", "gemma3_hybrid_off")
