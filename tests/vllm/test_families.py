@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.index.stops import GRAIN_TOKENS
-from attnstore_vllm.testing.family_models import FAMILIES
+from attnstore_vllm.testing.family_models import FAMILIES, WINDOW
 from tests.vllm import family_checks as checks
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine
@@ -33,13 +33,16 @@ WINDOWED = {
     "gemma2", "gemma3", "gemma3n", "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4",
     "mistral_window", "phi3_window",
 }  # fmt: skip
+ALL_WINDOWS = {"mistral_window", "phi3_window"}
+CHUNK_TOKENS = 256
+"""Of the store, by default."""
 RECURRENT = {"qwen3_next": 384, "qwen3_5": 384, "lfm2": 128}
 """Tokens of a block. A hit ends where a state was kept: at the end of a block where a step of the
 prompt ended, and at the end of the answer. That need not be where a prompt branches off."""
-BY_DEFAULT = ("gemma3", "gpt_oss", "llama4", "qwen3_next")
+BY_DEFAULT = ("gemma3", "gpt_oss", "llama4", "qwen3_next", "mistral_window")
 AT_LEISURE = (
     "llama", "llama_fp8", "gemma2", "gemma3_hybrid_off", "gemma3n", "gemma4", "mimo_v2", "cohere2",
-    "gpt_oss_hybrid_off", "mistral_window", "phi3_window", "qwen3_5", "lfm2", "nemotron_nas",
+    "gpt_oss_hybrid_off", "phi3_window", "qwen3_5", "lfm2", "nemotron_nas",
     "llama_fp8_skip", "llama_eagle", "llama_draft_same",
 )  # fmt: skip
 DRAFTED = ("llama_eagle", "llama_draft_same")
@@ -158,6 +161,20 @@ def missing(engine: Engine, group: int) -> list[Check]:
 
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
     engine.call(Engine.check_quiet)
+
+
+@pytest.mark.parametrize("from_hbm", [False, True])
+def test_what_a_conversation_leaves_behind_its_window_goes(
+    family: str, engine: EngineHost, limit: float, from_hbm: bool
+) -> None:
+    if family not in ALL_WINDOWS:
+        pytest.skip("some of its layers need all tokens")
+    found, begins, prompt_end = engine.call(checks.turns, from_hbm=from_hbm)
+    check_answers(found, limit)
+    assert found[0].found >= found[0].length - 400 - 2 * GRAIN_TOKENS
+    # What a turn has from HBM is not looked up: it leaves by eviction.
+    if not from_hbm:
+        assert begins and begins[0] >= prompt_end - WINDOW - CHUNK_TOKENS
 
 
 @pytest.mark.long
