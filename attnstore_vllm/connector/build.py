@@ -85,6 +85,15 @@ def geometry_of(
     )
 
 
+def reason_of_chunks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """As support.py's reason_to_idle(), where the store's settings decide. Raises ConfigError."""
+    try:
+        geometry_of(vllm_config, kv_cache_config, _config(vllm_config))
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
 def _open_pool(
     vllm_config: VllmConfig,
     config: StoreConfig,
@@ -233,7 +242,26 @@ def _scheduler(
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
+        serves_adapters=_serves_adapters(vllm_config, geometry),
     )
+
+
+def _serves_adapters(vllm_config: VllmConfig, geometry: Geometry) -> bool:
+    """Whether requests with a LoRA adapter are served.
+
+    Which adapter one computes with is certain only once its first step has begun. If it is another
+    by then, the step is taken back: vLLM lets a worker say so by block ids, before it uses what was
+    sampled. With several groups it takes none. With windows alone it would go on from a block whose
+    window is not there.
+    """
+    serves = len(geometry.groups) == 1 and not geometry.has_window_alone
+    if vllm_config.lora_config is not None and not serves:
+        logger.warning(
+            "AttnStore serves requests without a LoRA adapter only, others are computed: "
+            "some layers of this model keep no KV of all tokens, and vLLM cannot take back a load "
+            "of such a model when an adapter was replaced meanwhile"
+        )
+    return serves
 
 
 def _store(

@@ -92,14 +92,7 @@ def reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     Both sides ask, each with a configuration of its own: the scheduler's has only one layer's spec
     where layers differ. So what decides is in both, as the sizes of the tensors are.
     """
-    reason = _reason_of_settings(vllm_config) or _reason_of_groups(kv_cache_config)
-    if reason is None and vllm_config.lora_config:
-        groups = groups_of(kv_cache_config)
-        if len(groups) > 1:
-            return "it has several KV cache groups, and LoRA adapters need loads that name blocks"
-        if groups[0].reach != "full":
-            return "all its layers have windows, and LoRA adapters need loads that name blocks"
-    return reason
+    return _reason_of_settings(vllm_config) or _reason_of_groups(kv_cache_config)
 
 
 def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
