@@ -139,6 +139,9 @@ class Offers:
         assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
         assert not self._needs or used[-1].stop == stop, "sections back no shorter hit"
         block_ids = tables[0]
+        if self._store.walks:
+            needed = block_ids[used[0].start // self._geometry.block_tokens :]
+            assert all(needed), "vLLM gave no block for a window"
         copies, moved = plan_copies(used, block_ids, used[0].start, stop, self._geometry)
         states = [piece for piece in sections if self._needs[piece.group].reach is Reach.STATE]
         sections = [piece for piece in sections if piece not in states]

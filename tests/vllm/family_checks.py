@@ -234,6 +234,23 @@ def turns(engine: Engine, *, from_hbm: bool) -> tuple[list[Check], list[int], in
     return [load(engine, "another turn", tokens)], sorted(begins), len(prompt)
 
 
+def on_top_of_hbm(engine: Engine) -> list[Check]:
+    """vLLM's own cache has the beginning, or what is behind the window, and the store has more."""
+    found = []
+    for in_hbm in (200, 1_700):
+        prompt = random_tokens(("on top", in_hbm), PROMPT)
+        engine.ask(prompt, max_tokens=1)
+        forget(engine)
+        engine.ask(prompt[:in_hbm], max_tokens=1)
+        engine.loaded()
+        got = engine.ask(prompt, max_tokens=ANSWER)
+        loaded = sum(engine.loaded().values())
+        assert 0 < loaded < got.cached_tokens, (loaded, got.cached_tokens)
+        reference = compute(engine, prompt, got.cached_tokens)
+        found.append(Check(f"on top of {in_hbm}", PROMPT, reference, got))
+    return found
+
+
 def preempted(engine: Engine) -> list[Check]:
     """What runs loses its blocks in mid-answer, and garbage is in them; it has to begin again."""
     prompt = random_tokens("preempted", PROMPT)

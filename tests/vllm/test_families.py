@@ -46,7 +46,7 @@ AT_LEISURE = (
     "llama_fp8_skip", "llama_eagle", "llama_draft_same",
 )  # fmt: skip
 DRAFTED = ("llama_eagle", "llama_draft_same")
-PRESSED = ("gemma3", "gpt_oss", "qwen3_next", "gemma3_hybrid_off")
+PRESSED = ("gemma3", "gpt_oss", "qwen3_next", "gemma3_hybrid_off", "mistral_window")
 BLOCKS = 320
 SAME_SPLIT = 1e-5
 """Drift, in nats, of the same sums in the same order, states included. It was 0.0 in all trials but
@@ -163,6 +163,14 @@ def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
     engine.call(Engine.check_quiet)
 
 
+def test_a_hit_goes_on_from_one_in_hbm(family: str, engine: EngineHost, limit: float) -> None:
+    if family not in ALL_WINDOWS:
+        pytest.skip("some of its layers need all tokens")
+    found = engine.call(checks.on_top_of_hbm)
+    check_answers(found, limit)
+    assert all(check.found >= PROMPT - GRAIN_TOKENS for check in found)
+
+
 @pytest.mark.parametrize("from_hbm", [False, True])
 def test_what_a_conversation_leaves_behind_its_window_goes(
     family: str, engine: EngineHost, limit: float, from_hbm: bool
@@ -213,7 +221,9 @@ def test_few_blocks(name: str, start_engine: StartEngine, models: Path) -> None:
     engine.call(Engine.check_quiet)
 
 
-@pytest.mark.parametrize("name", marked("gemma3", "gpt_oss", "gemma3_hybrid_off", long=True))
+@pytest.mark.parametrize(
+    "name", marked("gemma3", "gpt_oss", "gemma3_hybrid_off", "mistral_window", long=True)
+)
 def test_two_ranks(name: str, start_engine: StartEngine, models: Path) -> None:
     engine = start_engine(**options(name, models, tensor_parallel=2))
     limit = engine.call(checks.limit)
