@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.drafts import drafts_of, needs_next_token
-from attnstore_vllm.connector.groups import groups_of, needs_of, regions_of
+from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.live_model import LiveWeights, models_of
 from attnstore_vllm.connector.model_rotation import rotation_of
 from attnstore_vllm.connector.namespace import fingerprint
@@ -72,16 +72,27 @@ def geometry_of(
     """The shapes that both sides agree on, each from its own copy of the configuration."""
     groups = groups_of(kv_cache_config)
     is_one = len(groups) == 1
+    # Whole blocks, and hits may end where chunks do (index/stops.py).
+    chunk_tokens = round_chunk_tokens(
+        config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
+    )
+    check_chunks(groups[0], chunk_tokens)
     return Geometry(
         num_ranks=vllm_config.parallel_config.tensor_parallel_size,
         regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config),
         groups=groups,
-        # Whole blocks, and hits may end where chunks do (index/stops.py).
-        chunk_tokens=round_chunk_tokens(
-            config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
-        ),
+        chunk_tokens=chunk_tokens,
         replicas=replicas_of(vllm_config, kv_cache_config),
     )
+
+
+def reason_of_chunks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """As support.py's reason_to_idle(), where the store's settings decide. Raises ConfigError."""
+    try:
+        geometry_of(vllm_config, kv_cache_config, _config(vllm_config))
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 def _open_pool(
@@ -240,7 +251,26 @@ def _scheduler(
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         needs_next_token=needs_next_token(vllm_config),
+        serves_adapters=_serves_adapters(vllm_config, geometry),
     )
+
+
+def _serves_adapters(vllm_config: VllmConfig, geometry: Geometry) -> bool:
+    """Whether requests with a LoRA adapter are served.
+
+    Which adapter one computes with is certain only once its first step has begun. If it is another
+    by then, the step is taken back: vLLM lets a worker say so by block ids, before it uses what was
+    sampled. With several groups it takes none. With windows alone it would go on from a block whose
+    window is not there.
+    """
+    serves = len(geometry.groups) == 1 and not geometry.has_window_alone
+    if vllm_config.lora_config is not None and not serves:
+        logger.warning(
+            "AttnStore serves requests without a LoRA adapter only, others are computed: "
+            "some layers of this model keep no KV of all tokens, and vLLM cannot take back a load "
+            "of such a model when an adapter was replaced meanwhile"
+        )
+    return serves
 
 
 def _store(

@@ -23,7 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from attnstore_vllm.connector.build import attention_layers, build_scheduler, build_worker
+from attnstore_vllm.connector.build import (
+    attention_layers,
+    build_scheduler,
+    build_worker,
+    reason_of_chunks,
+)
 from attnstore_vllm.connector.compat import hit_sources
 from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
 from attnstore_vllm.connector.live_facts import check_replicas, live_facts
@@ -86,7 +91,12 @@ def _try(call: Callable[[], S]) -> tuple[S | None, str]:
 
 def _reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Errors that a vLLM makes that we do not know are reasons too. Raises ConfigError."""
-    reason, failed = _try(lambda: reason_to_idle(vllm_config, kv_cache_config))
+    reason, failed = _try(
+        lambda: (
+            reason_to_idle(vllm_config, kv_cache_config)
+            or reason_of_chunks(vllm_config, kv_cache_config)
+        )
+    )
     return reason or failed or None
 
 

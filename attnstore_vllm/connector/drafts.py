@@ -44,7 +44,9 @@ def needs_next_token(vllm_config: VllmConfig) -> bool:
     return drafts is not None and drafts.method != "draft_model"
 
 
-def reason_of_drafts(vllm_config: VllmConfig, num_groups: int) -> str | None:
+def reason_of_drafts(
+    vllm_config: VllmConfig, num_groups: int, *, has_windows_alone: bool
+) -> str | None:
     """Why this model cannot be served with its drafts, or None if it can."""
     drafts = drafts_of(vllm_config)
     if drafts is None:
@@ -57,6 +59,8 @@ def reason_of_drafts(vllm_config: VllmConfig, num_groups: int) -> str | None:
             f"its drafts ({drafts.method!r}) keep KV of their own, and it has {num_groups} KV "
             "cache groups; one is supported with such drafts"
         )
+    if has_windows_alone:
+        return f"its drafts ({drafts.method!r}) keep KV of their own, and its layers have windows"
     if drafts.parallel_drafting:
         return "its drafts are made in parallel, from tokens that are none (parallel_drafting)"
     if drafts.use_multi_module_mtp():

@@ -14,15 +14,30 @@ if TYPE_CHECKING:
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """All groups. With one it is as it always was: the spine. Raises UnsupportedError."""
+    """All groups. With one that has all tokens it is as it always was. Raises UnsupportedError."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) == 1:
+    if len(groups) == 1 and not has_window(groups[0]):
         return (Group(groups[0].kv_cache_spec.block_size, tuple(groups[0].layer_names)),)
-    found = [_group_of(number, group) for number, group in enumerate(groups)]
+    if len(groups) == 1:
+        found = [_group_of(0, groups[0], one_spec(groups[0]))]
+    else:
+        found = [_group_of(n, group, group.kv_cache_spec) for n, group in enumerate(groups)]
     spine = next((group for group in found if group.reach == Reach.FULL.value), None)
     if spine is None:
-        raise UnsupportedError("no group of its layers keeps KV of all tokens")
+        windows = [group for group in found if group.reach == Reach.WINDOW.value]
+        if not windows:
+            raise UnsupportedError("no group of its layers keeps KV of all tokens, or of a window")
+        spine = max(windows, key=lambda group: group.reach_tokens)
     return (spine, *(group for group in found if group is not spine))
+
+
+def check_chunks(spine: Group, chunk_tokens: int) -> None:
+    """Raise UnsupportedError for a spine that loses tokens of a chunk before it is computed."""
+    if spine.reach == Reach.WINDOW.value and spine.reach_tokens < chunk_tokens:
+        raise UnsupportedError(
+            f"all its layers have windows, the longest of {spine.reach_tokens} tokens, which is "
+            f"less than a chunk of {chunk_tokens}; set chunk_tokens to that or less"
+        )
 
 
 def regions_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
@@ -40,15 +55,28 @@ def regions_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
 
 
 def needs_of(geometry: Geometry) -> tuple[Need, ...]:
-    """The needs of the groups beside the spine."""
+    """The needs of the groups beside the spine; of the spine too, if it needs less than all."""
     return tuple(
         Need(place, Reach(group.reach), group.reach_tokens, group.block_tokens)
         for place, group in enumerate(geometry.groups)
-        if place > 0
+        if place > 0 or group.reach != Reach.FULL.value
     )
 
 
-def _group_of(number: int, group: Any) -> Group:
+def has_window(group: Any) -> bool:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec  # noqa: PLC0415
+
+    return type(one_spec(group)) is SlidingWindowSpec
+
+
+def one_spec(group: Any) -> Any:
+    """A group's spec as the scheduler side has it: of one layer, where they differ."""
+    spec = group.kv_cache_spec
+    layers = getattr(spec, "kv_cache_specs", None)
+    return spec if layers is None else next(iter(layers.values()))
+
+
+def _group_of(number: int, group: Any, spec: Any) -> Group:
     from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -56,7 +84,6 @@ def _group_of(number: int, group: Any) -> Group:
         SlidingWindowSpec,
     )
 
-    spec = group.kv_cache_spec
     kind = type(spec)
     reach, reach_tokens = Reach.FULL, 0
     if kind is SlidingWindowSpec:

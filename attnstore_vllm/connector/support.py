@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnstore_vllm.connector.drafts import drafts_of, reason_of_drafts
+from attnstore_vllm.connector.groups import groups_of, has_window, regions_of
 from attnstore_vllm.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ NEEDED_HOOKS = (
 KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Of --kv-cache-dtype. Others carry scales beside the tokens, or are taken by builds of vLLM that
 do not know them; there answers change after a load."""
+_BOTH_WAYS = ("non_causal", "non_causal_multi_token_decode")
+"""Fields of specs, which not all kinds have."""
 
 
 def check_interface(base: type) -> None:
@@ -90,14 +93,14 @@ def reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     Both sides ask, each with a configuration of its own: the scheduler's has only one layer's spec
     where layers differ. So what decides is in both, as the sizes of the tensors are.
     """
-    reason = (
+    groups = kv_cache_config.kv_cache_groups
+    return (
         _reason_of_settings(vllm_config)
-        or reason_of_drafts(vllm_config, len(kv_cache_config.kv_cache_groups))
+        or reason_of_drafts(
+            vllm_config, len(groups), has_windows_alone=any(map(has_window, groups[:1]))
+        )
         or _reason_of_groups(kv_cache_config)
     )
-    if reason is None and len(kv_cache_config.kv_cache_groups) > 1 and vllm_config.lora_config:
-        return "it has several KV cache groups, and LoRA adapters need loads that name blocks"
-    return reason
 
 
 def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
@@ -110,6 +113,7 @@ def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
     if reason is not None:
         return reason
     try:
+        groups_of(kv_cache_config)
         page_bytes_of(kv_cache_config)
     except UnsupportedError as error:
         return str(error)
@@ -119,8 +123,6 @@ def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
 
 
 def _reason_of_several(kv_cache_config: KVCacheConfig) -> str | None:
-    from attnstore_vllm.connector.groups import groups_of, regions_of  # noqa: PLC0415
-
     try:
         groups_of(kv_cache_config)
         regions_of(kv_cache_config)
@@ -148,13 +150,20 @@ def _specs_of(kv_cache_config: KVCacheConfig) -> list[Any]:
 
 
 def _reason_of_specs(specs: Sequence[Any], hint: str = "") -> str | None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
 
+    # A spec of one layer says of all whether they keep all tokens.
+    is_window = any(type(spec) is SlidingWindowSpec for spec in specs)
+    known = (SlidingWindowSpec,) if is_window else (FullAttentionSpec, MLAAttentionSpec)
     for spec in specs:
-        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        if type(spec) not in known:
             name = type(spec).__name__
             return f"its KV cache is {name}; FullAttentionSpec is supported{hint}"
-        if spec.non_causal or getattr(spec, "non_causal_multi_token_decode", False):
+        if any(getattr(spec, name, False) for name in _BOTH_WAYS):
             return "it attends in both directions"
         if getattr(spec, "tokens_per_state", 1) != 1:
             return "it keeps one state for several tokens"

@@ -174,6 +174,8 @@ class Worker:
             return None, "truncation is off"
         if len(self.geometry.groups) > 1:
             return None, f"it has {len(self.geometry.groups)} KV cache groups"
+        if self.geometry.has_window_alone:
+            return None, "all its layers have windows"
         if num_kinds > 1:
             return None, f"its layers keep KV of {num_kinds} kinds, and K of one kind can be turned"
         kernel_blocks = len(tensor) // self._num_blocks  # the kernels' may be smaller

@@ -178,8 +178,11 @@ class SequenceKeys:
         start = chunk * self.chunk_tokens
         return chunk_extra(self._spans, start, start + self.chunk_tokens) if self._spans else b""
 
-    def section(self, group: int, hole: int) -> SectionKeys:
-        """The keys of what another KV cache group keeps of these chunks."""
+    def section(self, group: int, hole: int) -> SequenceKeys:
+        """The keys of what a KV cache group keeps of these chunks: of the spine (0) these."""
+        if group == 0:
+            assert hole == 0, "the spine's chunks are whole"
+            return self
         found = self._sections.get((group, hole))
         if found is None:
             found = self._sections[group, hole] = SectionKeys(self, group, hole)

@@ -20,6 +20,10 @@ of use where a hit ends right there, and nowhere else.
 
 A hit counts only as far as every group has what it needs there (fit()). A length that one group
 does not back is a wrong answer: vLLM skips those tokens in every layer.
+
+Where all layers have windows no group has all tokens. Then the spine is a window too. Its chunks
+are whole and have their plain names, but of those before a hit's window most are gone: no run of
+them can be followed from the left. The names, which need no KV, are walked from the end (walk()).
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class Need:
     """The tokens that one group needs of a prefix."""
 
     group: int
-    """Its number among vLLM's groups of this model."""
+    """Its place: 0 is the spine's, which is among them where it has no KV of all tokens."""
     reach: Reach
     reach_tokens: int
     """Of the window, with the token that looks back; or of a local chunk. FULL: 0."""
@@ -90,16 +94,77 @@ def fit(
     kept = list(spine)
     while kept:
         stop = kept[-1].stop
-        sections: list[Piece] = []
-        for need in needs:
-            found, reached = _cover(index, sequence, need, start, stop, is_there)
-            if reached < stop:
-                kept = cut(kept, reached, index.grain)
-                break
-            sections += found
-        else:
+        sections, reached = _back(index, sequence, needs, start, stop, is_there)
+        if reached == stop:
             return [*kept, *sections]
+        kept = cut(kept, reached, index.grain)
     return []
+
+
+def walks(needs: Sequence[Need]) -> bool:
+    """Whether the spine is one of those that do not need all tokens."""
+    return any(need.group == 0 for need in needs)
+
+
+def walk(
+    index: PrefixIndex,
+    sequence: SequenceKeys,
+    needs: Sequence[Need],
+    start: int,
+    stop: int,
+    is_there: Callable[[Chunk], bool],
+) -> list[Piece]:
+    """The pieces of all groups, the spine's first, for the farthest hit up to `stop` that all of
+    them back. Empty if there is none. Notes in `sequence` how far the spine was stored.
+
+    Args:
+        needs: of all groups, the spine's first; see fit() for the others.
+    Cost: a key and a look-up a chunk of tokens [start, stop), while nothing is found.
+    """
+    sequence.spine_stop = stop = _last_end(index, sequence, start, stop, is_there)
+    while stop > start:
+        pieces, reached = _back(index, sequence, needs, start, stop, is_there)
+        if reached == stop:
+            return pieces
+        stop = _last_end(index, sequence, start, reached, is_there)
+    return []
+
+
+def _last_end(
+    index: PrefixIndex,
+    sequence: SequenceKeys,
+    start: int,
+    stop: int,
+    is_there: Callable[[Chunk], bool],
+) -> int:
+    """The last place up to `stop` where a chunk of the spine lets a hit end; `start` if none."""
+    size = sequence.chunk_tokens
+    while stop > start:
+        first = (stop - 1) // size * size
+        found = index.match(sequence, max(start, first), stop)
+        if found and is_there(found[0].chunk):
+            return found[0].stop
+        stop = first
+    return start
+
+
+def _back(
+    index: PrefixIndex,
+    sequence: SequenceKeys,
+    needs: Sequence[Need],
+    start: int,
+    stop: int,
+    is_there: Callable[[Chunk], bool],
+) -> tuple[list[Piece], int]:
+    """The sections of all groups for a hit that ends at `stop`, and `stop`; or nothing, and up to
+    where the sections of the first group with a gap go."""
+    sections: list[Piece] = []
+    for need in needs:
+        found, reached = _cover(index, sequence, need, start, stop, is_there)
+        if reached < stop:
+            return [], reached
+        sections += found
+    return sections, stop
 
 
 def cut(pieces: Sequence[Piece], stop: int, grain: int) -> list[Piece]:
@@ -178,7 +243,8 @@ def _section(
     size = sequence.chunk_tokens
     end = min(stop, (at // size + 1) * size)
     best: Piece | None = None
-    for hole in range(at % size // need.block_tokens + 1):
+    holes = at % size // need.block_tokens if need.group else 0
+    for hole in range(holes + 1):
         found = index.match(sequence.section(need.group, hole), at, end, grain=1)
         if found and (best is None or found[0].stop > best.stop):
             best = replace(found[0], group=need.group)

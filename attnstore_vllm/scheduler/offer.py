@@ -88,11 +88,12 @@ class Offers:
         )
         state.expect(pieces)
         count_wanted(stats, state, pieces)
-        held = self._store.hold_ready(pieces, state.sequence, stop)
+        held = self._store.hold_ready(pieces, state.sequence, stop, local)
         ready_stop = held[-1].stop if held else local
         cause = "lost"
         if not has_all(held, pieces):
-            late = self._costs.why_not_wait(state, ready_stop, still_coming(held, pieces))
+            coming = still_coming(held, pieces, local, walks=self._store.walks)
+            late = self._costs.why_not_wait(state, ready_stop, coming)
             if late is None:
                 self._store.release(piece.chunk for piece in held)
                 self._waits.add(state, pieces)
@@ -112,7 +113,7 @@ class Offers:
         ):
             count_recomputation(stats, state, cause)
         state.computing.first = local
-        count_offer(stats, state, self._store.tiers(held if num_tokens else ()))
+        count_offer(stats, state, self._store.tiers(held if num_tokens else (), local))
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
             return 0, False
@@ -122,7 +123,7 @@ class Offers:
             0
             if state.moved is not None
             else self._costs.layers_before(
-                num_tokens * self._rank_token_bytes,
+                (ready_stop - held[0].start) * self._rank_token_bytes,
                 self._plans.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
                 ready_stop,
                 request.num_tokens,
@@ -158,9 +159,12 @@ class Offers:
         spine = offered.pieces[: len(offered.pieces) - len(sections)]
         used = [piece for piece in spine if piece.start < stop]
         assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
-        assert not sections or used[-1].stop == stop, "sections back no shorter hit"
+        assert not self._needs or used[-1].stop == stop, "sections back no shorter hit"
         block_ids = tables[0]
-        copies, moved = plan_copies(used, block_ids, start, stop, self._geometry)
+        if self._store.walks:
+            needed = block_ids[used[0].start // self._geometry.block_tokens :]
+            assert all(needed), "vLLM gave no block for a window"
+        copies, moved = plan_copies(used, block_ids, used[0].start, stop, self._geometry)
         states = [piece for piece in sections if self._needs[piece.group].reach is Reach.STATE]
         sections = [piece for piece in sections if piece not in states]
         copies, num_partial = last_blocks_last(
@@ -170,7 +174,7 @@ class Offers:
             ]
         )
         self._store.release(piece.chunk for piece in spine[len(used) :])
-        count_taken(stats, state, self._store.tiers(used), moves.num_tokens(moved))
+        count_taken(stats, state, self._store.tiers(used, start), moves.num_tokens(moved))
         if not offered.layers_before:
             self._costs.load_tokens += num_tokens
         self._plans.load(
@@ -190,7 +194,9 @@ class Offers:
             whole = stop // self._geometry.chunk_tokens
             state.computing.chunks_seen = max(state.computing.chunks_seen, whole)
         state.computing.sections = tuple(
-            (piece.chunk, self._needs[piece.group]) for piece in (*sections, *states)
+            (piece.chunk, self._needs[piece.group])
+            for piece in (*used, *sections, *states)
+            if piece.group in self._needs
         )
         self._truncation.taken(state, used, stop)
         self._truncation.found(state, (p.chunk.name for p in used if p.first is None))
@@ -212,23 +218,30 @@ class Offers:
 
 def has_all(held: Sequence[Piece], pieces: Sequence[Piece]) -> bool:
     """Whether what is held goes as far as what was found."""
-    return len(held) >= len(pieces) or bool(held and held[-1].stop >= pieces[-1].stop)
+    is_same = [piece.chunk for piece in held] == [piece.chunk for piece in pieces]
+    return is_same or bool(held and pieces and held[-1].stop >= pieces[-1].stop)
 
 
-def still_coming(held: Sequence[Piece], pieces: Sequence[Piece]) -> list[Piece]:
+def still_coming(
+    held: Sequence[Piece], pieces: Sequence[Piece], start: int, *, walks: bool
+) -> list[Piece]:
     """The pieces that were found and do not back what is held, as they are waited for.
 
     Where there are sections, nothing is won before all has come: so only the last of them ends
     where the hit does, and the others where what is held does.
+
+    Args:
+        start: what is before is in HBM.
+        walks: what is held is another window, and no part of what was found.
     """
-    num_held = sum(piece.group == 0 for piece in held)
+    num_held = 0 if walks else sum(piece.group == 0 for piece in held)
     spine = [piece for piece in pieces if piece.group == 0][num_held:]
     sections = [piece for piece in pieces if piece.group]
-    if not sections:
+    if not sections and not walks:
         return spine
-    ready_stop = held[-1].stop if held else pieces[0].start
+    ready_stop = held[-1].stop if held else start
     waiting = [replace(piece, stop=ready_stop) for piece in (*spine, *sections)]
-    return [*waiting[:-1], sections[-1]]
+    return [*waiting[:-1], pieces[-1]]
 
 
 def plan_sections(

@@ -28,5 +28,5 @@ def prefetch(
     sequence = SequenceKeys(root, order.token_ids, chunk_tokens)
     pieces = store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
     stats.add("prefetches", "hit" if pieces else "miss", 1)
-    for tier, tokens in store.tiers(pieces).items():
+    for tier, tokens in store.tiers(pieces, 0).items():
         stats.add("prefetch_tokens", tier, tokens)

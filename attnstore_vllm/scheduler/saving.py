@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV of a request is saved: whole chunks as steps complete them, the rest when it ends.
 
-Of a chunk the spine is saved, and a section of each other group (index/sections.py). Sections are
-worth most where hits may end: at the end of the prompt and of the answer, and where the prompt
-parts from what was stored. Those that lie before are *passed*: they stay in DRAM as long as there
-is room, for whoever branches off there, and are not written behind it. When a conversation has
-gone on, the sections of its end before are dropped, unless others use them; not before its new end
-has a state, where a group needs one.
+Of a chunk the spine is saved, and a section of each other group (index/sections.py). A spine that
+is a window is kept as sections are. These are worth most where hits may end: at the end of the
+prompt and of the answer, and where the prompt parts from what was stored. Those that lie before are
+*passed*: they stay in DRAM as long as there is room, for whoever branches off there, and are not
+written behind it. When a conversation has gone on, the sections of its end before are dropped,
+unless others use them; not before its new end has a state, where a group needs one.
 
 A recurrent group has a state where a step ends, and nowhere else: one is kept at the end of the
 answer, one at the end of the prompt's last block, and passed ones where its other steps end.
@@ -66,8 +66,8 @@ class Saving:
             return
         sequence = state.sequence
         for number in range(state.computing.chunks_seen, computed // size):
-            name = sequence.name(number, state.tenant)
-            self._save(state, name, number, tables[0])
+            if not self._store.walks:
+                self._save(state, sequence.name(number, state.tenant), number, tables[0])
             if self._needs:
                 self._save_sections(
                     state, (number + 1) * size, tables, computed, has_ended=has_ended
@@ -89,8 +89,8 @@ class Saving:
                 is_junction = is_near and before < computed <= state.sequence.spine_stop
                 is_last = computed < prompt_end <= computed + need.block_tokens
                 self._save_state(state, need, computed, tables, stays=not (is_junction or is_last))
-            elif need.reach is Reach.STATE or computed < prompt_end:
-                continue
+            elif need.reach is Reach.STATE or computed < prompt_end or need.group == 0:
+                continue  # a chunk of the spine's window is whole when it is full, or at the end
             elif whole % self._geometry.chunk_tokens >= MIN_TAIL_TOKENS:
                 self._save_section(state, need, whole, tables, is_passed=True, is_fleeting=True)
 
@@ -124,8 +124,9 @@ class Saving:
         number, start = stop // size, stop // size * size
         if stop - start < MIN_TAIL_TOKENS:
             return
-        name = name_up_to(state.sequence, number, state.tenant, stop)
-        self._save(state, name, number, tables[0])
+        if not self._store.walks:
+            name = name_up_to(state.sequence, number, state.tenant, stop)
+            self._save(state, name, number, tables[0])
         if self._needs:
             self._save_sections(state, stop, tables, stop, has_ended=True)
 
@@ -182,7 +183,7 @@ class Saving:
         position = number * size
         block_ids = tables[need.group]
         hole = hole_of(block_ids, position, stop - position, **sizes)
-        if hole is None:
+        if hole is None or (hole and need.group == 0):  # the spine's chunks are whole
             return None
         name = name_up_to(state.sequence.section(need.group, hole), number, state.tenant, stop)
         chunk = self._begin(state, name, number, is_passed=is_passed)

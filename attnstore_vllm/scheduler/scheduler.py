@@ -80,6 +80,7 @@ class Scheduler:
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
         has_prefix_cache: vLLM has one, which is reset when weights are updated.
         needs_next_token: KV of a token depends on the token after it (connector/drafts.py).
+        serves_adapters: requests with a LoRA adapter use and leave KV as others do.
         clock: monotonic seconds.
     """
 
@@ -104,6 +105,7 @@ class Scheduler:
         overcounts_drafts: bool = False,
         has_prefix_cache: bool = True,
         needs_next_token: bool = False,
+        serves_adapters: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
@@ -117,6 +119,7 @@ class Scheduler:
         self._has_adapters = False
         """Some request has had one."""
         self._has_prefix_cache = has_prefix_cache
+        self._serves_adapters = serves_adapters
         self._alive: set[str] = set()
         """All requests of vLLM's, also those that the store does not serve."""
         self.requests: dict[str, RequestState] = {}
@@ -171,6 +174,8 @@ class Scheduler:
         if not self._alive and not self._has_prefix_cache:
             self._watch.doubt()
         self._alive.add(request.request_id)
+        if self._is_left_alone(request):
+            return
         if request.lora_request is not None:
             self._has_adapters = True
             self.adapters.enter(request)
@@ -191,6 +196,10 @@ class Scheduler:
         if self._queue is not None and adapter is not None:
             self._look_up(state)
 
+    def _is_left_alone(self, request: Request) -> bool:
+        """Whether it has an adapter that is not served. A session's next input may bring one."""
+        return request.lora_request is not None and not self._serves_adapters
+
     def _look_up(self, state: RequestState) -> None:
         request = state.request
         num_tokens = max(1, min(request.num_tokens, state.usable_tokens()))
@@ -206,7 +215,7 @@ class Scheduler:
         state = self.requests.get(request.request_id)
         if state is not None and self._watch.must_wait():
             return None, False
-        if state is None or state.load_failed:
+        if state is None or state.load_failed or self._is_left_alone(request):
             return 0, False
         self._offers.withdraw(state)
         self._truncation.take_back(state)  # it has lost its blocks: vLLM asks of no others

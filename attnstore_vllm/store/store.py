@@ -27,7 +27,7 @@ from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import Piece, confirm, has_come, settle
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.index.sections import Need, fit
+from attnstore_vllm.index.sections import Need, fit, walk, walks
 from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
@@ -64,7 +64,8 @@ class Store:
         pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
         moved: MovedKv's min_tokens and sinks.
         more_tiers: behind NVMe, nearest first.
-        needs: of the KV cache groups beside the spine; a hit ends where all have what they need.
+        needs: of the KV cache groups beside the spine, and of the spine if it needs less than all
+            tokens; a hit ends where all have what they need.
         clock, threaded, grain: for tests: a time of their own, turn(), and see PrefixIndex.
     """
 
@@ -105,6 +106,8 @@ class Store:
         )
         self._pieces_max = pool.num_slots
         self.needs = needs
+        self.walks = walks(needs)
+        """Whether no group has all tokens, so that the names alone are walked."""
         self._moved = MovedKv(
             self.residency.index,
             slab.shape.chunk_tokens,
@@ -166,7 +169,7 @@ class Store:
         with self._lock:
             now = self.residency.now = self._clock()
             pieces = self._match(sequence, 0, stop, min_tokens)
-            last_runs = [self.residency.run_of(p.chunk) for p in pieces if p.group == 0]
+            last_runs = self._last_runs(pieces, sequence.chunk_tokens)
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
             self._has_leases |= terms.ttl_s is not None
             self._want(request_id, pieces, visit, sequence, 0, stop)
@@ -177,6 +180,13 @@ class Store:
         if self._estimator.is_due:
             self.thread.wake()
         return pieces, visit
+
+    def _last_runs(self, pieces: Sequence[Piece], size: int) -> list[Run]:
+        """Locked. The run that used each of the leading chunks last. Of those before a window, of
+        which nothing is needed, it is taken to be that of its first."""
+        spine = [piece for piece in pieces if piece.group == 0]
+        runs = [self.residency.run_of(piece.chunk) for piece in spine]
+        return spine[0].start // size * runs[:1] + runs if spine else []
 
     def find(
         self,
@@ -212,6 +222,10 @@ class Store:
 
     def _match(self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int) -> list[Piece]:
         """Locked."""
+        if self.walks:
+            pieces = self._walk(sequence, start, stop)
+            is_enough = pieces and pieces[-1].stop - start >= min_tokens
+            return pieces if is_enough and len(pieces) <= self._pieces_max else []
         pieces = self.residency.index.match(sequence, start, stop)
         if sequence.finds_moved:
             pieces = self._moved.go_on(pieces, sequence, start, stop)
@@ -229,6 +243,13 @@ class Store:
         pieces = self._fit(sequence, pieces, start, self._comes)
         is_enough = pieces and pieces[-1].stop - start >= min_tokens
         return pieces if is_enough and len(pieces) <= self._pieces_max else []
+
+    def _walk(self, sequence: SequenceKeys, start: int, stop: int) -> list[Piece]:
+        """Locked. What has expired is dropped, and another hit looked for."""
+        while True:
+            pieces = walk(self.residency.index, sequence, self.needs, start, stop, self._comes)
+            if not self._has_leases or len(self.residency.unexpired(pieces)) == len(pieces):
+                return pieces
 
     def _fit(
         self,
@@ -261,6 +282,8 @@ class Store:
         at = start if not spine else spine[-1].stop
         if at % size and spine:
             at = spine[-1].start
+        if self.walks:  # the tail that it seems to have, be the window before it there or not
+            at = max(start, sequence.spine_stop // size * size)
         ends = residency.index.ends_like(sequence, at // size, stop) if at < stop else []
         if visit is None:
             residency.renew([*(piece.chunk for piece in used), *ends])
@@ -296,14 +319,22 @@ class Store:
             for request_id in request_ids:
                 self.residency.dram.leave_queue(request_id)
 
-    def hold_ready(self, pieces: Sequence[Piece], sequence: SequenceKeys, stop: int) -> list[Piece]:
+    def hold_ready(
+        self, pieces: Sequence[Piece], sequence: SequenceKeys, stop: int, start: int | None = None
+    ) -> list[Piece]:
         """Hold the leading pieces that are READY in DRAM, and return them.
 
         The last may end elsewhere than find() said, with tokens [.., stop) of the sequence
         wanted: what it said of a chunk whose tokens were on NVMe was provisional.
+
+        Args:
+            start: what is before is in HBM; None: as the first piece says.
         """
         held: list[Piece] = []
         with self._lock:
+            if self.walks:
+                assert start is not None, "a window begins behind what is in HBM"
+                return self._hold_walked(sequence, start, stop) if pieces else []
             for piece in pieces:
                 if piece.group:
                     break
@@ -318,6 +349,17 @@ class Store:
             for piece in held[len(kept) :]:
                 self.residency.release(piece.chunk)
             return kept if not self.needs else self._hold_sections(kept, sequence)
+
+    def _hold_walked(self, sequence: SequenceKeys, start: int, stop: int) -> list[Piece]:
+        """Locked. Hold the farthest hit of which all is READY."""
+        far = sequence.spine_stop
+        pieces = walk(self.residency.index, sequence, self.needs, start, stop, _is_ready)
+        sequence.spine_stop = far
+        if not all(piece.exact for piece in pieces):  # tokens of what is READY are known
+            return []
+        for piece in pieces:
+            self.residency.hold(piece.chunk)
+        return pieces
 
     def _hold_sections(self, spine: list[Piece], sequence: SequenceKeys) -> list[Piece]:
         """Locked. Hold the sections that go with these held pieces. What they do not back is let
@@ -349,8 +391,9 @@ class Store:
             for chunk in chunks:
                 self.residency.release(chunk)
 
-    def tiers(self, pieces: Sequence[Piece]) -> Counter[str]:
-        """Tokens by the tier their KV was in when the request came."""
+    def tiers(self, pieces: Sequence[Piece], start: int) -> Counter[str]:
+        """Tokens from `start` on by the tier their KV was in when the request came. Those before a
+        window, of which no KV is needed, count with its first."""
         tokens = Counter[str]()
         for piece in pieces:
             if piece.group:
@@ -358,7 +401,8 @@ class Store:
             chunk = piece.chunk
             was_here = chunk.dram.state is State.READY and not chunk.came_from
             tier = DRAM if was_here else chunk.came_from or next(iter(chunk.behind), DRAM)
-            tokens[tier] += piece.stop - piece.start
+            tokens[tier] += piece.stop - start
+            start = piece.stop
         return tokens
 
     def loaded(self, chunks: Iterable[Chunk]) -> None:

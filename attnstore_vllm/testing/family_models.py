@@ -246,7 +246,7 @@ _family("nemotron_nas", "Nemotron-NAS, DeciLM: layers of several kinds", _nemotr
 
 _family("mistral_window", "Mistral with a window, Phi-3: windows only", config_of(
     "mistral", "MistralForCausalLM", **COMMON, num_hidden_layers=6, sliding_window=WINDOW,
-), edges=(128, 256, WINDOW))  # fmt: skip
+), edges=(128, 256, WINDOW, 2 * WINDOW))  # fmt: skip
 _family("phi3_window", "Phi-3 with a window", config_of(
     "phi3", "Phi3ForCausalLM", **NO_HEAD_DIM, num_hidden_layers=4, sliding_window=WINDOW,
 ), edges=(128, 256, WINDOW))  # fmt: skip

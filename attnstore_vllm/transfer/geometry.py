@@ -10,9 +10,10 @@ know regions and block ids, and no groups. A *page* is what vLLM calls so: the b
 one layer on one rank, as vLLM wrote them.
 
 A group says how many tokens a block of it has. The *spine* is the group that has all tokens: its
-chunks are named by them. What other groups keep of a chunk are *sections* (index/sections.py), each
-in a slot of its own, so that a slot is the same whoever's it is: the blocks of the group with most
-blocks a chunk.
+chunks are named by them. Where none has, it is the group with the longest window: that has a
+chunk's tokens at least, so what is kept of a chunk is whole. What other groups keep of a chunk are
+*sections* (index/sections.py), each in a slot of its own, so that a slot is the same whoever's it
+is: the blocks of the group with most blocks a chunk.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Geometry:
         assert min(self.num_ranks, self.replicas, tokens, *self.regions) > 0
         assert self.num_ranks % self.replicas == 0
         assert all(self.chunk_tokens % group.block_tokens == 0 for group in self.groups)
-        assert self.spine.reach == "full", "the spine has all tokens"
+        assert self.spine.reach == "full" or (
+            self.spine.reach == "window" and self.spine.reach_tokens >= self.chunk_tokens
+        ), "the spine's chunks are whole"
         blocks = self.chunk_tokens // min(group.block_tokens for group in self.groups)
         block_bytes = sum(self.regions)
         rank_bytes = blocks * block_bytes
@@ -94,6 +97,11 @@ class Geometry:
     @property
     def spine(self) -> Group:
         return self.groups[0]
+
+    @property
+    def has_window_alone(self) -> bool:
+        """Whether no group has all tokens."""
+        return self.spine.reach != "full"
 
     @property
     def layer_names(self) -> dict[str, int]:
@@ -140,7 +148,7 @@ class Geometry:
         }
         if self.replicas > 1:
             found["replicas"] = self.replicas
-        if len(self.groups) > 1:
+        if len(self.groups) > 1 or self.has_window_alone:
             found["groups"] = [asdict(group) for group in self.groups]
         return found
 

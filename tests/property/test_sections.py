@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
-from attnstore_vllm.index.sections import Need, Reach, fit
+from attnstore_vllm.index.sections import Need, Reach, fit, walk
 from attnstore_vllm.scheduler.saving import name_up_to
 from tests.helpers import sequence_of
 
@@ -63,7 +63,8 @@ def is_backed(
     needs: list[Need], stored: dict[tuple[int, int], tuple[int, int]], start: int, stop: int
 ) -> bool:
     """Whether each token that a group needs of [start, stop) is in what is stored."""
-    for need in [Need(0, Reach.FULL, 0, CHUNK), *needs]:
+    spine = [] if needs and needs[0].group == 0 else [Need(0, Reach.FULL, 0, CHUNK)]
+    for need in [*spine, *needs]:
         if need.reach is Reach.WINDOW:
             first = stop - need.reach_tokens + 1
         elif need.reach is Reach.LOCAL:
@@ -99,6 +100,51 @@ def test_the_farthest_length_that_all_groups_back(
     assert reached == max(wanted, default=start)
     for need in needs:
         check_pieces([p for p in found if p.group == need.group], need, start, reached)
+
+
+@given(stores(), st.integers(CHUNK, 3 * CHUNK), st.integers(0, 3), st.data())
+@settings(max_examples=400)
+def test_the_farthest_length_where_the_spine_is_a_window(
+    case: tuple[list[Need], int, dict[tuple[int, int], tuple[int, int]]],
+    window: int,
+    local: int,
+    data: st.DataObject,
+) -> None:
+    others, num_tokens, stored = case
+    needs = [Need(0, Reach.WINDOW, window, 4), *others[: data.draw(st.integers(0, 2))]]
+    start = local * CHUNK
+    stop = data.draw(st.integers(0, num_tokens))
+    sequence = sequence_of(list(range(num_tokens)), chunk_tokens=CHUNK)
+    index, _kept = filled(sequence, stored)
+    found = walk(index, sequence, needs, start, stop, lambda _: True)
+    reached = found[-1].stop if found else start
+    wanted = [end for end in range(start, stop + 1) if is_backed(needs, stored, start, end)]
+    # Where no group needs a token no chunk lets a hit end.
+    ends = [end for end in wanted if (((end - 1) // CHUNK), 0) in stored]
+    assert reached == max(ends, default=start)
+    for need in needs:
+        check_pieces([p for p in found if p.group == need.group], need, start, reached)
+
+
+@given(st.integers(1, NUM_CHUNKS * CHUNK), st.sets(st.integers(0, NUM_CHUNKS)), st.data())
+def test_a_walk_ends_where_hits_may(num_tokens: int, lost: set[int], data: st.DataObject) -> None:
+    """At whole blocks of what is stored, or at its end (index/stops.py)."""
+    sequence = sequence_of(list(range(num_tokens)), chunk_tokens=CHUNK)
+    index = PrefixIndex(CHUNK, grain=4)
+    chunks = []
+    for first in range(0, num_tokens, CHUNK):
+        if first // CHUNK not in lost:
+            end = min(num_tokens, first + CHUNK)
+            name = name_up_to(sequence, first // CHUNK, TENANT, end)
+            chunks.append(Chunk(name, dram=InTier(State.READY)))
+            index.add(chunks[-1])
+    stop = data.draw(st.integers(0, num_tokens))
+    needs = [Need(0, Reach.WINDOW, CHUNK + 3, 4)]
+    found = walk(index, sequence, needs, 0, stop, lambda _: True)
+    reached = found[-1].stop if found else 0
+    assert reached % 4 == 0 or reached == num_tokens
+    assert sequence.spine_stop >= reached
+    assert not lost & {piece.start // CHUNK for piece in found}
 
 
 def check_pieces(pieces: list[Piece], need: Need, start: int, stop: int) -> None:

@@ -83,7 +83,7 @@ def test_what_is_saved_is_read_from_dram(open_rig: Rigs) -> None:
     sequence = sequence_of(conversation(1))
     rig.put_all(sequence)
     assert rig.check_read(sequence) == 3
-    assert rig.store.tiers(rig.store.find(sequence, 0, 40)) == {DRAM: 40}
+    assert rig.store.tiers(rig.store.find(sequence, 0, 40), 0) == {DRAM: 40}
 
 
 def test_written_back_evicted_prefetched_equal(open_rig: Rigs) -> None:
@@ -93,10 +93,10 @@ def test_written_back_evicted_prefetched_equal(open_rig: Rigs) -> None:
     sequence = sequence_of(tokens)
     pieces = rig.store.find(sequence, 0, 40)
     device.settle()
-    assert rig.store.tiers(pieces) == {NVME: 40}
+    assert rig.store.tiers(pieces, 0) == {NVME: 40}
     assert rig.check_read(sequence) == 3
     # Loaded once: a second load of the same bytes comes from DRAM.
-    assert rig.store.tiers(pieces) == {DRAM: 40}
+    assert rig.store.tiers(pieces, 0) == {DRAM: 40}
     assert rig.store.moved_bytes()[Flow.PREFETCH] == 3 * RECORD_BYTES
     assert rig.store.moved_bytes()[Flow.WRITE_BACK] == 11 * RECORD_BYTES
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from attnstore_vllm.index.keys import encode_tokens
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.prompts import random_tokens
 from tests.vllm.rounding import drift
@@ -212,6 +213,42 @@ def chunked(engine: Engine) -> list[Check]:
         engine.scheduler.max_num_scheduled_tokens = usual
     reference = compute(engine, longer, 512)
     return [Check("chunked", len(longer), reference, got)]
+
+
+def turns(engine: Engine, *, from_hbm: bool) -> tuple[list[Check], list[int], int]:
+    """A conversation that goes on. Also where the chunks of it begin that are on NVMe then, and
+    where its last prompt ends."""
+    tokens: list[int] = random_tokens(("turns", from_hbm), PROMPT)
+    for turn in range(3):
+        if not from_hbm:
+            forget(engine)
+        prompt = tokens
+        got = engine.ask(prompt, max_tokens=ANSWER)
+        tokens = [*prompt, *got.tokens, *random_tokens(("turns", turn), 400)]
+    engine.settle()
+    begins = []
+    for chunk in engine.store.residency.index:
+        first, last = chunk.name.position, chunk.name.position + chunk.name.num_tokens
+        if chunk.is_behind and chunk.name.tokens == encode_tokens(tokens[first:last]):
+            begins.append(first)
+    return [load(engine, "another turn", tokens)], sorted(begins), len(prompt)
+
+
+def on_top_of_hbm(engine: Engine) -> list[Check]:
+    """vLLM's own cache has the beginning, or what is behind the window, and the store has more."""
+    found = []
+    for in_hbm in (200, 1_700):
+        prompt = random_tokens(("on top", in_hbm), PROMPT)
+        engine.ask(prompt, max_tokens=1)
+        forget(engine)
+        engine.ask(prompt[:in_hbm], max_tokens=1)
+        engine.loaded()
+        got = engine.ask(prompt, max_tokens=ANSWER)
+        loaded = sum(engine.loaded().values())
+        assert 0 < loaded < got.cached_tokens, (loaded, got.cached_tokens)
+        reference = compute(engine, prompt, got.cached_tokens)
+        found.append(Check(f"on top of {in_hbm}", PROMPT, reference, got))
+    return found
 
 
 def preempted(engine: Engine) -> list[Check]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.index.stops import GRAIN_TOKENS
-from attnstore_vllm.testing.family_models import FAMILIES
+from attnstore_vllm.testing.family_models import FAMILIES, WINDOW
 from tests.vllm import family_checks as checks
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine
@@ -29,20 +29,26 @@ NEXT_TOKEN = DRAFTED[:3]
 SERVED = {
     "llama", "llama_fp8", "gemma3_hybrid_off", "gpt_oss_hybrid_off", "gemma2", "gemma3", "gemma3n",
     "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4", "nemotron_nas", "llama_fp8_skip",
-    "qwen3_next", "qwen3_5", "lfm2", "llama_ngram", *DRAFTED,
+    "qwen3_next", "qwen3_5", "lfm2", "mistral_window", "phi3_window", "llama_ngram", *DRAFTED,
 }  # fmt: skip
 """Families that the store serves. The others are skipped here until it does."""
-WINDOWED = {"gemma2", "gemma3", "gemma3n", "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4"}
+WINDOWED = {
+    "gemma2", "gemma3", "gemma3n", "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4",
+    "mistral_window", "phi3_window",
+}  # fmt: skip
+ALL_WINDOWS = {"mistral_window", "phi3_window"}
+CHUNK_TOKENS = 256
+"""Of the store, by default."""
 RECURRENT = {"qwen3_next": 384, "qwen3_5": 384, "lfm2": 128}
 """Tokens of a block. A hit ends where a state was kept: at the end of a block where a step of the
 prompt ended, and at the end of the answer. That need not be where a prompt branches off."""
-BY_DEFAULT = ("gemma3", "gpt_oss", "llama4", "qwen3_next")
+BY_DEFAULT = ("gemma3", "gpt_oss", "llama4", "qwen3_next", "mistral_window")
 AT_LEISURE = (
     "llama", "llama_fp8", "gemma2", "gemma3_hybrid_off", "gemma3n", "gemma4", "mimo_v2", "cohere2",
-    "gpt_oss_hybrid_off", "mistral_window", "qwen3_5", "lfm2", "nemotron_nas", "llama_fp8_skip",
+    "gpt_oss_hybrid_off", "phi3_window", "qwen3_5", "lfm2", "nemotron_nas", "llama_fp8_skip",
     "llama_ngram", *DRAFTED,
 )  # fmt: skip
-PRESSED = ("gemma3", "gpt_oss", "qwen3_next", "gemma3_hybrid_off")
+PRESSED = ("gemma3", "gpt_oss", "qwen3_next", "gemma3_hybrid_off", "mistral_window")
 BLOCKS = 320
 SAME_SPLIT = 1e-5
 """Drift, in nats, of the same sums in the same order, states included. It was 0.0 in all trials but
@@ -158,6 +164,28 @@ def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
     engine.call(Engine.check_quiet)
 
 
+def test_a_hit_goes_on_from_one_in_hbm(family: str, engine: EngineHost, limit: float) -> None:
+    if family not in ALL_WINDOWS:
+        pytest.skip("some of its layers need all tokens")
+    found = engine.call(checks.on_top_of_hbm)
+    check_answers(found, limit)
+    assert all(check.found >= PROMPT - GRAIN_TOKENS for check in found)
+
+
+@pytest.mark.parametrize("from_hbm", [False, True])
+def test_what_a_conversation_leaves_behind_its_window_goes(
+    family: str, engine: EngineHost, limit: float, from_hbm: bool
+) -> None:
+    if family not in ALL_WINDOWS:
+        pytest.skip("some of its layers need all tokens")
+    found, begins, prompt_end = engine.call(checks.turns, from_hbm=from_hbm)
+    check_answers(found, limit)
+    assert found[0].found >= found[0].length - 400 - 2 * GRAIN_TOKENS
+    # What a turn has from HBM is not looked up: it leaves by eviction.
+    if not from_hbm:
+        assert begins and begins[0] >= prompt_end - WINDOW - CHUNK_TOKENS
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", [n for n in (*BY_DEFAULT, *AT_LEISURE) if n not in DRAFTED])
 def test_the_checks_can_tell(name: str, start_engine: StartEngine, models: Path) -> None:
@@ -195,7 +223,8 @@ def test_few_blocks(name: str, start_engine: StartEngine, models: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", marked("gemma3", "gpt_oss", "gemma3_hybrid_off", "llama_eagle", long=True)
+    "name",
+    marked("gemma3", "gpt_oss", "gemma3_hybrid_off", "mistral_window", "llama_eagle", long=True),
 )
 def test_two_ranks(name: str, start_engine: StartEngine, models: Path) -> None:
     engine = start_engine(**options(name, models, tensor_parallel=2))

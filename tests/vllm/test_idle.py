@@ -17,6 +17,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -39,6 +40,9 @@ FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torc
 WIDE = replace(FULL, num_kv_heads=4)
 WINDOW = SlidingWindowSpec(
     block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=128
+)
+LOCAL = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, attention_chunk_size=128
 )
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
 BLOCKS = 8
@@ -126,8 +130,7 @@ MANAGER = "--disable-hybrid-kv-cache-manager"
     ("kv", "reason", "helps"),
     [
         (groups(), "it keeps no KV", False),
-        (groups(WINDOW, WINDOW), "no group of its layers keeps KV of all tokens", True),
-        (groups(WINDOW), "SlidingWindowSpec", True),
+        (groups(LOCAL, LOCAL), "no group of its layers keeps KV of all tokens", False),
         (groups(FULL, replace(WINDOW, num_kv_heads=4)), "pages of its groups have", False),
         (groups(replace(MLA, tokens_per_state=4)), "one state for several tokens", False),
         (groups(replace(FULL, non_causal=True)), "both directions", False),
@@ -140,7 +143,7 @@ def test_reasons_of_groups(config: Any, kv: KVCacheConfig, reason: str, helps: b
     assert (MANAGER in found) is helps
 
 
-@pytest.mark.parametrize("spec", [MLA, replace(FULL, page_size_padded=8192)])
+@pytest.mark.parametrize("spec", [MLA, replace(FULL, page_size_padded=8192), WINDOW])
 def test_specs_that_are_served(config: Any, spec: Any) -> None:
     assert reason_to_idle(config, groups(spec)) is None
 

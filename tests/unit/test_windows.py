@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store of a model whose layers all have windows: a hit needs the last chunks before its end, and
+no others.
+
+Chunks have 16 tokens, blocks 4, and the window needs the 23 tokens before the next.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from attnstore_vllm.connector.groups import check_chunks
+from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.sections import Need, Reach
+from attnstore_vllm.policy.runs import Terms
+from attnstore_vllm.scheduler.offer import has_all, still_coming
+from attnstore_vllm.testing.devices import MemoryDevice
+from attnstore_vllm.transfer.geometry import Geometry, Group
+from attnstore_vllm.types import DRAM, NVME
+from tests.helpers import (
+    CHUNK_TOKENS,
+    Rig,
+    Rigs,
+    conversation,
+    names_of,
+    payload_of,
+    push_out_of_dram,
+    sequence_of,
+)
+
+NEEDS = (Need(0, Reach.WINDOW, 24, 4),)
+LENGTH = 88
+
+
+def keys(length: int = LENGTH) -> SequenceKeys:
+    return sequence_of(conversation(1, length))
+
+
+def left(open_rig: Rigs, *lost: int, **options: object) -> tuple[Rig, MemoryDevice]:
+    """A store in which a conversation is, but for these chunks."""
+    rig, device = open_rig(needs=NEEDS, **options)
+    rig.put_all(keys())
+    device.settle()
+    names = names_of(keys())
+    rig.store.drop([rig.chunk(names[number]) for number in lost])
+    return rig, device
+
+
+def find(rig: Rig, start: int = 0, stop: int = LENGTH) -> list[Piece]:
+    return rig.store.find(keys(), start, stop)
+
+
+def hold(rig: Rig, start: int = 0, stop: int = LENGTH) -> list[Piece]:
+    held = rig.store.hold_ready(find(rig, start, stop), keys(), stop, start)
+    for piece in held:
+        name, slot = piece.chunk.name, piece.chunk.dram.slot
+        assert bytes(rig.pool.slot(slot)) == payload_of(name)
+    rig.store.release(piece.chunk for piece in held)
+    return held
+
+
+def runs(pieces: list[Piece]) -> list[tuple[int, int]]:
+    return [(piece.start, piece.stop) for piece in pieces]
+
+
+def test_what_is_behind_the_window_is_not_needed(open_rig: Rigs) -> None:
+    rig, _ = left(open_rig, 0, 1, 2)
+    assert runs(find(rig)) == runs(hold(rig)) == [(64, 80), (80, 88)]
+    assert rig.store.tiers(find(rig), 0) == {DRAM: LENGTH}
+
+
+def test_a_hit_ends_before_a_gap_in_its_window(open_rig: Rigs) -> None:
+    """The chunks before the gap have a window of their own."""
+    rig, _ = left(open_rig, 0, 4)
+    assert runs(hold(rig)) == [(40, 48), (48, 64)]
+
+
+def test_without_a_whole_window_there_is_no_hit(open_rig: Rigs) -> None:
+    rig, _ = left(open_rig, 0, 2, 4)
+    assert find(rig) == hold(rig) == []
+
+
+def test_what_is_in_hbm_is_not_needed(open_rig: Rigs) -> None:
+    rig, _ = left(open_rig, 0, 1, 2, 3, 4)
+    assert runs(hold(rig, 80)) == [(80, 88)]
+    assert hold(rig, 76) == []
+
+
+def test_a_branch_is_served_where_its_window_is(open_rig: Rigs) -> None:
+    rig, _ = left(open_rig)
+    branch = sequence_of(conversation(1)[:39] + conversation(2))
+    assert runs(rig.store.find(branch, 0, 79)) == [(12, 16), (16, 32), (32, 36)]
+    rig.store.drop([rig.chunk(names_of(keys())[0])])
+    branch = sequence_of(conversation(1)[:39] + conversation(2))
+    assert rig.store.find(branch, 0, 79) == []
+    assert branch.spine_stop == 36, "where it parts is known, be the window there or not"
+
+
+def test_nvme_and_a_restart(open_rig: Rigs) -> None:
+    rig, device = left(open_rig, 0, 1)
+    push_out_of_dram(rig, device, rig.dram_slots)
+    pieces = find(rig)
+    assert runs(pieces) == [(64, 80), (80, 88)]
+    assert rig.store.tiers(pieces, 0) == {NVME: LENGTH}
+    device.settle()
+    assert runs(hold(rig)) == [(64, 80), (80, 88)]
+    rig.close()
+    again, device = open_rig(image=bytes(device.image), needs=NEEDS)
+    find(again)
+    device.settle()
+    assert runs(hold(again)) == [(64, 80), (80, 88)]
+
+
+def test_a_window_that_has_come_in_part_backs_nothing(open_rig: Rigs) -> None:
+    """Its last chunk on the disk: a shorter hit needs tokens before the others."""
+    rig, device = left(open_rig, 0, 1, 2, 3)
+    push_out_of_dram(rig, device, rig.dram_slots)
+    device.hold()
+    pieces = find(rig)
+    device.step()
+    device.settle()
+    assert [piece.chunk.dram.state for piece in pieces] == [State.READY, State.READING]
+    assert rig.store.hold_ready(pieces, keys(), LENGTH, 0) == []
+    assert runs(still_coming([], pieces, 0, walks=True)) == [(64, 0), (80, LENGTH)]
+    device.release()
+    device.settle()
+    held = rig.store.hold_ready(pieces, keys(), LENGTH, 0)
+    assert has_all(held, pieces)
+    rig.store.release(piece.chunk for piece in held)
+
+
+def test_another_window_of_as_many_chunks_is_not_all(open_rig: Rigs) -> None:
+    rig, _ = left(open_rig)
+    pieces, earlier = find(rig), find(rig, stop=40)
+    assert len(pieces) == len(earlier) == 2
+    assert not has_all(earlier, pieces)
+
+
+def test_what_was_damaged_is_dropped_and_what_is_before_it_serves(open_rig: Rigs) -> None:
+    rig, device = left(open_rig)
+    push_out_of_dram(rig, device, rig.dram_slots)
+    broken = rig.chunk(names_of(keys())[4])
+    at = rig.slab.offset(broken.at(NVME).slot) + rig.slab.record_bytes - 1
+    device.image[at] ^= 1
+    find(rig)
+    device.settle()
+    assert broken.dropped
+    find(rig)
+    device.settle()
+    assert runs(hold(rig)) == [(40, 48), (48, 64)]
+
+
+def test_what_has_expired_is_no_part_of_a_hit(open_rig: Rigs) -> None:
+    now = 0.0
+    rig, _ = open_rig(needs=NEEDS, clock=lambda: now)
+    _, visit = rig.store.arrive("a", keys(), LENGTH, terms=Terms(ttl_s=5.0))
+    for number, name in enumerate(names_of(keys())):
+        chunk = rig.store.begin_save(name, visit.run(number) if number == 4 else None)
+        assert chunk is not None
+        rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)
+        rig.store.finish_saves([chunk])
+    assert runs(hold(rig)) == [(64, 80), (80, 88)]
+    now = 100.0
+    assert runs(hold(rig)) == [(40, 48), (48, 64)]
+
+
+def test_chunks_that_others_used_are_theirs_too(open_rig: Rigs) -> None:
+    """The visit counts chunks from the first on, though the first ones are not there."""
+    rig, _ = left(open_rig, 0, 1)
+    rig.store.arrive("first", keys(), LENGTH)
+    branch = sequence_of(conversation(1, LENGTH)[:72] + conversation(2))
+    pieces, visit = rig.store.arrive("branch", branch, 100)
+    assert runs(pieces) == [(48, 64), (64, 72)]
+    assert visit.num_shared == 5
+    assert all(rig.store.residency.run_of(piece.chunk).is_shared for piece in pieces)
+
+
+# ---- shapes -----------------------------------------------------------------------------------
+
+
+def test_a_window_is_as_long_as_a_chunk() -> None:
+    spine = Group(4, ("l",), reach="window", reach_tokens=CHUNK_TOKENS)
+    check_chunks(spine, CHUNK_TOKENS)
+    with pytest.raises(UnsupportedError, match=r"longest of 16 tokens.*chunk of 32"):
+        check_chunks(spine, 2 * CHUNK_TOKENS)
+
+
+def test_the_namespace_says_that_there_are_windows() -> None:
+    """Else a server with KV of all tokens would take a window's for whole."""
+    window = Group(4, ("l",), reach="window", reach_tokens=64)
+    kinds = [Geometry(1, (64,), (group,), 16).facts() for group in (Group(4, ("l",)), window)]
+    assert "groups" not in kinds[0]
+    assert kinds[1]["groups"][0]["reach_tokens"] == 64
