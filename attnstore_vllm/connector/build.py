@@ -21,7 +21,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.groups import groups_of, needs_of, regions_of
 from attnstore_vllm.connector.live_model import LiveWeights, model_of
-from attnstore_vllm.connector.model_rotation import rotation_of
+from attnstore_vllm.connector.model_rotation import rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of
@@ -137,7 +137,8 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     layers = attention_layers(vllm_config, geometry)
     find = cache(partial(model_of, layers))  # a search of the heap, once
     live = LiveWeights(find, own_files)
-    rotation = partial(rotation_of, find, layers, vllm_config.model_config.dtype)
+    of_groups = [{name: layers[name] for name in group.layers} for group in geometry.groups]
+    rotations = partial(rotations_of, find, of_groups, vllm_config.model_config.dtype)
 
     def write_buffer_bytes(device_bytes: int) -> int:
         if config.write_buffer_bytes is not None:
@@ -155,7 +156,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         # Where a step is cut into micro-batches, each calls the hooks.
         by_layer=not vllm_config.parallel_config.use_ubatching,
         is_alone=_is_alone(),
-        rotation=None if config.truncation is None else rotation,
+        rotations=None if config.truncation is None else rotations,
         weights=live.look,
         own_files=live.own_files,
     )

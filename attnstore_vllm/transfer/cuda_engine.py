@@ -15,8 +15,9 @@ takes few multiprocessors, and DMA none (transfer/cuda_methods.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from types import ModuleType
 from typing import Any
@@ -36,9 +37,11 @@ from attnstore_vllm.transfer.engine import (
     Pages,
     Rotation,
     Rows,
+    bytes_moved,
     bytes_of,
     check_layers,
     page_numbers,
+    rotated_numbers,
     rotation_numbers,
 )
 from attnstore_vllm.transfer.geometry import Geometry
@@ -67,7 +70,7 @@ class CudaEngine:
         layouts: of the layers, in the order in which slots hold them; addresses on `device`.
         num_rows: of the write buffer, which take the bytes of a block in HBM each; 0: none.
         rules: which way copies go; may be assigned to at any time.
-        rotation: None where nothing is moved.
+        rotations: of each group; empty where nothing is moved.
     Raises: UnsupportedError if this machine, or this build, cannot copy, or copies wrongly;
         ConfigError if there is too little memory that may be locked, or too little HBM.
         IndexError from load(), move(), save(), gather() and drain(), before anything is copied, for
@@ -76,8 +79,8 @@ class CudaEngine:
 
     overlaps = True
     why_not_moved: str | None = None
-    """`rotation` was given, but KV cannot be moved here, or was moved wrongly when that was tried:
-    nobody may call move()."""
+    """`rotations` were given, but KV cannot be moved here, or was moved wrongly when that was
+    tried: nobody may call move()."""
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class CudaEngine:
         device: torch.device,
         num_rows: int,
         rules: Rules = RULES,
-        rotation: Rotation | None = None,
+        rotations: Sequence[Rotation] = (),
     ) -> None:
         self._native = _native_module()
         _refuse_without_gpu(device)
@@ -124,9 +127,11 @@ class CudaEngine:
             self._chosen: dict[tuple[Copy, int], tuple[Pages, Rows, Rules, Rule]] = {}
             place = (geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
             check_engine(self, *place)
-            self.token_mover = self._make_token_mover(numbers[0], rotation)
-            if rotation is not None and self.token_mover is not None:
-                self.why_not_moved = check_moves(self, rotation, *place)
+            pages = partial(rotated_numbers, seen, num_slots, rank, geometry, layouts)
+            self.token_movers = self._make_token_movers(rotations, pages)
+            for group, rotation in enumerate(rotations if self.token_movers else ()):
+                why_not = check_moves(self, rotation, group, *place)
+                self.why_not_moved = self.why_not_moved or why_not
             undo.pop_all()
 
     # ---- transfer.engine.CopyEngine ----------------------------------------------------
@@ -142,15 +147,15 @@ class CudaEngine:
         except RuntimeError as error:
             return self._failed(self._loads, error)
 
-    def move(self, moved: Moved, layers: range) -> Event:
-        assert self.token_mover is not None, "nobody has said how K is rotated"
-        num_bytes = int(moved[:, 2].sum()) * bytes_of(self._geometry, layers)
-        num_bytes //= self._geometry.block_tokens
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+        assert self.token_movers, "nobody has said how K is rotated"
+        layers = self._geometry.layers_of(group) if layers is None else layers
+        num_bytes = bytes_moved(self._geometry, moved, layers, group)
         try:
             self._loads.wait_stream(self._model())
             start = self._load_times.start(self._loads)
             ring = self._tables[Copy.LOAD]
-            self.token_mover.give(moved, layers, ring, self._loads.cuda_stream)
+            self.token_movers[group].give(moved, layers, ring, self._loads.cuda_stream)
             stop = self._load_times.stop(start, self._loads, num_bytes)
             return self._event(Copy.LOAD, stop)
         except RuntimeError as error:
@@ -344,33 +349,38 @@ class CudaEngine:
         before = sum(self._geometry.regions[: self._kinds[number].first])
         rows_base = self._buffer.data_ptr() + self.num_rows * before
         shape = self._native.PageShape(**numbers, rows_base=rows_base, num_rows=self.num_rows)
-        return self._native.PageCopier(shape, **self._on_device(number))
+        return self._native.PageCopier(shape, **self._on_device(self._arrays[number]))
 
     def _array_of(self, numbers: dict[str, Any]) -> torch.Tensor:
         """Bases and offsets that the native code reads in HBM."""
         found = [*numbers["layer_bases"], *numbers["run_offsets"]]
         return torch.tensor(found, dtype=torch.int64, device=self._device)
 
-    def _on_device(self, number: int = 0) -> dict[str, int]:
-        """The device, and where the native code's array of a kind is on it."""
-        return {"device": self._device.index, "arrays": self._arrays[number].data_ptr()}
+    def _on_device(self, array: torch.Tensor) -> dict[str, int]:
+        """The device, and where an array of the native code's is on it."""
+        return {"device": self._device.index, "arrays": array.data_ptr()}
 
-    def _make_token_mover(
-        self, numbers: dict[str, Any], rotation: Rotation | None
-    ) -> TokenMover | None:
-        """None if there is no rotation, or it does not go with these pages."""
-        if rotation is None:
-            return None
-        assert len(self._kinds) == 1, "nobody rotates K of several kinds"
-        native = self._native
-        turned = rotation_numbers(rotation, self._geometry.block_tokens)
-        shapes = native.PageShape(**numbers), native.RotationShape(**turned)
-        try:
-            rotator = native.PageRotator(*shapes, **self._on_device())
-            return TokenMover(rotator, len(turned["theta"]))
-        except ValueError as error:
-            self.why_not_moved = str(error)
-            return None
+    def _make_token_movers(
+        self, rotations: Sequence[Rotation], pages: Callable[[int], dict[str, Any]]
+    ) -> list[TokenMover]:
+        """One for each group; none if a rotation does not go with its pages.
+
+        Args:
+            pages: the arguments of a group's native PageShape.
+        """
+        native, movers = self._native, []
+        for group, rotation in enumerate(rotations):
+            numbers = pages(group)
+            turned = rotation_numbers(rotation, self._geometry.groups[group].block_tokens)
+            self._arrays.append(self._array_of(numbers))
+            shapes = native.PageShape(**numbers), native.RotationShape(**turned)
+            try:
+                rotator = native.PageRotator(*shapes, **self._on_device(self._arrays[-1]))
+            except ValueError as error:
+                self.why_not_moved = str(error)
+                return []
+            movers.append(TokenMover(rotator, len(turned["theta"])))
+        return movers
 
     def _make_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """For loads and for saves. PyTorch hands streams out of a pool and begins again when it has

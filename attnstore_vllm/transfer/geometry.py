@@ -95,6 +95,10 @@ class Geometry:
     def spine(self) -> Group:
         return self.groups[0]
 
+    def layers_of(self, group: int) -> range:
+        """The regions that have a layer of this group: the first ones."""
+        return range(len(self.groups[group].layers))
+
     @property
     def layer_names(self) -> dict[str, int]:
         """The region of each layer, of all groups."""

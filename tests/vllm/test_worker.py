@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +16,7 @@ from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.types import Flow
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV
@@ -114,12 +115,13 @@ def test_a_model_that_cannot_be_looked_at_is_not_moved() -> None:
     worker = object.__new__(Worker)
     worker._num_blocks = 2
     worker.geometry = Geometry.uniform(1, 1, 16, 64, 16)
+    kv = torch.zeros(2, 1, 16, 1)
 
-    def fail(_: torch.Tensor) -> Rotation:
+    def fail(_: Sequence[torch.Tensor]) -> list[Rotation]:
         raise error
 
-    worker._rotation = fail
+    worker._rotations = fail
     for error in (AssertionError("a lambda"), RuntimeError("a tensor has no truth"), KeyError(1)):
-        turns, why = worker._find_rotation(torch.zeros(2, 4), 1)
-        assert turns is None
+        turns, why = worker._find_rotations({"l0": kv}, [describe("l0", kv, 2)])
+        assert turns == []
         assert why is not None and type(error).__name__ in why
