@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Truncated prompts of models with several KV cache groups, on a real engine: each group's K is
+turned as that group turns it, windows have what they need, and the answers are the reference's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.testing.family_models import COMMON, FAMILIES, WINDOW
+from tests.vllm.conftest import StartEngine
+from tests.vllm.host import EngineHost
+from tests.vllm.moved_groups import (
+    LENGTH,
+    Kept,
+    Served,
+    array,
+    reference_drift,
+    serve,
+    source_positions,
+)
+from tests.vllm.test_families import options
+
+CUTS: dict[str, Kept] = {
+    "all before it": ((300, LENGTH),),
+    "a middle, with the beginning kept": ((0, 170), (431, LENGTH)),
+    "two": ((0, 140), (300, 700), (977, LENGTH)),
+}
+PART = LENGTH % GRAIN_TOKENS
+UNITS = 4.0
+"""Of float32, at the pair's norm: K was rounded when it was stored, is turned and rounded again,
+by sines that were rounded."""
+DRIFT = 2e-4
+"""Nats between two implementations in float32; families differ from transformers by up to a
+quarter of it without any store."""
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: StartEngine, models: Path) -> EngineHost:
+    return start_engine(**options("gemma3", models))
+
+
+def is_full(layer: int) -> bool:
+    return (layer + 1) % 6 == 0
+
+
+def theta_of(layer: int) -> torch.Tensor:
+    """Gemma 3's two bases: its local layers', and that of each sixth layer."""
+    dim = COMMON["head_dim"]
+    base = 1_000_000.0 if is_full(layer) else 10_000.0
+    return (1.0 / base ** (torch.arange(0, dim, 2).float() / dim)).double()
+
+
+def units_off(served: Served, kept: Kept) -> dict[str, tuple[int, float, bool]]:
+    """Of each layer: moved tokens whose K and V are in HBM on both sides; how far K is from the
+    stored K, turned in float64; whether V is the stored one."""
+    heads, dim = COMMON["num_key_value_heads"], COMMON["head_dim"]
+    half, found = dim // 2, {}
+    places = source_positions(kept)[: served.found]
+    shift = (torch.arange(len(places)) - places).double()
+    for name, (key, value) in served.kv.items():
+        theta = theta_of(number := int(name.split(".")[2]))
+        before_k, before_v = (array(x, heads, dim)[places] for x in served.stored[name])
+        k, v = (array(x, heads, dim)[: len(places)] for x in (key, value))
+        both = ~(before_k.isnan() | k.isnan()).any(-1).any(-1) & (shift != 0)
+        if not is_full(number):  # what the block of a window's first token has before it is garbage
+            both[: max(0, served.found - WINDOW + 1)] = False
+        angle = (shift[:, None] * theta)[:, None]
+        one, two = before_k[..., :half], before_k[..., half:]
+        wanted = torch.cat(
+            [one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()], -1
+        )
+        norm = torch.hypot(one, two).repeat(1, 1, 2)
+        off = ((k - wanted).abs() / (norm * 2.0**-23))[both]
+        same = torch.equal(v[both], before_v[both])
+        found[name] = int(both.sum()), float(off.max()), same
+    return found
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_gemma3(engine: EngineHost, models: Path, cut: str) -> None:
+    kept = CUTS[cut]
+    served = engine.call(serve, cut, kept)
+    total = sum(stop - start for start, stop in kept)
+    placed = kept[0][1] if kept[0][0] == 0 else 0
+    assert (served.found, served.moved) == (total - PART, total - PART - placed), engine.log_text()
+    for name, (count, off, same) in units_off(served, kept).items():
+        # A window layer has the last of them alone; of the source some are gone by then.
+        in_window = min(served.moved, WINDOW - 1)
+        least = served.moved if is_full(int(name.split(".")[2])) else in_window
+        print(name, count, off)
+        assert count >= least, name
+        assert off <= UNITS, name
+        assert same, name
+    directory = Path(FAMILIES["gemma3"].arguments(models / "families")["model"])
+    drift = reference_drift(directory, served, kept)
+    print("drift", drift)
+    assert drift <= DRIFT
