@@ -17,7 +17,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.offer import plan_groups
 from attnstore_vllm.transfer import cuda_engine
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
-from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation
+from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation, rotation_numbers
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.loads import Loads
@@ -143,10 +143,9 @@ def test_a_group_that_a_gpu_turns_wrongly_is_found(monkeypatch: pytest.MonkeyPat
     world = World(cuda=True)
     assert isinstance(world.engine, CudaEngine)
     assert world.engine.why_not_moved is None
-    real = cuda_engine.rotation_numbers
 
     def wrong(rotation: Rotation, block_tokens: int) -> dict[str, Any]:
-        numbers = real(rotation, block_tokens)
+        numbers = rotation_numbers(rotation, block_tokens)
         is_window = rotation.rope is ROPES[1]
         return {**numbers, "theta": [0.5, 0.1]} if is_window else numbers
 

@@ -106,9 +106,19 @@ def array(raw: bytes, heads: int, dim: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(-1, heads, dim).double()
 
 
-@torch.no_grad()
 def reference_drift(directory: Path, served: Served, kept: Kept) -> float:
     """The largest difference of a candidate's log-probability from the reference, in nats."""
+    with torch.no_grad():
+        wanted = _reference(directory, served, kept)
+    return max(
+        abs(logprob - float(wanted[i, token]))
+        for i, candidates in enumerate(served.answer.logprobs)
+        for token, logprob in candidates
+    )
+
+
+def _reference(directory: Path, served: Served, kept: Kept) -> torch.Tensor:
+    """The log-probabilities of each token of the answer, [tokens, vocabulary]."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -133,9 +143,5 @@ def reference_drift(directory: Path, served: Served, kept: Kept) -> float:
     said = [*served.prompt[at:], *served.answer.tokens[:-1]]
     positions = torch.arange(at, at + len(said))[None]
     out = model(torch.tensor([said]), past_key_values=cache, position_ids=positions, use_cache=True)
-    wanted = out.logits[0, -len(served.answer.tokens) :].log_softmax(-1)
-    return max(
-        abs(logprob - float(wanted[i, token]))
-        for i, candidates in enumerate(served.answer.logprobs)
-        for token, logprob in candidates
-    )
+    logits: torch.Tensor = out.logits[0, -len(served.answer.tokens) :]
+    return logits.log_softmax(-1)

@@ -12,9 +12,14 @@ import torch
 from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.testing.family_models import COMMON, FAMILIES, WINDOW
 from tests.vllm.conftest import StartEngine
+from tests.vllm.engine import Answer, Engine
+from tests.vllm.family_checks import compute, forget
 from tests.vllm.host import EngineHost
 from tests.vllm.moved_groups import (
+    ANSWER,
+    ASKS,
     LENGTH,
+    NEW,
     Kept,
     Served,
     array,
@@ -22,6 +27,8 @@ from tests.vllm.moved_groups import (
     serve,
     source_positions,
 )
+from tests.vllm.prompts import random_tokens
+from tests.vllm.rounding import drift
 from tests.vllm.test_families import options
 
 CUTS: dict[str, Kept] = {
@@ -80,7 +87,9 @@ def units_off(served: Served, kept: Kept) -> dict[str, tuple[int, float, bool]]:
     return found
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "cut", [x if "middle" in x else pytest.param(x, marks=pytest.mark.long) for x in CUTS]
+)
 def test_gemma3(engine: EngineHost, models: Path, cut: str) -> None:
     kept = CUTS[cut]
     served = engine.call(serve, cut, kept)
@@ -96,6 +105,97 @@ def test_gemma3(engine: EngineHost, models: Path, cut: str) -> None:
         assert off <= UNITS, name
         assert same, name
     directory = Path(FAMILIES["gemma3"].arguments(models / "families")["model"])
-    drift = reference_drift(directory, served, kept)
-    print("drift", drift)
-    assert drift <= DRIFT
+    off = reference_drift(directory, served, kept)
+    print("drift", off)
+    assert off <= DRIFT
+
+
+@pytest.mark.long
+def test_from_nvme(engine: EngineHost, models: Path) -> None:
+    """Neither the source's tokens nor its sections' are in DRAM."""
+    kept = CUTS["a middle, with the beginning kept"]
+    served = engine.call(serve, "nvme", kept, "nvme")
+    assert served.moved == LENGTH - 431 - PART, engine.log_text()
+    directory = Path(FAMILIES["gemma3"].arguments(models / "families")["model"])
+    assert reference_drift(directory, served, kept) <= DRIFT
+
+
+def chain(engine: Engine, turns: int) -> list[tuple[int, int]]:
+    """A conversation that is cut before each turn: tokens moved, and kept."""
+    text = random_tokens("chain", LENGTH)
+    engine.ask(text, salt="chain", max_tokens=2, extra_args=ASKS)
+    found = []
+    for turn in range(turns):
+        forget(engine)
+        text = text[250:] + random_tokens(("chain", turn), 250)
+        before = int(engine.metric("moved_tokens", "dram"))
+        engine.ask(text, salt="chain", max_tokens=1, extra_args=ASKS)
+        found.append((int(engine.metric("moved_tokens", "dram")) - before, len(text) - 250))
+    return found
+
+
+def test_a_conversation_that_is_cut_again_and_again(engine: EngineHost) -> None:
+    """Windows reach from a turn's own tokens back into those of several before it."""
+    found = engine.call(chain, 4)
+    assert all(kept - moved <= GRAIN_TOKENS for moved, kept in found), found
+
+
+def others(engine: Engine) -> tuple[Answer, list[Answer]]:
+    """The same tokens as a truncated request's, as everybody else gets them: computed, and then
+    asked for while the moved KV is in HBM, and after."""
+    source = random_tokens("others", LENGTH)
+    kept = source[300:] + random_tokens("others, new", NEW)
+    expected = compute(engine, kept, 0)
+    engine.ask(source, salt="others", max_tokens=2, extra_args=ASKS)
+    forget(engine)
+    engine.ask(kept, salt="others", max_tokens=ANSWER, extra_args=ASKS)
+    first = engine.ask(kept, salt="others", max_tokens=len(expected.tokens))
+    forget(engine)
+    return expected, [first, engine.ask(kept, salt="others", max_tokens=len(expected.tokens))]
+
+
+def test_others_get_exact_answers(engine: EngineHost) -> None:
+    before = int(engine.call(Engine.metric, "moved_tokens", "dram"))
+    expected, (while_there, after) = engine.call(others)
+    moved = int(engine.call(Engine.metric, "moved_tokens", "dram")) - before
+    assert moved == LENGTH - 300 - PART
+    assert while_there.cached_tokens == 0
+    assert after.cached_tokens > 0, "what was computed for everybody"
+    for answer in (while_there, after):
+        assert drift(expected, answer) <= DRIFT
+    engine.call(Engine.check_quiet)
+
+
+MOVED = ("gemma2", "gpt_oss", "cohere2", "llama4", "olmo3", "gemma3n", "gemma4")
+"""Other rotations: YaRN, pairs of neighbours, none at all in layers with all tokens."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MOVED)
+def test_other_families(start_engine: StartEngine, models: Path, name: str) -> None:
+    host = start_engine(**options(name, models))
+    kept = CUTS["two"]
+    served = host.call(serve, name, kept)
+    total = sum(stop - start for start, stop in kept)
+    print(served.found, served.moved, total)
+    said = [x for x in host.log_text().splitlines() if "truncated prompts are computed: " in x]
+    assert said == []
+    assert served.moved > 0, host.log_text()
+    directory = Path(FAMILIES[name].arguments(models / "families")["model"])
+    off = reference_drift(directory, served, kept)
+    print("drift", off)
+    assert served.found == total - PART
+    assert off <= DRIFT
+
+
+REFUSED = {"qwen3_next": "it has recurrent states", "lfm2": "it has recurrent states"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(start_engine: StartEngine, models: Path, name: str) -> None:
+    host = start_engine(**options(name, models))
+    served = host.call(serve, name, CUTS["all before it"])
+    assert (served.moved, served.found) == (0, 0)
+    said = [x for x in host.log_text().splitlines() if "truncated prompts are computed: " in x]
+    assert len(said) == 1 and REFUSED[name] in said[0], said

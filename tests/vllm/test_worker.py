@@ -15,7 +15,7 @@ from attnstore_vllm.scheduler.open_plans import KEPT_S
 from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.engine import Rotation
-from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.types import Flow
 from tests.vllm.scripted import ScriptedEngine
@@ -125,3 +125,37 @@ def test_a_model_that_cannot_be_looked_at_is_not_moved() -> None:
         turns, why = worker._find_rotations({"l0": kv}, [describe("l0", kv, 2)])
         assert turns == []
         assert why is not None and type(error).__name__ in why
+
+
+@pytest.mark.parametrize(("groups", "page_bytes", "why"), [
+    ((Group(16, ("l0",)), Group(16, ("l1",), 1, "window", 32)), 512, None),
+    ((Group(16, ("l0",)), Group(16, ("l1",), 1, "window", 32)), 1024, "512 bytes in pages of 1024"),
+    ((Group(16, ("l0",)), Group(16, ("l1",), 1, "state", 0)), 512, "recurrent states"),
+    ((Group(16, ("l0", "l2")),), 512, "KV of 2 kinds"),
+])  # fmt: skip
+def test_groups_that_are_not_moved(
+    groups: tuple[Group, ...], page_bytes: int, why: str | None
+) -> None:
+    """Each group's own block is asked for; what is not understood has a reason."""
+    num_regions = max(len(group.layers) for group in groups)
+    worker = object.__new__(Worker)
+    worker._num_blocks = 2
+    worker.geometry = Geometry(1, num_regions * (page_bytes,), groups, 16)
+    kv = {
+        "l0": torch.zeros(2, 1, 16, 8), "l1": torch.zeros(4, 2, 8, 4),
+        "l2": torch.zeros(2, 2, 16, 4),
+    }  # fmt: skip
+    layouts = [describe(name, kv[name], 2) for name in groups[0].layers]
+    asked: list[list[tuple[int, ...]]] = []
+
+    def look(blocks: Sequence[torch.Tensor]) -> list[Rotation]:
+        asked.append([tuple(block.shape) for block in blocks])
+        return []
+
+    worker._rotations = look
+    _, reason = worker._find_rotations(kv, layouts)
+    if why is None:
+        assert (reason, asked) == (None, [[(1, 1, 16, 8), (2, 2, 8, 4)]])
+    else:
+        assert reason is not None and why in reason
+        assert not asked
