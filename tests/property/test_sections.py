@@ -184,6 +184,32 @@ def check_moved(found: list[Piece], need: Need, places: list[int], start: int, s
             assert piece.start >= need.first_token(stop), "more than the window"
 
 
+@pytest.mark.parametrize(("section_stop", "wanted"), [
+    (64, [(0, 16)]),  # nothing of the moved chunk: what was to be followed ends at a whole block
+    (107, [(0, 20), (20, 46)]),  # 43 of its tokens: two whole blocks of the source's
+    (128, [(0, 20), (20, 78)]),
+])  # fmt: skip
+def test_a_shorter_hit_with_moved_tokens_ends_where_one_may(
+    section_stop: int, wanted: list[tuple[int, int]]
+) -> None:
+    """Tokens 0 to 20 of the source in their place, 70 to 128 behind them; whole blocks of 16."""
+    source = sequence_of(list(range(128)), chunk_tokens=64)
+    index, chunks = PrefixIndex(64, grain=16), []
+    ends = [(source, 64), (source, 128), (source.section(1, 0), 64)]
+    if section_stop > 64:
+        ends.append((source.section(1, 0), section_stop))
+    for keys, stop in ends:
+        name = name_up_to(keys, (stop - 1) // 64, TENANT, stop)
+        chunks.append(Chunk(name, dram=InTier(State.READY)))
+        index.add(chunks[-1])
+    request = sequence_of([*range(20), *range(70, 128), 10_001], chunk_tokens=64)
+    moved = Piece(chunks[1], 20, 78, first=6, tokens=chunks[1].name.tokens)
+    spine = [*index.match(request, 0, 20, grain=1), moved]
+    found = fit(index, request, [Need(1, Reach.FULL, 0, 16)], spine, 0, lambda _: True)
+    assert [(p.start, p.stop) for p in found if p.group == 0] == wanted
+    assert [p.stop for p in found if p.group][-1:] == [wanted[-1][1]]
+
+
 def test_a_state_does_not_go_with_moved_tokens() -> None:
     """Of all tokens before it, and those are others now."""
     stored = {(n, g): (0, CHUNK) for n in range(4) for g in range(2)}
