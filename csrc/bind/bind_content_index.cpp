@@ -90,6 +90,7 @@ void bind_content_index(py::module_& m) {
       .def("clear", &ContentIndex::clear)
       .def("find", &find, py::arg("domain"), py::arg("tokens"), py::arg("start"), py::arg("stop"),
            py::arg("min_extent"), py::arg("max_extents"),
-           "A list of extents, each a list of (key, first, start, stop, tokens of its chunk, is_exact).")
+           "A list of extents, each a list of (key, first, start, stop, tokens of its chunk, "
+           "is_exact).")
       .def("work", &work, "Windows, candidates, walks, looks and tokens of the last find().");
 }

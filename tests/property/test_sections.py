@@ -65,18 +65,21 @@ def is_in(stored: Stored, group: int, block_tokens: int, token: int) -> bool:
     return found is not None and found[0] * block_tokens <= token % CHUNK < found[1]
 
 
+def first_needed(need: Need, stop: int) -> int:
+    """The first token that the group's layers look at when token `stop` is computed."""
+    if need.reach is Reach.WINDOW:
+        return min(stop, max(0, stop - need.reach_tokens + 1))
+    if need.reach is Reach.LOCAL:
+        return stop // need.reach_tokens * need.reach_tokens
+    return 0
+
+
 def is_backed(needs: list[Need], stored: Stored, start: int, stop: int) -> bool:
     """Whether each token that a group needs of [start, stop) is in what is stored."""
     for need in [Need(0, Reach.FULL, 0, CHUNK), *needs]:
-        if need.reach is Reach.WINDOW:
-            first = stop - need.reach_tokens + 1
-        elif need.reach is Reach.LOCAL:
-            first = stop // need.reach_tokens * need.reach_tokens
-        else:
-            first = 0
         if not all(
             is_in(stored, need.group, need.block_tokens, token)
-            for token in range(max(start, first), stop)
+            for token in range(max(start, first_needed(need, stop)), stop)
         ):
             return False
     return True
@@ -160,7 +163,7 @@ def test_the_farthest_length_with_moved_tokens(
         return all(
             is_in(stored, need.group, need.block_tokens, places[token])
             for need in needs
-            for token in range(max(start, need.first_token(stop)), stop)
+            for token in range(max(start, first_needed(need, stop)), stop)
         )
 
     wanted = [end for end in range(start, farthest + 1) if backs(end)]
@@ -173,15 +176,15 @@ def check_moved(found: list[Piece], need: Need, places: list[int], start: int, s
     """The group's pieces have all that it needs, and each is of the token that stands there."""
     pieces = [piece for piece in found if piece.group == need.group]
     assert all(a.stop == b.start for a, b in pairwise(pieces))
-    if max(start, need.first_token(stop)) < stop:
-        assert pieces[0].start <= max(start, need.first_token(stop))
+    if max(start, first_needed(need, stop)) < stop:
+        assert pieces[0].start <= max(start, first_needed(need, stop))
         assert pieces[-1].stop == stop
     for piece in pieces:
         origin = piece.chunk.name.position + piece.shift
         for token in range(piece.start, piece.stop):
             assert places[token] == piece.chunk.name.position + token - origin
         if piece.first is not None:
-            assert piece.start >= need.first_token(stop), "more than the window"
+            assert piece.start >= first_needed(need, stop), "more than the window"
 
 
 @pytest.mark.parametrize(("section_stop", "wanted"), [
