@@ -15,9 +15,8 @@ takes few multiprocessors, and DMA none (transfer/cuda_methods.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import count
 from types import ModuleType
 from typing import Any
@@ -41,7 +40,6 @@ from attnstore_vllm.transfer.engine import (
     bytes_of,
     check_layers,
     page_numbers,
-    rotated_numbers,
     rotation_numbers,
 )
 from attnstore_vllm.transfer.geometry import Geometry
@@ -127,8 +125,7 @@ class CudaEngine:
             self._chosen: dict[tuple[Copy, int], tuple[Pages, Rows, Rules, Rule]] = {}
             place = (geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
             check_engine(self, *place)
-            pages = partial(rotated_numbers, seen, num_slots, rank, geometry, layouts)
-            self.token_movers = self._make_token_movers(rotations, pages)
+            self.token_movers = self._make_token_movers(numbers[0], rotations)
             for group, rotation in enumerate(rotations if self.token_movers else ()):
                 why_not = check_moves(self, rotation, group, *place)
                 self.why_not_moved = self.why_not_moved or why_not
@@ -349,33 +346,28 @@ class CudaEngine:
         before = sum(self._geometry.regions[: self._kinds[number].first])
         rows_base = self._buffer.data_ptr() + self.num_rows * before
         shape = self._native.PageShape(**numbers, rows_base=rows_base, num_rows=self.num_rows)
-        return self._native.PageCopier(shape, **self._on_device(self._arrays[number]))
+        return self._native.PageCopier(shape, **self._on_device(number))
 
     def _array_of(self, numbers: dict[str, Any]) -> torch.Tensor:
         """Bases and offsets that the native code reads in HBM."""
         found = [*numbers["layer_bases"], *numbers["run_offsets"]]
         return torch.tensor(found, dtype=torch.int64, device=self._device)
 
-    def _on_device(self, array: torch.Tensor) -> dict[str, int]:
-        """The device, and where an array of the native code's is on it."""
-        return {"device": self._device.index, "arrays": array.data_ptr()}
+    def _on_device(self, number: int = 0) -> dict[str, int]:
+        """The device, and where the native code's array of a kind is on it."""
+        return {"device": self._device.index, "arrays": self._arrays[number].data_ptr()}
 
     def _make_token_movers(
-        self, rotations: Sequence[Rotation], pages: Callable[[int], dict[str, Any]]
+        self, numbers: dict[str, Any], rotations: Sequence[Rotation]
     ) -> list[TokenMover]:
-        """One for each group; none if a rotation does not go with its pages.
-
-        Args:
-            pages: the arguments of a group's native PageShape.
-        """
+        """One for each group; none if a rotation does not go with these pages."""
         native, movers = self._native, []
-        for group, rotation in enumerate(rotations):
-            numbers = pages(group)
-            turned = rotation_numbers(rotation, self._geometry.groups[group].block_tokens)
-            self._arrays.append(self._array_of(numbers))
+        assert len(self._kinds) == 1 or not rotations, "nobody rotates K of several kinds"
+        for group, rotation in zip(self._geometry.groups, rotations, strict=False):
+            turned = rotation_numbers(rotation, group.block_tokens)
             shapes = native.PageShape(**numbers), native.RotationShape(**turned)
             try:
-                rotator = native.PageRotator(*shapes, **self._on_device(self._arrays[-1]))
+                rotator = native.PageRotator(*shapes, **self._on_device())
             except ValueError as error:
                 self.why_not_moved = str(error)
                 return []

@@ -288,25 +288,11 @@ def page_rotator(
     group: int,
     rotation: Rotation,
 ) -> PageRotator:
-    """The native copier of single tokens of one group; of its arguments what CpuEngine says."""
-    pages = rotated_numbers(slots_base, num_slots, rank, geometry, layouts, group)
-    turned = rotation_numbers(rotation, geometry.groups[group].block_tokens)
-    return PageRotator(PageShape(**pages), RotationShape(**turned))
-
-
-def rotated_numbers(
-    slots_base: int,
-    num_slots: int,
-    rank: int,
-    geometry: Geometry,
-    layouts: Sequence[LayerLayout],
-    group: int,
-) -> dict[str, Any]:
-    """Arguments of the PageShape of a group's rotator: pages of one kind, the group's layers
-    alone. To the native code these are all that there are."""
+    """The native copier of single tokens of one group, of pages of one kind; of its arguments what
+    CpuEngine says."""
     (numbers,) = page_numbers(slots_base, num_slots, rank, geometry, layouts)
-    bases = numbers["layer_bases"][: len(geometry.layers_of(group))]
-    return {**numbers, "layer_bases": bases}
+    turned = rotation_numbers(rotation, geometry.groups[group].block_tokens)
+    return PageRotator(PageShape(**numbers), RotationShape(**turned))
 
 
 def rotation_numbers(rotation: Rotation, block_tokens: int) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def check_moved(found: list[Piece], need: Need, places: list[int], start: int, s
 
 @pytest.mark.parametrize(("section_stop", "wanted"), [
     (64, [(0, 16)]),  # nothing of the moved chunk: what was to be followed ends at a whole block
-    (107, [(0, 20), (20, 46)]),  # 43 of its tokens: two whole blocks of the source's
+    (113, [(0, 20), (20, 62)]),  # 49 of its tokens: three whole blocks of the source's
     (128, [(0, 20), (20, 78)]),
 ])  # fmt: skip
 def test_a_shorter_hit_with_moved_tokens_ends_where_one_may(
@@ -214,11 +214,13 @@ def test_a_shorter_hit_with_moved_tokens_ends_where_one_may(
 
 
 def test_a_state_does_not_go_with_moved_tokens() -> None:
-    """Of all tokens before it, and those are others now."""
+    """Also if somebody has computed these very tokens, and only the state is left of it."""
     stored = {(n, g): (0, CHUNK) for n in range(4) for g in range(2)}
     source = sequence_of(list(range(32)), chunk_tokens=CHUNK)
     index, _kept = filled(source, stored)
     request = sequence_of([*range(8), *range(16, 32)], chunk_tokens=CHUNK)
+    left = Chunk(name_up_to(request.section(1, 0), 2, TENANT, 24), dram=InTier(State.READY))
+    index.add(left)
     spine = index.match(request, 0, 8, grain=1) + moved_pieces(index, source, stored, (16, 32), 8)
     assert spine[-1].stop == 24
     found = fit(index, request, [Need(1, Reach.STATE, 0, CHUNK)], spine, 0, lambda _: True)

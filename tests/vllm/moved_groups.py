@@ -10,7 +10,7 @@ the hidden states are those of the source, since rotations are relative.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from attnstore_vllm.connector.model_rotation import content_of
 from tests.vllm.engine import Answer, Engine
-from tests.vllm.family_checks import forget
+from tests.vllm.family_checks import compute, forget
 from tests.vllm.prompts import random_tokens
 
 ASKS = {"kv_transfer_params": {"attnstore": {"truncation": True, "report": True}}}
@@ -38,6 +38,8 @@ class Served:
     moved: int
     found: int
     answer: Answer
+    computed: Answer
+    """The same prompt's, with nothing moved."""
     stored: KvOfLayers
     """Of the source, when its first token was said."""
     kv: KvOfLayers
@@ -93,7 +95,8 @@ def serve(engine: Engine, seed: str, kept: Kept, tier: str = "dram") -> Served:
     prompt += random_tokens((seed, "new"), NEW)
     kv, answer = say(engine, prompt, seed, ANSWER)
     moved = int(engine.metric("moved_tokens", "dram")) - moved
-    return Served(source, prompt, moved, answer.cached_tokens, answer, stored, kv)
+    computed = compute(engine, prompt, 0, ANSWER)
+    return Served(source, prompt, moved, answer.cached_tokens, answer, computed, stored, kv)
 
 
 def source_positions(kept: Kept) -> torch.Tensor:
@@ -106,10 +109,16 @@ def array(raw: bytes, heads: int, dim: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(-1, heads, dim).double()
 
 
-def reference_drift(directory: Path, served: Served, kept: Kept) -> float:
-    """The largest difference of a candidate's log-probability from the reference, in nats."""
+def reference_drifts(directory: Path, served: Served, kept: Kept) -> tuple[float, float]:
+    """The largest difference of a candidate's log-probability from the reference, in nats; and the
+    same of the computed prompt, which says how much is rounding between the two programs."""
+    plain = replace(served, answer=served.computed, found=0)
     with torch.no_grad():
-        wanted = _reference(directory, served, kept)
+        return _drift(directory, served, kept), _drift(directory, plain, kept)
+
+
+def _drift(directory: Path, served: Served, kept: Kept) -> float:
+    wanted = _reference(directory, served, kept)
     return max(
         abs(logprob - float(wanted[i, token]))
         for i, candidates in enumerate(served.answer.logprobs)
