@@ -109,16 +109,27 @@ def array(raw: bytes, heads: int, dim: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(-1, heads, dim).double()
 
 
-def reference_drifts(directory: Path, served: Served, kept: Kept) -> tuple[float, float]:
+def reference_drifts(
+    directory: Path, served: Served, kept: Kept, **config: Any
+) -> tuple[float, float]:
     """The largest difference of a candidate's log-probability from the reference, in nats; and the
-    same of the computed prompt, which says how much is rounding between the two programs."""
+    same of the computed prompt, which says how much is rounding between the two programs.
+
+    Args:
+        config: of transformers' model, where vLLM reads the file otherwise.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", **config
+    ).eval()
     plain = replace(served, answer=served.computed, found=0)
     with torch.no_grad():
-        return _drift(directory, served, kept), _drift(directory, plain, kept)
+        return _drift(model, served, kept), _drift(model, plain, kept)
 
 
-def _drift(directory: Path, served: Served, kept: Kept) -> float:
-    wanted = _reference(directory, served, kept)
+def _drift(model: Any, served: Served, kept: Kept) -> float:
+    wanted = _reference(model, served, kept)
     return max(
         abs(logprob - float(wanted[i, token]))
         for i, candidates in enumerate(served.answer.logprobs)
@@ -126,13 +137,10 @@ def _drift(directory: Path, served: Served, kept: Kept) -> float:
     )
 
 
-def _reference(directory: Path, served: Served, kept: Kept) -> torch.Tensor:
+def _reference(model: Any, served: Served, kept: Kept) -> torch.Tensor:
     """The log-probabilities of each token of the answer, [tokens, vocabulary]."""
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import DynamicCache
 
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
     source = torch.tensor([served.source])
     parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
     at = 0

@@ -52,7 +52,9 @@ def engine(start_engine: StartEngine, models: Path) -> EngineHost:
 
 def check_reference(name: str, models: Path, served: Served, kept: Kept) -> None:
     directory = Path(FAMILIES[name].arguments(models / "families")["model"])
-    moved, plain = reference_drifts(directory, served, kept)
+    # vLLM's Cohere 2 looks one token farther back than the file says.
+    config = {"sliding_window": WINDOW + 1} if name == "cohere2" else {}
+    moved, plain = reference_drifts(directory, served, kept, **config)
     print(f"drift {moved:.2e}, of the computed prompt {plain:.2e}")
     assert moved <= MARGIN * max(FLOOR, plain)
 
