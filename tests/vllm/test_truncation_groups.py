@@ -180,12 +180,12 @@ MOVED = ("gemma2", "gpt_oss", "cohere2", "llama4", "olmo3", "gemma3n", "gemma4")
 def test_other_families(start_engine: StartEngine, models: Path, name: str) -> None:
     host = start_engine(**options(name, models))
     kept = CUTS["two"]
-    served = host.call(serve, name, kept)
+    served = host.call(serve, "two", kept)
     total = sum(stop - start for start, stop in kept)
     print(served.found, served.moved, total)
     said = [x for x in host.log_text().splitlines() if "truncated prompts are computed: " in x]
     assert said == []
-    assert served.moved > 0, host.log_text()
+    assert served.moved == total - PART - 140, "no token after a cut is the one that was cut"
     check_reference(name, models, served, kept)
     assert served.found == total - PART
 
