@@ -193,7 +193,7 @@ def test_other_families(start_engine: StartEngine, models: Path, name: str) -> N
 REFUSED = {
     "qwen3_next": "it has recurrent states",
     "gemma4": "its rotary embedding is Gemma4RotaryEmbedding, which is not known",
-    "olmo3": "has 0 rotary embeddings beside it",  # its code is transformers', which has one for all
+    "olmo3": "has 0 rotary embeddings beside it",  # transformers' code has one for all
 }
 
 
