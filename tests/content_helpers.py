@@ -123,6 +123,7 @@ class World:
                 chunk = self.known[piece.key]
                 last = piece.first + piece.num_tokens
                 assert chunk.domain == domain
+                assert piece.tokens == chunk.name.tokens
                 assert piece.start == at < piece.stop
                 assert chunk.native_from <= piece.first
                 assert chunk.tokens[piece.first : last] == prompt[piece.start : piece.stop]

@@ -60,7 +60,7 @@ class CudaRig(Rig):
         layouts = [describe(f"layer {i}", kv, BLOCKS) for i, kv in enumerate(self.layers)]
         self.cuda = CudaEngine(
             self.slots.ctypes.data, SLOTS, rank, self.geometry, layouts,
-            torch.device("cuda", 0), num_rows, rules, rotation_of(order) if moves else None,
+            torch.device("cuda", 0), num_rows, rules, [rotation_of(order)] if moves else [],
         )  # fmt: skip
         self.engine = self.cuda
         sides = rotation_of(order).content
@@ -153,7 +153,7 @@ class Story:
 
     def run(self, steps: int) -> None:
         acts = [self.compute, self.save, self.load, self.read, self.poll]
-        if self.rig.cuda.token_mover is not None:
+        if self.rig.cuda.token_movers:
             acts += [self.move, self.move]
         for _ in range(steps):
             self.random.choice(acts)()

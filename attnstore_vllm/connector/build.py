@@ -22,7 +22,7 @@ from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.drafts import drafts_of, needs_next_token
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.live_model import LiveWeights, models_of
-from attnstore_vllm.connector.model_rotation import rotation_of
+from attnstore_vllm.connector.model_rotation import rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of
@@ -156,7 +156,8 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
             raise UnsupportedError("its drafts keep KV of their own")
         return find()[0]
 
-    rotation = partial(rotation_of, find_one, layers, vllm_config.model_config.dtype)
+    of_groups = [{name: layers[name] for name in group.layers} for group in geometry.groups]
+    rotations = partial(rotations_of, find_one, of_groups, vllm_config.model_config.dtype)
 
     def write_buffer_bytes(device_bytes: int) -> int:
         if config.write_buffer_bytes is not None:
@@ -174,7 +175,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         # Where a step is cut into micro-batches, each calls the hooks.
         by_layer=not vllm_config.parallel_config.use_ubatching,
         is_alone=_is_alone(),
-        rotation=None if config.truncation is None else rotation,
+        rotations=None if config.truncation is None else rotations,
         weights=live.look,
         own_files=live.own_files,
     )

@@ -4,7 +4,7 @@ kernels put each number of a page. Whatever is not understood is refused, with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +18,11 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
     YaRNScalingRotaryEmbedding,
 )
 
-from attnstore_vllm.connector.rope_trial import check_turns
+from attnstore_vllm.connector.rope_trial import turns
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.page_content import ContentMap, Write, probe
-from attnstore_vllm.transfer.rope import Rope, check_table
+from attnstore_vllm.transfer.rope import NO_ROPE, Rope, check_table
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -33,37 +33,84 @@ _STATIC = (
 )  # fmt: skip
 
 
-def rope_of(
-    model: torch.nn.Module, layers: Mapping[str, Attention], dtype: torch.dtype | None = None
-) -> Rope:
-    """The rotation that all these layers give their K.
+def ropes_of(
+    model: torch.nn.Module,
+    groups: Sequence[Mapping[str, Attention]],
+    dtype: torch.dtype | None = None,
+) -> list[Rope]:
+    """The rotation that the layers of each group give their K.
 
     A layer's rotation is the one module of its kind that stands beside it in the module that has
-    both; that K turns by it is tried (rope_trial.py). Raises UnsupportedError if some layer has
-    none, if they differ, if one is not static, or if a layer's K turns otherwise.
+    both; that K turns by it is tried (rope_trial.py). In a group whose layers all leave K as it is
+    K is copied (NO_ROPE), if another group's layers rotate: a model in which none does has its
+    positions elsewhere. Raises UnsupportedError if that is so, if layers of a group differ, if a
+    rotation is not static, or if a layer's K turns otherwise.
 
     Args:
         model: has the layers.
         dtype: of its activations; None: that of the rotary embedding's table.
     Cost: a look at all modules, and a trial for each layer.
     """
-    wanted = {id(layer) for layer in layers.values()}
+    beside = _beside(model, [layer for layers in groups for layer in layers.values()])
+    found = [_rotary_of(layers, beside) for layers in groups]
+    ropes = [NO_ROPE if rotary is None else _static(rotary) for rotary in found]
+    table = next((rotary.cos_sin_cache for rotary in found if rotary is not None), None)
+    if table is None:
+        raise UnsupportedError(_none_beside(next(iter(groups[0])), 0))
+    how = (len(table), dtype or table.dtype, table.device)
+    wrong: list[str] = []
+    stand: list[list[str]] = []
+    for layers, rope in zip(groups, ropes, strict=True):
+        stand.append([])
+        num_tried = 0
+        for name, layer in layers.items():
+            for holder in beside.get(id(layer), []):
+                num_tried += 1
+                try:
+                    if not turns(holder, layer, rope, layer.head_size, *how):
+                        stand[-1].append(f"layer {name}: {_stands(holder)}")
+                except UnsupportedError as error:  # others are tried all the same (rope_trial.py)
+                    wrong.append(f"layer {name}: {error}")
+        if len(stand[-1]) < num_tried:
+            wrong += stand[-1]
+    if all(stand):
+        wrong += stand[0]
+    if wrong:
+        raise UnsupportedError(wrong[0])
+    return [NO_ROPE if some else rope for some, rope in zip(stand, ropes, strict=True)]
+
+
+def _beside(
+    model: torch.nn.Module, layers: Sequence[Attention]
+) -> dict[int, list[torch.nn.Module]]:
+    """The modules that have each layer as a member, by its id."""
+    wanted = {id(layer) for layer in layers}
     holders: dict[int, list[torch.nn.Module]] = {}
     for holder in model.modules():
         for member in holder._modules.values():
             if id(member) in wanted:
                 holders.setdefault(id(member), []).append(holder)
+    return holders
+
+
+def _rotary_of(
+    layers: Mapping[str, Attention], holders: Mapping[int, Sequence[torch.nn.Module]]
+) -> RotaryEmbeddingBase | None:
+    """The one rotary embedding beside the layers of a group, None if none of them has one."""
     found: list[RotaryEmbeddingBase] = []
+    without = None
     for name, layer in layers.items():
         beside = holders.get(id(layer), [])
         members = [member for holder in beside for member in holder._modules.values()]
         ropes = list({id(m): m for m in members if isinstance(m, RotaryEmbeddingBase)}.values())
-        if len(ropes) != 1:
-            raise UnsupportedError(
-                f"layer {name} has {len(ropes)} rotary embeddings beside it; K can be moved where "
-                "there is one (not with ALiBi, learned positions or none)"
-            )
+        if len(ropes) > 1 or not beside:  # what is in no module that was seen cannot be tried
+            raise UnsupportedError(_none_beside(name, len(ropes)))
+        without = without or (name if not ropes else None)
         found += ropes
+    if not found:
+        return None
+    if without is not None:
+        raise UnsupportedError(_none_beside(without, 0))
     first = found[0]
     ropes_differ = any(
         type(rope) is not type(first)
@@ -74,25 +121,21 @@ def rope_of(
     )
     if ropes_differ:
         raise UnsupportedError("its layers do not all rotate K alike")
-    rope, table = _static(first), first.cos_sin_cache
-    wrong = []
-    for name, layer in layers.items():
-        for holder in holders[id(layer)]:
-            try:
-                check_turns(
-                    holder,
-                    layer,
-                    rope,
-                    len(table),
-                    layer.head_size,
-                    dtype or table.dtype,
-                    table.device,
-                )
-            except UnsupportedError as error:  # the others are tried all the same (rope_trial.py)
-                wrong.append(f"layer {name}: {error}")
-    if wrong:
-        raise UnsupportedError(wrong[0])
-    return rope
+    return first
+
+
+def _none_beside(name: str, count: int) -> str:
+    return (
+        f"layer {name} has {count} rotary embeddings beside it; K can be moved where there is one "
+        "(not with ALiBi, learned positions or none)"
+    )
+
+
+def _stands(holder: torch.nn.Module) -> str:
+    return (
+        f"{type(holder).__name__} does not cache K as its rotary embedding turns it: its K has no "
+        "position, and others' have one"
+    )
 
 
 def _static(rope: RotaryEmbeddingBase) -> Rope:
@@ -119,31 +162,40 @@ def _static(rope: RotaryEmbeddingBase) -> Rope:
     return Rope(theta64, rope.rotary_dim, rope.is_neox_style)
 
 
-def rotation_of(
+def rotations_of(
     find: Callable[[], torch.nn.Module],
-    layers: Mapping[str, Attention],
+    groups: Sequence[Mapping[str, Attention]],
     dtype: torch.dtype,
-    block: torch.Tensor,
-) -> Rotation:
-    """How the KV of these layers is moved. Raises UnsupportedError.
+    blocks: Sequence[torch.Tensor],
+) -> list[Rotation]:
+    """How the KV of each group's layers is moved. Raises UnsupportedError.
 
     Args:
         find: finds the model that has them.
         dtype: of the model's activations.
-        block: one block of one layer's tensor, [kernel blocks, heads, tokens, 2 * head_dim]: the
-            kernels may see a block of the scheduler as several of their own.
+        blocks: of each group one block of one layer's tensor, [kernel blocks, heads, tokens,
+            2 * head_dim]: the kernels may see a block of the scheduler as several of their own.
     """
-    content = content_of(next(iter(layers.values())), block)
-    stored = str(block.dtype).removeprefix("torch.")
-    rope = rope_of(find(), layers, dtype)
-    return Rotation(rope, content, block.shape[1], block.shape[3] // 2, stored)
+    contents = [
+        content_of(next(iter(layers.values())), block)
+        for layers, block in zip(groups, blocks, strict=True)
+    ]
+    ropes = ropes_of(find(), groups, dtype)
+    return [
+        Rotation(rope, content, block.shape[1], block.shape[3] // 2, _name_of(block.dtype))
+        for rope, content, block in zip(ropes, contents, blocks, strict=True)
+    ]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def content_of(layer: Attention, block: torch.Tensor) -> ContentMap:
     """Where the layer's kernels put K and V within a block. Raises UnsupportedError.
 
     Args:
-        block: see rotation_of(). Not written to.
+        block: see rotations_of(). Not written to.
     """
     head_dim = layer.head_size
     if block.dim() != 4 or block.shape[3] != 2 * head_dim:

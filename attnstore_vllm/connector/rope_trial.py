@@ -22,7 +22,7 @@ import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.transfer.rope import Rope
+from attnstore_vllm.transfer.rope import NO_ROPE, Rope
 
 TOKENS = 8
 SHIFTS = (1, 37, 700)
@@ -43,22 +43,23 @@ class _Handed(BaseException):
         self.key = key
 
 
-def check_turns(
+def turns(
     holder: torch.nn.Module,
     layer: torch.nn.Module,
     rope: Rope,
-    length: int,
     head_dim: int,
+    length: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> None:
-    """That K of `layer` at one position, turned by `rope`, is K at another.
+) -> bool:
+    """Whether K of `layer` at one position, turned by `rope`, is K at another; False: it is the
+    same there without a turn.
 
     Args:
         holder: has the layer and its rotary embedding as members.
         length: of the rotary embedding's table.
         dtype, device: of the model's activations.
-    Raises: UnsupportedError, with the reason, if it is not, or cannot be tried.
+    Raises: UnsupportedError, with the reason, if it is neither, or cannot be tried.
     Cost: five projections of TOKENS tokens.
     """
     name = type(holder).__name__
@@ -77,6 +78,8 @@ def check_turns(
     first, *others = (_heads(key, head_dim, rope) for key in keys)
     if not bool(first.abs().max() > 0):
         raise UnsupportedError(f"{name} computes a K of zeros, so it is not seen how it turns")
+    if all(_units_off(key, first, NO_ROPE, dtype, 0) <= UNITS for key in others):
+        return False
     for shift, found in zip(shifts, others, strict=True):
         off = _units_off(found, turned(first, shift, rope), rope, dtype, shift)
         if not off <= UNITS:
@@ -85,6 +88,7 @@ def check_turns(
                 f"farther it is off by {off:.3g} units in the last place, at most {UNITS:g} were "
                 "expected"
             )
+    return True
 
 
 def turned(key: torch.Tensor, shift: int, rope: Rope) -> torch.Tensor:

@@ -13,13 +13,13 @@ from blake3 import blake3
 from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.connector.rank import KvFacts, RankDescription
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, LoadsOnly, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes, page_of
 from attnstore_vllm.transfer.loads import Loads
-from attnstore_vllm.transfer.moves import num_tokens
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.transfer.saves import Saves
@@ -42,8 +42,9 @@ class Worker:
             beside the model; given the device's memory in bytes.
         by_layer: the forward pass calls its hooks once a layer.
         is_alone: no other connector writes to blocks.
-        rotation: says how this model's KV is moved to other positions; given a block of one
-            layer's KV tensor. Raises UnsupportedError with the reason why it cannot be.
+        rotations: says how the KV of each group is moved to other positions; given a block of the
+            KV tensor of each group's first layer. Raises UnsupportedError with the reason why it
+            cannot be.
         weights: looks at them.
         own_files: see connector/weights.py.
     """
@@ -58,14 +59,14 @@ class Worker:
         write_buffer_bytes: Callable[[int], int],
         by_layer: bool = True,
         is_alone: bool = True,
-        rotation: Callable[[torch.Tensor], Rotation] | None = None,
+        rotations: Callable[[Sequence[torch.Tensor]], list[Rotation]] | None = None,
         weights: Callable[[], Seen] = lambda: Seen.SAME,
         own_files: str | None = None,
     ) -> None:
         self._weights = weights
         self._own_files = own_files
-        self._rotation = rotation
-        self._turns: Rotation | None = None
+        self._rotations = rotations
+        self._turns: list[Rotation] = []
         self.pool = pool
         self.rank = rank
         self.geometry = geometry
@@ -121,7 +122,7 @@ class Worker:
         every = list(of_layers.values())
         kinds = _kinds(tensors, every)
         facts = live([(i, tensors[i], every[i]) for i in kinds]) if live is not None else {}
-        self._turns, why_not = self._find_rotation(first, len(kinds))
+        self._turns, why_not = self._find_rotations(kv_caches, layouts)
         engine = self._engine = self._make_engine(first.device, layouts)
         self.loads = Loads(engine, len(layouts))
         self._saves = Saves(engine, len(layouts), queue_blocks=engine.num_rows)
@@ -166,25 +167,40 @@ class Worker:
         """Tell the scheduler side that this rank cannot work with the store, and why."""
         self.pool.refuse(self.rank, reason)
 
-    def _find_rotation(
-        self, tensor: torch.Tensor, num_kinds: int
-    ) -> tuple[Rotation | None, str | None]:
-        """How KV is moved, or why it cannot be."""
-        if self._rotation is None:
-            return None, "truncation is off"
-        if len(self.geometry.groups) > 1:
-            return None, f"it has {len(self.geometry.groups)} KV cache groups"
+    def _find_rotations(
+        self, kv_caches: Mapping[str, torch.Tensor], layouts: Sequence[LayerLayout]
+    ) -> tuple[list[Rotation], str | None]:
+        """How KV of each group is moved, or why it cannot be."""
+        if self._rotations is None:
+            return [], "truncation is off"
+        groups = self.geometry.groups
+        if any(group.reach == Reach.STATE.value for group in groups):
+            return [], "it has recurrent states, which are of all tokens before them"
         if self.geometry.has_window_alone:
-            return None, "all its layers have windows"
+            return [], "all its layers have windows"
+        tensors = [[kv_caches[name] for name in group.layers] for group in groups]
+        num_kinds = max(len(set(map(_facts_of, of_group, layouts))) for of_group in tensors)
         if num_kinds > 1:
-            return None, f"its layers keep KV of {num_kinds} kinds, and K of one kind can be turned"
-        kernel_blocks = len(tensor) // self._num_blocks  # the kernels' may be smaller
+            return [], f"its layers keep KV of {num_kinds} kinds, and K of one kind can be turned"
+        # The kernels' blocks may be smaller.
+        blocks = [of_group[0][: len(of_group[0]) // self._num_blocks] for of_group in tensors]
         try:
-            return self._rotation(tensor[:kernel_blocks]), None
+            self._check_pages(blocks)
+            return self._rotations(blocks), None
         except UnsupportedError as error:
-            return None, str(error)
+            return [], str(error)
         except _OF_A_MODELS_CODE as error:  # a server that never moves KV must start
-            return None, f"it could not be found out: {type(error).__name__}: {error}"
+            return [], f"it could not be found out: {type(error).__name__}: {error}"
+
+    def _check_pages(self, blocks: Sequence[torch.Tensor]) -> None:
+        """That K and V of a block fill its page. Raises UnsupportedError."""
+        for group, block in zip(self.geometry.groups, blocks, strict=True):
+            num_bytes = block.numel() * block.element_size()
+            if num_bytes != self.geometry.page_bytes:
+                raise UnsupportedError(
+                    f"blocks of {group.block_tokens} tokens have {num_bytes} bytes in pages of "
+                    f"{self.geometry.page_bytes}, and only whole pages can be moved"
+                )
 
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
         pool, geometry = self.pool, self.geometry
@@ -202,7 +218,7 @@ class Worker:
                 layouts,
                 device,
                 num_rows=num_rows if saves else 0,
-                rotation=self._turns,
+                rotations=self._turns,
             )
             return engine if saves else LoadsOnly(engine, num_rows)
         if device.type != "cpu":
@@ -312,8 +328,14 @@ class Worker:
     def _count(self, flow: Flow, plans: Sequence[TransferPlan]) -> None:
         num_blocks = sum(plan.num_blocks for plan in plans)
         num_bytes = num_blocks * self.geometry.block_bytes
-        moved = sum(num_tokens(p.moves) for p in plans if isinstance(p, LoadPlan))
-        num_bytes += moved * self.geometry.rank_bytes // self.geometry.chunk_tokens
+        for plan in plans if flow is Flow.LOAD else ():
+            assert isinstance(plan, LoadPlan)
+            num_bytes += sum(
+                run.num_tokens
+                * self.geometry.block_bytes
+                // self.geometry.groups[run.group].block_tokens
+                for run in plan.moves
+            )
         if num_bytes and (flow is Flow.LOAD or self.geometry.saves(self.rank)):
             self._stats.add("bytes", flow.value, num_bytes)
 

@@ -108,5 +108,6 @@ class MovedKv:
             chunk = self._index.get(moved.key)
             if chunk is None or not chunk.usable:
                 break
-            found.append(Piece(chunk, moved.start, moved.stop, first=moved.first))
+            piece = Piece(chunk, moved.start, moved.stop, first=moved.first, tokens=moved.tokens)
+            found.append(piece)
         return found

@@ -50,6 +50,8 @@ class Piece:
     """1: moved KV goes on behind it, from any token; else see index/stops.py."""
     group: int = 0
     """Whose KV it is: of the spine (0), or a section of another KV cache group."""
+    tokens: bytes = b""
+    """Moved KV of the spine: all tokens of the chunk, which name its sections."""
 
     @property
     def shift(self) -> int:

@@ -18,6 +18,10 @@ hole's length is in the section's name, so a section never seems to have what it
 The section of a recurrent group is a *state*, named by its chunk's tokens up to where it was. It is
 of use where a hit ends right there, and nowhere else.
 
+Of *moved* KV (moved.py) a group needs the same tokens, wherever they stood: they are in the
+sections of the chunks that the spine's pieces are of. They are taken token by token, so none is
+needed that only fills a block. A state is of all tokens before it, and none goes with moved KV.
+
 A hit counts only as far as every group has what it needs there (fit()). A length that one group
 does not back is a wrong answer: vLLM skips those tokens in every layer.
 
@@ -33,8 +37,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.prefix import Piece, PrefixIndex
+from attnstore_vllm.index.keys import SequenceKeys, section_parent
+from attnstore_vllm.index.prefix import Piece, PrefixIndex, settle
 from attnstore_vllm.index.stops import stop_in
 
 
@@ -61,14 +65,20 @@ class Need:
     def first(self, stop: int) -> int:
         """The first token that is needed of a prefix [0, stop), down to a whole block; `stop` if
         none is. Never falls as `stop` rises. Of a state it is the last, which names its block."""
+        first = self.first_token(stop)
+        if self.reach is not Reach.WINDOW:
+            return first
+        return min(stop, first // self.block_tokens * self.block_tokens)
+
+    def first_token(self, stop: int) -> int:
+        """The same, to the token."""
         if self.reach is Reach.STATE:
             return max(0, stop - 1)
         if self.reach is Reach.FULL:
             return 0
         if self.reach is Reach.LOCAL:
             return stop // self.reach_tokens * self.reach_tokens
-        first = max(0, stop - self.reach_tokens + 1)
-        return min(stop, first // self.block_tokens * self.block_tokens)
+        return min(stop, max(0, stop - self.reach_tokens + 1))
 
 
 def fit(
@@ -94,10 +104,10 @@ def fit(
     kept = list(spine)
     while kept:
         stop = kept[-1].stop
-        sections, reached = _back(index, sequence, needs, start, stop, is_there)
+        sections, reached = _back(index, sequence, needs, kept, start, stop, is_there)
         if reached == stop:
             return [*kept, *sections]
-        kept = cut(kept, reached, index.grain)
+        kept = settle(cut(kept, reached, index.grain), index.grain)
     return []
 
 
@@ -123,7 +133,7 @@ def walk(
     """
     sequence.spine_stop = stop = _last_end(index, sequence, start, stop, is_there)
     while stop > start:
-        pieces, reached = _back(index, sequence, needs, start, stop, is_there)
+        pieces, reached = _back(index, sequence, needs, (), start, stop, is_there)
         if reached == stop:
             return pieces
         stop = _last_end(index, sequence, start, reached, is_there)
@@ -152,15 +162,20 @@ def _back(
     index: PrefixIndex,
     sequence: SequenceKeys,
     needs: Sequence[Need],
+    spine: Sequence[Piece],
     start: int,
     stop: int,
     is_there: Callable[[Chunk], bool],
 ) -> tuple[list[Piece], int]:
     """The sections of all groups for a hit that ends at `stop`, and `stop`; or nothing, and up to
-    where the sections of the first group with a gap go."""
+    where the sections of the first group with a gap go.
+
+    Args:
+        spine: its pieces, which say what is moved; none where the spine is a window.
+    """
     sections: list[Piece] = []
     for need in needs:
-        found, reached = _cover(index, sequence, need, start, stop, is_there)
+        found, reached = _cover(index, sequence, need, spine, start, stop, is_there)
         if reached < stop:
             return [], reached
         sections += found
@@ -175,7 +190,8 @@ def cut(pieces: Sequence[Piece], stop: int, grain: int) -> list[Piece]:
         if last.stop <= stop:
             return kept
         name = last.chunk.name
-        end = name.position + stop_in(stop - name.position, name.num_tokens, grain)
+        origin = name.position + last.shift
+        end = origin + stop_in(stop - origin, name.num_tokens, grain)
         if end > last.start:
             return [*kept[:-1], replace(last, stop=end)]
         kept.pop()
@@ -186,25 +202,38 @@ def _cover(
     index: PrefixIndex,
     sequence: SequenceKeys,
     need: Need,
+    spine: Sequence[Piece],
     start: int,
     stop: int,
     is_there: Callable[[Chunk], bool],
 ) -> tuple[list[Piece], int]:
-    """The group's sections for a hit that ends at `stop`, and up to where they go on without a
-    gap. A shorter hit needs nothing behind the gap, since needs never fall."""
+    """The group's sections for a hit that ends at `stop`, and up to where they go on without a gap.
+    A shorter hit needs nothing behind the gap, since needs never fall."""
+    placed_stop = next((piece.start for piece in spine if piece.first is not None), stop)
     if need.reach is Reach.STATE:
-        return _last_state(index, sequence, need, start, stop, is_there)
-    at = max(start, need.first(stop))
-    if at >= stop:
-        return [], stop
+        return _last_state(index, sequence, need, start, placed_stop, is_there)
+    first = need.first_token(stop)
+    if first < placed_stop:
+        first = need.first(stop)
+    at = max(start, first)
     pieces: list[Piece] = []
-    while at < stop:
-        piece = _section(index, sequence, need, at, stop)
+    while at < placed_stop:
+        piece = _section(index, sequence, need, at, placed_stop)
         if piece is None or not is_there(piece.chunk):
-            break
+            return pieces, at
         pieces.append(piece)
         at = piece.stop
-        if at % sequence.chunk_tokens:
+        if at < placed_stop and at % sequence.chunk_tokens:
+            return pieces, at
+    for source in spine:
+        if source.first is None or source.stop <= at:
+            continue
+        piece = _moved_section(index, need, source, at)
+        if piece is None or not is_there(piece.chunk):
+            return pieces, at
+        pieces.append(piece)
+        at = piece.stop
+        if at < source.stop:
             break
     return pieces, at
 
@@ -233,6 +262,26 @@ def _last_state(
             return [Piece(chunk, end - 1, end, group=need.group)], end
         stop = first
     return [], start
+
+
+def _moved_section(index: PrefixIndex, need: Need, source: Piece, at: int) -> Piece | None:
+    """The section that goes farthest from token `at` on, of the chunk that a piece of moved KV is
+    of."""
+    assert source.first is not None
+    name, first = source.chunk.name, source.first + at - source.start
+    best: Piece | None = None
+    for hole in range(first // need.block_tokens + 1):
+        parent = section_parent(name.parent, need.group, hole)
+        found = index.best_match(parent, name.extra, source.tokens, grain=1)
+        if found is None:
+            continue
+        chunk, shared, exact = found
+        stop = min(source.stop, at + shared - first)
+        if stop > (at if best is None else best.stop):
+            best = Piece(chunk, at, stop, exact, first, group=need.group)
+            if stop == source.stop:
+                break
+    return best
 
 
 def _section(

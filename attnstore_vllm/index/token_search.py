@@ -43,6 +43,8 @@ class MovedPiece(NamedTuple):
     """Offset in the chunk, in tokens. Its own position is that of the chunk and this."""
     start: int
     stop: int
+    tokens: bytes = b""
+    """All of the chunk's, as encode_tokens() makes them: what names its sections."""
 
     @property
     def num_tokens(self) -> int:
@@ -148,8 +150,8 @@ class ContentIndex:
         """
         cover = []
         for found in self._entries.find(domain, tokens, start, stop, min_extent, max_extents):
-            pieces = tuple([MovedPiece(*piece[:4]) for piece in found])
-            is_exact = all(piece[4] for piece in found)
+            pieces = tuple([MovedPiece(*piece[:5]) for piece in found])
+            is_exact = all(piece[5] for piece in found)
             cover.append(Extent(pieces[0].start, pieces[-1].stop, is_exact, pieces))
         return cover
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Reach, cut
@@ -117,7 +116,8 @@ class Offers:
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
             return 0, False
-        self._truncation.offer(state, held, self.kv_cache_manager)
+        spine = [piece for piece in held if piece.group == 0]
+        self._truncation.offer(state, spine, self.kv_cache_manager)
         # Moved KV is complete before the forward pass: it fills blocks token by token.
         layers_before = (
             0
@@ -160,28 +160,26 @@ class Offers:
         used = [piece for piece in spine if piece.start < stop]
         assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
         assert not self._needs or used[-1].stop == stop, "sections back no shorter hit"
-        block_ids = tables[0]
-        if self._store.walks:
-            needed = block_ids[used[0].start // self._geometry.block_tokens :]
-            assert all(needed), "vLLM gave no block for a window"
-        copies, moved = plan_copies(used, block_ids, used[0].start, stop, self._geometry)
         states = [piece for piece in sections if self._needs[piece.group].reach is Reach.STATE]
         sections = [piece for piece in sections if piece not in states]
+        planned = plan_groups([*used, *sections], tables, stop, self._geometry)
         copies, num_partial = last_blocks_last(
             [
-                (copies, stop % self._geometry.block_tokens != 0 and not moved),
-                *plan_sections(sections, tables, stop, self._geometry),
+                (copies, stop % self._geometry.groups[group].block_tokens != 0 and not moved)
+                for group, (copies, moved) in planned.items()
             ]
         )
+        moved = [run for _, runs in planned.values() for run in runs]
         self._store.release(piece.chunk for piece in spine[len(used) :])
-        count_taken(stats, state, self._store.tiers(used, start), moves.num_tokens(moved))
+        num_moved = moves.num_tokens(planned[0][1])  # once, in whatever groups
+        count_taken(stats, state, self._store.tiers(used, start), num_moved)
         if not offered.layers_before:
             self._costs.load_tokens += num_tokens
         self._plans.load(
             state.request.request_id,
             [piece.chunk for piece in (*used, *sections, *states)],
             copies,
-            moved,
+            tuple(moved),
             num_partial=num_partial,
             early=plan_states(states, tables, self._geometry),
             layers_before=offered.layers_before,
@@ -189,14 +187,15 @@ class Offers:
         state.waiting.deadline, state.computing.first = None, stop
         if state.request.lora_request is not None:
             size = self._geometry.block_tokens
-            state.computing.unchecked = tuple(block_ids[start // size : -(-stop // size)])
+            state.computing.unchecked = tuple(tables[0][start // size : -(-stop // size)])
         if start == 0:  # whole chunks of it are stored, since that is where they come from
             whole = stop // self._geometry.chunk_tokens
             state.computing.chunks_seen = max(state.computing.chunks_seen, whole)
+        # Sections of moved KV are another prompt's: to go on here says nothing of them.
         state.computing.sections = tuple(
             (piece.chunk, self._needs[piece.group])
             for piece in (*used, *sections, *states)
-            if piece.group in self._needs
+            if piece.first is None and piece.group in self._needs
         )
         self._truncation.taken(state, used, stop)
         self._truncation.found(state, (p.chunk.name for p in used if p.first is None))
@@ -244,25 +243,23 @@ def still_coming(
     return [*waiting[:-1], pieces[-1]]
 
 
-def plan_sections(
-    sections: Sequence[Piece], tables: Tables, stop: int, geometry: Geometry
-) -> list[tuple[tuple[ChunkCopy, ...], bool]]:
-    """The copies of each group that has sections, and whether its last block is partly filled."""
-    planned = []
-    for group, found in groupby(sections, lambda piece: piece.group):
-        pieces = list(found)
-        block_tokens, block_ids = geometry.groups[group].block_tokens, tables[group]
-        first = pieces[0].start // block_tokens
-        assert all(block_ids[first : -(-stop // block_tokens)]), "vLLM gave no block for a section"
-        copies = plan_load(
-            [(piece.chunk.dram.slot, piece.start, piece.stop) for piece in pieces],
-            block_ids,
-            first * block_tokens,
-            stop,
-            block_tokens=block_tokens,
-            chunk_tokens=geometry.chunk_tokens,
-        )
-        planned.append((copies, stop % block_tokens != 0))
+def plan_groups(
+    pieces: Sequence[Piece], tables: Tables, stop: int, geometry: Geometry
+) -> dict[int, tuple[tuple[ChunkCopy, ...], tuple[moves.MovedRun, ...]]]:
+    """The copies and the moves of each group that has pieces.
+
+    Args:
+        pieces: held, group by group, each for the tokens before `stop` that it needs.
+    """
+    planned = {}
+    for group, found in groupby(pieces, lambda piece: piece.group):
+        some = list(found)
+        block_tokens = geometry.groups[group].block_tokens
+        first = some[0].start
+        block_ids = tables[group][first // block_tokens : -(-stop // block_tokens)]
+        needs_look = group > 0 or geometry.has_window_alone
+        assert all(block_ids) or not needs_look, "vLLM gave no block for what is loaded"
+        planned[group] = plan_copies(some, tables[group], first, stop, geometry, group)
     return planned
 
 
@@ -281,21 +278,27 @@ def plan_states(
 
 
 def plan_copies(
-    used: Sequence[Piece], block_ids: Sequence[int], start: int, stop: int, geometry: Geometry
-) -> tuple[Any, Any]:
-    """The copies of what is loaded in its place, and the moves of what is not.
+    used: Sequence[Piece],
+    block_ids: Sequence[int],
+    start: int,
+    stop: int,
+    geometry: Geometry,
+    group: int = 0,
+) -> tuple[tuple[ChunkCopy, ...], tuple[moves.MovedRun, ...]]:
+    """The copies of what is loaded in its place, and the moves of what is not, of one group.
 
     Args:
         used: held chunks for the tokens [start, stop).
         block_ids: of the request, from its first block on.
     """
-    sizes = {"block_tokens": geometry.block_tokens, "chunk_tokens": geometry.chunk_tokens}
+    block_tokens = geometry.groups[group].block_tokens
+    sizes = {"block_tokens": block_tokens, "chunk_tokens": geometry.chunk_tokens}
     placed = [piece for piece in used if piece.first is None]
     copies = (
         plan_load(
             [(piece.chunk.dram.slot, piece.start, piece.stop) for piece in placed],
             block_ids,
-            start,
+            start // block_tokens * block_tokens,
             min(stop, placed[-1].stop),
             **sizes,
         )
@@ -315,6 +318,7 @@ def plan_copies(
             if piece.first is not None
         ],
         block_ids,
+        group=group,
         **sizes,
     )
     return copies, moved

@@ -123,7 +123,7 @@ class MemoryEngine:
         self._unmeasured.append(piece)
         return piece
 
-    def move(self, moved: Moved, layers: range) -> Event:
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
         raise AssertionError("only the CPU's engine moves KV so far")
 
     def save(self, pages: Pages, layers: range) -> StreamPiece:

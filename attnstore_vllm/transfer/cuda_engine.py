@@ -36,6 +36,7 @@ from attnstore_vllm.transfer.engine import (
     Pages,
     Rotation,
     Rows,
+    bytes_moved,
     bytes_of,
     check_layers,
     page_numbers,
@@ -67,7 +68,7 @@ class CudaEngine:
         layouts: of the layers, in the order in which slots hold them; addresses on `device`.
         num_rows: of the write buffer, which take the bytes of a block in HBM each; 0: none.
         rules: which way copies go; may be assigned to at any time.
-        rotation: None where nothing is moved.
+        rotations: of each group; empty where nothing is moved.
     Raises: UnsupportedError if this machine, or this build, cannot copy, or copies wrongly;
         ConfigError if there is too little memory that may be locked, or too little HBM.
         IndexError from load(), move(), save(), gather() and drain(), before anything is copied, for
@@ -76,8 +77,8 @@ class CudaEngine:
 
     overlaps = True
     why_not_moved: str | None = None
-    """`rotation` was given, but KV cannot be moved here, or was moved wrongly when that was tried:
-    nobody may call move()."""
+    """`rotations` were given, but KV cannot be moved here, or was moved wrongly when that was
+    tried: nobody may call move()."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class CudaEngine:
         device: torch.device,
         num_rows: int,
         rules: Rules = RULES,
-        rotation: Rotation | None = None,
+        rotations: Sequence[Rotation] = (),
     ) -> None:
         self._native = _native_module()
         _refuse_without_gpu(device)
@@ -124,9 +125,10 @@ class CudaEngine:
             self._chosen: dict[tuple[Copy, int], tuple[Pages, Rows, Rules, Rule]] = {}
             place = (geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
             check_engine(self, *place)
-            self.token_mover = self._make_token_mover(numbers[0], rotation)
-            if rotation is not None and self.token_mover is not None:
-                self.why_not_moved = check_moves(self, rotation, *place)
+            self.token_movers = self._make_token_movers(numbers[0], rotations)
+            for group, rotation in enumerate(rotations if self.token_movers else ()):
+                why_not = check_moves(self, rotation, group, *place)
+                self.why_not_moved = self.why_not_moved or why_not
             undo.pop_all()
 
     # ---- transfer.engine.CopyEngine ----------------------------------------------------
@@ -142,15 +144,15 @@ class CudaEngine:
         except RuntimeError as error:
             return self._failed(self._loads, error)
 
-    def move(self, moved: Moved, layers: range) -> Event:
-        assert self.token_mover is not None, "nobody has said how K is rotated"
-        num_bytes = int(moved[:, 2].sum()) * bytes_of(self._geometry, layers)
-        num_bytes //= self._geometry.block_tokens
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+        assert self.token_movers, "nobody has said how K is rotated"
+        layers = self._geometry.layers_of(group) if layers is None else layers
+        num_bytes = bytes_moved(self._geometry, moved, layers, group)
         try:
             self._loads.wait_stream(self._model())
             start = self._load_times.start(self._loads)
             ring = self._tables[Copy.LOAD]
-            self.token_mover.give(moved, layers, ring, self._loads.cuda_stream)
+            self.token_movers[group].give(moved, layers, ring, self._loads.cuda_stream)
             stop = self._load_times.stop(start, self._loads, num_bytes)
             return self._event(Copy.LOAD, stop)
         except RuntimeError as error:
@@ -355,22 +357,22 @@ class CudaEngine:
         """The device, and where the native code's array of a kind is on it."""
         return {"device": self._device.index, "arrays": self._arrays[number].data_ptr()}
 
-    def _make_token_mover(
-        self, numbers: dict[str, Any], rotation: Rotation | None
-    ) -> TokenMover | None:
-        """None if there is no rotation, or it does not go with these pages."""
-        if rotation is None:
-            return None
-        assert len(self._kinds) == 1, "nobody rotates K of several kinds"
-        native = self._native
-        turned = rotation_numbers(rotation, self._geometry.block_tokens)
-        shapes = native.PageShape(**numbers), native.RotationShape(**turned)
-        try:
-            rotator = native.PageRotator(*shapes, **self._on_device())
-            return TokenMover(rotator, len(turned["theta"]))
-        except ValueError as error:
-            self.why_not_moved = str(error)
-            return None
+    def _make_token_movers(
+        self, numbers: dict[str, Any], rotations: Sequence[Rotation]
+    ) -> list[TokenMover]:
+        """One for each group; none if a rotation does not go with these pages."""
+        native, movers = self._native, []
+        assert len(self._kinds) == 1 or not rotations, "nobody rotates K of several kinds"
+        for group, rotation in zip(self._geometry.groups, rotations, strict=False):
+            turned = rotation_numbers(rotation, group.block_tokens)
+            shapes = native.PageShape(**numbers), native.RotationShape(**turned)
+            try:
+                rotator = native.PageRotator(*shapes, **self._on_device())
+            except ValueError as error:
+                self.why_not_moved = str(error)
+                return []
+            movers.append(TokenMover(rotator, len(turned["theta"])))
+        return movers
 
     def _make_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """For loads and for saves. PyTorch hands streams out of a pool and begins again when it has

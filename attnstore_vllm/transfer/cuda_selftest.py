@@ -95,29 +95,31 @@ def _check_method(
 def check_moves(
     engine: CudaEngine,
     rotation: Rotation,
+    group: int,
     geometry: Geometry,
     slots_base: int,
     num_slots: int,
     rank: int,
     num_blocks: int,
 ) -> str | None:
-    """Why KV cannot be moved on this machine, None if it can. Uses what check_engine() uses, and
-    leaves it alike. Raises UnsupportedError if nothing can be copied after it."""
-    g = geometry
+    """Why KV of a group cannot be moved on this machine, None if it can. Uses what check_engine()
+    uses, and leaves it alike. Raises UnsupportedError if nothing can be copied after it."""
+    g, block_tokens = geometry, geometry.groups[group].block_tokens
     pages = np.array([[num_slots - 1, g.blocks_per_chunk - 1, num_blocks - 1]], np.int64)
     in_slot = _last_block(slots_base, num_slots, rank, g)
     layers = range(g.num_layers)
     # All tokens but the first go one place down, if there are several.
-    count = max(1, g.block_tokens - 1)
-    first = g.block_tokens - count
-    run = [num_slots - 1, g.chunk_tokens - count, count, num_blocks - 1, 0, SHIFT]
+    count = max(1, block_tokens - 1)
+    first = block_tokens - count
+    last = g.blocks_per_chunk * block_tokens
+    run = [num_slots - 1, last - count, count, num_blocks - 1, 0, SHIFT]
     before = _some_numbers(rotation.dtype, (g.num_layers, g.page_bytes))
     try:
         engine.wait(engine.save(pages, layers))
         was = _copied(in_slot)
         _fill(in_slot, list(before))
         engine.wait(engine.load(pages, layers))
-        moved = engine.move(np.array([run], np.int64), layers)
+        moved = engine.move(np.array([run], np.int64), group=group)
         why_not = None
         try:
             engine.wait(moved)
@@ -134,8 +136,8 @@ def check_moves(
         return why_not
     wrong = [
         layer
-        for layer in layers
-        if not _is_moved(rotation, g.block_tokens, first, before[layer], found[layer])
+        for layer in g.layers_of(group)
+        if not _is_moved(rotation, block_tokens, first, before[layer], found[layer])
     ]
     if wrong:
         return f"KV that was moved to other positions on this GPU is wrong in the layers {wrong}"

@@ -38,7 +38,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Facts about a model that are needed to move its KV to other positions.
+    """Facts about one KV cache group's layers that are needed to move its KV to other positions.
 
     dtype: "bfloat16", "float16" or "float32".
     """
@@ -68,8 +68,9 @@ class CopyEngine(Protocol):
     def load(self, pages: Pages, layers: range) -> Event:
         """Begin to fill blocks from slots: after the model's order so far and earlier loads."""
 
-    def move(self, moved: Moved, layers: range) -> Event:
-        """Begin to fill single tokens of blocks, K rotated: after earlier loads."""
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+        """Begin to fill single tokens of a group's blocks, K rotated as that group's is: after
+        earlier loads. Layers: those of its regions; None: all that the group has."""
 
     def save(self, pages: Pages, layers: range) -> Event:
         """Begin to copy blocks into slots: after the model's order so far and earlier saves."""
@@ -117,7 +118,7 @@ class CpuEngine:
     Args:
         slots_base: address of the pool's slot 0 in this process; mapped until close().
         layouts: of the layers, in the order in which slots hold them; the tensors outlive this.
-        rotation: None where nothing is moved.
+        rotations: of each group; empty where nothing is moved.
     """
 
     overlaps = False
@@ -130,11 +131,11 @@ class CpuEngine:
         rank: int,
         geometry: Geometry,
         layouts: Sequence[LayerLayout],
-        rotation: Rotation | None = None,
+        rotations: Sequence[Rotation] = (),
     ) -> None:
         place = (slots_base, num_slots, rank, geometry, layouts)
         self._pages = page_copier(*place)
-        self._rotator = page_rotator(*place, rotation) if rotation is not None else None
+        self._rotators = [page_rotator(*place, *of_group) for of_group in enumerate(rotations)]
         self._geometry = geometry
         self._measured: list[tuple[int, float]] = []
         logger.info("copies between HBM and DRAM run on %d threads", omp_team_size())
@@ -146,12 +147,12 @@ class CpuEngine:
         self._measured.append((num_bytes, time.perf_counter() - began))
         return Over()
 
-    def move(self, moved: Moved, layers: range) -> Event:
-        assert self._rotator is not None, "nobody has said how K is rotated"
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+        assert self._rotators, "nobody has said how K is rotated"
         began = time.perf_counter()
-        self._rotator.load(moved, layers.start, layers.stop)
-        num_bytes = int(moved[:, 2].sum()) * bytes_of(self._geometry, layers)
-        num_bytes //= self._geometry.block_tokens
+        layers = self._geometry.layers_of(group) if layers is None else layers
+        self._rotators[group].load(moved, layers.start, layers.stop)
+        num_bytes = bytes_moved(self._geometry, moved, layers, group)
         self._measured.append((num_bytes, time.perf_counter() - began))
         return Over()
 
@@ -201,8 +202,8 @@ class LoadsOnly:
     def load(self, pages: Pages, layers: range) -> Event:
         return self._engine.load(pages, layers)
 
-    def move(self, moved: Moved, layers: range) -> Event:
-        return self._engine.move(moved, layers)
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+        return self._engine.move(moved, layers, group=group)
 
     def save(self, pages: Pages, layers: range) -> Event:
         return Over()
@@ -262,6 +263,12 @@ def bytes_of(geometry: Geometry, layers: range) -> int:
     return sum(geometry.regions[layers.start : layers.stop])
 
 
+def bytes_moved(geometry: Geometry, moved: Moved, layers: range, group: int) -> int:
+    """Bytes of these tokens' KV in these layers of their group."""
+    num_bytes = int(moved[:, 2].sum()) * bytes_of(geometry, layers)
+    return num_bytes // geometry.groups[group].block_tokens
+
+
 def page_copier(
     slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
 ) -> PageCopier | KindCopier:
@@ -278,13 +285,14 @@ def page_rotator(
     rank: int,
     geometry: Geometry,
     layouts: Sequence[LayerLayout],
+    group: int,
     rotation: Rotation,
 ) -> PageRotator:
-    """The native copier of single tokens, of pages of one kind; of its arguments what CpuEngine
-    says."""
+    """The native copier of single tokens of one group, of pages of one kind; of its arguments what
+    CpuEngine says."""
     (numbers,) = page_numbers(slots_base, num_slots, rank, geometry, layouts)
-    pages = PageShape(**numbers)
-    return PageRotator(pages, RotationShape(**rotation_numbers(rotation, geometry.block_tokens)))
+    turned = rotation_numbers(rotation, geometry.groups[group].block_tokens)
+    return PageRotator(PageShape(**numbers), RotationShape(**turned))
 
 
 def rotation_numbers(rotation: Rotation, block_tokens: int) -> dict[str, Any]:

@@ -98,6 +98,10 @@ class Geometry:
     def spine(self) -> Group:
         return self.groups[0]
 
+    def layers_of(self, group: int) -> range:
+        """The regions that have a layer of this group: the first ones."""
+        return range(len(self.groups[group].layers))
+
     @property
     def has_window_alone(self) -> bool:
         """Whether no group has all tokens."""

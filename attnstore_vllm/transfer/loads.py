@@ -18,7 +18,7 @@ import numpy as np
 
 from attnstore_vllm.errors import CopyError
 from attnstore_vllm.transfer.engine import CopyEngine, Event, Pages
-from attnstore_vllm.transfer.moves import moved_table
+from attnstore_vllm.transfer.moves import tables_by_group
 from attnstore_vllm.transfer.plan import LoadPlan, pages
 
 logger = logging.getLogger(__name__)
@@ -147,14 +147,15 @@ class Loads:
         states = [c for plan in load.plans if plan.layers_before for c in plan.early]
         table = pages([*states, *(copy for plan in load.plans for copy in plan.copies)])
         if together:
-            moved = moved_table(run for plan in load.plans for run in plan.moves)
-            if len(table):
-                load.layers = [self._engine.load(table, self._all)] * len(self._all)
-            if len(moved):  # behind the copies: they fill whole blocks
-                load.first = load.layers[0] if load.layers else None
-                load.layers = [self._engine.move(moved, self._all)] * len(self._all)
-                if load.first is not None:
-                    self._engine.model_waits(load.first)  # it may have failed where these did not
+            moved = tables_by_group(run for plan in load.plans for run in plan.moves)
+            begun = [self._engine.load(table, self._all)] if len(table) else []
+            # Behind the copies: they fill whole blocks.
+            begun += [self._engine.move(some, group=group) for group, some in moved.items()]
+            *before, last = begun
+            for event in before:
+                self._engine.model_waits(event)  # it may have failed where the last did not
+            load.first = before[-1] if before else None
+            load.layers = [last] * len(self._all)
             return
         # A block that receives new tokens is complete in all layers before the forward pass: vLLM
         # may write them before it waits for the layer.

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 Moved = npt.NDArray[np.int64]
-"""[n, 6], in the order of MovedRun's fields: what the native PageRotator takes."""
+"""[n, 6], in the order of MovedRun's fields without the group: what the native PageRotator of one
+group takes."""
 
 
 class StoredTokens(NamedTuple):
@@ -28,7 +29,8 @@ class StoredTokens(NamedTuple):
 
 
 class MovedRun(NamedTuple):
-    """Tokens that follow each other in one chunk and in one block; all their layers are copied."""
+    """Tokens that follow each other in one chunk and in one block; all layers of their group are
+    copied."""
 
     slot: int
     first: int
@@ -40,6 +42,8 @@ class MovedRun(NamedTuple):
     """The first of them, counted from the block's first."""
     shift: int
     """By how many positions K is rotated: target less source."""
+    group: int = 0
+    """Among the geometry's: it says which layers there are, and how they rotate."""
 
 
 def plan_moves(
@@ -48,8 +52,10 @@ def plan_moves(
     *,
     block_tokens: int,
     chunk_tokens: int,
+    group: int = 0,
 ) -> tuple[MovedRun, ...]:
-    """The runs that fill a request's blocks with the KV of these pieces, in their order.
+    """The runs that fill a request's blocks of one group with the KV of these pieces, in their
+    order.
 
     Args:
         pieces: in the order of their places, which do not overlap; what lies between them is not
@@ -69,15 +75,25 @@ def plan_moves(
             block, within = divmod(at, block_tokens)
             count = min(block_tokens - within, stop - at)
             source = first + at - start
-            runs.append(MovedRun(slot, source, count, block_ids[block], within, start - position))
+            shift = start - position
+            runs.append(MovedRun(slot, source, count, block_ids[block], within, shift, group))
             at += count
         before = stop
     return tuple(runs)
 
 
 def moved_table(runs: Iterable[MovedRun]) -> Moved:
-    """The table of these runs."""
-    return np.array(list(runs), np.int64).reshape(-1, len(MovedRun._fields))
+    """The table of these runs, which are of one group."""
+    table = np.array(list(runs), np.int64).reshape(-1, len(MovedRun._fields))
+    return np.ascontiguousarray(table[:, :-1])
+
+
+def tables_by_group(runs: Iterable[MovedRun]) -> dict[int, Moved]:
+    """The table of each group that has runs."""
+    by_group: dict[int, list[MovedRun]] = {}
+    for run in runs:
+        by_group.setdefault(run.group, []).append(run)
+    return {group: moved_table(some) for group, some in by_group.items()}
 
 
 def num_tokens(runs: Iterable[MovedRun]) -> int:

@@ -43,6 +43,10 @@ class Rope:
         assert bool(np.isfinite(self.theta).all())
 
 
+NO_ROPE = Rope(np.empty(0, np.float64), 0, True)
+"""The rotation of layers whose K has no position: K is copied."""
+
+
 def check_table(
     theta: Floats, rows: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]
 ) -> float:

@@ -93,7 +93,7 @@ class Pages:
         name = str(dtype).removeprefix("torch.")
         self.engine = CudaEngine(
             self.slots.ctypes.data, SLOTS, 0, geometry, layouts, device, 0,
-            rotation=Rotation(rope, content, heads, dim, name),
+            rotations=[Rotation(rope, content, heads, dim, name)],
         )  # fmt: skip
         self.bits = np.int32 if dtype == torch.float32 else np.int16
         used = LAYERS * geometry.layer_bytes

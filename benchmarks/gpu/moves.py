@@ -59,8 +59,7 @@ def _rows(rig: KvRig, loaded_tokens: int, rounds: int) -> list[Row]:
 
 
 def _move(rig: KvRig, moved: Moved, thread_blocks: int) -> None:
-    mover = rig.engine.token_mover
-    assert mover is not None
+    (mover,) = rig.engine.token_movers
     mover.thread_blocks = thread_blocks
     rig.engine.move(moved, rig.layers)
 

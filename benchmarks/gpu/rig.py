@@ -111,7 +111,7 @@ class KvRig:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.engine = CudaEngine(
             address, self.num_slots, 0, self.geometry, layouts, self.device, num_rows,
-            rotation=_rotation(shape) if moves else None,
+            rotations=[_rotation(shape)] if moves else [],
         )  # fmt: skip
         ids = np.random.default_rng(seed).permutation(self.num_blocks)
         places = np.arange(num_tokens // BLOCK_TOKENS)

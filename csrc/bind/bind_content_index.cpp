@@ -60,7 +60,8 @@ py::list find(ContentIndex& self, const py::bytes& domain, const py::bytes& toke
     for (const ContentPiece& piece : extent.pieces) {
       const Bytes32& key = self.key(piece.id);
       pieces.append(py::make_tuple(py::bytes(reinterpret_cast<const char*>(key.data()), key.size()),
-                                   piece.first, piece.start, piece.stop, self.is_exact(piece.id)));
+                                   piece.first, piece.start, piece.stop,
+                                   py::bytes(self.tokens(piece.id)), self.is_exact(piece.id)));
     }
     cover.append(std::move(pieces));
   }
@@ -89,6 +90,7 @@ void bind_content_index(py::module_& m) {
       .def("clear", &ContentIndex::clear)
       .def("find", &find, py::arg("domain"), py::arg("tokens"), py::arg("start"), py::arg("stop"),
            py::arg("min_extent"), py::arg("max_extents"),
-           "A list of extents, each a list of (key, first, start, stop, is_exact).")
+           "A list of extents, each a list of (key, first, start, stop, tokens of its chunk, "
+           "is_exact).")
       .def("work", &work, "Windows, candidates, walks, looks and tokens of the last find().");
 }

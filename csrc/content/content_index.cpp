@@ -131,6 +131,11 @@ void ContentIndex::add(const ContentName& name) {
   ++size_;
 }
 
+std::string_view ContentIndex::tokens(Id id) const {
+  const Chunk& chunk = raw(id);
+  return {reinterpret_cast<const char*>(chunk.tokens.get()), chunk.num_tokens * kTokenBytes};
+}
+
 bool ContentIndex::remove(const Bytes32& key) {
   const Id id = find_key(key);
   if (id != kNone) remove(id);

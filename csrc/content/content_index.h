@@ -36,6 +36,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "content/content_anchors.h"
@@ -104,6 +105,8 @@ class ContentIndex {
   const ContentWork& work() const { return work_; }
   const Bytes32& key(Id id) const { return raw(id).key; }
   bool is_exact(Id id) const { return raw(id).is_exact; }
+  // All tokens of a chunk that find() named, big-endian.
+  std::string_view tokens(Id id) const;
 
   // Enters a chunk, in place of one with its key; when max_chunks are there the one that was added
   // or found longest ago leaves. Throws std::invalid_argument for impossible sizes.

@@ -19,6 +19,8 @@ from tests.helpers import sequence_of
 CHUNK = 8
 NUM_CHUNKS = 6
 TENANT = bytes(32)
+Stored = dict[tuple[int, int], tuple[int, int]]
+"""By chunk and group: leading blocks that are not there, and tokens up to which it goes."""
 REACHES = st.one_of(
     st.tuples(st.just(Reach.WINDOW), st.sampled_from([2, 3, 5, 8, 9, 16, 17])),
     st.tuples(st.just(Reach.LOCAL), st.sampled_from([4, 8, 16])),
@@ -27,7 +29,7 @@ REACHES = st.one_of(
 
 
 @st.composite
-def stores(draw: st.DrawFn) -> tuple[list[Need], int, dict[tuple[int, int], tuple[int, int]]]:
+def stores(draw: st.DrawFn) -> tuple[list[Need], int, Stored]:
     """Groups, the tokens of a prompt, and what is stored of each chunk in each group: so many
     leading blocks are a hole, and it ends after so many tokens."""
     needs = []
@@ -35,7 +37,7 @@ def stores(draw: st.DrawFn) -> tuple[list[Need], int, dict[tuple[int, int], tupl
         reach, tokens = draw(REACHES)
         needs.append(Need(group, reach, tokens, draw(st.sampled_from([2, 4]))))
     num_tokens = draw(st.integers(1, NUM_CHUNKS * CHUNK))
-    stored: dict[tuple[int, int], tuple[int, int]] = {}
+    stored: Stored = {}
     for number in range(-(-num_tokens // CHUNK)):
         size = min(CHUNK, num_tokens - number * CHUNK)
         for group, block in [(0, CHUNK), *((need.group, need.block_tokens) for need in needs)]:
@@ -47,9 +49,7 @@ def stores(draw: st.DrawFn) -> tuple[list[Need], int, dict[tuple[int, int], tupl
     return needs, num_tokens, stored
 
 
-def filled(
-    sequence: SequenceKeys, stored: dict[tuple[int, int], tuple[int, int]]
-) -> tuple[PrefixIndex, list[Chunk]]:
+def filled(sequence: SequenceKeys, stored: Stored) -> tuple[PrefixIndex, list[Chunk]]:
     index, chunks = PrefixIndex(CHUNK, grain=1), []
     for (number, group), (hole, size) in stored.items():
         keys = sequence.section(group, hole) if group else sequence
@@ -59,32 +59,37 @@ def filled(
     return index, chunks
 
 
-def is_backed(
-    needs: list[Need], stored: dict[tuple[int, int], tuple[int, int]], start: int, stop: int
-) -> bool:
+def is_in(stored: Stored, group: int, block_tokens: int, token: int) -> bool:
+    """Whether a group's section has this token."""
+    found = stored.get((token // CHUNK, group))
+    return found is not None and found[0] * block_tokens <= token % CHUNK < found[1]
+
+
+def first_needed(need: Need, stop: int) -> int:
+    """The first token that the group's layers look at when token `stop` is computed."""
+    if need.reach is Reach.WINDOW:
+        return min(stop, max(0, stop - need.reach_tokens + 1))
+    if need.reach is Reach.LOCAL:
+        return stop // need.reach_tokens * need.reach_tokens
+    return 0
+
+
+def is_backed(needs: list[Need], stored: Stored, start: int, stop: int) -> bool:
     """Whether each token that a group needs of [start, stop) is in what is stored."""
     spine = [] if needs and needs[0].group == 0 else [Need(0, Reach.FULL, 0, CHUNK)]
     for need in [*spine, *needs]:
-        if need.reach is Reach.WINDOW:
-            first = stop - need.reach_tokens + 1
-        elif need.reach is Reach.LOCAL:
-            first = stop // need.reach_tokens * need.reach_tokens
-        else:
-            first = 0
-        for token in range(max(start, first), stop):
-            found = stored.get((token // CHUNK, need.group))
-            if found is None:
-                return False
-            hole, size = found
-            if not hole * need.block_tokens <= token % CHUNK < size:
-                return False
+        if not all(
+            is_in(stored, need.group, need.block_tokens, token)
+            for token in range(max(start, first_needed(need, stop)), stop)
+        ):
+            return False
     return True
 
 
 @given(stores(), st.integers(0, 3), st.data())
 @settings(max_examples=400)
 def test_the_farthest_length_that_all_groups_back(
-    case: tuple[list[Need], int, dict[tuple[int, int], tuple[int, int]]],
+    case: tuple[list[Need], int, Stored],
     local: int,
     data: st.DataObject,
 ) -> None:
@@ -155,6 +160,117 @@ def check_pieces(pieces: list[Piece], need: Need, start: int, stop: int) -> None
     assert pieces[0].start == max(start, need.first(stop))
     assert pieces[-1].stop == stop
     assert all(a.stop == b.start for a, b in pairwise(pieces))
+
+
+def moved_pieces(
+    index: PrefixIndex, source: SequenceKeys, stored: Stored, cut: tuple[int, int], start: int
+) -> list[Piece]:
+    """The source's tokens from `cut[0]` to `cut[1]`, moved to `start`, as far as the spine is
+    stored."""
+    pieces, (at, stop) = [], cut
+    while at < stop:
+        number = at // CHUNK
+        size = stored.get((number, 0), (0, 0))[1]
+        end = min(stop, number * CHUNK + size)
+        if end <= at:
+            break
+        chunk = index.get(name_up_to(source, number, TENANT, number * CHUNK + size).key)
+        assert chunk is not None
+        first, length = at - number * CHUNK, end - at
+        pieces.append(Piece(chunk, start, start + length, first=first, tokens=chunk.name.tokens))
+        start, at = start + length, end
+        if size < CHUNK:
+            break
+    return pieces
+
+
+@given(stores(), st.integers(0, 2), st.data())
+@settings(max_examples=400)
+def test_the_farthest_length_with_moved_tokens(
+    case: tuple[list[Need], int, Stored], local: int, data: st.DataObject
+) -> None:
+    """A prompt keeps the source's first tokens in their place, and moves others behind them."""
+    needs, num_tokens, stored = case
+    source = sequence_of(list(range(num_tokens)), chunk_tokens=CHUNK)
+    index, _kept = filled(source, stored)
+    placed = data.draw(st.integers(0, num_tokens))
+    cut = data.draw(st.integers(placed, num_tokens))
+    places = [*range(placed), *range(cut, num_tokens)]
+    request = sequence_of([*places, 10_001], chunk_tokens=CHUNK)
+    start = min(local * CHUNK, placed)
+    spine = index.match(request, start, placed, grain=1)
+    if start == placed or (spine and spine[-1].stop == placed):
+        spine += moved_pieces(index, source, stored, (cut, num_tokens), placed)
+    found = fit(index, request, needs, spine, start, lambda _: True)
+    reached = max((p.stop for p in found if p.group == 0), default=start)
+    farthest = spine[-1].stop if spine else start
+
+    def backs(stop: int) -> bool:
+        return all(
+            is_in(stored, need.group, need.block_tokens, places[token])
+            for need in needs
+            for token in range(max(start, first_needed(need, stop)), stop)
+        )
+
+    wanted = [end for end in range(start, farthest + 1) if backs(end)]
+    assert reached == max(wanted, default=start)
+    for need in needs:
+        check_moved(found, need, places, start, reached)
+
+
+def check_moved(found: list[Piece], need: Need, places: list[int], start: int, stop: int) -> None:
+    """The group's pieces have all that it needs, and each is of the token that stands there."""
+    pieces = [piece for piece in found if piece.group == need.group]
+    assert all(a.stop == b.start for a, b in pairwise(pieces))
+    if max(start, first_needed(need, stop)) < stop:
+        assert pieces[0].start <= max(start, first_needed(need, stop))
+        assert pieces[-1].stop == stop
+    for piece in pieces:
+        origin = piece.chunk.name.position + piece.shift
+        for token in range(piece.start, piece.stop):
+            assert places[token] == piece.chunk.name.position + token - origin
+        if piece.first is not None:
+            assert piece.start >= first_needed(need, stop), "more than the window"
+
+
+@pytest.mark.parametrize(("section_stop", "wanted"), [
+    (64, [(0, 16)]),  # nothing of the moved chunk: what was to be followed ends at a whole block
+    (113, [(0, 20), (20, 62)]),  # 49 of its tokens: three whole blocks of the source's
+    (128, [(0, 20), (20, 78)]),
+])  # fmt: skip
+def test_a_shorter_hit_with_moved_tokens_ends_where_one_may(
+    section_stop: int, wanted: list[tuple[int, int]]
+) -> None:
+    """Tokens 0 to 20 of the source in their place, 70 to 128 behind them; whole blocks of 16."""
+    source = sequence_of(list(range(128)), chunk_tokens=64)
+    index, chunks = PrefixIndex(64, grain=16), []
+    ends = [(source, 64), (source, 128), (source.section(1, 0), 64)]
+    if section_stop > 64:
+        ends.append((source.section(1, 0), section_stop))
+    for keys, stop in ends:
+        name = name_up_to(keys, (stop - 1) // 64, TENANT, stop)
+        chunks.append(Chunk(name, dram=InTier(State.READY)))
+        index.add(chunks[-1])
+    request = sequence_of([*range(20), *range(70, 128), 10_001], chunk_tokens=64)
+    moved = Piece(chunks[1], 20, 78, first=6, tokens=chunks[1].name.tokens)
+    spine = [*index.match(request, 0, 20, grain=1), moved]
+    found = fit(index, request, [Need(1, Reach.FULL, 0, 16)], spine, 0, lambda _: True)
+    assert [(p.start, p.stop) for p in found if p.group == 0] == wanted
+    assert [p.stop for p in found if p.group][-1:] == [wanted[-1][1]]
+
+
+def test_a_state_does_not_go_with_moved_tokens() -> None:
+    """Also if somebody has computed these very tokens, and only the state is left of it."""
+    stored = {(n, g): (0, CHUNK) for n in range(4) for g in range(2)}
+    source = sequence_of(list(range(32)), chunk_tokens=CHUNK)
+    index, _kept = filled(source, stored)
+    request = sequence_of([*range(8), *range(16, 32)], chunk_tokens=CHUNK)
+    left = Chunk(name_up_to(request.section(1, 0), 2, TENANT, 24), dram=InTier(State.READY))
+    index.add(left)
+    spine = index.match(request, 0, 8, grain=1) + moved_pieces(index, source, stored, (16, 32), 8)
+    assert spine[-1].stop == 24
+    found = fit(index, request, [Need(1, Reach.STATE, 0, CHUNK)], spine, 0, lambda _: True)
+    assert [(p.group, p.stop) for p in found] == [(0, 8), (1, 8)]
 
 
 def test_a_section_that_may_not_be_used_is_none() -> None:

@@ -38,7 +38,7 @@ class CudaMoved(MovedMemory):
         self.device_slots = np.zeros((SLOTS, geometry.slot_bytes), np.uint8)
         self.engine = CudaEngine(
             self.device_slots.ctypes.data, SLOTS, 0, geometry, layers, torch.device("cuda", 0), 0,
-            rotation=rotation,
+            rotations=[rotation],
         )  # fmt: skip
         used = LAYERS * CHUNK_BLOCKS * page_bytes
         self.device_slots[:, :used] = self.slots[:, :used]  # the engine has tried itself on them

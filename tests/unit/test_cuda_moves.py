@@ -131,8 +131,7 @@ def test_a_table_is_not_overwritten_while_a_kernel_may_read_it(
 
 def test_more_tokens_than_a_table_has(open_rig: Opens) -> None:
     rig = open_rig()
-    mover = rig.cuda.token_mover
-    assert mover is not None
+    (mover,) = rig.cuda.token_movers
     mover.words_at_once = 24
     rig.pages[:] = np.random.default_rng(2).integers(0, 256, rig.pages.shape, np.uint8)
     wanted = rig.hbm()
@@ -179,8 +178,7 @@ def test_what_does_not_exist_is_refused_before_anything_moves(
     """Also what another table of the same move names."""
     rig = open_rig()
     before = rig.hbm()
-    mover = rig.cuda.token_mover
-    assert mover is not None
+    (mover,) = rig.cuda.token_movers
     mover.words_at_once = 8
     good = (1, 1, 2, 4, 2, 9)
     with pytest.raises(IndexError, match=r"does not exist|named twice"):
@@ -193,8 +191,7 @@ def test_what_does_not_exist_is_refused_before_anything_moves(
 def test_a_move_that_cuda_refuses_is_an_event_that_failed(fake: FakeGpu, well: int) -> None:
     """Nothing that was begun for it is in flight any more; the next one is not touched."""
     rig = CudaRig(fake, moves=True)
-    mover = rig.cuda.token_mover
-    assert mover is not None
+    (mover,) = rig.cuda.token_movers
     mover.words_at_once = 8
     fake.failing["move"] = well
     runs = moves((0, 0, 2, 1, 0, 0), (0, 2, 2, 2, 0, 0))

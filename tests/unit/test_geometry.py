@@ -31,7 +31,7 @@ def test_slots_have_the_bytes_that_they_had() -> None:
             for at in first
         ]
         layouts = [describe(str(layer), one, BLOCKS) for layer, one in enumerate(kv)]
-        engine = CpuEngine(slots.ctypes.data, SLOTS, rank, g, layouts, None)
+        engine = CpuEngine(slots.ctypes.data, SLOTS, rank, g, layouts)
         copies = [ChunkCopy(3, 0, (6, 1, 4, 2)), ChunkCopy(0, 0, (5, 3))]
         engine.save(pages(copies), range(LAYERS))
         engine.close()

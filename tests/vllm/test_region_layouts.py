@@ -101,7 +101,7 @@ def test_bytes_of_all_regions(model: str, layout: KVCacheLayout) -> None:
     ]
     before = [kv.clone() for kv in tensors]
     slots = np.zeros((SLOTS, geometry.slot_bytes), np.uint8)
-    engine = CpuEngine(slots.ctypes.data, SLOTS, 0, geometry, layouts, None)
+    engine = CpuEngine(slots.ctypes.data, SLOTS, 0, geometry, layouts)
     engine.save(pages(COPIES), range(len(specs)))
     for layer in range(len(specs)):
         for copy in COPIES:
@@ -144,7 +144,7 @@ def test_a_wrong_region_is_seen() -> None:
     layouts = [describe(name, kv, NUM_BLOCKS) for name, kv in tensors.items()]
     geometry = Geometry(1, regions, (Group(16),), 64)
     with pytest.raises(AssertionError):
-        CpuEngine(1 << 20, SLOTS, 0, geometry, layouts, None)
+        CpuEngine(1 << 20, SLOTS, 0, geometry, layouts)
 
 
 def test_which_region_is_of_which_kind_is_told() -> None:

@@ -13,8 +13,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from attnstore_vllm.connector.model_rotation import rope_of
+from attnstore_vllm.connector.model_rotation import ropes_of
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.transfer.rope import NO_ROPE, Rope
 
 HEAD, LENGTH = 64, 4096
 BF16 = torch.bfloat16
@@ -68,6 +69,12 @@ class Layer(torch.nn.Module):
 def made(is_neox: bool = True, **parameters: Any) -> Any:
     given = {"rope_type": "default", "rope_theta": 10_000.0, **parameters}
     return get_rope(HEAD, LENGTH, is_neox, given, torch.bfloat16)
+
+
+def rope_of(model: torch.nn.Module, layers: dict[str, Any]) -> Rope:
+    """Of one group."""
+    (rope,) = ropes_of(model, [layers])
+    return rope
 
 
 def found(*ropes: Any) -> Any:
@@ -283,6 +290,64 @@ def test_one_layer_of_many_that_does_not_turn() -> None:
     model[1].turns = False
     with pytest.raises(UnsupportedError, match="layer 1: Sometimes does not cache"):
         rope_of(model, {str(i): layer.attn for i, layer in enumerate(model)})
+
+
+class Bare(Layer):
+    """No rotary embedding beside it, as Llama 4's layers without positions."""
+
+    def __init__(self, rope: Any) -> None:
+        super().__init__(None)
+
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        return self.attn(q, k, v)
+
+
+class Learned(Bare):
+    """Its K has a position all the same."""
+
+    def attend(self, positions: Any, q: Any, k: Any, v: Any) -> Any:
+        return self.attn(q, k + positions[:, None].to(k.dtype), v)
+
+
+def of_groups(*groups: list[torch.nn.Module]) -> list[Rope]:
+    layers = [[(f"{g}.{i}", layer) for i, layer in enumerate(x)] for g, x in enumerate(groups)]
+    model = torch.nn.ModuleList([layer for x in groups for layer in x])
+    return ropes_of(model, [{name: layer.attn for name, layer in x} for x in layers])
+
+
+def test_each_group_has_its_own_rotation() -> None:
+    one, other = made(), made(rope_theta=1_000_000.0)
+    found = of_groups([Layer(one), Layer(one)], [Layer(other)])
+    assert [rope.theta[1] for rope in found] == pytest.approx(
+        [10_000.0 ** (-1 / 32), 1_000_000.0 ** (-1 / 32)]
+    )
+    with pytest.raises(UnsupportedError, match="do not all rotate K alike"):
+        of_groups([Layer(one), Layer(other)], [Layer(other)])
+
+
+@pytest.mark.parametrize("kind", [Bare, Sometimes])
+def test_a_group_that_does_not_rotate_beside_one_that_does(kind: type[Layer]) -> None:
+    def still() -> Layer:
+        layer = kind(made())
+        layer.turns = False
+        return layer
+
+    assert of_groups([still(), still()], [Layer(made())])[0] is NO_ROPE
+    with pytest.raises(UnsupportedError, match=OTHERWISE if kind is Sometimes else "has 0 rotary"):
+        of_groups([still(), Layer(made())], [Layer(made())])
+    with pytest.raises(UnsupportedError, match=OTHERWISE if kind is Sometimes else "has 0 rotary"):
+        of_groups([still()], [still()])  # where its positions are nobody knows
+
+
+def test_k_with_a_position_and_no_rotary_embedding() -> None:
+    with pytest.raises(UnsupportedError, match=r"layer 0\.0: Learned " + OTHERWISE):
+        of_groups([Learned(None)], [Layer(made())])
+
+
+def test_a_layer_that_is_in_no_module_is_not_tried() -> None:
+    model = Layer(made())
+    with pytest.raises(UnsupportedError, match="layer x has 0 rotary"):
+        ropes_of(model, [{"0": model.attn}, {"x": torch.nn.Module()}])
 
 
 class Counts(Layer):

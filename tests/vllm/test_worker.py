@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +15,8 @@ from attnstore_vllm.scheduler.open_plans import KEPT_S
 from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.engine import Rotation
-from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.geometry import Geometry, Group
+from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.types import Flow
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV
@@ -114,12 +115,47 @@ def test_a_model_that_cannot_be_looked_at_is_not_moved() -> None:
     worker = object.__new__(Worker)
     worker._num_blocks = 2
     worker.geometry = Geometry.uniform(1, 1, 16, 64, 16)
+    kv = torch.zeros(2, 1, 16, 1)
 
-    def fail(_: torch.Tensor) -> Rotation:
+    def fail(_: Sequence[torch.Tensor]) -> list[Rotation]:
         raise error
 
-    worker._rotation = fail
+    worker._rotations = fail
     for error in (AssertionError("a lambda"), RuntimeError("a tensor has no truth"), KeyError(1)):
-        turns, why = worker._find_rotation(torch.zeros(2, 4), 1)
-        assert turns is None
+        turns, why = worker._find_rotations({"l0": kv}, [describe("l0", kv, 2)])
+        assert turns == []
         assert why is not None and type(error).__name__ in why
+
+
+@pytest.mark.parametrize(("groups", "page_bytes", "why"), [
+    ((Group(16, ("l0",)), Group(16, ("l1",), 1, "window", 32)), 512, None),
+    ((Group(16, ("l0",)), Group(16, ("l1",), 1, "window", 32)), 1024, "512 bytes in pages of 1024"),
+    ((Group(16, ("l0",)), Group(16, ("l1",), 1, "state", 0)), 512, "recurrent states"),
+    ((Group(16, ("l0", "l2")),), 512, "KV of 2 kinds"),
+])  # fmt: skip
+def test_groups_that_are_not_moved(
+    groups: tuple[Group, ...], page_bytes: int, why: str | None
+) -> None:
+    """Each group's own block is asked for; what is not understood has a reason."""
+    num_regions = max(len(group.layers) for group in groups)
+    worker = object.__new__(Worker)
+    worker._num_blocks = 2
+    worker.geometry = Geometry(1, num_regions * (page_bytes,), groups, 16)
+    kv = {
+        "l0": torch.zeros(2, 1, 16, 8), "l1": torch.zeros(4, 2, 8, 4),
+        "l2": torch.zeros(2, 2, 16, 4),
+    }  # fmt: skip
+    layouts = [describe(name, kv[name], 2) for name in groups[0].layers]
+    asked: list[list[tuple[int, ...]]] = []
+
+    def look(blocks: Sequence[torch.Tensor]) -> list[Rotation]:
+        asked.append([tuple(block.shape) for block in blocks])
+        return []
+
+    worker._rotations = look
+    _, reason = worker._find_rotations(kv, layouts)
+    if why is None:
+        assert (reason, asked) == (None, [[(1, 1, 16, 8), (2, 2, 8, 4)]])
+    else:
+        assert reason is not None and why in reason
+        assert not asked
