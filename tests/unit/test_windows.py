@@ -178,6 +178,22 @@ def test_chunks_that_others_used_are_theirs_too(open_rig: Rigs) -> None:
     assert all(rig.store.residency.run_of(piece.chunk).is_shared for piece in pieces)
 
 
+@pytest.mark.parametrize("end", [conversation(1, 90)[88:], [7, 8]])
+def test_a_tail_is_used_by_who_has_its_blocks(open_rig: Rigs, end: list[int]) -> None:
+    """Whether or not they have its end, and its window is there (index/stops.py, 4)."""
+    now = 1.0
+    rig, device = open_rig(needs=NEEDS, clock=lambda: now)
+    whole = keys(90)
+    rig.put_all(whole)
+    device.settle()
+    *_, before, tail = map(rig.chunk, names_of(whole))
+    rig.store.drop([before])
+    now = 5.0
+    asked = sequence_of(conversation(1, 88) + end + conversation(2))
+    rig.store.find(asked, 0, 100)
+    assert rig.store.residency.run_of(tail).since == now
+
+
 # ---- shapes -----------------------------------------------------------------------------------
 
 
