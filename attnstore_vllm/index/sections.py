@@ -74,6 +74,7 @@ def fit(
     spine: Sequence[Piece],
     start: int,
     is_there: Callable[[Chunk], bool],
+    short: set[int] | None = None,
 ) -> list[Piece]:
     """The spine's pieces up to the farthest stop that all groups back, then their sections, in the
     order of the groups. Empty if there is no such stop.
@@ -86,6 +87,7 @@ def fit(
         spine: what is stored of it for tokens [start, ...).
         start: what is before is in HBM, in all groups.
         is_there: whether a section that is stored may be used.
+        short: gets the groups that have made the hit shorter than the spine is.
     """
     kept = list(spine)
     while kept:
@@ -94,6 +96,8 @@ def fit(
         for need in needs:
             found, reached = _cover(index, sequence, need, start, stop, is_there)
             if reached < stop:
+                if short is not None:
+                    short.add(need.group)
                 kept = cut(kept, reached, index.grain)
                 break
             sections += found

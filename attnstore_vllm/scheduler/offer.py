@@ -7,7 +7,7 @@ plans a step without having taken them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -17,9 +17,11 @@ from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.stats import (
+    GroupCounts,
     StepStats,
     count_offer,
     count_recomputation,
+    count_short,
     count_taken,
     count_wanted,
 )
@@ -46,6 +48,7 @@ class Offers:
         waits: Waits,
         plans: OpenPlans,
         truncation: Truncation,
+        counts: GroupCounts,
     ) -> None:
         self._needs = {need.group: need for need in store.needs}
         self.kv_cache_manager: KVCacheManager | None = None
@@ -57,6 +60,7 @@ class Offers:
         self._waits = waits
         self._plans = plans
         self._truncation = truncation
+        self._counts = counts
         self._open: list[RequestState] = []
         """Requests with an offer in this schedule()."""
 
@@ -102,6 +106,7 @@ class Offers:
         if state.counted.stored_stop - local - num_tokens >= MIN_LOAD_TOKENS:
             count_recomputation(stats, state, cause)
         state.computing.first = local
+        count_short(self._counts, state)
         count_offer(stats, state, self._store.tiers(held if num_tokens else ()))
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
@@ -148,6 +153,7 @@ class Offers:
             ]
         )
         self._store.release(piece.chunk for piece in spine[len(used) :])
+        self._count_loaded((*used, *sections, *states), stop)
         count_taken(stats, state, self._store.tiers(used), moves.num_tokens(moved))
         if not offered.layers_before:
             self._costs.load_tokens += num_tokens
@@ -173,6 +179,12 @@ class Offers:
         self._truncation.taken(state, used, stop)
         self._truncation.found(state, (p.chunk.name for p in used if p.first is None))
         return offered.layers_before > 0
+
+    def _count_loaded(self, pieces: Iterable[Piece], stop: int) -> None:
+        for piece in pieces:
+            size = self._geometry.groups[piece.group].block_tokens
+            num_blocks = -(-min(piece.stop, stop) // size) - piece.start // size
+            self._counts.add_blocks("group_loaded_bytes", piece.group, num_blocks)
 
     def withdraw(self, state: RequestState) -> None:
         """The offer is not taken, or asked for anew."""

@@ -140,7 +140,13 @@ class Scheduler:
         )
         self._waits = Waits(store, self.costs, clock)
         self._offers = Offers(
-            store, geometry, self.costs, self._waits, self.plans, self._truncation
+            store,
+            geometry,
+            self.costs,
+            self._waits,
+            self.plans,
+            self._truncation,
+            self._saving.counts,
         )
         self._hints = hints or HintReader()
 
@@ -398,6 +404,7 @@ class Scheduler:
     def take_stats(self) -> StepStats | None:
         stats, self._stats = self._stats, StepStats()
         self._figures.add_to(stats)
+        self._saving.counts.move_to(stats)
         return None if stats.is_empty() else stats
 
     def close(self) -> None:

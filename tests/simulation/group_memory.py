@@ -130,6 +130,14 @@ class GroupMemory:
         places = sorted(range(len(tables)), key=lambda place: self.groups[place].number)
         return tuple(list(tables[place]) for place in places)
 
+    def kinds_of(self, request_id: str) -> dict[int, str]:
+        """Of each block of the request, how far its group looks back."""
+        return {
+            block: group.reach
+            for group, table in zip(self.groups, self.tables[request_id], strict=True)
+            for block in table
+        }
+
     def forget_before(self, request_id: str, computed: int) -> None:
         """Take back the blocks that nothing looks at any more, once so many are computed."""
         for group, table in zip(self.groups, self.tables[request_id], strict=True):

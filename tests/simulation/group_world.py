@@ -271,6 +271,7 @@ class GroupWorld:
         )
         plan_for.preempted_req_ids = preempted
         plan = self.scheduler.build_step(plan_for)
+        self._check_figures(plan)
         for job, count in counts.items():
             job.num_computed_tokens += count
             job.num_in_flight_tokens = count
@@ -284,6 +285,24 @@ class GroupWorld:
                 self._end(job, "finished")
         self.disk.now += self.random.choice((0.001, 0.01, 0.05, 0.3))
         self.store.turn()
+
+    def _check_figures(self, plan: StepPlan) -> None:
+        """The figures by kind of group say what the plan does."""
+        stats = self.scheduler.take_stats()
+        told = Counter(stats.data["counters"] if stats is not None else {})
+        loaded = Counter[str]()
+        for load in plan.loads:
+            kinds = self.hbm.kinds_of(load.request_id)
+            for copy in (*load.copies, *load.early):
+                for block in copy.block_ids:
+                    loaded[kinds[block]] += BLOCK_BYTES
+        for kind in ("full", "window", "local", "state"):
+            assert told[f"group_loaded_bytes:{kind}"] == loaded[kind], f"{self}: {kind} {loaded}"
+            for name in ("shortened_hits", "sections_passed", "sections_dropped"):
+                self.counts[f"{name} {kind}"] += told[f"{name}:{kind}"]
+        saved = sum(p.num_blocks for p in (*plan.saves, *plan.saves_before)) * BLOCK_BYTES
+        names = [name for name in told if name.startswith("group_saved_bytes:")]
+        assert sum(told[name] for name in names) == saved, f"{self}: {told}"
 
     def _preempt(self, job: Job, preempted: set[str]) -> None:
         self.running.remove(job)

@@ -31,6 +31,12 @@ def test_seeds_of_groups(model: str) -> None:
     counts = run_groups(model, 0, 2, 250)
     assert counts["served"] > 10
     assert counts["tokens"] > 1000
+    beside = {group.reach for group in MODELS[model][1:]}
+    for kind in ("full", "window", "local", "state"):
+        for name in ("shortened_hits", "sections_passed", "sections_dropped"):
+            is_counted = counts[f"{name} {kind}"] > 0
+            if kind != "full" or kind not in beside:  # which is hardly ever short of anything
+                assert is_counted == (kind in beside), f"{name} {kind}"
 
 
 @pytest.mark.long
