@@ -9,13 +9,16 @@ family_checks.py for what is compared with what. Those that take long, and most 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.testing.family_models import FAMILIES
+from attnstore_vllm.transfer.geometry import Geometry
 from tests.vllm import family_checks as checks
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine
@@ -88,6 +91,33 @@ def limit(engine: EngineHost) -> float:
     found = engine.call(checks.limit)
     print(f"limit of drift: {found:.2e}")
     return found
+
+
+TOLD = {
+    "llama", "llama_fp8", "gemma2", "gemma3", "gemma3n", "gemma4", "cohere2", "gpt_oss", "llama4",
+    "qwen3_next", "qwen3_5", "lfm2",
+}  # fmt: skip
+"""Families whose bytes `attnstore plan` knows by their config.json alone."""
+
+
+def cut_of(geometry: Geometry) -> tuple[Any, ...]:
+    """Figures that a geometry is made of; groups beside the spine in any order."""
+    groups = [(g.reach, g.reach_tokens, g.block_tokens, len(g.layers)) for g in geometry.groups]
+    sizes = (geometry.chunk_tokens, geometry.slot_bytes)
+    return geometry.regions, groups[0][2:], sorted(groups), sizes
+
+
+def cut_of_engine(engine: Engine) -> tuple[Any, ...]:
+    return cut_of(engine.side.geometry)
+
+
+def test_config_json_tells_the_bytes(family: str, engine: EngineHost, models: Path) -> None:
+    if family not in TOLD:
+        pytest.skip(f"{family}: config.json does not say it")
+    config = json.loads((models / "families" / FAMILIES[family].name / "config.json").read_text())
+    element = 1 if "fp8" in family else {"float32": 4, "bfloat16": 2}[FAMILIES[family].dtype]
+    shape = shape_of(config, family, element, block_tokens=128)
+    assert engine.call(cut_of_engine) == cut_of(shape.geometry)
 
 
 def check_answers(found: list[Check], limit: float) -> None:
