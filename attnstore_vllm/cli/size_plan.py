@@ -142,8 +142,8 @@ def show_model(model: Conversation) -> None:
         f"a conversation of {told['conversation_tokens']:,} tokens: "
         f"{format_size(told['conversation_bytes'])} ({records}), at most twice the sections and "
         "states\n"
-        "simulated as one group with as many bytes a token; that a hit may lack a window or a "
-        "state is not\n"
+        f"simulated as one group of {model.token_bytes} bytes a token; that a hit may lack a "
+        "window or a state is not\n"
     )
 
 

@@ -10,11 +10,13 @@ family_checks.py for what is compared with what. Those that take long, and most 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from attnstore_vllm.cli.inspect import inspect
 from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.testing.family_models import FAMILIES
@@ -181,6 +183,24 @@ def missing(engine: Engine, group: int) -> list[Check]:
     prompt = random_tokens(("without", group), PROMPT)
     engine.ask(prompt, max_tokens=1)
     return [checks.load(engine, f"without group {group}", prompt, 4)]
+
+
+def test_inspect_tells_the_groups(engine: EngineHost) -> None:
+    kinds = engine.call(leave_a_prompt)
+    assert engine.spec.store is not None
+    (stored,) = inspect(engine.spec.store)
+    told = {group.kind: group.records for group in stored.groups}
+    assert [group.kind for group in stored.groups][: len(kinds)] == kinds if kinds[1:] else not told
+    assert all(told[kind] > 0 for kind in kinds[1:])
+
+
+def leave_a_prompt(engine: Engine) -> list[str]:
+    """Until it is on the disk; returns the kinds of the groups."""
+    engine.ask(random_tokens(("inspect",), PROMPT), max_tokens=4)
+    deadline = time.monotonic() + 20
+    while not engine.store.is_idle() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [group.reach for group in engine.side.geometry.groups]
 
 
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
