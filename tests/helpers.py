@@ -83,11 +83,11 @@ def format_device(device: MemoryDevice, slab: Slab) -> None:
     format_image(device.image, slab)
 
 
-def found_slab(image: bytes | bytearray) -> Slab:
+def found_slab(image: bytes | bytearray, shape: SegmentHeader = SHAPE) -> Slab:
     """The slab that the next start finds on a device with these bytes."""
     root = Root.decode(bytes(image[:PAGE_BYTES]), "memory, root")
     raw = bytes(image[SEGMENT_AT : SEGMENT_AT + PAGE_BYTES])
-    slab = Slab(Path("memory"), root.segment_bytes, SHAPE)
+    slab = Slab(Path("memory"), root.segment_bytes, shape)
     slab.own[0] = SegmentHeader.decode(raw, 0, "memory, segment 0")
     return slab
 

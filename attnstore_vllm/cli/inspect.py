@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from attnstore_vllm.cli.slab_file import RecordState, opened, slab_files
+from attnstore_vllm.cli.stored_groups import UNKNOWN, GroupFigures, StoredName, by_group
 from attnstore_vllm.config import format_size
+from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.store.format import SegmentHeader
+from attnstore_vllm.transfer.geometry import groups_in
 from attnstore_vllm.types import Key
 
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -31,6 +34,15 @@ class Namespace:
     written: list[int] = field(default_factory=list)
     parents: set[Key] = field(default_factory=set)
     ends: dict[Key, int] = field(default_factory=dict)
+    names: list[StoredName] = field(default_factory=list)
+    """Of a model with several KV cache groups: which group each is of is told by all of them."""
+    groups: list[GroupFigures] = field(default_factory=list)
+    """Then, the spine first; empty of a model with one."""
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the label tells of several."""
+        return "groups: " in self.segment.label
 
     def sequences(self) -> list[int]:
         """Tokens of every stored sequence: of each chunk that none continues."""
@@ -52,11 +64,29 @@ def inspect(directory: Path) -> list[Namespace]:
                         namespace.bad_headers += 1
                     elif record.header is not None:
                         _add(namespace, record.header)
+    for namespace in found.values():
+        if namespace.has_groups:
+            _tell_groups(namespace)
     return sorted(found.values(), key=lambda n: n.segment.last_used, reverse=True)
+
+
+def _tell_groups(namespace: Namespace) -> None:
+    """Sections hold no tokens or sequences of their own: those are the spine's."""
+    segment = namespace.segment
+    groups = groups_in(segment.label)
+    namespace.groups, spine = by_group(namespace.names, groups, segment.chunk_tokens)
+    namespace.names = []
+    namespace.tokens = sum(record.num_tokens for record in spine)
+    namespace.parents = {record.parent for record in spine}
+    namespace.ends = {record.key: record.stop for record in spine}
 
 
 def _add(namespace: Namespace, header: Any) -> None:
     name = header.name
+    if namespace.has_groups:
+        namespace.names.append(
+            StoredName(name.key, name.parent, name.num_tokens, name.position + name.num_tokens)
+        )
     namespace.chunks += 1
     namespace.tails += name.num_tokens < namespace.segment.chunk_tokens
     namespace.tokens += name.num_tokens
@@ -86,9 +116,22 @@ def as_json(namespaces: list[Namespace]) -> list[dict[str, Any]]:
             if n.written
             else None,
             "sequences": _by_length(n.sequences()),
+            **({"groups": [_group_json(n, group) for group in n.groups]} if n.groups else {}),
         }
         for n in namespaces
     ]
+
+
+def _group_json(namespace: Namespace, group: GroupFigures) -> dict[str, Any]:
+    return {
+        "kind": group.kind,
+        "reach_tokens": group.reach_tokens,
+        "block_tokens": group.block_tokens,
+        "records": group.records,
+        "bytes": group.records * namespace.segment.record_bytes,
+        "tokens": group.tokens if group.kind != Reach.STATE.value else 0,
+        "with_holes": group.with_holes,
+    }
 
 
 def _by_length(lengths: list[int]) -> dict[str, int]:
@@ -116,8 +159,21 @@ def show(namespaces: list[Namespace]) -> None:
             print(f"  written {_age(n['age_s']['oldest'])} to {_age(n['age_s']['newest'])} ago")
         sequences = ", ".join(f"{k}: {v}" for k, v in n["sequences"].items() if v)
         print(f"  sequences by tokens: {sequences or 'none'}")
+        for group in n.get("groups", ()):
+            print(f"  {_group_line(group)}")
         if n["bad_headers"]:
             print(f"  {n['bad_headers']} damaged headers; `attnstore verify` says more")
+
+
+def _group_line(group: dict[str, Any]) -> str:
+    records, size = group["records"], format_size(group["bytes"])
+    if group["kind"] == UNKNOWN:
+        return f"group not told: {records} records, {size}; the spine beside them is not stored"
+    if group["kind"] == Reach.STATE.value:
+        return f"states: {records}, {size}"
+    reach = f" of {group['reach_tokens']} tokens" if group["reach_tokens"] else ""
+    holes = f", {group['with_holes']} of them without leading blocks" if group["with_holes"] else ""
+    return f"{group['kind']}{reach}: {records} records, {group['tokens']} tokens, {size}{holes}"
 
 
 def _age(seconds: int) -> str:

@@ -90,10 +90,12 @@ def _run(args: argparse.Namespace) -> int:
         return bench.run(args)
     if args.command == "plan":
         trace = simulate.read(args)
-        options = size_plan.plan(args, trace)
+        model, options = size_plan.plan(args, trace)
         if args.json:
             print(json.dumps([option.as_json() for option in options]))
         else:
+            if len(model.shape.geometry.groups) > 1:
+                size_plan.show_model(model)
             size_plan.show(trace, options)
         return EXIT_OK
     return _gc(args)

@@ -18,14 +18,16 @@ from tqdm import tqdm
 
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.sim.hardware import Machine
+from attnstore_vllm.sim.model_shape import KvShape, shape_of
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace
+from attnstore_vllm.transfer.geometry import groups_text
 
 SPLITS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Shares of the budget that are spent on DRAM."""
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 GB = 1_000_000_000
 
 
@@ -57,54 +59,61 @@ class Option:
                 **self.outcome.as_json()}  # fmt: skip
 
 
-def kv_bytes_per_token(config: Mapping[str, Any], where: str, dtype_bytes: int | None) -> int:
-    """KV bytes of a decoder with plain attention, as its config.json says.
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A model's KV, and what a conversation as long as the trace's mean prompt takes of a store."""
 
-    Raises: ConfigError for others (latent attention, no attention), or if something is missing.
-    """
-    config = config.get("text_config") or config
-    if config.get("kv_lora_rank"):
-        raise ConfigError(
-            f"{where}: kv_lora_rank is set: latent attention, which AttnStore does not serve yet"
-        )
-    layers = _count(config, where, "num_hidden_layers", "n_layer")
-    heads = _count(config, where, "num_attention_heads", "n_head")
-    kv_heads = heads
-    for key in ("num_key_value_heads", "num_kv_heads"):
-        kv_heads = config.get(key) or kv_heads
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        kv_heads = 1
-    head = config.get("head_dim") or _count(config, where, "hidden_size", "n_embd") // heads
-    if dtype_bytes is None:
-        name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-        if name not in _DTYPE_BYTES:
-            raise ConfigError(f"{where}: torch_dtype is {name!r}; say --kv-dtype-bytes")
-        dtype_bytes = _DTYPE_BYTES[name]
-    return 2 * layers * int(kv_heads) * int(head) * dtype_bytes
+    shape: KvShape
+    num_tokens: int
 
+    @property
+    def token_bytes(self) -> int:
+        """In the store, with what windows and states take of it."""
+        if len(self.shape.geometry.groups) == 1:
+            return self.shape.token_bytes(Reach.FULL)
+        return -(-self.shape.conversation_bytes(self.num_tokens) // self.num_tokens)
 
-def _count(config: Mapping[str, Any], where: str, *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise ConfigError(f"{where}: {names[0]} is missing; expected the config.json of a decoder")
+    def as_json(self) -> dict[str, Any]:
+        shape, geometry = self.shape, self.shape.geometry
+        return {
+            "kv_bytes_per_token": {
+                reach.value: shape.token_bytes(reach) for reach in Reach if reach is not Reach.STATE
+            },
+            "state_bytes": shape.token_bytes(Reach.STATE),
+            "groups": groups_text(geometry.groups),
+            "chunk_tokens": geometry.chunk_tokens,
+            "record_bytes": shape.record_bytes,
+            "conversation_tokens": self.num_tokens,
+            "conversation_records": shape.records(self.num_tokens),
+            "conversation_bytes": shape.conversation_bytes(self.num_tokens),
+        }
 
 
-def plan(args: argparse.Namespace, trace: Trace) -> list[Option]:
-    """All options, the best first. Raises: ConfigError."""
+def read_model(path: Path, dtype_bytes: int | None, trace: Trace) -> Conversation:
+    """Raises: ConfigError."""
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{path}: {type(config).__name__} was found; expected a config.json")
+    shape = shape_of(config, str(path), dtype_bytes, chunk_tokens=trace.chunk_tokens)
+    tokens = [request.num_tokens for request in trace.requests]
+    return Conversation(shape, max(1, sum(tokens) // max(1, len(tokens))))
+
+
+def plan(args: argparse.Namespace, trace: Trace) -> tuple[Conversation, list[Option]]:
+    """The model, and all options, the best first. Raises: ConfigError."""
     for name in ("budget", "dram_price", "nvme_price"):
         if not getattr(args, name) > 0:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {getattr(args, name)}; expected more than 0"
             )
-    try:
-        config = json.loads(args.model.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{args.model}: not JSON: {error}") from error
-    kv_bytes = kv_bytes_per_token(config, str(args.model), args.kv_dtype_bytes)
+    model = read_model(args.model, args.kv_dtype_bytes, trace)
     machine = replace(
-        Machine.read(args.machine), chunk_tokens=trace.chunk_tokens, kv_bytes_per_token=kv_bytes
+        Machine.read(args.machine),
+        chunk_tokens=trace.chunk_tokens,
+        kv_bytes_per_token=model.token_bytes,
     )
     options = []
     with tqdm(total=len(SPLITS) * len(trace.requests), unit="request", disable=None) as bar:
@@ -114,7 +123,28 @@ def plan(args: argparse.Namespace, trace: Trace) -> list[Option]:
             sized = machine.with_sizes(dram=dram, nvme=nvme)
             outcome = Server(trace, sized, "attnstore", step=bar.update).run()
             options.append(Option(dram, nvme, args.budget, outcome))
-    return sorted(options, key=lambda o: (round(o.outcome.prefill_s, 1), o.outcome.ttft(50)))
+    best_first = sorted(options, key=lambda o: (round(o.outcome.prefill_s, 1), o.outcome.ttft(50)))
+    return model, best_first
+
+
+def show_model(model: Conversation) -> None:
+    """Print what a model with several groups keeps: of others it goes without saying."""
+    told = model.as_json()
+    for reach, num_bytes in told["kv_bytes_per_token"].items():
+        if num_bytes:
+            print(f"{reach}: {format_size(num_bytes)} a token")
+    if told["state_bytes"]:
+        print(f"states: {format_size(told['state_bytes'])} in all layers")
+    records = ", ".join(f"{n} {kind}" for kind, n in told["conversation_records"].items())
+    print(
+        f"{told['groups']}; records of {format_size(told['record_bytes'])}, for "
+        f"{told['chunk_tokens']} tokens or a state\n"
+        f"a conversation of {told['conversation_tokens']:,} tokens: "
+        f"{format_size(told['conversation_bytes'])} ({records}), at most twice the sections and "
+        "states\n"
+        f"simulated as one group of {model.token_bytes} bytes a token; that a hit may lack a "
+        "window or a state is not\n"
+    )
 
 
 def show(trace: Trace, options: Sequence[Option]) -> None:

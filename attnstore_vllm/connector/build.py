@@ -36,10 +36,10 @@ from attnstore_vllm.policy.overlap import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
-from attnstore_vllm.store.format import SegmentHeader
+from attnstore_vllm.store.format import LABEL_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
+from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
 
@@ -371,4 +371,6 @@ def _label(vllm_config: VllmConfig, geometry: Geometry) -> str:
     """A name of this namespace for people."""
     name = str(vllm_config.model_config.served_model_name or vllm_config.model_config.model)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    return f"{name} ({dtype}, {geometry.num_ranks} rank(s), vLLM {vllm.__version__})"
+    label = f"{name} ({dtype}, {geometry.num_ranks} rank(s), vLLM {vllm.__version__})"
+    groups = groups_text(geometry.groups)  # `attnstore inspect` reads them: they must not be cut
+    return f"{label[: LABEL_BYTES - len(groups) - 1]} {groups}" if groups else label

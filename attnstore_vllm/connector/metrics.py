@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.types import Flow
 
@@ -46,6 +47,29 @@ COUNTERS = {
         "Hints of requests (kv_transfer_params.attnstore), each key one: applied, or ignored "
         "because it makes no sense here.",
     ),
+    "group_saved_bytes": (
+        "kind",
+        "Bytes that were to be copied from HBM, by kind of KV cache group. This and the other "
+        "figures by kind are of models with several groups alone.",
+    ),
+    "group_loaded_bytes": (
+        "kind",
+        "Bytes that were to be copied into HBM, by kind of KV cache group.",
+    ),
+    "shortened_hits": (
+        "kind",
+        "Requests for which full attention had more than such a group: what a window or a local "
+        "chunk needs, or a state, was not stored where it ends.",
+    ),
+    "sections_passed": (
+        "kind",
+        "Sections and states between the places where hits are likely to end: they stay in DRAM "
+        "while there is room, and are written to NVMe if somebody uses them.",
+    ),
+    "sections_dropped": (
+        "kind",
+        "Sections and states that went because their conversation has gone on beyond them.",
+    ),
     "prefetches": ("outcome", "Prefetches asked for over HTTP: hit or miss, on each engine."),
     "prefetch_tokens": ("tier", "Tokens that those found, by the tier their KV was in."),
 }
@@ -69,6 +93,7 @@ GAUGES = {
     "recovery": ("figure", "Of the last start: seconds, records read, chunks found."),
 }
 _TIERS = ("dram", "nvme")
+_KINDS = tuple(reach.value for reach in Reach)
 LABELS: dict[str, tuple[str, ...]] = {
     "chunks": CHUNK_EVENTS,
     "wanted_tokens": _TIERS,
@@ -81,6 +106,11 @@ LABELS: dict[str, tuple[str, ...]] = {
     "bytes": tuple(flow.value for flow in Flow),
     "recomputations": ("deadline", "slower", "lost", "copy_failed"),
     "hints": ("applied", "ignored"),
+    "group_saved_bytes": _KINDS,
+    "group_loaded_bytes": _KINDS,
+    "shortened_hits": _KINDS,
+    "sections_passed": _KINDS,
+    "sections_dropped": _KINDS,
     "prefetches": ("hit", "miss"),
     "nvme_in_use": ("reads", "writes"),
     "recovery": ("seconds", "records", "chunks"),

@@ -128,6 +128,8 @@ class SequenceKeys:
         self._sections: dict[tuple[int, int], SectionKeys] = {}
         self.spine_stop = 0
         """Up to where the spine was stored when it was last looked up, whatever else was."""
+        self.short_of: set[int] = set()
+        """The groups that lacked something of that then."""
 
     def parent(self, chunk: int) -> Key:
         """The key that chunk number `chunk` continues."""

@@ -88,6 +88,7 @@ def fit(
     spine: Sequence[Piece],
     start: int,
     is_there: Callable[[Chunk], bool],
+    short: set[int] | None = None,
 ) -> list[Piece]:
     """The spine's pieces up to the farthest stop that all groups back, then their sections, in the
     order of the groups. Empty if there is no such stop.
@@ -100,11 +101,12 @@ def fit(
         spine: what is stored of it for tokens [start, ...).
         start: what is before is in HBM, in all groups.
         is_there: whether a section that is stored may be used.
+        short: gets the groups that have made the hit shorter than the spine is.
     """
     kept = list(spine)
     while kept:
         stop = kept[-1].stop
-        sections, reached = _back(index, sequence, needs, kept, start, stop, is_there)
+        sections, reached = _back(index, sequence, needs, kept, start, stop, is_there, short)
         if reached == stop:
             return [*kept, *sections]
         kept = settle(cut(kept, reached, index.grain), index.grain)
@@ -166,6 +168,7 @@ def _back(
     start: int,
     stop: int,
     is_there: Callable[[Chunk], bool],
+    short: set[int] | None = None,
 ) -> tuple[list[Piece], int]:
     """The sections of all groups for a hit that ends at `stop`, and `stop`; or nothing, and up to
     where the sections of the first group with a gap go.
@@ -177,6 +180,8 @@ def _back(
     for need in needs:
         found, reached = _cover(index, sequence, need, spine, start, stop, is_there)
         if reached < stop:
+            if short is not None:
+                short.add(need.group)
             return [], reached
         sections += found
     return sections, stop

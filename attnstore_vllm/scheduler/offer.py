@@ -7,7 +7,7 @@ plans a step without having taken them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -17,9 +17,11 @@ from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.stats import (
+    GroupCounts,
     StepStats,
     count_offer,
     count_recomputation,
+    count_short,
     count_taken,
     count_wanted,
 )
@@ -46,6 +48,7 @@ class Offers:
         waits: Waits,
         plans: OpenPlans,
         truncation: Truncation,
+        counts: GroupCounts,
         *,
         needs_next_token: bool = False,
     ) -> None:
@@ -61,6 +64,7 @@ class Offers:
         self._waits = waits
         self._plans = plans
         self._truncation = truncation
+        self._counts = counts
         self._open: list[RequestState] = []
         """Requests with an offer in this schedule()."""
 
@@ -112,6 +116,7 @@ class Offers:
         ):
             count_recomputation(stats, state, cause)
         state.computing.first = local
+        count_short(self._counts, state)
         count_offer(stats, state, self._store.tiers(held if num_tokens else (), local))
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
@@ -171,6 +176,7 @@ class Offers:
         )
         moved = [run for _, runs in planned.values() for run in runs]
         self._store.release(piece.chunk for piece in spine[len(used) :])
+        self._count_loaded((*used, *sections, *states), stop)
         num_moved = moves.num_tokens(planned[0][1])  # once, in whatever groups
         count_taken(stats, state, self._store.tiers(used, start), num_moved)
         if not offered.layers_before:
@@ -200,6 +206,12 @@ class Offers:
         self._truncation.taken(state, used, stop)
         self._truncation.found(state, (p.chunk.name for p in used if p.first is None))
         return offered.layers_before > 0
+
+    def _count_loaded(self, pieces: Iterable[Piece], stop: int) -> None:
+        for piece in pieces:
+            size = self._geometry.groups[piece.group].block_tokens
+            num_blocks = -(-min(piece.stop, stop) // size) - piece.start // size
+            self._counts.add_blocks("group_loaded_bytes", piece.group, num_blocks)
 
     def withdraw(self, state: RequestState) -> None:
         """The offer is not taken, or asked for anew."""

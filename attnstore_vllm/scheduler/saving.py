@@ -25,6 +25,7 @@ from attnstore_vllm.index.stops import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.scheduler.offer import Tables
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.stats import GroupCounts
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
@@ -49,6 +50,7 @@ class Saving:
         self._plans = plans
         self._truncation = truncation
         self._needs = store.needs
+        self.counts = GroupCounts(geometry)
 
     def save_chunks(
         self, state: RequestState, computed: int, tables: Tables, *, has_ended: bool = False
@@ -149,7 +151,7 @@ class Saving:
             name.num_tokens,
             block_tokens=self._geometry.block_tokens,
         )
-        self._plan(state, chunk, copies)
+        self._plan(state, chunk, copies, group=0)
 
     # ---- sections ----------------------------------------------------------------------
 
@@ -190,7 +192,8 @@ class Saving:
         if chunk is not None:
             slot = chunk.dram.slot
             copies = plan_save(slot, block_ids, position, stop - position, hole=hole, **sizes)
-            self._plan(state, chunk, copies, is_fleeting=is_fleeting)
+            self._plan(state, chunk, copies, group=need.group, is_fleeting=is_fleeting)
+            self.counts.add("sections_passed", need.group, is_passed)
         return chunk
 
     def _save_state(
@@ -205,7 +208,8 @@ class Saving:
         chunk = self._begin(state, name, number, is_passed=stays)
         if chunk is not None:
             copies = (ChunkCopy(chunk.dram.slot, 0, (block_ids[index],)),)
-            self._plan(state, chunk, copies, is_fleeting=True)
+            self._plan(state, chunk, copies, group=need.group, is_fleeting=True)
+            self.counts.add("sections_passed", need.group, stays)
 
     def _begin(
         self, state: RequestState, name: ChunkName, number: int, *, is_passed: bool
@@ -225,8 +229,11 @@ class Saving:
         chunk: Chunk,
         copies: tuple[ChunkCopy, ...],
         *,
+        group: int,
         is_fleeting: bool = False,
     ) -> None:
+        num_blocks = sum(len(copy.block_ids) for copy in copies)
+        self.counts.add_blocks("group_saved_bytes", group, num_blocks)
         request = state.request
         self._plans.save(
             request.request_id,
@@ -254,16 +261,17 @@ class Saving:
         for need in self._needs if state.computing.first else ():
             if need.reach is Reach.STATE:
                 last = prompt_end // need.block_tokens * need.block_tokens
-                self._store.drop_states_before(state.sequence.section(need.group, 0), last)
-        self._store.drop_passed(
-            chunk
-            for chunk, need in state.computing.sections
-            if need.reach is Reach.STATE
-            or not any(
+                dropped = self._store.drop_states_before(
+                    state.sequence.section(need.group, 0), last
+                )
+                self.counts.add("sections_dropped", need.group, dropped)
+        for chunk, need in state.computing.sections:
+            if need.reach is Reach.STATE or not any(
                 need.first(stop) < chunk.name.position + self._geometry.chunk_tokens
                 for stop in (end, prompt_end)
-            )
-        )
+            ):
+                dropped = self._store.drop_passed([chunk])
+                self.counts.add("sections_dropped", need.group, dropped)
 
 
 def name_up_to(sequence: SequenceKeys, number: int, tenant: bytes, stop: int) -> ChunkName:

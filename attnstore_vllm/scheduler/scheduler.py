@@ -151,6 +151,7 @@ class Scheduler:
             self._waits,
             self.plans,
             self._truncation,
+            self._saving.counts,
             needs_next_token=needs_next_token,
         )
         self._hints = hints or HintReader()
@@ -415,6 +416,7 @@ class Scheduler:
     def take_stats(self) -> StepStats | None:
         stats, self._stats = self._stats, StepStats()
         self._figures.add_to(stats)
+        self._saving.counts.move_to(stats)
         return None if stats.is_empty() else stats
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ asks again and again while it has no room; and what the store has counted since 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.types import DRAM, NVME
 
 
@@ -75,6 +77,13 @@ def count_offer(stats: StepStats, state: RequestState, tokens: Mapping[str, int]
         stats.add("offered_tokens", tier, number)
 
 
+def count_short(counts: GroupCounts, state: RequestState) -> None:
+    """The groups that lack something of what the spine has. Before count_offer."""
+    if not state.counted.offered:
+        for group in state.sequence.short_of:
+            counts.add("shortened_hits", group, 1)
+
+
 def count_taken(
     stats: StepStats, state: RequestState, sources: dict[str, int], moved_tokens: int
 ) -> None:
@@ -83,6 +92,31 @@ def count_taken(
     for tier, tokens in sources.items():
         stats.add("loaded_tokens", tier, tokens)
     stats.add("moved_tokens", DRAM, moved_tokens)
+
+
+class GroupCounts:
+    """Figures by kind of KV cache group (index/sections.py: Reach), of models with several: of
+    others they say nothing."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._kinds = [group.reach for group in geometry.groups]
+        self._block_bytes = geometry.num_ranks // geometry.replicas * geometry.block_bytes
+        self._counts = Counter[tuple[str, str]]()
+
+    def add(self, name: str, group: int, amount: float) -> None:
+        """Args: group: its place in the geometry."""
+        if len(self._kinds) > 1:
+            self._counts[name, self._kinds[group]] += int(amount)
+
+    def add_blocks(self, name: str, group: int, num_blocks: int) -> None:
+        """The bytes of so many blocks, on all ranks."""
+        self.add(name, group, num_blocks * self._block_bytes)
+
+    def move_to(self, stats: StepStats) -> None:
+        """Add to `stats` what was counted since the last call."""
+        for (name, kind), amount in self._counts.items():
+            stats.add(name, kind, amount)
+        self._counts.clear()
 
 
 class StoreFigures:

@@ -240,7 +240,8 @@ class Store:
         if not self.needs:
             return pieces
         sequence.spine_stop = pieces[-1].stop if pieces else start
-        pieces = self._fit(sequence, pieces, start, self._comes)
+        sequence.short_of = set()
+        pieces = self._fit(sequence, pieces, start, self._comes, sequence.short_of)
         is_enough = pieces and pieces[-1].stop - start >= min_tokens
         return pieces if is_enough and len(pieces) <= self._pieces_max else []
 
@@ -257,9 +258,10 @@ class Store:
         spine: Sequence[Piece],
         start: int,
         is_there: Callable[[Chunk], bool],
+        short: set[int] | None = None,
     ) -> list[Piece]:
         """Locked."""
-        return fit(self.residency.index, sequence, self.needs, spine, start, is_there)
+        return fit(self.residency.index, sequence, self.needs, spine, start, is_there, short)
 
     def _comes(self, chunk: Chunk) -> bool:
         """Locked. Whether it is in DRAM, or a tier that answers has it."""
@@ -456,17 +458,23 @@ class Store:
             for chunk in chunks:
                 self.residency.drop(chunk)
 
-    def drop_passed(self, chunks: Iterable[Chunk]) -> None:
-        """A conversation has gone on beyond these sections. Forget those that only it has used."""
+    def drop_passed(self, chunks: Iterable[Chunk]) -> int:
+        """A conversation has gone on beyond these sections. Forget those that only it has used,
+        and return how many."""
+        num_dropped = 0
         with self._lock:
             for chunk in chunks:
                 if not chunk.dropped and not self.residency.run_of(chunk).is_shared:
-                    self.residency.counts["superseded"] += 1
+                    num_dropped += 1
                     self.residency.drop(chunk)
+            self.residency.counts["superseded"] += num_dropped
+        return num_dropped
 
-    def drop_states_before(self, keys: SequenceKeys, stop: int) -> None:
+    def drop_states_before(self, keys: SequenceKeys, stop: int) -> int:
         """A conversation has gone on beyond token `stop`. Forget the states of one group before it
-        that only this conversation has used, in the STATE_LOOKS_MAX chunks before it."""
+        that only this conversation has used, in the STATE_LOOKS_MAX chunks before it. Returns how
+        many."""
+        num_dropped = 0
         index, size = self.residency.index, keys.chunk_tokens
         last = (stop - 2) // size
         with self._lock:
@@ -475,8 +483,10 @@ class Store:
                 parent, extra = keys.parent(number), keys.extra(number)
                 found = index.exact_head(parent, extra, tokens, lambda _: True)
                 if found is not None and not self.residency.run_of(found).is_shared:
-                    self.residency.counts["superseded"] += 1
+                    num_dropped += 1
                     self.residency.drop(found)
+            self.residency.counts["superseded"] += num_dropped
+        return num_dropped
 
     # ---- the rest ----------------------------------------------------------------------
 

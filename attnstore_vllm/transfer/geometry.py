@@ -18,6 +18,8 @@ is: the blocks of the group with most blocks a chunk.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -155,6 +157,28 @@ class Geometry:
         if len(self.groups) > 1 or self.has_window_alone:
             found["groups"] = [asdict(group) for group in self.groups]
         return found
+
+
+def groups_text(groups: Sequence[Group]) -> str:
+    """The groups for people, spine first, as in "groups: full/16 window:1024/16 state/1056"."""
+    if len(groups) == 1:
+        return ""
+    reaches = (g.reach + (f":{g.reach_tokens}" if g.reach_tokens else "") for g in groups)
+    told = (f"{reach}/{g.block_tokens}" for reach, g in zip(reaches, groups, strict=True))
+    return "groups: " + " ".join(told)
+
+
+def groups_in(text: str) -> tuple[Group, ...]:
+    """The groups that a text ends with, as groups_text() says them; () if it tells of none."""
+    found = re.search(r"groups: ((?:[a-z]+(?::\d+)?/\d+ ?)+)$", text)
+    groups = []
+    for number, told in enumerate(found[1].split() if found else ()):
+        reach, _, block_tokens = told.partition("/")
+        kind, _, reach_tokens = reach.partition(":")
+        if not int(block_tokens):
+            return ()
+        groups.append(Group(int(block_tokens), (), number, kind, int(reach_tokens or 0)))
+    return tuple(groups)
 
 
 def round_chunk_tokens(wanted: int, block_tokens: int) -> int:

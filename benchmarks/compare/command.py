@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from attnstore_vllm.bench.conversations import read_conversations
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.cli import bench
-from attnstore_vllm.cli.size_plan import kv_bytes_per_token
 from attnstore_vllm.config import SIZE_MIN, format_size, parse_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError
+from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.sim.model_shape import shape_of
 
 if TYPE_CHECKING:
     from benchmarks.compare.run import Comparison, Running
@@ -155,7 +156,8 @@ def sizes_for(args: argparse.Namespace, asked: Any, here: Here) -> Sizes:
     kv_bytes = args.kv_bytes_per_token
     if kv_bytes is None:
         try:
-            kv_bytes = kv_bytes_per_token(config, args.model, None)
+            shape = shape_of(config, args.model)
+            kv_bytes = shape.token_bytes(Reach.FULL, Reach.WINDOW, Reach.LOCAL)
         except ConfigError as error:
             raise ConfigError(f"{error}; or say --kv-bytes-per-token N") from error
     return sized(

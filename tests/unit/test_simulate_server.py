@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from attnstore_vllm.cli.main import main
-from attnstore_vllm.cli.size_plan import kv_bytes_per_token
+from attnstore_vllm.cli.size_plan import read_model, show_model
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
@@ -272,19 +273,24 @@ def test_plan_spends_the_budget(
         assert price == pytest.approx(0.0001, rel=1e-3)
     assert options[0]["prefill_s"] == min(option["prefill_s"] for option in options)
     assert main(args) == 0
-    assert "nvme: {path: /mnt/nvme/attnstore, capacity: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nvme: {path: /mnt/nvme/attnstore, capacity: " in out
+    assert "groups: " not in out
 
 
-def test_kv_bytes_of_known_models() -> None:
-    llama_65b = {"num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": 8192,
-                 "torch_dtype": "float16"}  # fmt: skip
-    falcon_7b = {"num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544,
-                 "multi_query": True, "torch_dtype": "bfloat16"}  # fmt: skip
-    assert kv_bytes_per_token(llama_65b, "c", None) == 2_621_440
-    assert kv_bytes_per_token(llama_65b | {"num_key_value_heads": 8}, "c", None) == 327_680
-    assert kv_bytes_per_token({"text_config": llama_65b}, "c", 1) == 1_310_720
-    assert kv_bytes_per_token(falcon_7b, "c", None) == 2 * 32 * 64 * 2
-    for bad, said in (({"kv_lora_rank": 512}, "latent attention"), ({}, "num_hidden_layers"),
-                      (llama_65b | {"torch_dtype": "int3"}, "--kv-dtype-bytes")):  # fmt: skip
-        with pytest.raises(ConfigError, match=said):
-            kv_bytes_per_token(bad, "c", None)
+def test_plan_says_what_several_groups_keep(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({"num_hidden_layers": 12, "num_attention_heads": 8,
+                                 "num_key_value_heads": 2, "hidden_size": 512,
+                                 "model_type": "gemma3_text", "sliding_window": 64}))  # fmt: skip
+    trace = read_trace(files[0], Arrivals())
+    found = read_model(model, None, trace)
+    show_model(found)
+    out = capsys.readouterr().out
+    assert "groups: full/16 window:64/16 " in out
+    assert "full: 1KiB a token" in out
+    # More than full attention keeps, and less than all layers would.
+    assert 1024 < found.token_bytes < 6 * 1024
+    assert found.token_bytes * found.num_tokens >= found.shape.conversation_bytes(found.num_tokens)

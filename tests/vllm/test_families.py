@@ -9,13 +9,18 @@ family_checks.py for what is compared with what. Those that take long, and most 
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from attnstore_vllm.cli.inspect import inspect
 from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.testing.family_models import FAMILIES, WINDOW
+from attnstore_vllm.transfer.geometry import Geometry
 from tests.vllm import family_checks as checks
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine
@@ -98,6 +103,33 @@ def limit(engine: EngineHost) -> float:
     return found
 
 
+TOLD = {
+    "llama", "llama_fp8", "gemma2", "gemma3", "gemma3n", "gemma4", "cohere2", "gpt_oss", "llama4",
+    "qwen3_next", "qwen3_5", "lfm2",
+}  # fmt: skip
+"""Families whose bytes `attnstore plan` knows by their config.json alone."""
+
+
+def cut_of(geometry: Geometry) -> tuple[Any, ...]:
+    """Figures that a geometry is made of; groups beside the spine in any order."""
+    groups = [(g.reach, g.reach_tokens, g.block_tokens, len(g.layers)) for g in geometry.groups]
+    sizes = (geometry.chunk_tokens, geometry.slot_bytes)
+    return geometry.regions, groups[0][2:], sorted(groups), sizes
+
+
+def cut_of_engine(engine: Engine) -> tuple[Any, ...]:
+    return cut_of(engine.side.geometry)
+
+
+def test_config_json_tells_the_bytes(family: str, engine: EngineHost, models: Path) -> None:
+    if family not in TOLD:
+        pytest.skip(f"{family}: config.json does not say it")
+    config = json.loads((models / "families" / FAMILIES[family].name / "config.json").read_text())
+    element = 1 if "fp8" in family else {"float32": 4, "bfloat16": 2}[FAMILIES[family].dtype]
+    shape = shape_of(config, family, element, block_tokens=128)
+    assert engine.call(cut_of_engine) == cut_of(shape.geometry)
+
+
 def check_answers(found: list[Check], limit: float) -> None:
     for check in found:
         print(check)
@@ -158,6 +190,24 @@ def missing(engine: Engine, group: int) -> list[Check]:
     prompt = random_tokens(("without", group), PROMPT)
     engine.ask(prompt, max_tokens=1)
     return [checks.load(engine, f"without group {group}", prompt, 4)]
+
+
+def test_inspect_tells_the_groups(engine: EngineHost) -> None:
+    kinds = engine.call(leave_a_prompt)
+    assert engine.spec.store is not None
+    (stored,) = inspect(engine.spec.store)
+    told = {group.kind: group.records for group in stored.groups}
+    assert [group.kind for group in stored.groups][: len(kinds)] == kinds if kinds[1:] else not told
+    assert all(told[kind] > 0 for kind in kinds[1:])
+
+
+def leave_a_prompt(engine: Engine) -> list[str]:
+    """Until it is on the disk; returns the kinds of the groups."""
+    engine.ask(random_tokens(("inspect",), PROMPT), max_tokens=4)
+    deadline = time.monotonic() + 20
+    while not engine.store.is_idle() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [group.reach for group in engine.side.geometry.groups]
 
 
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:

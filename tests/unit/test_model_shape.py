@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV of known models, as their config.json tells it: against what vLLM's own functions say.
+
+The physical blocks of the large ones were computed by vLLM 0.32 from layers of their sizes. The
+small ones are compared on the real engine (tests/vllm/test_families.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.sim.model_shape import shape_of
+from attnstore_vllm.transfer.geometry import groups_text
+
+LLAMA_65B = {"num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": 8192,
+             "torch_dtype": "float16"}  # fmt: skip
+FALCON_7B = {"num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544,
+             "multi_query": True, "torch_dtype": "bfloat16"}  # fmt: skip
+DEEPSEEK_V3 = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512,
+               "qk_rope_head_dim": 64}  # fmt: skip
+GEMMA3_27B = {"model_type": "gemma3_text", "num_hidden_layers": 62, "num_attention_heads": 32,
+              "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024}  # fmt: skip
+GPT_OSS_120B = {
+    "model_type": "gpt_oss", "num_hidden_layers": 36, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+    "layer_types": 18 * ["sliding_attention", "full_attention"],
+}  # fmt: skip
+LLAMA4_SCOUT = {
+    "model_type": "llama4_text", "num_hidden_layers": 48, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192,
+}  # fmt: skip
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", "num_hidden_layers": 48, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+GEMMA4_31B = {
+    "model_type": "gemma4_text", "num_hidden_layers": 60, "num_attention_heads": 32,
+    "num_key_value_heads": 16, "head_dim": 256, "global_head_dim": 512, "sliding_window": 1024,
+    "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+    "layer_types": 10 * [*5 * ["sliding_attention"], "full_attention"],
+}  # fmt: skip
+
+
+def test_bytes_of_a_token() -> None:
+    def full(config: dict[str, Any], dtype_bytes: int | None = None) -> int:
+        shape = shape_of(config, "c", dtype_bytes)
+        assert len(shape.geometry.groups) == 1
+        return shape.token_bytes(Reach.FULL)
+
+    assert full(LLAMA_65B) == 2_621_440
+    assert full(LLAMA_65B | {"num_key_value_heads": 8}) == 327_680
+    assert full({"text_config": LLAMA_65B}, 1) == 1_310_720
+    assert full(FALCON_7B) == 2 * 32 * 64 * 2
+    assert full(DEEPSEEK_V3) == 61 * 576 * 2
+    assert full(LLAMA_65B | {"sliding_window": 4096, "use_sliding_window": False}) == 2_621_440
+
+
+@pytest.mark.parametrize(
+    ("config", "block_mb", "groups"),
+    [
+        (GPT_OSS_120B, 0.59, "groups: full/16 window:128/16"),
+        (GEMMA3_27B, 1.31, "groups: full/16" + 6 * " window:1024/16"),
+        (GEMMA4_31B, 2.62, "groups: full/32" + 5 * " window:1024/16"),
+        (LLAMA4_SCOUT, 0.79, "groups: full/16" + 3 * " local:8192/16"),
+        (QWEN3_NEXT, 25.95, "groups: full/1056" + 3 * " state/1056"),
+    ],
+)
+def test_groups_are_those_of_vllm(config: dict[str, Any], block_mb: float, groups: str) -> None:
+    geometry = shape_of(config, "c").geometry
+    assert groups_text(geometry.groups) == groups
+    assert geometry.block_bytes / 1e6 == pytest.approx(block_mb, abs=0.006)
+
+
+def test_a_conversation_of_gemma3() -> None:
+    """10,000 tokens: 40 chunks, and of 6 groups the 5 that the last 1,023 tokens lie in."""
+    shape = shape_of(GEMMA3_27B, "c")
+    assert shape.records(10_000) == {"full": 40, "window": 6 * 5}
+    assert shape.record_bytes == 4096 + 256 * 10 * 2 * 16 * 128 * 2
+    assert shape.conversation_bytes(10_000) == 70 * shape.record_bytes
+    assert shape_of(QWEN3_NEXT, "c").records(10_000) == {"full": 10, "state": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "num_hidden_layers is missing"),
+        (LLAMA_65B | {"torch_dtype": "int3"}, "--kv-dtype-bytes"),
+        (LLAMA_65B | {"sliding_window": 4096}, "layer_types does not say"),
+        (
+            LLAMA_65B | {"layer_types": 80 * ["sliding_attention"], "sliding_window": 9},
+            "does not serve",
+        ),
+        (LLAMA_65B | {"layer_types": 80 * ["mamba"]}, r"\['mamba'\]"),
+        (LLAMA_65B | {"layer_types": ["full_attention"]}, "has 1 layers, of 80"),
+        (LLAMA_65B | {"layer_types": 40 * ["linear_attention", "full_attention"]}, "recurrent"),
+        (LLAMA_65B | {"hybrid_override_pattern": "M-"}, "Mamba layers"),
+        (DEEPSEEK_V3 | {"index_head_dim": 128}, "sparse indexer"),
+    ],
+)
+def test_what_is_not_known_is_an_error_that_teaches(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        shape_of(config, "c")
