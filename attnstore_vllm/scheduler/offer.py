@@ -123,22 +123,24 @@ class Offers:
             return 0, False
         spine = [piece for piece in held if piece.group == 0]
         self._truncation.offer(state, spine, self.kv_cache_manager)
-        # Moved KV is complete before the forward pass: it fills blocks token by token.
-        layers_before = (
-            0
-            if state.moved is not None
-            else self._costs.layers_before(
-                (ready_stop - held[0].start) * self._rank_token_bytes,
-                self._plans.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
-                ready_stop,
-                request.num_tokens,
-            )
-        )
-        if any(need.reach is Reach.STATE for need in self._needs.values()) and self._costs.is_ahead:
-            layers_before = self._geometry.num_layers  # states are whole before vLLM copies them
+        layers_before = self._layers_before(state, held)
         state.offered = Offered(held, local, layers_before)
         self._open.append(state)
         return num_tokens, layers_before > 0
+
+    def _layers_before(self, state: RequestState, held: Sequence[Piece]) -> int:
+        """How many layers are loaded before the request's first step."""
+        if state.moved is not None:  # it fills blocks token by token, before the forward pass
+            return 0
+        if any(need.reach is Reach.STATE for need in self._needs.values()) and self._costs.is_ahead:
+            return self._geometry.num_layers  # states are whole before vLLM copies them
+        stop = held[-1].stop
+        return self._costs.layers_before(
+            (stop - held[0].start) * self._rank_token_bytes,
+            self._plans.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
+            stop,
+            state.request.num_tokens,
+        )
 
     def _leave_unproven(self, held: list[Piece]) -> list[Piece]:
         """Let go of what ends with the last token that matches, and keep what does not.

@@ -116,8 +116,7 @@ class Scheduler:
         self.names = names
         self.adapters = Adapters(geometry.num_ranks, clock)
         self._watch = ResetWatch(self.adapters.hbm_is_empty)
-        self._has_adapters = False
-        """Some request has had one."""
+        self._has_adapters = False  # no request has had one
         self._has_prefix_cache = has_prefix_cache
         self._serves_adapters = serves_adapters
         self._alive: set[str] = set()
