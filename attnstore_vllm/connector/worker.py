@@ -240,7 +240,6 @@ class Worker:
             plan.preempted,
             by_layer=self._by_layer and not self._whole,
         )
-        self.loads.begin_states(plan.loads)
 
     def start_load(self) -> None:
         self.loads.begin(self._plan.loads, whole=self._whole)

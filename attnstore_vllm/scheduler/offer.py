@@ -132,8 +132,10 @@ class Offers:
         """How many layers are loaded before the request's first step."""
         if state.moved is not None:  # it fills blocks token by token, before the forward pass
             return 0
-        if any(need.reach is Reach.STATE for need in self._needs.values()) and self._costs.is_ahead:
-            return self._geometry.num_layers  # states are whole before vLLM copies them
+        # vLLM copies states before it begins a step's loads. And for a load in a request's first
+        # step vLLM 0.32 counts one block of each recurrent group too few, and may stop for it.
+        if any(need.reach is Reach.STATE for need in self._needs.values()):
+            return self._geometry.num_layers
         stop = held[-1].stop
         return self._costs.layers_before(
             (stop - held[0].start) * self._rank_token_bytes,
@@ -186,10 +188,9 @@ class Offers:
         self._plans.load(
             state.request.request_id,
             [piece.chunk for piece in (*used, *sections, *states)],
-            copies,
+            (*plan_states(states, tables, self._geometry), *copies),
             tuple(moved),
             num_partial=num_partial,
-            early=plan_states(states, tables, self._geometry),
             layers_before=offered.layers_before,
         )
         state.waiting.deadline, state.computing.first = None, stop

@@ -84,13 +84,10 @@ class OpenPlans:
         *,
         num_partial: int,
         layers_before: int,
-        early: tuple[ChunkCopy, ...] = (),
     ) -> None:
         """The held `chunks` are loaded; released when all ranks have done so."""
         self.load_is_void(request_id)  # a former one, of blocks that it has lost
-        plan = LoadPlan(
-            next(self._ids), request_id, copies, num_partial, layers_before, early, moves
-        )
+        plan = LoadPlan(next(self._ids), request_id, copies, num_partial, layers_before, moves)
         self._plan.loads.append(plan)
         self._add(plan, Flow.LOAD, chunks)
         self._loading[request_id] = plan.plan_id

@@ -133,11 +133,6 @@ class Costs:
         self._ahead_layers = ahead_layers
         self._step_tokens = step_tokens
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether loads run beside the model, and so before the step that needs them."""
-        return self._ahead_layers > 0
-
     # ---- steps -------------------------------------------------------------------------
 
     def step_planned(self, output: SchedulerOutput) -> int:

@@ -77,13 +77,6 @@ class Loads:
             if whole and load.gates:
                 self._engine.model_waits(load.layers[-1])
 
-    def begin_states(self, plans: Sequence[LoadPlan]) -> None:
-        """Fill blocks with the states of loads for this step: vLLM copies states before it begins
-        a step's loads. After begin_step."""
-        early = pages(c for plan in plans if not plan.layers_before for c in plan.early)
-        if len(early):
-            self._engine.model_waits(self._engine.load(early, self._all))
-
     def begin(self, plans: Sequence[LoadPlan], *, whole: bool) -> None:
         """Begin to fill blocks from slots."""
         began = time.perf_counter()
@@ -98,11 +91,10 @@ class Loads:
                 self._engine.model_waits(load.layers[-1])
         for plan in plans:
             if plan.layers_before:
-                assert self._engine.overlaps
                 load = _Load([plan])
                 self._open.append(load)
-                self._submit(load, together=False)
-        if now and not self._engine.overlaps:
+                self._submit(load, together=not self._engine.overlaps)
+        if not self._engine.overlaps:
             self._host_wait_s += time.perf_counter() - began
 
     def wait_layer(self, layer: int) -> None:
@@ -144,8 +136,7 @@ class Loads:
         self._open.clear()
 
     def _submit(self, load: _Load, *, together: bool) -> None:
-        states = [c for plan in load.plans if plan.layers_before for c in plan.early]
-        table = pages([*states, *(copy for plan in load.plans for copy in plan.copies)])
+        table = pages(copy for plan in load.plans for copy in plan.copies)
         if together:
             moved = tables_by_group(run for plan in load.plans for run in plan.moves)
             begun = [self._engine.load(table, self._all)] if len(table) else []

@@ -56,18 +56,12 @@ class LoadPlan(TransferPlan):
     """So many blocks at the end of the copies are partly filled: they receive new tokens."""
     layers_before: int = 0
     """0: for this step's forward pass. Else ahead of it: received when so many layers are there."""
-    early: tuple[ChunkCopy, ...] = ()
-    """States: there before vLLM copies them, which is before the load of a step begins."""
     moves: tuple[MovedRun, ...] = ()
     """Token by token, after the copies; complete before the forward pass."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.copies or self.moves or self.early)
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(copy.block_ids) for copy in (*self.copies, *self.early))
+        return not (self.copies or self.moves)
 
 
 def pages(copies: Iterable[ChunkCopy]) -> npt.NDArray[np.int64]:

@@ -293,7 +293,7 @@ class GroupWorld:
         loaded = Counter[str]()
         for load in plan.loads:
             kinds = self.hbm.kinds_of(load.request_id)
-            for copy in (*load.copies, *load.early):
+            for copy in load.copies:
                 for block in copy.block_ids:
                     loaded[kinds[block]] += BLOCK_BYTES
         for kind in ("full", "window", "local", "state"):
@@ -416,7 +416,6 @@ class GroupWorld:
         whole = plan.may_replay or self.random.random() < 0.5 or not self.is_beside
         self.loads.begin_step(plan.ended_loads, whole=whole)
         self.saves.begin_step(plan.saves_before, plan.saves, plan.preempted, by_layer=False)
-        self.loads.begin_states(plan.loads)
         if not (self.is_beside and self.zeroes):
             self._prepare(counts, started)
         if counts or not self.is_beside:

@@ -15,10 +15,10 @@ import pytest
 from attnstore_vllm.index import keys, sections
 from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.scheduler import saving
+from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store import store
-from attnstore_vllm.transfer.loads import Loads
 from attnstore_vllm.transfer.plan import hole_of
 from tests.simulation.group_memory import MODELS
 from tests.simulation.run import run_groups
@@ -115,15 +115,8 @@ def states_of_early_ends(patch: pytest.MonkeyPatch) -> None:
 
 
 def states_come_late(patch: pytest.MonkeyPatch) -> None:
-    """States are loaded with the rest of a step's loads: vLLM has copied them by then."""
-    begin, early = Loads.begin, Loads.begin_states
-
-    def both(loads: Loads, plans: Any, *, whole: bool) -> None:
-        begin(loads, plans, whole=whole)
-        early(loads, plans)
-
-    patch.setattr(Loads, "begin_states", lambda *_: None)
-    patch.setattr(Loads, "begin", both)
+    """States are loaded in the step that needs them: vLLM has copied them by then."""
+    patch.setattr(Offers, "_layers_before", lambda *_: 0)
 
 
 def nothing_is_fleeting(patch: pytest.MonkeyPatch) -> None:

@@ -330,17 +330,3 @@ def test_where_copies_do_not_run_beside_the_model() -> None:
     loads.end_step()
     assert loads.take_finished() == [1]
     assert loads.take_waited_s() == 0.0
-
-
-def test_states_are_there_before_the_loads_of_a_step_begin(bench: Bench) -> None:
-    """vLLM copies states to other blocks before it begins a step's loads."""
-    state = ChunkCopy(3, 0, (20,))
-    plan = LoadPlan(1, "request 1", (ChunkCopy(0, 0, BLOCKS),), early=(state,))
-    alone = LoadPlan(2, "state", (state,))
-    bench.loads.begin_step((), whole=True)
-    assert not bench.is_there(alone, 0)
-    bench.loads.begin_states([plan])
-    assert all(bench.is_there(alone, layer) for layer in ALL)
-    bench.loads.begin([plan], whole=True)
-    assert all(bench.is_there(plan, layer) for layer in ALL)
-    assert bench.end_step().finished == [1]

@@ -29,14 +29,9 @@ def _edit_loads(engine: Any, edit: Callable[[list[Any]], list[Any]]) -> Undo:
     def faulty(output: Any) -> Any:
         plan = build(output)
         for i, load in enumerate(plan.plan.loads):
-            copies, early = (
-                tuple(
-                    ChunkCopy(slot, block, (block_id,))
-                    for slot, block, block_id in (edit(pages(of).tolist()) if of else ())
-                )
-                for of in (load.copies, load.early)
-            )
-            plan.plan.loads[i] = replace(load, copies=copies, early=early)
+            table = edit(pages(load.copies).tolist()) if load.copies else ()
+            copies = tuple(ChunkCopy(slot, block, (block_id,)) for slot, block, block_id in table)
+            plan.plan.loads[i] = replace(load, copies=copies)
         return plan
 
     return _replace(connector, "build_connector_meta", faulty)
