@@ -80,8 +80,8 @@ class GroupedWorker(ScriptedWorker):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.side_groups = sorted(self.side.geometry.groups, key=lambda group: group.number)
-        self._state_at: dict[int, tuple[Row, int]] = {}
-        """By the row's id: the block in which each request's state was at last."""
+        self._state_at: dict[tuple[int, int], tuple[Row, int]] = {}
+        """By the row's id and the group: the block in which a request's state was at last."""
 
     def _prepare(self, output: SchedulerOutput, starts: dict[str, int]) -> None:
         zeroed = np.array(output.new_block_ids_to_zero or [], dtype=np.int64)
@@ -98,11 +98,11 @@ class GroupedWorker(ScriptedWorker):
 
     def _move_state(self, row: Row, group: int, start: int, stop: int) -> None:
         block = self.kinds[group].block
-        known = self._state_at.get(id(row))
+        known = self._state_at.get((id(row), group))
         is_new = known is None or known[0] is not row or not row.kv
         before = (start - 1) // block if is_new else known[1]  # type: ignore[index]
         after = (stop - 1) // block
-        self._state_at[id(row)] = row, after
+        self._state_at[id(row), group] = row, after
         if before not in (-1, after):
             table = row.tables[group]
             assert table[before], "the state that goes on has no block"
