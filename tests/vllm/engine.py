@@ -30,6 +30,8 @@ CHUNK = 256
 
 Tokens = Sequence[int]
 CANDIDATES = 5
+GARBAGE = {torch.uint8: 0x7A, torch.int8: 0x5A, torch.float16: 6e4}
+"""Of fp8, whichever; of the bytes of recurrent states; and of float16. It is large in each."""
 DUMMY = 0.2
 """The largest of random weights."""
 LogProbs = tuple[tuple[int, float], ...]
@@ -357,7 +359,4 @@ def poison(worker: Any) -> None:
     It is finite, since the CPU kernels multiply what is masked out by zero.
     """
     for kv in worker.model_runner.kv_caches:
-        if kv.dtype == torch.uint8:  # fp8, whichever: of both it is large
-            kv.fill_(0x7A)
-        else:
-            kv.fill_(6e4 if kv.dtype == torch.float16 else 1e30)
+        kv.fill_(GARBAGE.get(kv.dtype, 1e30))
