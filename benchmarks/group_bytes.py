@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation of several turns with models of several KV cache groups: what is found of each
-turn, how soon its first token comes, and how many bytes it leaves on NVMe.
+turn, and how many bytes it leaves on NVMe.
 
     python -m benchmarks.group_bytes [--only gemma3 gpt_oss] [--tokens 8000] [--json FILE]
 
@@ -14,9 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
@@ -47,13 +45,9 @@ def main() -> None:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = ["family       found of history   bytes over all   TTFT DRAM / HBM, ms (ratio)"]
+    lines = ["family       found of history   bytes over all"]
     for name, row in found.items():
-        dram, hbm = row["ttft_dram_ms"], row["ttft_hbm_ms"]
-        lines.append(
-            f"{name:12} {row['found']:>8.3f} {row['bytes_over_all']:>18.3f}"
-            f" {dram:>14.1f} / {hbm:.1f} ({dram / hbm:.2f})"
-        )
+        lines.append(f"{name:12} {row['found']:>8.3f} {row['bytes_over_all']:>18.3f}")
     return "\n".join(lines)
 
 
@@ -88,30 +82,10 @@ def measure(name: str, num_tokens: int) -> dict[str, Any]:
         chunks = -(-len(tokens) // engine.side.geometry.chunk_tokens)
         all_bytes = chunks * len(engine.side.geometry.groups) * record_bytes
         held = store.gauges()["held_bytes", "nvme"]
-        times = {
-            where: [first_token_ms(engine, tokens, where) for _ in range(7)] for where in WHERE
-        }
         return {
             "tokens": len(tokens), "found": found / wanted, "bytes": held,
             "bytes_over_all": held / all_bytes, "groups": len(engine.side.geometry.groups),
-            "ttft_dram_ms": statistics.median(times["dram"]),
-            "ttft_hbm_ms": statistics.median(times["hbm"]),
         }  # fmt: skip
-
-
-WHERE = ("dram", "hbm")
-
-
-def first_token_ms(engine: Any, tokens: list[int], where: str) -> float:
-    """Of the next turn of 128 tokens, its history in HBM or in DRAM."""
-    turn = [*tokens, *(Random(time.time()).randrange(16, 1_000) for _ in range(128))]
-    if where == "dram":
-        engine.llm.reset_prefix_cache()
-    else:
-        engine.ask(tokens, max_tokens=1)
-    began = time.perf_counter()
-    engine.ask(turn, max_tokens=1)
-    return 1_000 * (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

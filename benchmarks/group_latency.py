@@ -98,6 +98,8 @@ def of_new(engine: Any, name: str, new: int, rounds: int) -> dict[str, Any]:
         for where in ("hbm", "dram") if turn % 2 else ("dram", "hbm"):
             if where == "dram":
                 engine.llm.reset_prefix_cache()
+                # Behind a reset the store looks whether the weights have changed, once.
+                engine.ask([turn + 5] * 20, max_tokens=1)
             else:
                 engine.ask([*history, first], max_tokens=1)
             rest = [random.randrange(16, 1_000) for _ in range(new)]
