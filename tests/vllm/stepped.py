@@ -152,7 +152,8 @@ class SteppedEngine(ScriptedEngine):
         """A request that leaves so many tokens of KV, the last block's from its answer: a hit may
         end where they do (index/stops.py)."""
         at = num_tokens - BLOCK
-        self.add(name, prompt(name, at), num_tokens - at + 1)
+        # With three steps in flight the last token's KV is computed as well before it ends.
+        self.add(name, prompt(name, at), BLOCK + (self.depth < 3))
         request = self.scheduler.requests[name]
         self.settle()
         self.histories[name] = list(request.all_token_ids)[:num_tokens]
