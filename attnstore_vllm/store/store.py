@@ -336,7 +336,7 @@ class Store:
         with self._lock:
             if self.walks:
                 assert start is not None, "a window begins behind what is in HBM"
-                return self._hold_walked(sequence, start, stop) if pieces else []
+                return self._hold_walked(pieces, sequence, start, stop) if pieces else []
             for piece in pieces:
                 if piece.group:
                     break
@@ -352,11 +352,19 @@ class Store:
                 self.residency.release(piece.chunk)
             return kept if not self.needs else self._hold_sections(kept, sequence)
 
-    def _hold_walked(self, sequence: SequenceKeys, start: int, stop: int) -> list[Piece]:
-        """Locked. Hold the farthest hit of which all is READY."""
-        far = sequence.spine_stop
-        pieces = walk(self.residency.index, sequence, self.needs, start, stop, _is_ready)
-        sequence.spine_stop = far
+    def _hold_walked(
+        self, found: Sequence[Piece], sequence: SequenceKeys, start: int, stop: int
+    ) -> list[Piece]:
+        """Locked. Hold what was found, or else the farthest hit of which all is READY.
+
+        A walk of what is READY passes a chunk that is not, even if another one ends there as well:
+        so it may miss what was found, and nothing would be read that could change it.
+        """
+        pieces = list(found)
+        if not all(_is_ready(piece.chunk) and piece.exact for piece in pieces):
+            far = sequence.spine_stop
+            pieces = walk(self.residency.index, sequence, self.needs, start, stop, _is_ready)
+            sequence.spine_stop = far
         if not all(piece.exact for piece in pieces):  # tokens of what is READY are known
             return []
         for piece in pieces:

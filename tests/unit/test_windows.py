@@ -132,6 +132,30 @@ def test_a_window_that_has_come_in_part_backs_nothing(open_rig: Rigs) -> None:
     rig.store.release(piece.chunk for piece in held)
 
 
+def test_what_is_ready_is_held_though_a_better_chunk_is_not(open_rig: Rigs) -> None:
+    """Else the request waits for its deadline: all that was found has come, and nothing is read.
+
+    On NVMe alone is a chunk that goes farther, of which the second group has nothing.
+    """
+    needs = (*NEEDS, Need(1, Reach.WINDOW, 6, 4))
+    rig, device = open_rig(needs=needs)
+    begin = conversation(1, 28)
+    backed, farther = (sequence_of([*begin[:n], *conversation(n, 32 - n)]) for n in (20, 28))
+    for keys_of in (backed, backed.section(1, 0)):
+        rig.put(keys_of.name(0, bytes(32)))
+        rig.put(keys_of.name(1, bytes(32)))
+    rig.put(farther.name(1, bytes(32)))
+    device.settle()
+    rig.store.residency.leave_dram(rig.chunk(farther.name(1, bytes(32))))
+    wanted = sequence_of([*begin, *conversation(9, 20)])
+    pieces = rig.store.find(wanted, 0, 41)
+    assert runs(pieces) == [(0, 16), (16, 20), (12, 16), (16, 20)]
+    assert all(piece.chunk.dram.state is State.READY for piece in pieces)
+    held = rig.store.hold_ready(pieces, wanted, 41, 0)
+    rig.store.release(piece.chunk for piece in held)
+    assert has_all(held, pieces)
+
+
 def test_another_window_of_as_many_chunks_is_not_all(open_rig: Rigs) -> None:
     rig, _ = left(open_rig)
     pieces, earlier = find(rig), find(rig, stop=40)
