@@ -191,6 +191,38 @@ def test_what_has_expired_is_no_part_of_a_hit(open_rig: Rigs) -> None:
     assert runs(hold(rig)) == [(40, 48), (48, 64)]
 
 
+def lease_one(rig: Rig, of: SequenceKeys, number: int) -> None:
+    """All is stored, and one chunk of it under a lease of 5 s."""
+    _, visit = rig.store.arrive("a", keys(), LENGTH, terms=Terms(ttl_s=5.0))
+    for name in [*names_of(keys()), *(of.name(n, bytes(32)) for n in range(5) if of is not keys())]:
+        is_leased = name.parent == of.parent(number)
+        chunk = rig.store.begin_save(name, visit.run(number) if is_leased else None)
+        if chunk is not None:
+            rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)
+            rig.store.finish_saves([chunk])
+
+
+def test_an_expired_window_is_not_held_where_a_farther_one_is_read(open_rig: Rigs) -> None:
+    now = 0.0
+    rig, device = open_rig(needs=NEEDS, clock=lambda: now)
+    lease_one(rig, keys(), 3)
+    device.settle()
+    rig.store.residency.leave_dram(rig.chunk(names_of(keys())[4]))
+    device.hold()
+    now = 100.0
+    assert runs(hold(rig)) == [(24, 32), (32, 48)]
+
+
+def test_an_expired_section_backs_nothing(open_rig: Rigs) -> None:
+    now = 0.0
+    needs = (Need(1, Reach.WINDOW, 24, 4),)
+    rig, _ = open_rig(needs=needs, dram_slots=16, clock=lambda: now)
+    lease_one(rig, keys().section(1, 0), 3)
+    assert find(rig, stop=64)[-1].stop == 64
+    now = 100.0
+    assert find(rig, stop=64)[-1].stop == 48
+
+
 def test_chunks_that_others_used_are_theirs_too(open_rig: Rigs) -> None:
     """The visit counts chunks from the first on, though the first ones are not there."""
     rig, _ = left(open_rig, 0, 1)
