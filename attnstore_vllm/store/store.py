@@ -223,7 +223,7 @@ class Store:
     def _match(self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int) -> list[Piece]:
         """Locked."""
         if self.walks:
-            pieces = self._walk(sequence, start, stop)
+            pieces = self._walk(sequence, start, stop, self._comes)
             is_enough = pieces and pieces[-1].stop - start >= min_tokens
             return pieces if is_enough and len(pieces) <= self._pieces_max else []
         pieces = self.residency.index.match(sequence, start, stop)
@@ -245,11 +245,13 @@ class Store:
         is_enough = pieces and pieces[-1].stop - start >= min_tokens
         return pieces if is_enough and len(pieces) <= self._pieces_max else []
 
-    def _walk(self, sequence: SequenceKeys, start: int, stop: int) -> list[Piece]:
+    def _walk(
+        self, sequence: SequenceKeys, start: int, stop: int, is_there: Callable[[Chunk], bool]
+    ) -> list[Piece]:
         """Locked. What has expired is dropped, and another hit looked for."""
         while True:
-            pieces = walk(self.residency.index, sequence, self.needs, start, stop, self._comes)
-            if not self._has_leases or len(self.residency.unexpired(pieces)) == len(pieces):
+            pieces = walk(self.residency.index, sequence, self.needs, start, stop, is_there)
+            if not self._drops_expired(pieces):
                 return pieces
 
     def _fit(
@@ -260,8 +262,16 @@ class Store:
         is_there: Callable[[Chunk], bool],
         short: set[int] | None = None,
     ) -> list[Piece]:
-        """Locked."""
-        return fit(self.residency.index, sequence, self.needs, spine, start, is_there, short)
+        """Locked. As _walk(): what has expired of the spine is gone already."""
+        while True:
+            index, needs = self.residency.index, self.needs
+            pieces = fit(index, sequence, needs, spine, start, is_there, short)
+            if not self._drops_expired([piece for piece in pieces if piece.group]):
+                return pieces
+
+    def _drops_expired(self, pieces: list[Piece]) -> bool:
+        """Locked. Whether some have expired, which are dropped."""
+        return self._has_leases and len(self.residency.unexpired(pieces)) < len(pieces)
 
     def _comes(self, chunk: Chunk) -> bool:
         """Locked. Whether it is in DRAM, or a tier that answers has it."""
@@ -336,7 +346,7 @@ class Store:
         with self._lock:
             if self.walks:
                 assert start is not None, "a window begins behind what is in HBM"
-                return self._hold_walked(sequence, start, stop) if pieces else []
+                return self._hold_walked(pieces, sequence, start, stop) if pieces else []
             for piece in pieces:
                 if piece.group:
                     break
@@ -352,11 +362,19 @@ class Store:
                 self.residency.release(piece.chunk)
             return kept if not self.needs else self._hold_sections(kept, sequence)
 
-    def _hold_walked(self, sequence: SequenceKeys, start: int, stop: int) -> list[Piece]:
-        """Locked. Hold the farthest hit of which all is READY."""
-        far = sequence.spine_stop
-        pieces = walk(self.residency.index, sequence, self.needs, start, stop, _is_ready)
-        sequence.spine_stop = far
+    def _hold_walked(
+        self, found: Sequence[Piece], sequence: SequenceKeys, start: int, stop: int
+    ) -> list[Piece]:
+        """Locked. Hold what was found, or else the farthest hit of which all is READY.
+
+        A walk of what is READY passes a chunk that is not, even if another one ends there as well:
+        so it may miss what was found, and nothing would be read that could change it.
+        """
+        pieces = list(found)
+        if not all(_is_ready(piece.chunk) and piece.exact for piece in pieces):
+            far = sequence.spine_stop
+            pieces = self._walk(sequence, start, stop, _is_ready)
+            sequence.spine_stop = far
         if not all(piece.exact for piece in pieces):  # tokens of what is READY are known
             return []
         for piece in pieces:

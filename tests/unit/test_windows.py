@@ -132,6 +132,30 @@ def test_a_window_that_has_come_in_part_backs_nothing(open_rig: Rigs) -> None:
     rig.store.release(piece.chunk for piece in held)
 
 
+def test_what_is_ready_is_held_though_a_better_chunk_is_not(open_rig: Rigs) -> None:
+    """Else the request waits for its deadline: all that was found has come, and nothing is read.
+
+    On NVMe alone is a chunk that goes farther, of which the second group has nothing.
+    """
+    needs = (*NEEDS, Need(1, Reach.WINDOW, 6, 4))
+    rig, device = open_rig(needs=needs)
+    begin = conversation(1, 28)
+    backed, farther = (sequence_of([*begin[:n], *conversation(n, 32 - n)]) for n in (20, 28))
+    for keys_of in (backed, backed.section(1, 0)):
+        rig.put(keys_of.name(0, bytes(32)))
+        rig.put(keys_of.name(1, bytes(32)))
+    rig.put(farther.name(1, bytes(32)))
+    device.settle()
+    rig.store.residency.leave_dram(rig.chunk(farther.name(1, bytes(32))))
+    wanted = sequence_of([*begin, *conversation(9, 20)])
+    pieces = rig.store.find(wanted, 0, 41)
+    assert runs(pieces) == [(0, 16), (16, 20), (12, 16), (16, 20)]
+    assert all(piece.chunk.dram.state is State.READY for piece in pieces)
+    held = rig.store.hold_ready(pieces, wanted, 41, 0)
+    rig.store.release(piece.chunk for piece in held)
+    assert has_all(held, pieces)
+
+
 def test_another_window_of_as_many_chunks_is_not_all(open_rig: Rigs) -> None:
     rig, _ = left(open_rig)
     pieces, earlier = find(rig), find(rig, stop=40)
@@ -165,6 +189,38 @@ def test_what_has_expired_is_no_part_of_a_hit(open_rig: Rigs) -> None:
     assert runs(hold(rig)) == [(64, 80), (80, 88)]
     now = 100.0
     assert runs(hold(rig)) == [(40, 48), (48, 64)]
+
+
+def lease_one(rig: Rig, of: SequenceKeys, number: int) -> None:
+    """All is stored, and one chunk of it under a lease of 5 s."""
+    _, visit = rig.store.arrive("a", keys(), LENGTH, terms=Terms(ttl_s=5.0))
+    for name in [*names_of(keys()), *(of.name(n, bytes(32)) for n in range(5) if of is not keys())]:
+        is_leased = name.parent == of.parent(number)
+        chunk = rig.store.begin_save(name, visit.run(number) if is_leased else None)
+        if chunk is not None:
+            rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)
+            rig.store.finish_saves([chunk])
+
+
+def test_an_expired_window_is_not_held_where_a_farther_one_is_read(open_rig: Rigs) -> None:
+    now = 0.0
+    rig, device = open_rig(needs=NEEDS, clock=lambda: now)
+    lease_one(rig, keys(), 3)
+    device.settle()
+    rig.store.residency.leave_dram(rig.chunk(names_of(keys())[4]))
+    device.hold()
+    now = 100.0
+    assert runs(hold(rig)) == [(24, 32), (32, 48)]
+
+
+def test_an_expired_section_backs_nothing(open_rig: Rigs) -> None:
+    now = 0.0
+    needs = (Need(1, Reach.WINDOW, 24, 4),)
+    rig, _ = open_rig(needs=needs, dram_slots=16, clock=lambda: now)
+    lease_one(rig, keys().section(1, 0), 3)
+    assert find(rig, stop=64)[-1].stop == 64
+    now = 100.0
+    assert find(rig, stop=64)[-1].stop == 48
 
 
 def test_chunks_that_others_used_are_theirs_too(open_rig: Rigs) -> None:
