@@ -94,7 +94,7 @@ class Loads:
                 load = _Load([plan])
                 self._open.append(load)
                 self._submit(load, together=not self._engine.overlaps)
-        if not self._engine.overlaps:
+        if plans and not self._engine.overlaps:
             self._host_wait_s += time.perf_counter() - began
 
     def wait_layer(self, layer: int) -> None:
