@@ -101,7 +101,7 @@ def sick(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sic
     ("effect", "every", "hang_s"),
     [
         ("EIO", 1, 0.0), ("EIO", 3, 0.0), ("ENOSPC", 1, 0.0), ("ENOSPC", 3, 0.0),
-        ("hang", 3, HANG_S), ("hang", 1, LONG_HANG_S),
+        ("hang", 3, HANG_S), pytest.param("hang", 1, LONG_HANG_S, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_no_request_fails_or_waits(sick: Sick, effect: str, every: int, hang_s: float) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.vllm import kill_loop
 
 
+@pytest.mark.long
 def test_kills_under_load(models: Path, tmp_path: Path) -> None:
     lives, jobs = kill_loop.live(tmp_path, models, kills=2, seed=4)
     assert sum(life.clean_tokens for life in lives) > 500, "of the second life"
