@@ -11,19 +11,13 @@ those of storing all groups' KV of all tokens, which is what a store that knows 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+from benchmarks.family_parts.alone import measured
+
 FAMILIES = ("gemma3", "gpt_oss", "llama4", "qwen3_next", "llama")
 TURN, ANSWER = 500, 40
 
@@ -34,14 +28,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8_000, help="of the whole conversation")
     parser.add_argument("--json", type=Path, help="where the figures go")
     arguments = parser.parse_args()
-    found = {}
-    for number, name in enumerate(arguments.only, start=1):
-        print(f"[{number}/{len(arguments.only)}] {name} ...", flush=True)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found[name] = pool.submit(measure, name, arguments.tokens).result()
-    print(table(found))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(measured(arguments.only, measure, arguments.tokens, out=arguments.json)))
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
@@ -53,7 +40,6 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def measure(name: str, num_tokens: int) -> dict[str, Any]:
     """In a process of its own."""
-    os.environ.update(ENVIRONMENT)  # vLLM reads it when it is imported
     from attnstore_vllm.testing.family_models import FAMILIES as MODELS  # noqa: PLC0415
     from attnstore_vllm.testing.tiny_model import TINY  # noqa: PLC0415
     from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415

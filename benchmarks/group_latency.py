@@ -11,20 +11,16 @@ DRAM, one after the other; both must find the same tokens. Bind vLLM's threads b
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
 import statistics
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from attnstore_vllm.testing.family_models import FAMILIES, Family
-from benchmarks.group_bytes import ENVIRONMENT
+from benchmarks.family_parts.alone import measured
 
 NAMES = ("llama", "gemma3", "gpt_oss", "qwen3_next")
 LAYERS, HISTORY, NEW = 24, 3_840, (1, 128)
@@ -36,14 +32,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="where the figures go")
     arguments = parser.parse_args()
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for number, name in enumerate(arguments.only, start=1):
-        print(f"[{number}/{len(arguments.only)}] {name} ...", flush=True)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found[name] = pool.submit(measure, name, arguments.rounds).result()
-    print(table(found))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(measured(arguments.only, measure, arguments.rounds, out=arguments.json)))
 
 
 def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
@@ -72,7 +61,6 @@ def deep(family: Family) -> Family:
 
 def measure(name: str, rounds: int) -> dict[int, dict[str, Any]]:
     """In a process of its own."""
-    os.environ.update(ENVIRONMENT)
     from attnstore_vllm.testing.tiny_model import TINY  # noqa: PLC0415
     from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415
 

@@ -12,18 +12,14 @@ family, in a process of its own.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
 import tempfile
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from attnstore_vllm.bench.conversations import Conversation, Piece, read_conversations
-from benchmarks.group_bytes import ENVIRONMENT
+from benchmarks.family_parts.alone import measured
 from benchmarks.sample import SAMPLE
 
 NAMES = ("llama", "gemma3", "gpt_oss", "qwen3_next")
@@ -41,15 +37,13 @@ def main() -> None:
     arguments = parser.parse_args()
     talks = [talk for talk in read_conversations(arguments.dataset) if len(talk.questions) > 1]
     talks = talks[: arguments.conversations]
-    found: dict[str, dict[str, Any]] = {}
-    for number, name in enumerate(arguments.only, start=1):
-        print(f"[{number}/{len(arguments.only)}] {name} ...", flush=True)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            task = pool.submit(replay, name, talks, arguments.dram, arguments.nvme)
-            found[name] = task.result()
-    print(table(found))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(
+        table(
+            measured(
+                arguments.only, replay, talks, arguments.dram, arguments.nvme, out=arguments.json
+            )
+        )
+    )
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
@@ -73,7 +67,6 @@ def tokens_of(piece: Piece) -> list[int]:
 
 def replay(name: str, talks: Sequence[Conversation], dram: str, nvme: str) -> dict[str, Any]:
     """In a process of its own."""
-    os.environ.update(ENVIRONMENT)
     from attnstore_vllm.testing.family_models import FAMILIES  # noqa: PLC0415
     from attnstore_vllm.testing.tiny_model import TINY  # noqa: PLC0415
     from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415
