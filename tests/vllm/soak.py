@@ -28,7 +28,7 @@ from random import Random
 from typing import Any
 
 from attnstore_vllm.testing.family_models import FAMILIES as MODELS
-from tests.vllm.engine import CANDIDATES, Answer, Engine, EngineSpec, candidates
+from tests.vllm.engine import BLOCK, CANDIDATES, Answer, Engine, EngineSpec, candidates
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import FIRST_TOKEN, LAST_TOKEN
 from tests.vllm.rounding import bound, drift
@@ -62,6 +62,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SALTS = (None, None, "alice", "bob")
 SHARED = (200, 300, 512)
 """Lengths of beginnings that many conversations have in common."""
+CROWD = 6
+"""Requests of two blocks that fill the HBM of PLAYING."""
 
 Text = tuple[Sequence[int], Sequence[int]]
 """A prompt and its answer."""
@@ -147,6 +149,18 @@ class Author:
             if len(tokens) < MODEL_LEN - 10
         ]
 
+    def crowd(self) -> list[Job]:
+        """Requests whose prompts fill HBM together, so that one is preempted when another grows."""
+        return [
+            Job(
+                tokens=self._words(2 * BLOCK - 6),
+                salt=None,
+                sampling={"max_tokens": 24, "ignore_eos": True},
+                priority=number % 3,
+            )
+            for number in range(CROWD)
+        ]
+
     def _words(self, count: int) -> list[int]:
         return [self._random.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(count)]
 
@@ -178,6 +192,7 @@ def play(engine: Engine, seed: int, requests: int) -> Play:
                 engine.abort(number)
                 jobs.append(_end(engine, number, job))
                 del running[number]
+    jobs += _ask_together(engine, author.crowd())
     engine.forget_hbm()  # from here on HBM holds garbage, or what was loaded
     for job in author.last_words():
         jobs.append(replace(job, found=[engine.ask(job.tokens, salt=job.salt, **job.sampling)]))
@@ -195,6 +210,12 @@ def play(engine: Engine, seed: int, requests: int) -> Play:
         preemptions=_preemptions(engine) - preempted,
         foreign=foreign_chunks(engine, sequences),
     )
+
+
+def _ask_together(engine: Engine, jobs: list[Job]) -> list[Job]:
+    running = {_submit(engine, job): job for job in jobs}
+    engine.wait_for(lambda: running.keys() <= engine.done, engine.step)
+    return [_end(engine, number, job) for number, job in running.items()]
 
 
 def _end(engine: Engine, number: str, job: Job) -> Job:
