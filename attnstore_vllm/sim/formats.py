@@ -172,16 +172,18 @@ def _session(where: str, entry: Any, chunk_tokens: int) -> Iterator[TraceRequest
 
 
 def _requests_of(
-    where: str, entry: Any, block_tokens: int, chunk_tokens: int
+    where: str, entry: Any, block_tokens: int, chunk_tokens: int, since_s: float = 0.0
 ) -> Iterator[TraceRequest]:
     is_list = "a list of requests"
     requests = _get(where, entry, "requests", lambda value: isinstance(value, list), is_list)
     for number, request in enumerate(requests):
         here = f"{where}, request {number}"
         if isinstance(request, dict) and "requests" in request:  # of another agent
-            yield from _requests_of(here, request, block_tokens, chunk_tokens)
+            # Its requests count from its own beginning, and that from the session's.
+            begun_s = _get(here, {"t": 0.0, **request}, "t", _is_time, "seconds")
+            yield from _requests_of(here, request, block_tokens, chunk_tokens, since_s + begun_s)
             continue
-        time_s = _get(here, request, "t", _is_time, "seconds")
+        time_s = since_s + _get(here, request, "t", _is_time, "seconds")
         num_tokens = _get(here, request, "in", _is_count, "a number of tokens")
         answer = _get(here, request, "out", _is_count, "a number of tokens")
         runs = _get(here, request, "hash_rle", _is_runs, "a list of [first, count]")

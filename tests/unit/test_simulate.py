@@ -178,6 +178,18 @@ def test_sessions_and_agents_within_them(tmp_path: Path) -> None:
     assert [r.num_tokens for r in trace.requests[:2]] == [700, 256]
 
 
+def test_an_agent_within_a_session_has_a_beginning_of_its_own(tmp_path: Path) -> None:
+    def at(time_s: float) -> dict[str, Any]:
+        return {"t": time_s, "in": 256, "out": 5, "hash_rle": [[1, 4]]}
+
+    inner = {"t": 10.0, "requests": [at(0.5)]}
+    agent = {"t": 100.0, "requests": [at(0.0), at(7.0), inner]}
+    session = {"block_size": 64, "requests": [at(1.0), agent, at(200.0)]}
+    file = write(tmp_path / "t", session)
+    arrivals = [r.arrival_s for r in read_trace(file, Arrivals()).requests]
+    assert arrivals == [1.0, 100.0, 107.0, 110.5, 200.0]
+
+
 def test_conversations_grow_and_are_their_own(tmp_path: Path) -> None:
     turns = [("human", 2000), ("gpt", 1000), ("human", 400), ("gpt", 4000)]
     entry = {"conversations": [{"from": who, "value": "x" * n} for who, n in turns]}
