@@ -168,7 +168,11 @@ def test_records_damaged_at_random(disk: Disk) -> None:
 
 @pytest.mark.parametrize(
     "damaged",
-    ["truncated", "segment headers", pytest.param("another model's", marks=pytest.mark.long)],
+    [
+        "segment headers",
+        pytest.param("truncated", marks=pytest.mark.long),
+        pytest.param("another model's", marks=pytest.mark.long),
+    ],
 )
 def test_the_whole_file(disk: Disk, damaged: str) -> None:
     disk.restore()

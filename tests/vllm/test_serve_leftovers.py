@@ -58,6 +58,7 @@ def mapped_shared_memory(pid: int) -> set[Path]:
     return {Path(path) for path in maps if Path(path).parent == SHM_DIR}
 
 
+@pytest.mark.long
 def test_a_killed_start_and_then_an_interrupted_one(models: Path, tmp_path: Path) -> None:
     model = make_model(models / "leftovers", TINY)
     for attempt in range(3):  # on a busy machine the signal may come too late

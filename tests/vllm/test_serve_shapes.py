@@ -52,7 +52,14 @@ def test_each_data_parallel_engine_has_its_share_and_is_told_what_to_prefetch(
     serving.assert_no_region()
 
 
-@pytest.mark.parametrize("is_served", [True, False], ids=["some windows", "short windows alone"])
+@pytest.mark.parametrize(
+    "is_served",
+    [
+        pytest.param(True, id="some windows"),
+        # Why it stands aside is a unit test's; that a server runs so, the long tests'.
+        pytest.param(False, id="short windows alone", marks=pytest.mark.long),
+    ],
+)
 def test_a_model_with_sliding_windows(tmp_path: Path, is_served: bool) -> None:
     """Beside full attention they are served. Alone, shorter than a chunk, they are not: the server
     runs as without the store."""
