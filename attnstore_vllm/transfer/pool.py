@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DRAM pool: one shared-memory region that the scheduler side and every rank map.
+"""The DRAM pool: shared memory that the scheduler side and every rank map.
 
     0              control page: magic, size, one byte a member that has mapped the region
     64 KiB         one page a rank: what its KV tensors look like (JSON), written before the
@@ -7,8 +7,10 @@
     1 MiB          slots
 
 Whoever comes first creates it, under a name derived from the engine's id and the directory of
-its store. The name goes as soon as all members have mapped it, or with its creator, however that
-leaves Python. What a kill leaves behind the next start removes (transfer/region.py).
+its store. A large one is several files (transfer/pool_files.py). The first has the name itself: it
+is made first and removed last. The names go as soon as all members have mapped them, or with their
+creator, however that leaves Python. What a kill leaves behind the next start removes
+(transfer/region.py).
 """
 
 from __future__ import annotations
@@ -16,11 +18,10 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.preflight import SHM_DIR, lacks_memory, shared_memory
 from attnstore_vllm.transfer import region
+from attnstore_vllm.transfer.pool_files import cut, map_side_by_side
 from attnstore_vllm.transfer.pool_memory import allocate
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,12 @@ REFUSAL = "refusal"
 SLOTS_AT = 1024 * 1024
 RANKS_MAX = (SLOTS_AT - _RANKS_AT) // _RANK_BYTES
 OPEN_DEADLINE_S = 300.0
-"""How long a member waits for the creator to allocate the region (zeroing takes its time)."""
+"""How long a member waits for the creator to allocate the region, and for each GiB of it:"""
+OPEN_DEADLINE_S_A_GIB = 1.0
+_ANOTHER_START = (
+    "another start has the engine_id and the nvme.path of this one, and has not ended yet; "
+    "give each server its own, or start again when it has ended"
+)
 
 
 def pool_name(engine_id: str, store_path: Path) -> str:
@@ -87,8 +94,9 @@ class SharedPool:
         self.slot_bytes = slot_bytes
         self._size_bytes = SLOTS_AT + num_slots * slot_bytes
         self._path = SHM_DIR / name
-        self._fd = self._create_or_open(near)
-        self.buffer = mmap.mmap(self._fd, self._size_bytes)
+        self._files = cut(SLOTS_AT, num_slots, slot_bytes)
+        self._leave: list[Callable[[], Any]] = []
+        self.buffer = map_side_by_side(self._create_or_open(near), self._files)
         self._join(num_ranks, member)
 
     @property
@@ -96,11 +104,26 @@ class SharedPool:
         """The address of slot 0 in this process; valid until close()."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.buffer)) + SLOTS_AT
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files: the first one has the region's name."""
+        later = range(1, len(self._files))
+        return [self._path, *(self._path.with_name(f"{self._path.name}.{i}") for i in later)]
+
+    def slot_ranges(self) -> list[tuple[int, int]]:
+        """Address and bytes of the slots of each file; a slot is in one of them."""
+        found, at = [], self.address - SLOTS_AT
+        for number, file in enumerate(self._files):
+            skipped = SLOTS_AT if number == 0 else 0
+            found.append((at + skipped, file.num_bytes - skipped))
+            at += file.num_bytes
+        return found
+
     def slot(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""
         assert 0 <= slot < self.num_slots
         start = SLOTS_AT + slot * self.slot_bytes
-        return memoryview(self.buffer)[start : start + self.slot_bytes]
+        return self.buffer[start : start + self.slot_bytes]
 
     def publish(self, rank: int, description: Mapping[str, Any]) -> None:
         """Leave what `rank`'s KV tensors look like for the scheduler side.
@@ -125,53 +148,78 @@ class SharedPool:
         (length,) = struct.unpack("<I", self.buffer[at : at + 4])
         if length == 0:
             return None
-        found = json.loads(self.buffer[at + 4 : at + 4 + length])
+        found = json.loads(bytes(self.buffer[at + 4 : at + 4 + length]))
         assert isinstance(found, dict)
         return found
 
     def close(self) -> None:
-        """Unmap. The memory goes back when the last member has done so, or has ended."""
-        if self._fd >= 0:
-            try:
-                self.buffer.close()
-            except BufferError:
-                logger.debug("the pool is still viewed; the process's end unmaps it")
-            self._leave()
-            self._fd = -1
+        """Give the region up. The memory goes back when the last member has done so, or has ended;
+        what is still viewed here stays mapped until then."""
+        self.buffer = memoryview(b"")
+        self._give_up()
 
-    def _hold(self, fd: int, *, is_creator: bool) -> int:
-        """`fd`, which is given up by close(), with this object, or when Python ends."""
-        leave = (fd, self._path, is_creator)
-        self._leave = Finalize(self, region.leave, leave, exitpriority=0)
+    def _hold(self, fd: int, path: Path, *, is_creator: bool) -> int:
+        """`fd`, which is given up by close(), with this object, or when Python ends. What was held
+        last is given up first, so the region's own name goes last."""
+        held = Finalize(self, region.leave, (fd, path, is_creator), exitpriority=0)
+        self._leave.append(held)
         return fd
 
-    def _create_or_open(self, near: Sequence[int]) -> int:
-        """The region's descriptor, with a shared lock that says that this member lives."""
-        deadline = time.monotonic() + OPEN_DEADLINE_S
+    def _create_or_open(self, near: Sequence[int]) -> list[int]:
+        """The files' descriptors, with shared locks that say that this member lives."""
+        first, *later = self.paths
+        deadline_s = OPEN_DEADLINE_S + OPEN_DEADLINE_S_A_GIB * self._size_bytes / (1 << 30)
+        deadline = time.monotonic() + deadline_s
         while True:
-            fd = region.create(self._path)
+            fd = region.create(first)
             if fd is not None:
-                return self._create(self._hold(fd, is_creator=True), near)
-            fd = region.find(self._path)
-            if fd is not None and self._is_ready(fd, deadline):
-                return self._hold(fd, is_creator=False)
+                return self._create(self._hold(fd, first, is_creator=True), later, near)
+            fd = region.find(first)
+            if fd is not None and self._is_ready(fd, deadline, deadline_s):
+                self._hold(fd, first, is_creator=False)
+                found = [fd, *self._open(later)]
+                if len(found) == len(self._files):
+                    return found
+                self._give_up()  # it goes with its creator
 
-    def _create(self, fd: int, near: Sequence[int]) -> int:
+    def _open(self, paths: Sequence[Path]) -> Iterator[int]:
+        """The later files, locked, as far as they still have their names."""
+        for path in paths:
+            fd = region.find(path)
+            if fd is None:
+                return
+            self._hold(fd, path, is_creator=False)
+            if not region.lock(fd):
+                return
+            yield fd
+
+    def _create(self, first: int, later: Sequence[Path], near: Sequence[int]) -> list[int]:
+        fds = [first]
         try:
             region.sweep(SHM_DIR)
-            allocate(fd, self._size_bytes, near)
+            for path in later:
+                fds.append(self._hold(region.create_anew(path), path, is_creator=True))
+            sizes = (file.file_bytes for file in self._files)
+            allocate(list(zip(fds, sizes, strict=True)), near)
+        except FileExistsError as error:
+            self._give_up()
+            raise ConfigError(f"{error}; {_ANOTHER_START}") from error
         except OSError as error:
-            self._leave()
+            self._give_up()
             size = self._size_bytes
             why = lacks_memory(size, shared_memory(SHM_DIR), size) or "ask for less"
             raise ConfigError(
                 f"dram asks for {format_size(size)} of shared memory, which the machine does not "
                 f"have now ({error}): {why}"
             ) from error
-        os.pwrite(fd, _CONTROL.pack(_MAGIC, self._size_bytes), 0)
-        return fd
+        os.pwrite(first, _CONTROL.pack(_MAGIC, self._size_bytes), 0)
+        return fds
 
-    def _is_ready(self, fd: int, deadline: float) -> bool:
+    def _give_up(self) -> None:
+        while self._leave:
+            self._leave.pop()()
+
+    def _is_ready(self, fd: int, deadline: float, deadline_s: float) -> bool:
         """Whether it is, with this member's lock; False, and closed, if the region is gone: it was
         one that a killed start had left behind."""
         while time.monotonic() < deadline:
@@ -188,20 +236,18 @@ class SharedPool:
             time.sleep(0.01)
         os.close(fd)
         raise ConfigError(
-            f"{self._path} was not made ready within {OPEN_DEADLINE_S:.0f} s by the process that "
+            f"{self._path} was not made ready within {deadline_s:.0f} s by the process that "
             "created it; its log says why"
         )
 
     def _join(self, num_ranks: int, member: int) -> None:
         if self.buffer[_MEMBERS_AT + member]:
             self.close()
-            raise ConfigError(
-                f"another start has the engine_id and the nvme.path of this one ({self._path}), "
-                "and has not ended yet; give each server its own, or start again when it has ended"
-            )
+            raise ConfigError(f"{self._path} is in use; {_ANOTHER_START}")
         self.buffer[_MEMBERS_AT + member] = 1
         if all(self.buffer[_MEMBERS_AT : _MEMBERS_AT + num_ranks + 1]):
-            self._path.unlink(missing_ok=True)
+            for path in reversed(self.paths):
+                path.unlink(missing_ok=True)
 
 
 def _size_if_ready(fd: int) -> int:

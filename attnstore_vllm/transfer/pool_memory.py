@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a new region of the pool gets: huge pages where they are allowed, near the GPUs.
 
-Only the creator allocates. The order is what tmpfs asks for:
+Only the creator allocates, several files at a time. The order is what tmpfs asks for:
 
     ftruncate           `huge=within_size` looks at the file's size
     mbind               on a shared mapping of tmpfs this is the policy of the file itself: it
@@ -26,6 +26,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -42,6 +43,8 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14; not among the names of the mmap m
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _NODE_BITS = 1024
 """Nodes that a mask has room for, as many as Linux can be built with."""
+_WORTH_SAYING_BYTES = 16 << 30
+"""What takes seconds is announced."""
 
 
 class HugePages(Enum):
@@ -65,27 +68,41 @@ class NumaPolicy:
     nodes: tuple[int, ...]
 
 
-def allocate(fd: int, size_bytes: int, near: Sequence[int]) -> None:
-    """Back all of the new, empty file `fd` with memory. What was done is logged.
+def allocate(files: Sequence[tuple[int, int]], near: Sequence[int]) -> None:
+    """Back all of the new, empty files with memory, on as many threads as there are processors.
+    What was done is logged.
 
     Args:
+        files: the descriptor and the bytes of each; all in one tmpfs.
         near: the NUMA node of each rank's GPU, empty if that is not known.
     Raises: OSError if there is not so much. Without huge pages or NUMA it goes on.
     """
-    stat = os.fstatvfs(fd)
+    size_bytes = sum(num_bytes for _, num_bytes in files)
+    size = format_size(size_bytes)
+    stat = os.fstatvfs(files[0][0])
     if stat.f_blocks and stat.f_bavail * stat.f_frsize < size_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.ftruncate(fd, size_bytes)
-    allowed = _huge_pages_of(fd)
-    with mmap.mmap(fd, size_bytes) as mapping:
-        near_to = _bind(mapping, numa_policy(_nodes_with_memory(), near))
+    num_threads = min(len(files), len(os.sched_getaffinity(0)))
+    if size_bytes >= _WORTH_SAYING_BYTES:
+        logger.info("allocating %s of shared memory on %d threads", size, num_threads)
+    allowed = _huge_pages_of(files[0][0])
+    policy = numa_policy(_nodes_with_memory(), near)
+    with ThreadPoolExecutor(num_threads, "attnstore-allocate") as threads:
+        told = list(threads.map(lambda file: _back(file[0], file[1], allowed, policy), files))
+    logger.info("allocated %s of shared memory: %s%s", size, allowed.value, told[0])
+
+
+def _back(fd: int, num_bytes: int, allowed: HugePages, policy: NumaPolicy | None) -> str:
+    """Back one file with memory. Returns what to log of its NUMA node."""
+    os.ftruncate(fd, num_bytes)
+    with mmap.mmap(fd, num_bytes) as mapping:
+        near_to = _bind(mapping, policy)
         if allowed is HugePages.ADVISE:
             _madvise(mapping, mmap.MADV_HUGEPAGE)
             # Fails where the kernel is older, or memory ends: fallocate sees to both.
             _madvise(mapping, _MADV_POPULATE_WRITE)
-    os.posix_fallocate(fd, 0, size_bytes)
-    size = format_size(size_bytes)
-    logger.info("allocated %s of shared memory: %s%s", size, allowed.value, near_to)
+    os.posix_fallocate(fd, 0, num_bytes)
+    return near_to
 
 
 def _madvise(mapping: mmap.mmap, advice: int) -> None:

@@ -37,6 +37,23 @@ def create(path: Path) -> int | None:
         os.close(fd)
 
 
+def create_anew(path: Path) -> int:
+    """The descriptor of a new, empty region under a name that a dead one may have.
+
+    Raises: FileExistsError if a living process holds the region of that name.
+    """
+    while True:
+        fd = create(path)
+        if fd is not None:
+            return fd
+        fd = find(path)
+        if fd is not None:
+            is_dead = remove_if_dead(fd, path)
+            os.close(fd)
+            if not is_dead:
+                raise FileExistsError(f"{path} is held by a living process")
+
+
 def find(path: Path) -> int | None:
     """The descriptor of a region, without a lock; None if there is none of that name."""
     try:

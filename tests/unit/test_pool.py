@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import secrets
 import stat
@@ -18,13 +19,16 @@ import pytest
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.preflight import SHM_DIR
 from attnstore_vllm.transfer import pool as pool_module
+from attnstore_vllm.transfer import pool_files
 from attnstore_vllm.transfer.pool import RANKS_MAX, REFUSAL, SLOTS_AT, SharedPool, pool_name
 from attnstore_vllm.transfer.region import sweep
 
 NUM_SLOTS, SLOT_BYTES = 3, 8192
 OPEN_AND_WAIT = """
-import sys
+import os, sys
+from attnstore_vllm.transfer import pool_files
 from attnstore_vllm.transfer.pool import SharedPool
+pool_files.FILE_MIN_BYTES = int(os.environ["FILE_MIN_BYTES"])
 name, num_slots, slot_bytes, num_ranks, member = sys.argv[1], *map(int, sys.argv[2:])
 pool = SharedPool(name, num_slots, slot_bytes, num_ranks=num_ranks, member=member)
 pool.slot(member)[:] = bytes([65 + member]) * slot_bytes
@@ -38,6 +42,19 @@ sys.stdin.read()
 Names = Callable[[], str]
 
 
+@pytest.fixture(autouse=True, params=[1 << 30, SLOT_BYTES], ids=["one file", "several"])
+def file_min_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Each test runs with a pool of one file, and with one that has a file a slot."""
+    monkeypatch.setattr(pool_files, "FILE_MIN_BYTES", request.param)
+    monkeypatch.setenv("FILE_MIN_BYTES", str(request.param))
+    return int(request.param)
+
+
+def left(name: str) -> list[str]:
+    """The files of this region that still have their names."""
+    return sorted(path.name for path in SHM_DIR.glob(f"{name}*"))
+
+
 @pytest.fixture
 def new_name() -> Iterator[Names]:
     """Gives names that no one else uses, and removes what a failed test left."""
@@ -49,7 +66,8 @@ def new_name() -> Iterator[Names]:
 
     yield new
     for name in given:
-        (SHM_DIR / name).unlink(missing_ok=True)
+        for file in left(name):
+            (SHM_DIR / file).unlink(missing_ok=True)
 
 
 def member(name: str, number: int, num_ranks: int = 1, num_slots: int = NUM_SLOTS) -> SharedPool:
@@ -76,7 +94,7 @@ def test_members_in_two_processes_share_the_bytes(new_name: Names) -> None:
     with member_in_a_process(name, 0) as child:
         assert (SHM_DIR / name).exists()
         pool = member(name, 1)
-        assert not (SHM_DIR / name).exists(), "the name goes with the last that joins"
+        assert not left(name), "the name goes with the last that joins"
         assert bytes(pool.slot(0)) == b"A" * SLOT_BYTES
         assert pool.description(0) == {"rank": 0}
         pool.slot(2)[:1] = b"z"
@@ -98,7 +116,7 @@ def test_the_name_stays_until_every_rank_has_joined(new_name: Names) -> None:
         pools.append(member(name, number, num_ranks=3))
         assert (SHM_DIR / name).exists()
     pools.append(member(name, 1, num_ranks=3))
-    assert not (SHM_DIR / name).exists()
+    assert not left(name)
     for pool in pools:
         pool.close()
 
@@ -106,10 +124,12 @@ def test_the_name_stays_until_every_rank_has_joined(new_name: Names) -> None:
 def test_the_region_is_for_its_owner_only_and_allocated_whole(new_name: Names) -> None:
     name = new_name()
     pool = member(name, 0)
-    found = (SHM_DIR / name).stat()
-    assert stat.S_IMODE(found.st_mode) == 0o600
-    assert found.st_size == SLOTS_AT + NUM_SLOTS * SLOT_BYTES
-    assert found.st_blocks * 512 >= found.st_size
+    for path in pool.paths:
+        found = path.stat()
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert found.st_blocks * 512 >= found.st_size > 0
+    assert pool.paths[0].name == name
+    assert len(left(name)) == len(pool.paths)
     pool.close()
 
 
@@ -157,7 +177,7 @@ def test_more_than_the_machine_has_is_a_config_error_and_leaves_nothing(new_name
     stat_before = os.statvfs(SHM_DIR)
     with pytest.raises(ConfigError, match=r"dram asks for .* which the machine does not have"):
         member(name, 0, num_slots=1 << 40)
-    assert not (SHM_DIR / name).exists()
+    assert not left(name)
     # Others use shared memory too; a petabyte that was not given back would show all the same.
     freed = os.statvfs(SHM_DIR).f_bfree
     assert freed * stat_before.f_frsize > (stat_before.f_bfree * stat_before.f_frsize) // 2
@@ -188,10 +208,10 @@ def test_the_creator_takes_the_name_away_and_nobody_else(new_name: Names) -> Non
     other.close()
     assert (SHM_DIR / name).exists(), "a start that still goes on lost its region"
     pool.close()
-    assert not (SHM_DIR / name).exists()
+    assert not left(name)
     pool = member(name, 0)
     del pool  # as by an exception in what was to hold it
-    assert not (SHM_DIR / name).exists()
+    assert not left(name)
 
 
 def test_a_start_does_not_join_the_region_of_another(new_name: Names) -> None:
@@ -227,7 +247,7 @@ def test_the_next_start_removes_what_a_killed_one_left(new_name: Names) -> None:
         child.kill()
         child.wait()
     pool = member(started, 0)
-    assert not (SHM_DIR / killed).exists()
+    assert not left(killed)
     pool.close()
 
 
@@ -242,7 +262,7 @@ def test_a_start_under_the_name_of_a_killed_one_begins_anew(new_name: Names) -> 
     assert first.description(0) is None, "a region of a dead process was taken for this start's"
     assert bytes(first.slot(0)) == bytes(SLOT_BYTES)
     others = [member(name, number, num_ranks=2) for number in (1, 2)]
-    assert not (SHM_DIR / name).exists()
+    assert not left(name)
     first.slot(1)[:1] = b"x"
     assert all(bytes(other.slot(1)[:1]) == b"x" for other in others)
     for pool in (first, *others):
@@ -278,7 +298,7 @@ def test_members_that_meet_at_a_dead_region_agree_on_a_new_one(
         assert child.stdout.readline() == "open\n"
     last = member(name, 3, num_ranks=3)
     assert [bytes(last.slot(slot)[:1]) for slot in range(3)] == [b"A", b"B", b"C"]
-    assert not (SHM_DIR / name).exists()
+    assert not left(name)
     last.close()
     for child in children:
         child.communicate()
@@ -291,7 +311,7 @@ def test_a_start_killed_while_it_allocated_does_not_block_the_next(
     name = new_name()
     (SHM_DIR / name).write_bytes(b"")  # created, and the creator is gone
     pools = [member(name, number) for number in (0, 1)]
-    assert not (SHM_DIR / name).exists()
+    assert not left(name)
     for pool in pools:
         pool.close()
 
@@ -305,3 +325,83 @@ def test_a_creator_that_never_gets_ready_is_not_waited_for_for_ever(
         fcntl.flock(file, fcntl.LOCK_SH)  # a living creator that hangs
         with pytest.raises(ConfigError, match="was not made ready"):
             member(name, 0)
+
+
+# ---- files ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slot_bytes", [4096, 20480, 1 << 20])
+@pytest.mark.parametrize("num_slots", [1, 5, 40])
+def test_files_hold_whole_slots_and_huge_pages_fit(
+    num_slots: int, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_files, "FILE_MIN_BYTES", slot_bytes)
+    found = pool_files.cut(SLOTS_AT, num_slots, slot_bytes)
+    assert len(found) == min(num_slots, pool_files.FILES_MAX)
+    assert sum(file.num_bytes for file in found) == SLOTS_AT + num_slots * slot_bytes
+    at = 0
+    for file in found:
+        assert at == 0 or (at - SLOTS_AT) % slot_bytes == 0
+        assert (at - file.skipped_bytes) % pool_files.HUGE_BYTES == 0
+        at += file.num_bytes
+
+
+def test_a_pool_below_two_gib_is_one_file(new_name: Names, file_min_bytes: int) -> None:
+    if file_min_bytes == SLOT_BYTES:
+        pytest.skip("the other size")
+    assert len(pool_files.cut(SLOTS_AT, (2 << 30) // SLOT_BYTES - 1, SLOT_BYTES)) == 1
+    assert len(pool_files.cut(SLOTS_AT, (2 << 30) // SLOT_BYTES, SLOT_BYTES)) == 2
+
+
+def test_slots_of_each_file_are_told_for_who_locks_them(new_name: Names) -> None:
+    pool = member(new_name(), 0)
+    told = pool.slot_ranges()
+    assert told[0][0] == pool.address
+    assert all(size % SLOT_BYTES == 0 for _, size in told)
+    assert sum(size for _, size in told) == NUM_SLOTS * SLOT_BYTES
+    for (address, size), (after, _) in itertools.pairwise(told):
+        assert address + size == after
+    pool.close()
+
+
+def test_what_a_killed_start_left_of_a_region_is_no_obstacle(
+    new_name: Names, file_min_bytes: int
+) -> None:
+    """A kill between two names: the later files are there, the first is not, or the reverse."""
+    name = new_name()
+    (SHM_DIR / f"{name}.1").write_bytes(b"old")
+    first = member(name, 0)
+    others = [member(name, 1)]
+    first.slot(1)[:1] = b"x"
+    assert bytes(others[0].slot(1)[:1]) == b"x"
+    for pool in (first, *others):
+        pool.close()
+
+
+def test_a_living_process_that_holds_a_later_file_is_said(
+    new_name: Names, file_min_bytes: int
+) -> None:
+    if file_min_bytes != SLOT_BYTES:
+        pytest.skip("one file")
+    name = new_name()
+    with (SHM_DIR / f"{name}.1").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with pytest.raises(ConfigError, match="another start has the engine_id"):
+            member(name, 0)
+        assert left(name) == [f"{name}.1"]
+
+
+def test_views_stay_mapped_and_the_last_one_unmaps(new_name: Names) -> None:
+    pool = member(new_name(), 0)
+    view, address = pool.slot(NUM_SLOTS - 1), pool.address
+
+    def is_mapped() -> bool:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ranges = (line.split()[0].split("-") for line in lines)
+        return any(int(a, 16) <= address < int(b, 16) for a, b in ranges)
+
+    pool.close()
+    view[:1] = b"x"
+    assert is_mapped()
+    del view
+    assert not is_mapped()
