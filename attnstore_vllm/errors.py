@@ -7,7 +7,7 @@ AttnStoreError
   DeviceError          the disk answered errno    the record is lost, its tokens are prefilled
   CorruptRecordError   the bytes are not ours     the record is dropped, its tokens are prefilled
   CopyError            the device failed a copy   the save is dropped, the load's tokens are
-                       between HBM and DRAM       prefilled; see transfer/loads.py
+                       between HBM and DRAM       prefilled; see transfer/worker_copies.py
 
 Absence (a miss, no room for a save) is a value and never an error. A lost chunk costs a
 prefill; a wrong chunk costs the answer, so nothing here is ever retried into a hit.

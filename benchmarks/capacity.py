@@ -130,7 +130,7 @@ def run(directory: Path, args: argparse.Namespace, load: Load, model: int, until
         while time.monotonic() < until:
             load.turn(store, pools[1])
     finally:
-        counts = store.counts()
+        counts = store.figures().counts
         store.close()
         pools[0].close()
         os.close(lock)

@@ -132,7 +132,7 @@ def measure(waiting: int, num_tokens: int, num_chunks: int, steps: int) -> dict[
             time.sleep(STEP_S)
             seconds.append(clock.take())
             fewest = min(fewest, _num_waiting(engine))
-        stats = engine.ours.store.counts()
+        stats = engine.ours.store.figures().counts
         for number in range(len(arrivals)):
             engine.abort(str(number))
         engine.drain()

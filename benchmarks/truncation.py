@@ -25,7 +25,7 @@ from tqdm import tqdm
 from attnstore_vllm.bench.environment import machine
 from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.bench.summary import table
-from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.testing.tiny_model import MEDIUM, make_model
 from benchmarks.hit_latency import DEV, Client
 from benchmarks.server import VllmServer

@@ -16,8 +16,8 @@ from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.cuda_methods import RULES, Method, Rules, only
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.layout import describe
-from attnstore_vllm.transfer.moves import Moved
 from attnstore_vllm.transfer.page_content import probe
+from attnstore_vllm.transfer.plan import Moved
 from attnstore_vllm.transfer.rope import Rope
 from tests.engine_helpers import (
     ALL,

@@ -29,7 +29,7 @@ from attnstore_vllm.types import NVME
 
 CHUNK_TOKENS = 16
 GRAIN = 4
-"""Hits end at multiples of it (index/stops.py): as much less than usual as the chunks are."""
+"""Hits end at multiples of it (index/prefix.py): as much less than usual as the chunks are."""
 PAYLOAD_BYTES = 2 * PAGE_BYTES
 RECORD_BYTES = header_bytes(CHUNK_TOKENS) + PAYLOAD_BYTES
 NAMESPACE = bytes(range(32))

@@ -30,11 +30,11 @@ from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
-from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.policy.overlap import default_write_buffer_bytes
+from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
-from attnstore_vllm.scheduler.media import MediaNames
+from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.format import LABEL_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import open_slab
@@ -72,7 +72,7 @@ def geometry_of(
     """The shapes that both sides agree on, each from its own copy of the configuration."""
     groups = groups_of(kv_cache_config)
     is_one = len(groups) == 1
-    # Whole blocks, and hits may end where chunks do (index/stops.py).
+    # Whole blocks, and hits may end where chunks do (index/prefix.py).
     chunk_tokens = round_chunk_tokens(
         config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
     )
@@ -348,7 +348,7 @@ def counts_media(vllm_config: VllmConfig) -> bool:
 
 
 def _overcounts_drafts(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM may count drafts beyond a session's stop as computed (block_names.py)."""
+    """Whether vLLM may count drafts beyond a session's stop as computed (vllm_view.py)."""
     speculates = vllm_config.speculative_config is not None
     return speculates and not vllm_config.scheduler_config.async_scheduling
 

@@ -46,7 +46,7 @@ from attnstore_vllm.connector.support import (
 from attnstore_vllm.connector.worker import KindOfLayer, Worker
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.plugin import check_early, log_as_vllm
-from attnstore_vllm.scheduler.messages import StepPlan
+from attnstore_vllm.scheduler.messages import StepPlan, StepStats
 from attnstore_vllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -277,8 +277,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if self.scheduler is not None and num_external_tokens:
-            tables = self.scheduler.tables(blocks.get_block_ids())
-            self.scheduler.update_state_after_alloc(request, tables, num_external_tokens)
+            block_ids = blocks.get_block_ids()
+            self.scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -299,7 +299,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if connector_output.invalid_block_ids:
             # Beside us in MultiConnector somebody's load has failed; ours names requests.
             self.scheduler.on_failed_load()
-        self.scheduler.on_failed_requests(connector_output.failed_recving)
+        if connector_output.failed_recving:
+            self.scheduler.on_failed_requests(connector_output.failed_recving)
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             assert isinstance(report, ReportEnvelope)
@@ -317,7 +318,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler is None:
             return False, None
-        return self.scheduler.request_finished(request, self.scheduler.tables(block_ids))
+        return self.scheduler.request_finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler is not None and self.scheduler.keeps_blocks()
@@ -332,12 +333,14 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> AttnStoreStats | None:
         side = self.scheduler or self.worker
-        stats = side.take_stats() if side is not None else None
-        return None if stats is None else AttnStoreStats.of(stats)
+        if side is None:
+            return None
+        stats = AttnStoreStats(data=side.take_stats().data)
+        return None if stats.is_empty() else stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AttnStoreStats | None:
-        return AttnStoreStats(data=data) if data is not None else AttnStoreStats.of()
+        return AttnStoreStats(data=StepStats().data if data is None else data)
 
     @classmethod
     def build_prom_metrics(

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.scheduler.stats import StepStats
+from attnstore_vllm.scheduler.messages import StepStats, add_stats
 from attnstore_vllm.types import Flow
 
 COUNTERS = {
@@ -138,17 +138,11 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 class AttnStoreStats(KVConnectorStats):
     """vLLM's envelope of StepStats: `data` is theirs."""
 
-    @classmethod
-    def of(cls, stats: StepStats | None = None) -> AttnStoreStats:
-        return cls(data=(stats or StepStats()).data)
-
     def reset(self) -> None:
         self.data: dict[str, Any] = StepStats().data
 
     def aggregate(self, other: KVConnectorStats) -> AttnStoreStats:
-        total = StepStats()
-        total.data = self.data
-        total.aggregate(other.data)
+        add_stats(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:

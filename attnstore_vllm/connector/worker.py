@@ -14,15 +14,13 @@ from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.connector.rank import KvFacts, RankDescription
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
-from attnstore_vllm.scheduler.stats import StepStats
+from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport, StepStats
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, LoadsOnly, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes, page_of
-from attnstore_vllm.transfer.loads import Loads
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 from attnstore_vllm.transfer.pool import SharedPool
-from attnstore_vllm.transfer.saves import Saves
+from attnstore_vllm.transfer.worker_copies import Loads, Saves
 from attnstore_vllm.types import Flow
 
 KindOfLayer = tuple[int, torch.Tensor, LayerLayout]
@@ -243,7 +241,8 @@ class Worker:
 
     def start_load(self) -> None:
         self.loads.begin(self._plan.loads, whole=self._whole)
-        self._count(Flow.LOAD, self._plan.loads)
+        if self._plan.loads:
+            self._count(Flow.LOAD, self._plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
         index = self._regions.get(layer)
@@ -262,7 +261,8 @@ class Worker:
         self.loads.end_step()
         self._saves.end_step(self._plan.finished_saving)
         # Here and not before the forward pass, which would wait for it.
-        self._count(Flow.SAVE, [*self._plan.saves_before, *self._plan.saves])
+        if self._plan.saves_before or self._plan.saves:
+            self._count(Flow.SAVE, [*self._plan.saves_before, *self._plan.saves])
         # Here, since vLLM asks for the figures before it asks for the report.
         self._waited_s = self.loads.take_waited_s()
         self._measured = self.engine.measured()
@@ -310,9 +310,8 @@ class Worker:
         assert self._engine is not None, "register_kv_caches comes before the first step"
         return self._engine
 
-    def take_stats(self) -> StepStats | None:
-        if self._stats.is_empty():
-            return None
+    def take_stats(self) -> StepStats:
+        """Counts since the last call."""
         stats, self._stats = self._stats, StepStats()
         return stats
 

@@ -10,8 +10,7 @@ from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.tier import Tier
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
-from attnstore_vllm.policy.pins import Pin, Pins
-from attnstore_vllm.policy.runs import Run
+from attnstore_vllm.policy.runs import Pin, Pins, Run
 from attnstore_vllm.types import DRAM
 
 SAVES_PART = 8
@@ -82,7 +81,9 @@ class DramTier(Tier):
             chunk.run = run
         slots = [chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0]
         for order in (self.clean, self.dirty):
-            order.use([slot for slot in slots if self._order_of.get(slot) is order], run)
+            here = [slot for slot in slots if self._order_of.get(slot) is order]
+            if here:
+                order.use(here, run)
 
     # ---- pins ----------------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class DramTier(Tier):
         if copy.state is State.ABSENT:
             return
         stays = copy.state is not State.READY or chunk.dropped
-        if stays or self._look_ahead.is_wanted(chunk) or copy.slot in self.pins:
+        if stays or chunk in self._look_ahead.wanted_by or copy.slot in self.pins:
             self._enter(chunk, None)
             return
         may_go = chunk.is_behind or self._behind <= chunk.refused_by

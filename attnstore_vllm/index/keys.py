@@ -155,6 +155,21 @@ class SequenceKeys:
         parent, extra, tokens = self.parent(chunk), self.extra(chunk), self.chunk_bytes(chunk)
         return ChunkName(key, parent, extra, tenant, position, self.chunk_tokens, tokens)
 
+    def part(self, chunk: int, stop: int) -> tuple[Key, bytes, bytes]:
+        """The parent, the extra and the tokens of a chunk up to token `stop`, or of all of it."""
+        first = chunk * self.chunk_tokens
+        tokens = self.tokens(first, min(first + self.chunk_tokens, stop))
+        return self.parent(chunk), self.extra(chunk), tokens
+
+    def name_up_to(self, chunk: int, tenant: bytes, stop: int) -> ChunkName:
+        """The name of a chunk, or of its leading tokens up to `stop`."""
+        start = chunk * self.chunk_tokens
+        if stop == start + self.chunk_tokens:
+            return self.name(chunk, tenant)
+        parent, extra, tokens = self.part(chunk, stop)
+        key = chunk_key(parent, extra, tokens)
+        return ChunkName(key, parent, extra, tenant, start, stop - start, tokens)
+
     def chunk_bytes(self, chunk: int) -> bytes:
         """The encoded tokens of a whole chunk."""
         self.key(chunk)

@@ -29,8 +29,7 @@ from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.pins import Pin, Pins
-from attnstore_vllm.policy.runs import NO_RUN, Run
+from attnstore_vllm.policy.runs import NO_RUN, Pin, Pins, Run
 from attnstore_vllm.types import NVME
 
 CLOSED: Final = 0

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.tier import Tier
-from attnstore_vllm.policy.pins import Pin
-from attnstore_vllm.policy.runs import Run
+from attnstore_vllm.policy.runs import Pin, Run
 
 
 class Pinning:

@@ -11,24 +11,134 @@ What a match rests on:
 - a sketch, where the tokens are on NVMe. Provisional: confirm() compares the tokens when they
   have been read. Equal sketches of different tokens cost a read, and never an answer.
 
-Where within a chunk a match may end, index/stops.py says.
+Where within a chunk a match may end: so that hits tell no more than those of a cache of whole
+blocks do.
+
+Who can see how many tokens of a request were cached learns whether the store has them. Were any
+number possible, the next token of somebody's prompt would cost one request a candidate. So a hit
+ends at a multiple of GRAIN_TOKENS, as in vLLM's own cache of blocks of 16. That alone would take
+from each turn of a conversation what stands after its last multiple. So there is one more stop,
+the *end* of a stored sequence, and what makes it as expensive as the others:
+
+    stored   |---- 16 ----|---- 16 ----|---- 16 ----|- r -|      0 < r < 16
+    stops    0            16           32                 48 + r
+                                          (48 is none: r tokens would lie between it and the end)
+
+1. *The end is kept only if the answer was begun before the last multiple* (kept_end()): all tokens
+   between the two were generated. Of the prompt before it hits tell multiples of 16 alone. Else
+   the store keeps no more than whole blocks.
+2. *No other stop of a stored chunk is within 16 tokens of its end* (stop_in()).
+3. *What is stored depends on no part of a block.* A tail goes, or does not come, where a longer
+   chunk has its whole blocks, be its rest as it may (PrefixIndex.extends, extended_by). So no
+   other chunk offers the multiple before an end; and who stores guesses learns nothing from
+   which of them stays.
+4. *A use of an end is told by whole blocks.* A tail with an end is used by every request that has
+   its whole blocks, be the tokens behind them as they may, and by no other: it is renewed, and
+   moved in any order, whether or not the request has its end (PrefixIndex.ends_like). It is not
+   pinned: the next turn of a conversation supersedes it anyway.
+
+The claim, which tests/property/test_stops.py looks at: two stores that differ in one sequence, from
+token n of its prompt on, answer alike to all who have not guessed its tokens up to the first
+multiple of 16 after n. It is what a cache of whole blocks promises.
+
+All numbers of tokens are counted from the beginning of a chunk, which is a multiple of 16 itself
+(connector/build.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm._native import PrefixIndex as Entries
-from attnstore_vllm.index.best import Best, common_tokens
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
-from attnstore_vllm.index.stops import GRAIN_TOKENS, stop_in, whole_blocks
 from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """The number of leading tokens that two encoded token strings share."""
+    stop = min(len(a), len(b))
+    if a[:stop] == b[:stop]:
+        return stop // TOKEN_BYTES
+    low, high = 0, stop // TOKEN_BYTES  # low tokens agree, high tokens do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        at = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
+        low, high = (middle, high) if a[at] == b[at] else (low, middle)
+    return low
+
+
+class Best:
+    """The best match within a chunk so far, by where a hit with it ends.
+
+    Args:
+        tokens: of the request.
+    """
+
+    def __init__(self, tokens: bytes, grain: int) -> None:
+        self._tokens = tokens
+        self._grain = grain
+        self.found: tuple[Chunk, int, bool] | None = None
+        """The chunk, up to which of its tokens, and whether that is exact."""
+        self._exact = True
+        self.stop = 0
+
+    def look_at(self, chunk: Chunk) -> None:
+        """One whose tokens are known."""
+        # Most share nothing: a look at the tokens that make it better tells.
+        next_stop = whole_blocks(self.stop, self._grain) + self._grain
+        wanted = next_stop if self._exact else self.stop
+        if chunk.name.tokens.startswith(self._tokens[: wanted * TOKEN_BYTES]) and chunk.usable:
+            self.offer(chunk, common_tokens(chunk.name.tokens, self._tokens), exact=True)
+
+    def offer(self, chunk: Chunk, shared: int, *, exact: bool) -> None:
+        """A usable one that has so many leading tokens of the request, or, if not `exact`, seems
+        to."""
+        stop = stop_in(shared, chunk.name.num_tokens, self._grain)
+        better = stop > self.stop or (stop == self.stop > 0 and exact > self._exact)
+        if better:
+            self.found, self.stop, self._exact = (chunk, stop, exact), stop, exact
+
+
+GRAIN_TOKENS: Final = 16
+"""vLLM's usual block on GPUs. Tests of the index's own structure take smaller ones."""
+
+
+def whole_blocks(num_tokens: int, grain: int = GRAIN_TOKENS) -> int:
+    """The tokens in the leading whole blocks of so many."""
+    return num_tokens // grain * grain
+
+
+def kept_end(num_tokens: int, num_prompt_tokens: int, grain: int = GRAIN_TOKENS) -> int:
+    """Up to where a sequence that has ended is stored: to its end, or to its last whole block.
+
+    Args:
+        num_tokens: of the sequence, that have KV.
+        num_prompt_tokens: of them, those that were not generated.
+    """
+    whole = whole_blocks(num_tokens, grain)
+    return num_tokens if whole >= num_prompt_tokens else whole
+
+
+def stop_in(shared: int, num_tokens: int, grain: int = GRAIN_TOKENS) -> int:
+    """How many of a stored chunk's tokens are a hit.
+
+    Args:
+        shared: leading tokens that the request has in common with it; it goes on behind them.
+        num_tokens: that the chunk has.
+    """
+    if num_tokens % grain == 0:
+        return whole_blocks(shared, grain)
+    if shared == num_tokens >= grain:
+        return num_tokens
+    return max(0, whole_blocks(min(shared, num_tokens - grain), grain))
+
 
 NEIGHBOURS_MAX = 32
 """Siblings that are looked at, on each side, for the longest match and for what extends a tail;
@@ -47,7 +157,7 @@ class Piece:
     first: int | None = None
     """Moved KV: the token of the chunk that `start` is. None: it is where it was computed."""
     grain: int = GRAIN_TOKENS
-    """1: moved KV goes on behind it, from any token; else see index/stops.py."""
+    """1: moved KV goes on behind it, from any token; else see the module."""
     group: int = 0
     """Whose KV it is: of the spine (0), or a section of another KV cache group."""
     tokens: bytes = b""
@@ -110,6 +220,26 @@ def settle(pieces: list[Piece], grain: int = GRAIN_TOKENS) -> list[Piece]:
     return pieces
 
 
+def ready_run(
+    pieces: Iterable[Piece], sequence: SequenceKeys, stop: int, grain: int = GRAIN_TOKENS
+) -> list[Piece]:
+    """The leading pieces of the spine that are READY in DRAM, confirmed and settled.
+
+    Args:
+        stop: of the wanted tokens: the last piece may end elsewhere than was thought.
+    """
+    ready: list[Piece] = []
+    for piece in pieces:
+        chunk = piece.chunk
+        if piece.group or chunk.dram.state is not State.READY or chunk.dropped:
+            break
+        confirmed = confirm(piece, sequence, stop, ready[-1].stop if ready else piece.start)
+        if confirmed is None:
+            break
+        ready.append(confirmed)
+    return settle(ready, grain)
+
+
 def has_come(pieces: Sequence[Piece]) -> bool:
     """Whether all of them are READY in DRAM, or one never will be."""
     chunks = [piece.chunk for piece in pieces]
@@ -126,7 +256,7 @@ class PrefixIndex:
     Args:
         seed: of the sketches; a secret, so that nobody can make two prompts look alike.
         expected: chunks that there will be; saves the pauses in which tables grow.
-        grain: see index/stops.py; another one is for tests.
+        grain: see the module; another one is for tests.
     """
 
     def __init__(
@@ -234,7 +364,7 @@ class PrefixIndex:
     def extends(self, name: ChunkName) -> bool:
         """Whether a sibling of more whole blocks holds all those of `name`, or seems to.
 
-        Whether it has the rest of them too must make no difference (index/stops.py, 3). It may
+        Whether it has the rest of them too must make no difference (see the module, 3). It may
         miss a sibling that stands among many: then a tail is kept twice.
         """
         whole = whole_blocks(name.num_tokens, self.grain)
@@ -264,7 +394,7 @@ class PrefixIndex:
 
     def ends_like(self, sequence: SequenceKeys, number: int, stop: int) -> list[Chunk]:
         """The tails with an end whose whole blocks stand in chunk `number` of a sequence, whatever
-        its tokens behind them (index/stops.py, 4). At most NEIGHBOURS_MAX lengths.
+        its tokens behind them (see the module, 4). At most NEIGHBOURS_MAX lengths.
 
         Args:
             stop: tokens from it on do not count.
@@ -272,8 +402,7 @@ class PrefixIndex:
         start = number * self._chunk_tokens
         if start >= stop:
             return []
-        tokens = sequence.tokens(start, min(start + self._chunk_tokens, stop))
-        heads = self._heads_of(sequence.parent(number), sequence.extra(number), tokens)
+        heads = self._heads_of(*sequence.part(number, stop))
         return [chunk for chunk in heads if chunk.name.num_tokens % self.grain]
 
     def best_match(
@@ -302,8 +431,8 @@ class PrefixIndex:
                 chunk, shared = self._live.get(entry), pieces * self._piece_tokens
                 if chunk is not None and chunk.name.tokens:
                     best.look_at(chunk)
-                elif shared > best.stop:
-                    best.offer(self.chunk(entry), shared, exact=False)
+                elif shared > best.stop and (other := self.chunk(entry)).usable:
+                    best.offer(other, shared, exact=False)
         return best.found
 
     def exact_head(
@@ -354,9 +483,7 @@ class PrefixIndex:
             start = end
         if start < stop:
             first = number * size
-            tokens = sequence.tokens(first, min(first + size, stop))
-            parent, extra = sequence.parent(number), sequence.extra(number)
-            best = self.best_match(parent, extra, tokens, grain)
+            best = self.best_match(*sequence.part(number, stop), grain)
             if best is not None and first + best[1] > start:
                 pieces.append(Piece(best[0], start, first + best[1], best[2], grain=grain))
         return pieces

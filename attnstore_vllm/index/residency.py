@@ -20,13 +20,11 @@ from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.nvme_tier import NvmeTier
 from attnstore_vllm.index.pinning import Pinning
-from attnstore_vllm.index.prefix import Piece, PrefixIndex
-from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
 from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
-from attnstore_vllm.policy.pins import Pins
-from attnstore_vllm.policy.runs import Run, unknown_run
+from attnstore_vllm.policy.runs import Pins, Run, unknown_run
 from attnstore_vllm.types import NVME
 
 SPARE_PRIORITY = -2
@@ -158,7 +156,7 @@ class Residency:
     def _has_expired(self, chunk: Chunk) -> bool:
         return (
             self.run_of(chunk).has_expired(self.now)
-            and not self.look_ahead.is_wanted(chunk)
+            and chunk not in self.look_ahead.wanted_by
             and self.pinning.of(chunk, self.now) is None
         )
 
@@ -239,16 +237,19 @@ class Residency:
 
     # ---- DRAM -> HBM -------------------------------------------------------------------
 
-    def hold(self, chunk: Chunk) -> None:
-        """A transfer reads the chunk's DRAM slot from now on."""
-        assert chunk.dram.state is State.READY
-        assert not chunk.dropped
-        chunk.dram.uses += 1
+    def hold(self, *chunks: Chunk) -> None:
+        """A transfer reads the chunks' DRAM slots from now on."""
+        for chunk in chunks:
+            assert chunk.dram.state is State.READY
+            assert not chunk.dropped
+            chunk.dram.uses += 1
 
-    def release(self, chunk: Chunk) -> None:
-        assert chunk.dram.uses > 0
-        chunk.dram.uses -= 1
-        self._free_if_dropped(chunk)
+    def release(self, *chunks: Chunk) -> None:
+        for chunk in chunks:
+            assert chunk.dram.uses > 0
+            chunk.dram.uses -= 1
+            if chunk.dropped:
+                self._free_if_dropped(chunk)
 
     # ---- DRAM -> a tier behind ---------------------------------------------------------
 

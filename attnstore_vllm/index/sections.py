@@ -38,8 +38,7 @@ from enum import Enum
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import SequenceKeys, section_parent
-from attnstore_vllm.index.prefix import Piece, PrefixIndex, settle
-from attnstore_vllm.index.stops import stop_in
+from attnstore_vllm.index.prefix import Piece, PrefixIndex, settle, stop_in
 
 
 class Reach(Enum):
@@ -188,7 +187,7 @@ def _back(
 
 
 def cut(pieces: Sequence[Piece], stop: int, grain: int) -> list[Piece]:
-    """The pieces up to `stop`, or to the last place before it where a hit may end (stops.py)."""
+    """The pieces up to `stop`, or to the last place before it where a hit may end (prefix.py)."""
     kept = [piece for piece in pieces if piece.start < stop]
     while kept:
         last = kept[-1]

@@ -15,8 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.pins import Pin, Pins
-from attnstore_vllm.policy.runs import Run
+from attnstore_vllm.policy.runs import Pin, Pins, Run
 
 
 class Tier(ABC):
@@ -178,7 +177,7 @@ class TierBehind(Tier):
         for what somebody waits for too, or has pinned.
         """
         slot = self.order.victim(now, self._can_go)
-        if self._look_ahead.is_wanted(chunk) or chunk.dram.slot in self._dram_pins:
+        if chunk in self._look_ahead.wanted_by or chunk.dram.slot in self._dram_pins:
             return (slot if slot is not None else self._farthest()), False
         if slot is None:
             return None, self._farthest() is not None
@@ -187,7 +186,7 @@ class TierBehind(Tier):
 
     def _can_go(self, slot: int) -> bool:
         chunk = self.live(slot)
-        return chunk is None or (self._is_idle(chunk) and not self._look_ahead.is_wanted(chunk))
+        return chunk is None or (self._is_idle(chunk) and chunk not in self._look_ahead.wanted_by)
 
     def _farthest(self) -> int | None:
         chunk = self._look_ahead.farthest_of_all(self._can_leave)

@@ -45,22 +45,16 @@ class _FarthestFirst:
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
-        self._entries: dict[Hashable, _Entry] = {}
+        self.entries: dict[Hashable, _Entry] = {}
         self._count = itertools.count()
 
     def put(self, chunk: Hashable, order: Order, depth: int) -> None:
         entry = (-order[0], -order[1], -depth, next(self._count), chunk)
-        self._entries[chunk] = entry
+        self.entries[chunk] = entry
         heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._entries) + LOOK_MAX:  # most of it is outdated
-            self._heap = list(self._entries.values())
+        if len(self._heap) > 2 * len(self.entries) + LOOK_MAX:  # most of it is outdated
+            self._heap = list(self.entries.values())
             heapify(self._heap)
-
-    def __contains__(self, chunk: Hashable) -> bool:
-        return chunk in self._entries
-
-    def discard(self, chunk: Hashable) -> None:
-        self._entries.pop(chunk, None)
 
     def first(self, beyond: Order | None, can_go: Callable[[Hashable], bool]) -> Hashable | None:
         """The farthest that can go, and is farther than `beyond`."""
@@ -69,7 +63,7 @@ class _FarthestFirst:
         while heap and len(aside) < LOOK_MAX:
             entry = heap[0]
             chunk = entry[-1]
-            if self._entries.get(chunk) is not entry:
+            if self.entries.get(chunk) is not entry:
                 heappop(heap)
                 continue
             if beyond is not None and (-entry[0], -entry[1]) <= beyond[:2]:
@@ -89,7 +83,7 @@ class LookAhead:
     def __init__(self) -> None:
         self._waiting: dict[str, _Waiting] = {}
         self._queue: list[Order] = []
-        self._wanted_by: dict[Hashable, dict[str, int]] = {}
+        self.wanted_by: dict[Hashable, dict[str, int]] = {}
         """By which requests, and how deep in their prompts."""
         self._nearest: dict[Hashable, tuple[Order, int]] = {}
         """Of those that want a chunk, and its depth there; not of what SHARED_MIN want."""
@@ -166,42 +160,37 @@ class LookAhead:
         before, waiting.wants = waiting.wants, wants
         new = []
         for depth, chunk in enumerate(waiting.wants):
-            wanted_by = self._wanted_by.get(chunk)
+            wanted_by = self.wanted_by.get(chunk)
             if wanted_by is None:
-                wanted_by = self._wanted_by[chunk] = {}
+                wanted_by = self.wanted_by[chunk] = {}
                 new.append(chunk)
             wanted_by[request_id] = depth
         kept = set(waiting.wants)
-        unwanted = self._unwant(request_id, (chunk for chunk in before if chunk not in kept))
+        unwanted = self._unwant(request_id, [chunk for chunk in before if chunk not in kept])
         self._absent.difference_update(waiting.wants)
         self._absent.update(absent)
         for chunk in waiting.wants:
             self._rank(chunk)
-            self._note_presence(chunk)
         has_missing = any(chunk in self._absent for chunk in waiting.wants)
         (_add if has_missing else _discard)(self._missing, waiting.order)
         return new, unwanted
 
     def _rank(self, chunk: Hashable) -> None:
-        """Who wants the chunk has changed."""
-        wanted_by = self._wanted_by.get(chunk, {})
+        """Who wants the chunk may have changed, and whether it is here."""
+        wanted_by = self.wanted_by.get(chunk, {})
         if not 0 < len(wanted_by) < SHARED_MIN:
             self._nearest.pop(chunk, None)
-            self._all.discard(chunk)
-            self._present.discard(chunk)
+            self._all.entries.pop(chunk, None)
+            self._present.entries.pop(chunk, None)
             return
         nearest = min((self._waiting[r].order, depth) for r, depth in wanted_by.items())
-        if self._nearest.get(chunk) != nearest:
+        is_news = self._nearest.get(chunk) != nearest
+        if is_news:
             self._nearest[chunk] = nearest
             self._all.put(chunk, *nearest)
-            self._present.discard(chunk)
-            self._note_presence(chunk)
-
-    def _note_presence(self, chunk: Hashable) -> None:
-        nearest = self._nearest.get(chunk)
-        if chunk in self._absent or nearest is None:
-            self._present.discard(chunk)
-        elif chunk not in self._present:
+        if chunk in self._absent:
+            self._present.entries.pop(chunk, None)
+        elif is_news or chunk not in self._present.entries:
             self._present.put(chunk, *nearest)
 
     def lost(self, chunk: Hashable) -> list[Hashable]:
@@ -210,7 +199,7 @@ class LookAhead:
         Returns what nobody wants any more.
         """
         unwanted: list[Hashable] = []
-        for request_id in list(self._wanted_by.get(chunk, ())):
+        for request_id in list(self.wanted_by.get(chunk, ())):
             waiting = self._waiting[request_id]
             at = waiting.wants.index(chunk)
             gone, waiting.wants = waiting.wants[at:], waiting.wants[:at]
@@ -223,30 +212,27 @@ class LookAhead:
         """Returns those that nobody wants any more."""
         unwanted = []
         for chunk in chunks:
-            wanted_by = self._wanted_by[chunk]
+            wanted_by = self.wanted_by[chunk]
             del wanted_by[request_id]
             if not wanted_by:
-                del self._wanted_by[chunk]
+                del self.wanted_by[chunk]
                 self._absent.discard(chunk)
                 unwanted.append(chunk)
             self._rank(chunk)
         return unwanted
 
-    def is_wanted(self, chunk: Hashable) -> bool:
-        return chunk in self._wanted_by
-
     def has_come(self, chunk: Hashable) -> None:
         """The chunk is in DRAM or on its way, or there is nothing left to fetch."""
         if chunk in self._absent:
             self._absent.remove(chunk)
-            self._note_presence(chunk)
+            self._rank(chunk)
 
     def has_gone(self, chunk: Hashable) -> None:
         """The chunk has left DRAM, and can be fetched again."""
-        wanted_by = self._wanted_by.get(chunk)
+        wanted_by = self.wanted_by.get(chunk)
         if wanted_by:
             self._absent.add(chunk)
-            self._present.discard(chunk)
+            self._present.entries.pop(chunk, None)
             for request_id in wanted_by:
                 _add(self._missing, self._waiting[request_id].order)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs: the part of a conversation that one request used, and what that request asked for it.
+"""Runs: the part of a conversation that one request used, and what that request asked for it:
+terms, leases and pins.
 
 A visit is which stored chunks a request uses, and by which two runs it is remembered. Pure: time is
 given. A chunk is of the run that used it last.
@@ -7,8 +8,10 @@ given. A chunk is of the run that used it last.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 from attnstore_vllm.policy.eviction.return_estimator import (
     TURNS_MAX,
@@ -147,3 +150,74 @@ def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
         if run is None or not (run.is_shared or run.number != own):
             return number
     return len(last_runs)
+
+
+ENDED_MAX = 64
+"""Pins that one look ends."""
+STALE_MAX = 16
+"""The heap forgets what is not pinned any more when it is more than this and what is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    tenant: bytes
+    until: float
+
+
+class Pins(dict[int, Pin]):
+    """The pins of one tier, by slot. Changed by its own methods alone. Cost of each call:
+    O(log pins), amortized.
+
+    All pins together, and those of each tenant, have a share of the tier's slots. A pin beyond it
+    is refused, so no tenant can take another's room, or more of it than the operator has allowed.
+    """
+
+    def __init__(self, share: float = 0.0, tenant_share: float = 0.0) -> None:
+        super().__init__()
+        self._share = share
+        self._tenant_share = tenant_share
+        self._per_tenant: Counter[bytes] = Counter()
+        self._ends: list[tuple[float, int]] = []  # a heap; may name what has gone or lasts longer
+
+    def add(self, slot: int, pin: Pin, num_slots: int) -> bool:
+        """Pin the slot, or let its pin last longer. False: it would be beyond the share.
+
+        Args:
+            num_slots: that the tier has now.
+        """
+        before = self.get(slot)
+        if before is not None:
+            if before.until >= pin.until:
+                return True
+            pin = Pin(before.tenant, pin.until)
+        else:
+            if len(self) >= int(self._share * num_slots):
+                return False
+            if self._per_tenant[pin.tenant] >= int(self._tenant_share * num_slots):
+                return False
+            self._per_tenant[pin.tenant] += 1
+        self[slot] = pin
+        heappush(self._ends, (pin.until, slot))
+        if len(self._ends) > 2 * len(self) + STALE_MAX:
+            self._ends = [(pin.until, slot) for slot, pin in self.items()]
+            heapify(self._ends)
+        return True
+
+    def remove(self, slot: int) -> None:
+        """The slot is pinned no longer, if it was."""
+        pin = self.pop(slot, None)
+        if pin is not None:
+            self._per_tenant[pin.tenant] -= 1
+            if not self._per_tenant[pin.tenant]:
+                del self._per_tenant[pin.tenant]
+
+    def take_ended(self, now: float) -> list[int]:
+        """Slots whose pin has ended, ENDED_MAX at most; they are pinned no longer."""
+        ended: list[int] = []
+        while self._ends and self._ends[0][0] <= now and len(ended) < ENDED_MAX:
+            _, slot = heappop(self._ends)
+            pin = self.get(slot)
+            if pin is not None and pin.until <= now:
+                self.remove(slot)
+                ended.append(slot)
+        return ended

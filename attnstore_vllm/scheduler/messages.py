@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that cross between the scheduler side and the workers, each step."""
+"""Messages that cross between the scheduler side and the workers, each step: plans and reports. And
+counts, which cross to the server's process."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
+from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 
 
@@ -107,3 +110,60 @@ class StepReport:
         self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
         for number, by_rank in other.adapters.items():
             self.adapters.setdefault(number, {}).update(by_rank)
+
+
+class StepStats:
+    """`data`: {"counters" and "gauges": {"name:label": n}, "observed": {"name": [n, ...]}}.
+
+    A plain dict of strings and numbers, because it crosses processes. connector/metrics.py has
+    what they mean.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {"counters": {}, "gauges": {}, "observed": {}}
+
+    def add(self, name: str, label: str, amount: float) -> None:
+        if amount:
+            counters = self.data["counters"]
+            counters[f"{name}:{label}"] = counters.get(f"{name}:{label}", 0) + amount
+
+    def set(self, name: str, label: str, value: float) -> None:
+        self.data["gauges"][f"{name}:{label}"] = value
+
+    def observe(self, name: str, value: float) -> None:
+        self.data["observed"].setdefault(name, []).append(value)
+
+
+def add_stats(data: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Add what others have counted. Both are StepStats.data."""
+    counters = data["counters"]
+    for key, amount in other["counters"].items():
+        counters[key] = counters.get(key, 0) + amount
+    data["gauges"].update(other["gauges"])
+    for name, values in other["observed"].items():
+        data["observed"].setdefault(name, []).extend(values)
+
+
+class GroupCounts:
+    """Figures by kind of KV cache group (index/sections.py: Reach), of models with several: of
+    others they say nothing."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._kinds = [group.reach for group in geometry.groups]
+        self._block_bytes = geometry.num_ranks // geometry.replicas * geometry.block_bytes
+        self._counts = Counter[tuple[str, str]]()
+
+    def add(self, name: str, group: int, amount: float) -> None:
+        """Args: group: its place in the geometry."""
+        if len(self._kinds) > 1:
+            self._counts[name, self._kinds[group]] += int(amount)
+
+    def add_blocks(self, name: str, group: int, num_blocks: int) -> None:
+        """The bytes of so many blocks, on all ranks."""
+        self.add(name, group, num_blocks * self._block_bytes)
+
+    def move_to(self, stats: StepStats) -> None:
+        """Add to `stats` what was counted since the last call."""
+        for (name, kind), amount in self._counts.items():
+            stats.add(name, kind, amount)
+        self._counts.clear()

@@ -1,40 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers: the stored KV that a request gets when vLLM asks, and the part that vLLM takes.
+"""Offers: the stored KV that a request gets when vLLM asks, or that it waits for.
 
-vLLM asks as often as it has a place for the request and no blocks. Held chunks are let go when it
-plans a step without having taken them.
+vLLM asks as often as it has a place for the request and no blocks. Costs decides whether a request
+waits for its KV, loads it or computes it: by how long vLLM's steps take and by what the store says
+of its disk (policy/cost.py). Waits keeps the requests that wait from being looked at more often
+than a step can afford. Held chunks are let go when vLLM plans a step without having taken them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby
 
-from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece
 from attnstore_vllm.index.sections import Reach, cut
-from attnstore_vllm.index.stops import GRAIN_TOKENS
-from attnstore_vllm.scheduler.open_plans import OpenPlans
-from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
-from attnstore_vllm.scheduler.stats import (
-    GroupCounts,
-    StepStats,
-    count_offer,
-    count_recomputation,
-    count_short,
-    count_taken,
-    count_wanted,
+from attnstore_vllm.policy.cost import (
+    CopyCost,
+    LoadRate,
+    StepCost,
+    layers_before,
+    pieces_to_wait_for,
 )
+from attnstore_vllm.scheduler.messages import GroupCounts, StepReport, StepStats
+from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
+from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.truncation import Truncation
-from attnstore_vllm.scheduler.vllm_types import KVCacheManager
-from attnstore_vllm.scheduler.waiting import Costs, Waits
+from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Tables
+from attnstore_vllm.scheduler.vllm_view import Clock, StepTimes
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.transfer import moves
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.plan import ChunkCopy, last_blocks_last, plan_load
+from attnstore_vllm.transfer.plan import last_blocks_last
+from attnstore_vllm.types import DRAM, NVME
 
-Tables = Sequence[Sequence[int]]
-"""The blocks of a request in each group, from its first token on; 0 for what is not there."""
+WAITS_MAX = 4
+"""Requests whose KV is not even on its way that are looked at in a step; for the others, what was
+last said holds: vLLM goes through all of its queue, step after step, as long as it has a place."""
+ROUND_S = 0.05
+"""In a round each is looked at once. So long, at least, lies between the beginnings of two."""
+EMPTY_STEP_WAIT_S = 0.002
+"""How long a step that computes nothing waits for a read to end: bounded, and short enough
+that a request that arrives meanwhile does not notice."""
+
+
+class Costs:
+    """Whether a request waits for its KV, loads it or computes it.
+
+    Args:
+        load_deadline_s: how long a request waits for its chunks to come up from NVMe, at most.
+        computes_if_sooner: else what is stored is loaded, whatever that takes.
+        ahead_layers: of the model, where loads run beside it; else 0.
+        step_tokens: what a step computes of one prompt, at most.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        load_deadline_s: float,
+        computes_if_sooner: bool,
+        *,
+        ahead_layers: int = 0,
+        step_tokens: int = 1 << 30,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._store = store
+        self._load_deadline_s = load_deadline_s
+        self._computes_if_sooner = computes_if_sooner
+        self._steps = StepCost()
+        self.times = StepTimes(self._steps, clock)
+        self._copies = CopyCost()
+        self._loads = LoadRate()
+        self._ahead_layers = ahead_layers
+        self._step_tokens = step_tokens
+
+    # ---- steps -------------------------------------------------------------------------
+
+    def step_ended(self, report: StepReport, stats: StepStats) -> None:
+        wrong, loaded = self.times.ended(report.number, report.load_wait_s)
+        if wrong is not None:
+            stats.observe("step_over_forecast", 1 + wrong)
+        if loaded and report.load_wait_s:
+            self._copies.observe(loaded, report.load_wait_s)
+        for num_bytes, seconds in report.measured:
+            self._loads.observe(num_bytes, seconds)
+
+    # ---- decisions ---------------------------------------------------------------------
+
+    def copy_pays(self, start: int, stop: int) -> bool:
+        """Whether KV of tokens [start, stop) that is in DRAM should be loaded."""
+        return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps)
+
+    def layers_before(self, num_bytes: int, queued_bytes: int, stop: int, end: int) -> int:
+        """How many layers of a load should be in HBM before the step that computes from `stop` on;
+        0: the step itself hides it, or nothing is known of it.
+
+        By the means, with no margin for doubt: a layer too many keeps the request waiting for it,
+        while one too few is waited for in the forward pass, which ends no later for it.
+
+        Args:
+            num_bytes, queued_bytes: of the load, and of those that may be before it; a rank's.
+            end: of the request's tokens.
+        """
+        if not self._ahead_layers or not self._loads.is_known or not self._steps.is_known:
+            return 0
+        load_s = self._loads.seconds(num_bytes + queued_bytes)
+        compute_s = self._steps.step_seconds(stop, min(end, stop + self._step_tokens))
+        return layers_before(load_s, compute_s, self._ahead_layers)
+
+    def deadline(self, state: RequestState, now: float) -> float:
+        """Until when the request waits at most, from when it was first asked for."""
+        if state.waiting.deadline is None:
+            state.waiting.deadline = now + self._load_deadline_s
+        return state.waiting.deadline
+
+    def why_not_wait(
+        self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
+    ) -> str | None:
+        """None if the request should wait for (some of) these, which are on their way."""
+        now = self._clock()
+        if now >= self.deadline(state, now):
+            return "deadline"
+        arrivals = self._store.arrivals(state.request.request_id, coming)
+        number = 0
+        if arrivals is not None and self._steps.is_known:
+            stops = [piece.stop for piece in coming]
+            number = pieces_to_wait_for(ready_stop, stops, arrivals, self._steps)
+            if number == 0 and self._computes_if_sooner:
+                return "slower"
+        if state.waiting.since is None:
+            state.waiting.since = now
+        if state.waiting.forecast is None and number > 0 and arrivals is not None:
+            state.waiting.forecast = now, arrivals[number - 1]
+        return None
+
+    def end_wait(self, state: RequestState, stats: StepStats) -> None:
+        """The request has its answer."""
+        if state.waiting.since is None:
+            return
+        now = self._clock()
+        stats.observe("wait_seconds", now - state.waiting.since)
+        if state.waiting.forecast is not None:
+            said_at, seconds = state.waiting.forecast
+            stats.observe("wait_over_forecast", (now - said_at) / max(seconds, 1e-6))
+        state.waiting.since = state.waiting.forecast = None
+
+
+class Waits:
+    """Requests that wait for their KV, in the step that is being planned."""
+
+    def __init__(self, store: Store, costs: Costs, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._store = store
+        self._costs = costs
+        self._for: list[Sequence[Piece]] = []
+        self._round = 1
+        self._round_at: float | None = None
+        self._num_looks = 0
+        self._is_behind = False
+        """Somebody has not had a look in this round."""
+        self._looking = False
+        """The request that is asked about now has a look."""
+
+    def goes_on(self, state: RequestState) -> bool:
+        """Whether the request waits on without another look. Cost: some microseconds."""
+        self._looking = False
+        # What had its answer does not wait: vLLM only had no room for it.
+        if state.waiting.is_answered or not self._store.has_missing(state.request.request_id):
+            return False
+        if state.waiting.round < self._round:
+            if self._num_looks < WAITS_MAX:
+                self._num_looks += 1
+                self._looking = True
+                state.waiting.round = self._round
+                return False
+            self._is_behind = True
+        now = self._clock()
+        if now >= self._costs.deadline(state, now):
+            return False
+        if state.waiting.since is None:
+            state.waiting.since = now
+        self._note(state.waiting.coming)
+        return True
+
+    def answered(self, state: RequestState) -> None:
+        """It was worked out that the request waits no longer. Its look is another's: how many
+        have an answer in a step is limited by what vLLM can start."""
+        self._num_looks -= self._looking
+        self._looking = False
+        state.waiting.is_answered, state.waiting.coming = True, ()
+
+    def add(self, state: RequestState, pieces: Sequence[Piece]) -> None:
+        """It was worked out that the request should wait for these."""
+        state.waiting.is_answered, state.waiting.coming = False, pieces
+        self._note(pieces)
+
+    def _note(self, pieces: Sequence[Piece]) -> None:
+        if len(self._for) < WAITS_MAX:
+            self._for.append(pieces)
+
+    def end_step(self, *, is_empty: bool) -> None:
+        """The step is planned. If it computes nothing, wait a little for something to come."""
+        if self._for and is_empty:
+            self._store.wait_for_any(self._for, EMPTY_STEP_WAIT_S)
+        self._for.clear()
+        now = self._clock()
+        if self._num_looks and self._round_at is None:
+            self._round_at = now
+        if not self._is_behind and self._round_at and now - self._round_at >= ROUND_S:
+            self._round, self._round_at = self._round + 1, None
+        self._num_looks, self._is_behind = 0, False
 
 
 class Offers:
@@ -78,11 +254,11 @@ class Offers:
         if self._waits.goes_on(state):
             count_wanted(stats, state, state.waiting.coming)
             return None, False
-        request = state.request
+        request, sequence = state.request, state.sequence
         # One token is left to compute: vLLM needs its logits.
         stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
         pieces = self._store.find(
-            state.sequence,
+            sequence,
             local,
             stop,
             MIN_LOAD_TOKENS,
@@ -91,7 +267,7 @@ class Offers:
         )
         state.expect(pieces)
         count_wanted(stats, state, pieces)
-        held = self._store.hold_ready(pieces, state.sequence, stop, local)
+        held = self._store.hold_ready(pieces, sequence, stop, local)
         ready_stop = held[-1].stop if held else local
         cause = "lost"
         if not has_all(held, pieces):
@@ -104,25 +280,29 @@ class Offers:
             cause = late
         self._costs.end_wait(state, stats)
         self._waits.answered(state)
-        held = self._leave_unproven(held)
-        ready_stop = held[-1].stop if held else local
+        if held and self._unproven_tokens:
+            held = self._leave_unproven(held)
+            ready_stop = held[-1].stop if held else local
         num_tokens = ready_stop - local
         if held and not self._costs.copy_pays(local, ready_stop):
             cause, num_tokens = "slower", 0
-        # A rest that is too short to be loaded is computed in any case.
-        if (
-            state.counted.stored_stop - local - num_tokens
-            >= MIN_LOAD_TOKENS + self._unproven_tokens
-        ):
-            count_recomputation(stats, state, cause)
         state.computing.first = local
-        count_short(self._counts, state)
-        count_offer(stats, state, self._store.tiers(held if num_tokens else (), local))
+        if not state.counted.offered:  # the request's first answer
+            state.counted.offered = True
+            # A rest that is too short to be loaded is computed in any case.
+            computed = state.counted.stored_stop - local - num_tokens
+            if computed >= MIN_LOAD_TOKENS + self._unproven_tokens:
+                stats.add("recomputations", cause, 1)
+            for group in sequence.short_of:
+                self._counts.add("shortened_hits", group, 1)
+            for tier, number in self._store.tiers(held if num_tokens else (), local).items():
+                stats.add("offered_tokens", tier, number)
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
             return 0, False
-        spine = [piece for piece in held if piece.group == 0]
-        self._truncation.offer(state, spine, self.kv_cache_manager)
+        if state.finds_moved:
+            spine = [piece for piece in held if piece.group == 0]
+            self._truncation.offer(state, spine, self.kv_cache_manager)
         layers_before = self._layers_before(state, held)
         state.offered = Offered(held, local, layers_before)
         self._open.append(state)
@@ -150,8 +330,6 @@ class Offers:
         Where KV of a token depends on the one after it, that of the last token is right only if the
         next one matches too. What is left ends where a hit may, one stop before.
         """
-        if not held or not self._unproven_tokens:
-            return held
         kept = cut(held, held[-1].stop - 1, GRAIN_TOKENS)
         self._store.release(piece.chunk for piece in held[len(kept) :])
         return kept
@@ -179,16 +357,21 @@ class Offers:
             ]
         )
         moved = [run for _, runs in planned.values() for run in runs]
-        self._store.release(piece.chunk for piece in spine[len(used) :])
-        self._count_loaded((*used, *sections, *states), stop)
-        num_moved = moves.num_tokens(planned[0][1])  # once, in whatever groups
-        count_taken(stats, state, self._store.tiers(used, start), num_moved)
+        if len(spine) > len(used):
+            self._store.release(piece.chunk for piece in spine[len(used) :])
+        if self._needs:
+            self._count_loaded((*used, *sections, *states), stop)
+        state.counted.sources = self._store.tiers(used, start)
+        for tier, tokens in state.counted.sources.items():
+            stats.add("loaded_tokens", tier, tokens)
+        if moved:  # tokens count once, in whatever groups
+            stats.add("moved_tokens", DRAM, sum(run.num_tokens for run in planned[0][1]))
         if not offered.layers_before:
-            self._costs.load_tokens += num_tokens
+            self._costs.times.load_tokens += num_tokens
         self._plans.load(
             state.request.request_id,
             [piece.chunk for piece in (*used, *sections, *states)],
-            (*plan_states(states, tables, self._geometry), *copies),
+            (*plan_states(states, tables, self._geometry), *copies) if states else copies,
             tuple(moved),
             num_partial=num_partial,
             layers_before=offered.layers_before,
@@ -206,8 +389,8 @@ class Offers:
             for piece in (*used, *sections, *states)
             if piece.first is None and piece.group in self._needs
         )
-        self._truncation.taken(state, used, stop)
-        self._truncation.found(state, (p.chunk.name for p in used if p.first is None))
+        if state.finds_moved:
+            self._truncation.taken(state, used, stop)
         return offered.layers_before > 0
 
     def _count_loaded(self, pieces: Iterable[Piece], stop: int) -> None:
@@ -223,11 +406,16 @@ class Offers:
             state.offered = None
             self._truncation.take_back(state)
 
-    def end_schedule(self) -> None:
-        """A step is planned: what vLLM has not taken by now it does not take."""
+    def end_schedule(self, *, is_empty: bool) -> None:
+        """A step is planned: what vLLM has not taken by now it does not take.
+
+        Args:
+            is_empty: it computes nothing.
+        """
         for state in self._open:
             self.withdraw(state)
         self._open.clear()
+        self._waits.end_step(is_empty=is_empty)
 
 
 def has_all(held: Sequence[Piece], pieces: Sequence[Piece]) -> bool:
@@ -258,82 +446,13 @@ def still_coming(
     return [*waiting[:-1], pieces[-1]]
 
 
-def plan_groups(
-    pieces: Sequence[Piece], tables: Tables, stop: int, geometry: Geometry
-) -> dict[int, tuple[tuple[ChunkCopy, ...], tuple[moves.MovedRun, ...]]]:
-    """The copies and the moves of each group that has pieces.
-
-    Args:
-        pieces: held, group by group, each for the tokens before `stop` that it needs.
-    """
-    planned = {}
-    for group, found in groupby(pieces, lambda piece: piece.group):
-        some = list(found)
-        block_tokens = geometry.groups[group].block_tokens
-        first = some[0].start
-        block_ids = tables[group][first // block_tokens : -(-stop // block_tokens)]
-        needs_look = group > 0 or geometry.has_window_alone
-        assert all(block_ids) or not needs_look, "vLLM gave no block for what is loaded"
-        planned[group] = plan_copies(some, tables[group], first, stop, geometry, group)
-    return planned
-
-
-def plan_states(
-    states: Sequence[Piece], tables: Tables, geometry: Geometry
-) -> tuple[ChunkCopy, ...]:
-    """The copies of states into the blocks that vLLM has for the token before each."""
-    copies = []
-    for piece in states:
-        block_id = tables[piece.group][
-            (piece.stop - 1) // geometry.groups[piece.group].block_tokens
-        ]
-        assert block_id, "vLLM gave no block for a state"
-        copies.append(ChunkCopy(piece.chunk.dram.slot, 0, (block_id,)))
-    return tuple(copies)
-
-
-def plan_copies(
-    used: Sequence[Piece],
-    block_ids: Sequence[int],
-    start: int,
-    stop: int,
-    geometry: Geometry,
-    group: int = 0,
-) -> tuple[tuple[ChunkCopy, ...], tuple[moves.MovedRun, ...]]:
-    """The copies of what is loaded in its place, and the moves of what is not, of one group.
-
-    Args:
-        used: held chunks for the tokens [start, stop).
-        block_ids: of the request, from its first block on.
-    """
-    block_tokens = geometry.groups[group].block_tokens
-    sizes = {"block_tokens": block_tokens, "chunk_tokens": geometry.chunk_tokens}
-    placed = [piece for piece in used if piece.first is None]
-    copies = (
-        plan_load(
-            [(piece.chunk.dram.slot, piece.start, piece.stop) for piece in placed],
-            block_ids,
-            start // block_tokens * block_tokens,
-            min(stop, placed[-1].stop),
-            **sizes,
-        )
-        if placed
-        else ()
-    )
-    moved = moves.plan_moves(
-        [
-            moves.StoredTokens(
-                piece.chunk.dram.slot,
-                piece.first,
-                piece.start - piece.shift,
-                piece.start,
-                min(piece.stop, stop),
-            )
-            for piece in used
-            if piece.first is not None
-        ],
-        block_ids,
-        group=group,
-        **sizes,
-    )
-    return copies, moved
+def count_wanted(stats: StepStats, state: RequestState, pieces: Sequence[Piece]) -> None:
+    """The request is first offered a place: where is what it wants then?"""
+    if state.counted.wanted:
+        return
+    state.counted.wanted = True
+    spine = [piece for piece in pieces if piece.group == 0]
+    in_dram = sum(p.stop - p.start for p in spine if p.chunk.dram.state is State.READY)
+    wanted = sum(piece.stop - piece.start for piece in spine)
+    stats.add("wanted_tokens", DRAM, in_dram)
+    stats.add("wanted_tokens", NVME, wanted - in_dram)

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of the step that is being planned, and those that workers still work at."""
+"""The copies that a step is to make, and the plans that workers still work at."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.adapters import Adapters
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
-from attnstore_vllm.scheduler.vllm_types import LoRARequest
+from attnstore_vllm.scheduler.vllm_types import LoRARequest, Tables
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.transfer.moves import MovedRun
-from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
+from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.plan import (
+    ChunkCopy,
+    LoadPlan,
+    MovedRun,
+    StoredTokens,
+    TransferPlan,
+    plan_load,
+    plan_moves,
+)
 from attnstore_vllm.types import Flow
 
 KEPT_S = 0.1
@@ -238,3 +248,86 @@ class OpenPlans:
     def loading_blocks(self) -> int:
         """Blocks of the loads that are open, which may be over or not yet begun."""
         return sum(o.num_blocks for o in self._open.values() if o.flow is Flow.LOAD)
+
+
+def plan_groups(
+    pieces: Sequence[Piece], tables: Tables, stop: int, geometry: Geometry
+) -> dict[int, tuple[tuple[ChunkCopy, ...], tuple[MovedRun, ...]]]:
+    """The copies and the moves of each group that has pieces.
+
+    Args:
+        pieces: held, group by group, each for the tokens before `stop` that it needs.
+    """
+    planned = {}
+    for group, found in groupby(pieces, lambda piece: piece.group):
+        some = list(found)
+        block_tokens = geometry.groups[group].block_tokens
+        first = some[0].start
+        block_ids = tables[group][first // block_tokens : -(-stop // block_tokens)]
+        needs_look = group > 0 or geometry.has_window_alone
+        assert all(block_ids) or not needs_look, "vLLM gave no block for what is loaded"
+        planned[group] = plan_copies(some, tables[group], first, stop, geometry, group)
+    return planned
+
+
+def plan_states(
+    states: Sequence[Piece], tables: Tables, geometry: Geometry
+) -> tuple[ChunkCopy, ...]:
+    """The copies of states into the blocks that vLLM has for the token before each."""
+    copies = []
+    for piece in states:
+        block_id = tables[piece.group][
+            (piece.stop - 1) // geometry.groups[piece.group].block_tokens
+        ]
+        assert block_id, "vLLM gave no block for a state"
+        copies.append(ChunkCopy(piece.chunk.dram.slot, 0, (block_id,)))
+    return tuple(copies)
+
+
+def plan_copies(
+    used: Sequence[Piece],
+    block_ids: Sequence[int],
+    start: int,
+    stop: int,
+    geometry: Geometry,
+    group: int = 0,
+) -> tuple[tuple[ChunkCopy, ...], tuple[MovedRun, ...]]:
+    """The copies of what is loaded in its place, and the moves of what is not, of one group.
+
+    Args:
+        used: held chunks for the tokens [start, stop).
+        block_ids: of the request, from its first block on.
+    """
+    block_tokens = geometry.groups[group].block_tokens
+    sizes = {"block_tokens": block_tokens, "chunk_tokens": geometry.chunk_tokens}
+    placed = [piece for piece in used if piece.first is None]
+    copies = (
+        plan_load(
+            [(piece.chunk.dram.slot, piece.start, piece.stop) for piece in placed],
+            block_ids,
+            start // block_tokens * block_tokens,
+            min(stop, placed[-1].stop),
+            **sizes,
+        )
+        if placed
+        else ()
+    )
+    if len(placed) == len(used):
+        return copies, ()
+    moved = plan_moves(
+        [
+            StoredTokens(
+                piece.chunk.dram.slot,
+                piece.first,
+                piece.start - piece.shift,
+                piece.start,
+                min(piece.stop, stop),
+            )
+            for piece in used
+            if piece.first is not None
+        ],
+        block_ids,
+        group=group,
+        **sizes,
+    )
+    return copies, moved

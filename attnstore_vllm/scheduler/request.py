@@ -3,20 +3,86 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from attnstore_vllm.hints import HintReader, Hints
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.index.keys import SequenceKeys, moved_root, root_key, tenant_hash
+from attnstore_vllm.index.keys import (
+    MultimodalSpan,
+    SequenceKeys,
+    moved_root,
+    root_key,
+    tenant_hash,
+)
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need
-from attnstore_vllm.policy.runs import Run, Visit
+from attnstore_vllm.policy.runs import Visit
 from attnstore_vllm.scheduler.adapters import Asked
-from attnstore_vllm.scheduler.media import MediaNames, spans_of
 from attnstore_vllm.scheduler.vllm_types import Request
 from attnstore_vllm.types import Key
+
+logger = logging.getLogger(__name__)
+
+ALL_TOKENS = 1 << 60
+_COUNTED = re.compile(r"renderer\d+-mm-\d+-\w{1,40}-\d+")
+"""As vLLM 0.32 counts (renderers/base.py); an adapter's name and a colon may stand before it."""
+_COUNTED_MAX = 120
+"""Characters of such a name. Longer ones are their users', who may send a megabyte."""
+
+
+def spans_of(request: Request) -> tuple[MultimodalSpan, ...]:
+    """Spans of all inputs that the request has now: a streaming session's next one brings more."""
+    return tuple(
+        MultimodalSpan(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+        for feature in request.mm_features
+    )
+
+
+def _is_counted(name: str) -> bool:
+    """Cost: constant."""
+    return _COUNTED.fullmatch(name[-_COUNTED_MAX:].rpartition(":")[2]) is not None
+
+
+class MediaNames:
+    """Says how much of a request has names: of its pictures and sounds some may have none.
+
+    vLLM names an input by a digest of its content, or by the `uuid` that its user gives. Where
+    nobody of its own needs a name (no prefix caching, no processor cache) it counts: such a name
+    means another picture after a restart. Everything from an input without a name on is neither
+    stored nor found.
+
+    Args:
+        counted: vLLM names inputs by a counter. Names that look so are refused in any case: what
+            reads the prompts may be another process, with settings of its own.
+    """
+
+    def __init__(self, *, counted: bool = False) -> None:
+        self._counted = counted
+        self._has_said = False
+
+    def named_tokens(self, request: Request) -> int:
+        """Tokens before the first input that has no name. Cost: one match for each input."""
+        for feature in request.mm_features:  # in the order of their offsets
+            name = feature.identifier
+            if self._counted or not name or _is_counted(name):
+                self._say(name)
+                return int(feature.mm_position.offset)
+        return ALL_TOKENS
+
+    def _say(self, name: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "AttnStore leaves prompts alone from their first picture or sound on: vLLM names "
+                "it %r, which means another one after a restart. Names by content need "
+                "--enable-prefix-caching, or --mm-processor-cache-gb above 0",
+                (name or "")[:100],
+            )
+
 
 MIN_LOAD_TOKENS = 16
 """A shorter run of stored KV is not worth a load."""
@@ -29,7 +95,7 @@ class Stage(Enum):
           |
        ARRIVED ------------------ nothing is stored, or it is in HBM --+
           |  vLLM has room: what it wants is on its way from NVMe       |
-       WAITING  (Waiting: waiting.py)                                   |
+       WAITING  (Waiting: offer.py)                                     |
           |  it is there, or computing is sooner                        |
        OFFERED  (Offered: offer.py) -- vLLM takes other requests first -> ARRIVED
           |  vLLM has given it blocks; what is held is loaded           |
@@ -47,7 +113,7 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Waiting:
-    """The waiting of a request that vLLM has room for. Written by waiting.py."""
+    """The waiting of a request that vLLM has room for. Written by Costs and Waits (offer.py)."""
 
     deadline: float | None = None
     """Monotonic seconds; set when vLLM first asks and something is on its way."""
@@ -94,7 +160,7 @@ class Computing:
 
 @dataclass(slots=True)
 class Counted:
-    """Things counted of a request, once, though vLLM asks again and again. Written by stats.py."""
+    """Things counted of a request, once, though vLLM asks again and again. Written by offer.py."""
 
     wanted: bool = False
     offered: bool = False
@@ -179,14 +245,6 @@ class RequestState:
     @property
     def may_save(self) -> bool:
         return self.stores and not self.computing.is_outdated and self.adapter is not None
-
-    def pin_s(self, position: int) -> float | None:
-        """How long a chunk that begins there is to be pinned: if it has tokens of the prompt."""
-        return self.hints.terms.pin_s if position < self.request.num_prompt_tokens else None
-
-    def run(self, number: int) -> Run | None:
-        """Under which chunk `number` of the request is saved."""
-        return None if self.visit is None else self.visit.run(number)
 
     def be_of(self, adapter: bytes | None) -> None:
         """From now on its KV is computed with this adapter; None: with one that nobody knows."""

@@ -18,15 +18,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName
-from attnstore_vllm.index.keys import SequenceKeys, chunk_key
+from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.index.residency import SPARE_PRIORITY
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.index.stops import GRAIN_TOKENS, kept_end, whole_blocks
-from attnstore_vllm.scheduler.offer import Tables
+from attnstore_vllm.scheduler.messages import GroupCounts
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import RequestState
-from attnstore_vllm.scheduler.stats import GroupCounts
 from attnstore_vllm.scheduler.truncation import Truncation
+from attnstore_vllm.scheduler.vllm_types import Tables
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import ChunkCopy, hole_of, plan_save
@@ -52,17 +51,16 @@ class Saving:
         self._needs = store.needs
         self.counts = GroupCounts(geometry)
 
-    def save_chunks(
-        self, state: RequestState, computed: int, tables: Tables, *, has_ended: bool = False
-    ) -> None:
-        """Whole chunks up to `computed` tokens that were not offered to the store yet.
-
-        Args:
-            has_ended: vLLM keeps the request's blocks until they are saved.
-        """
+    def save_chunks(self, state: RequestState, computed: int, tables: Tables) -> None:
+        """Whole chunks up to `computed` tokens that were not offered to the store yet."""
         computed = min(computed, state.usable_tokens())
-        if not state.may_save:
-            return
+        if state.may_save:
+            self._save_chunks(state, computed, tables, has_ended=False)
+
+    def _save_chunks(
+        self, state: RequestState, computed: int, tables: Tables, *, has_ended: bool
+    ) -> None:
+        """Args: has_ended: vLLM keeps the request's blocks until they are saved."""
         size = self._geometry.chunk_tokens
         if computed // size <= state.computing.chunks_seen:
             return
@@ -109,7 +107,7 @@ class Saving:
         computed = min(computed, state.computing.scheduled_stop)
         computed = min(computed, state.usable_tokens())
         if computed > 0 and state.may_save:
-            self.save_chunks(state, computed, tables, has_ended=True)
+            self._save_chunks(state, computed, tables, has_ended=True)
             end = kept_end(computed, request.num_prompt_tokens)
             self._save_tail(state, end, tables)
             # A state has seen all that was computed, and a hit may end where a tail does.
@@ -127,7 +125,7 @@ class Saving:
         if stop - start < MIN_TAIL_TOKENS:
             return
         if not self._store.walks:
-            name = name_up_to(state.sequence, number, state.tenant, stop)
+            name = state.sequence.name_up_to(number, state.tenant, stop)
             self._save(state, name, number, tables[0])
         if self._needs:
             self._save_sections(state, stop, tables, stop, has_ended=True)
@@ -135,13 +133,9 @@ class Saving:
     def _save(
         self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
     ) -> None:
-        chunk = self._store.begin_save(
-            name,
-            state.run(number),
-            state.pin_s(name.position),
-            again=name.position >= state.computing.first,
-        )
-        self._truncation.saved(state, name)
+        chunk = self._begin(state, name, number, is_passed=False)
+        if state.finds_moved:
+            self._truncation.saved(state, name)
         if chunk is None:
             return
         copies = plan_save(
@@ -187,7 +181,7 @@ class Saving:
         hole = hole_of(block_ids, position, stop - position, **sizes)
         if hole is None or (hole and need.group == 0):  # the spine's chunks are whole
             return None
-        name = name_up_to(state.sequence.section(need.group, hole), number, state.tenant, stop)
+        name = state.sequence.section(need.group, hole).name_up_to(number, state.tenant, stop)
         chunk = self._begin(state, name, number, is_passed=is_passed)
         if chunk is not None:
             slot = chunk.dram.slot
@@ -204,7 +198,7 @@ class Saving:
         if index >= len(block_ids) or not block_ids[index]:
             return
         number = (stop - 1) // self._geometry.chunk_tokens
-        name = name_up_to(state.sequence.section(need.group, 0), number, state.tenant, stop)
+        name = state.sequence.section(need.group, 0).name_up_to(number, state.tenant, stop)
         chunk = self._begin(state, name, number, is_passed=stays)
         if chunk is not None:
             copies = (ChunkCopy(chunk.dram.slot, 0, (block_ids[index],)),)
@@ -214,11 +208,12 @@ class Saving:
     def _begin(
         self, state: RequestState, name: ChunkName, number: int, *, is_passed: bool
     ) -> Chunk | None:
-        run = state.run(number)
+        run = None if state.visit is None else state.visit.run(number)
+        is_of_prompt = name.position < state.request.num_prompt_tokens
         return self._store.begin_save(
             name,
             replace(run, priority=SPARE_PRIORITY) if is_passed and run is not None else run,
-            None if is_passed else state.pin_s(name.position),
+            state.hints.terms.pin_s if is_of_prompt and not is_passed else None,
             again=name.position >= state.computing.first and not is_passed,
             stays=is_passed,
         )
@@ -232,8 +227,9 @@ class Saving:
         group: int,
         is_fleeting: bool = False,
     ) -> None:
-        num_blocks = sum(len(copy.block_ids) for copy in copies)
-        self.counts.add_blocks("group_saved_bytes", group, num_blocks)
+        if self._needs:
+            num_blocks = sum(len(copy.block_ids) for copy in copies)
+            self.counts.add_blocks("group_saved_bytes", group, num_blocks)
         request = state.request
         self._plans.save(
             request.request_id,
@@ -272,15 +268,3 @@ class Saving:
             ):
                 dropped = self._store.drop_passed([chunk])
                 self.counts.add("sections_dropped", need.group, dropped)
-
-
-def name_up_to(sequence: SequenceKeys, number: int, tenant: bytes, stop: int) -> ChunkName:
-    """The name of chunk `number`, or of its leading tokens up to `stop`."""
-    size = sequence.chunk_tokens
-    start = number * size
-    if stop == start + size:
-        return sequence.name(number, tenant)
-    parent, extra = sequence.parent(number), sequence.extra(number)
-    tokens = sequence.tokens(start, stop)
-    key = chunk_key(parent, extra, tokens)
-    return ChunkName(key, parent, extra, tenant, start, stop - start, tokens)

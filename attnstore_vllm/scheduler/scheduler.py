@@ -18,32 +18,32 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
-from attnstore_vllm.hints import SECTION, HintReader, prefetch_order
-from attnstore_vllm.scheduler.adapters import Adapters
-from attnstore_vllm.scheduler.block_names import drop_in_flight, hide_session
-from attnstore_vllm.scheduler.media import MediaNames
-from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
-from attnstore_vllm.scheduler.offer import Offers, Tables
+from attnstore_vllm.hints import SECTION, HintReader, PrefetchOrder, prefetch_order
+from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
+from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport, StepStats
+from attnstore_vllm.scheduler.offer import Costs, Offers, Waits
 from attnstore_vllm.scheduler.open_plans import OpenPlans
-from attnstore_vllm.scheduler.prefetching import prefetch
 from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
+    MediaNames,
     RequestState,
     bypasses,
     make_state,
 )
-from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from attnstore_vllm.scheduler.saving import Saving
-from attnstore_vllm.scheduler.stats import (
-    StepStats,
-    StoreFigures,
-)
 from attnstore_vllm.scheduler.truncation import Truncation
-from attnstore_vllm.scheduler.vllm_queue import VllmQueue
-from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput
-from attnstore_vllm.scheduler.waiting import Clock, Costs, Waits
+from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput, Tables
+from attnstore_vllm.scheduler.vllm_view import (
+    Clock,
+    ResetWatch,
+    VllmQueue,
+    drop_in_flight,
+    hide_session,
+)
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.types import NVME
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,7 @@ class Scheduler:
         numbers = [group.number for group in geometry.groups]
         self._order = None if numbers == sorted(numbers) else numbers
         self.names = names
+        self._namespace: bytes | None = None
         self.adapters = Adapters(geometry.num_ranks, clock)
         self._watch = ResetWatch(self.adapters.hbm_is_empty)
         self._has_adapters = False  # no request has had one
@@ -142,12 +143,11 @@ class Scheduler:
             step_tokens=step_tokens,
             clock=clock,
         )
-        self._waits = Waits(store, self.costs, clock)
         self._offers = Offers(
             store,
             geometry,
             self.costs,
-            self._waits,
+            Waits(store, self.costs, clock),
             self.plans,
             self._truncation,
             self._saving.counts,
@@ -163,7 +163,9 @@ class Scheduler:
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        namespace = self.names.namespace
+        if self._namespace is None:
+            self._namespace = self.names.namespace
+        namespace = self._namespace
         order = prefetch_order(request.kv_transfer_params)
         if order is not None:  # no request: vLLM ends it before the next step
             if self._hints.may_share(order.cache_salt):
@@ -184,12 +186,14 @@ class Scheduler:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
         if bypasses(request) or not self._hints.may_share(request.cache_salt) or namespace is None:
             return
-        adapter = self.adapters.identity(request.lora_request)
+        lora = request.lora_request
+        adapter = NO_ADAPTER if lora is None else self.adapters.identity(lora)
         state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, self._media)
         self.requests[request.request_id] = state
         state.hints = hints = self._hints.read(request.kv_transfer_params)
         state.stores = hints.store and not is_doubtful
-        self._truncation.note(state, hints)
+        if self._truncation.by_default if hints.truncation is None else hints.truncation:
+            self._truncation.note(state)
         if hints.applied or hints.ignored:
             self._stats.add("hints", "applied", hints.applied)
             self._stats.add("hints", "ignored", hints.ignored)
@@ -218,7 +222,8 @@ class Scheduler:
         if state is None or state.load_failed or self._is_left_alone(request):
             return 0, False
         self._offers.withdraw(state)
-        self._truncation.take_back(state)  # it has lost its blocks: vLLM asks of no others
+        if state.moved is not None:  # it has lost its blocks: vLLM asks of no others
+            self._truncation.take_back(state)
         if request.lora_request is not None:
             state.asked = state.asked or self.adapters.ask()
             adapter, waits = self.adapters.answer(request.lora_request, state.asked)
@@ -232,11 +237,12 @@ class Scheduler:
         return self._offers.ask(state, num_computed_tokens, self._stats)
 
     def update_state_after_alloc(
-        self, request: Request, tables: Tables, num_external_tokens: int
+        self, request: Request, block_ids: Tables, num_external_tokens: int
     ) -> None:
         state = self.requests.get(request.request_id)
         if state is None or num_external_tokens == 0:
             return
+        tables = self._tables(block_ids)
         runs_ahead = self._offers.take(state, tables, num_external_tokens, self._stats)
         if runs_ahead and self._queue is not None:
             self._queue.on_placed(request.request_id)
@@ -249,17 +255,11 @@ class Scheduler:
     # ---- a step ------------------------------------------------------------------------
 
     def build_step(self, output: SchedulerOutput) -> StepPlan:
-        self._offers.end_schedule()
+        self._offers.end_schedule(is_empty=not output.num_scheduled_tokens)
         if self._queue is not None:
             self._queue.on_step(output, self.requests)
-        preempted = self.requests.keys() & (output.preempted_req_ids or ())
-        # Also of those that have ended since a reset took their blocks.
-        self.plans.preempted(output.preempted_req_ids or ())
-        for request_id in preempted:
-            self.requests[request_id].begin_anew()
-            # After a reset vLLM resumes requests in the step that tells of their preemption.
-            if request_id not in output.num_scheduled_tokens:
-                self._truncation.take_back(self.requests[request_id])
+        if output.preempted_req_ids:
+            self._on_preempted(output.preempted_req_ids, output.num_scheduled_tokens)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self.requests.get(request_id)
             if state is None or not state.stores or state.computing.is_outdated:
@@ -271,18 +271,27 @@ class Scheduler:
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
             has_more = computed // self.geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
-                self._saving.save_chunks(state, computed, self._tables(request_id))
+                self._saving.save_chunks(state, computed, self._tables_of(request_id))
             if self.store.needs and state.may_save:
-                self._saving.save_step_end(state, num_scheduled, self._tables(request_id))
+                self._saving.save_step_end(state, num_scheduled, self._tables_of(request_id))
         plan = self.plans.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
-        plan.number = self.costs.step_planned(output)
-        self._watch.add_to(plan)
+        plan.number = self.costs.times.planned(output)
+        if self._watch.is_wanted:
+            self._watch.add_to(plan)
         if self._has_adapters:
             plan.adapters = self.adapters.plan(plan.number, output.num_scheduled_tokens)
             plan.checks = self._checks(plan.number, output.num_scheduled_tokens)
-        self._waits.end_step(is_empty=not output.num_scheduled_tokens)
         return plan
+
+    def _on_preempted(self, request_ids: Collection[str], scheduled: Collection[str]) -> None:
+        # Also of those that have ended since a reset took their blocks.
+        self.plans.preempted(request_ids)
+        for request_id in self.requests.keys() & request_ids:
+            self.requests[request_id].begin_anew()
+            # After a reset vLLM resumes requests in the step that tells of their preemption.
+            if request_id not in scheduled:
+                self._truncation.take_back(self.requests[request_id])
 
     def _checks(self, number: int, scheduled: Iterable[str]) -> list[LoadCheck]:
         """Checks for requests that compute for the first time behind stored KV of an adapter."""
@@ -300,11 +309,11 @@ class Scheduler:
             computing.unchecked, computing.checked_in = (), number
         return checks
 
-    def _tables(self, request_id: str) -> Tables:
+    def _tables_of(self, request_id: str) -> Tables:
         assert self._kv_cache_manager is not None
-        return self.tables(self._kv_cache_manager.get_block_ids(request_id))
+        return self._tables(self._kv_cache_manager.get_block_ids(request_id))
 
-    def tables(self, block_ids: Tables) -> Tables:
+    def _tables(self, block_ids: Tables) -> Tables:
         """Blocks by group, as vLLM gives them, with the spine's first."""
         assert len(block_ids) == len(self.geometry.groups), "not as many groups as at the start"
         order = self._order
@@ -374,7 +383,7 @@ class Scheduler:
     # ---- a request goes ----------------------------------------------------------------
 
     def request_finished(
-        self, request: Request, tables: Tables
+        self, request: Request, block_ids: Tables
     ) -> tuple[bool, dict[str, Any] | None]:
         """Plan the saves of what is left, the tail included.
 
@@ -389,10 +398,12 @@ class Scheduler:
         if state is None:
             return False, None
         self._offers.withdraw(state)
-        self._saving.save_rest(state, tables)
-        report = self._truncation.finished(state)
+        self._saving.save_rest(state, self._tables(block_ids))
+        if state.finds_moved:
+            self._truncation.finished(state)
         keeps = self.plans.finished(request.request_id)
-        return keeps, None if report is None else {SECTION: report}
+        said = {SECTION: {"moved_tokens": state.moved_tokens}} if state.hints.report else None
+        return keeps, said
 
     # ---- the rest ----------------------------------------------------------------------
 
@@ -412,11 +423,13 @@ class Scheduler:
             state.computing.is_outdated = True
         return self.store.reset()
 
-    def take_stats(self) -> StepStats | None:
+    def take_stats(self) -> StepStats:
+        """Counts since the last call."""
         stats, self._stats = self._stats, StepStats()
         self._figures.add_to(stats)
-        self._saving.counts.move_to(stats)
-        return None if stats.is_empty() else stats
+        if self.store.needs:
+            self._saving.counts.move_to(stats)
+        return stats
 
     def close(self) -> None:
         self.names.close()
@@ -431,3 +444,57 @@ class Scheduler:
         assert not any(state.offered for state in self.requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0
+
+
+class StoreFigures:
+    """The store's own counts and gauges, as differences.
+
+    Args:
+        token_bytes: KV bytes of a token, all ranks.
+    """
+
+    def __init__(self, store: Store, token_bytes: float) -> None:
+        self._store = store
+        self._token_bytes = token_bytes
+        self._reported: dict[tuple[str, str], float] = {}
+
+    def add_to(self, stats: StepStats) -> None:
+        """Add what has changed since the last call."""
+        figures = self._store.figures()
+        totals: dict[tuple[str, str], float] = {
+            **{("chunks", event): count for event, count in figures.counts.items()},
+            **{("bytes", flow.value): n for flow, n in figures.moved_bytes.items()},
+            ("first_written_bytes", NVME): int(figures.first_written_tokens * self._token_bytes),
+        }
+        for (name, label), total in totals.items():
+            more = total - self._reported.get((name, label), 0)
+            if more:
+                stats.add(name, label, more)
+        self._reported.update(totals)
+        for (name, label), value in figures.gauges.items():
+            if self._reported.get((name, label)) != value:
+                self._reported[name, label] = value
+                stats.set(name, label, value)
+
+
+def prefetch(
+    store: Store,
+    stats: StepStats,
+    order: PrefetchOrder,
+    namespace: bytes | None,
+    chunk_tokens: int,
+) -> None:
+    """Bring KV up from NVMe for a request that is likely to come: queue the reads. On the
+    scheduler's thread.
+
+    Args:
+        namespace: None: it is not known yet whose KV there is.
+    """
+    if namespace is None:
+        return
+    root = root_key(namespace, order.cache_salt, b"")
+    sequence = SequenceKeys(root, order.token_ids, chunk_tokens)
+    pieces = store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
+    stats.add("prefetches", "hit" if pieces else "miss", 1)
+    for tier, tokens in store.tiers(pieces, 0).items():
+        stats.add("prefetch_tokens", tier, tokens)

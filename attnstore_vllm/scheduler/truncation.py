@@ -9,23 +9,22 @@ Moved KV is approximate: its deeper layers have seen what was cut. So of a reque
 - what it computes is stored under a lineage of its own (index/keys.py: moved_root).
 
 What is kept of a cut prompt begins at any token, and so does moved KV: it tells single tokens to
-whoever may ask for it (index/stops.py has why that matters). So it is found among requests of one
+whoever may ask for it (index/prefix.py has why that matters). So it is found among requests of one
 cache_salt only, unless the operator says that all who send none trust each other.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from attnstore_vllm.config import TruncationConfig
-from attnstore_vllm.hints import Hints
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.scheduler.block_names import hide_blocks, show_blocks
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request
+from attnstore_vllm.scheduler.vllm_view import hide_blocks, show_blocks
 from attnstore_vllm.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -48,6 +47,8 @@ class Truncation:
     def __init__(self, store: Store, config: TruncationConfig | None, reason: str | None) -> None:
         self._store = store
         self._config = config
+        self.by_default = config is not None and config.enabled
+        """Whether requests that do not say so ask for moved KV."""
         self._reason = reason
         self._has_said = False
         self._shown: dict[str, tuple[int, Any]] = {}
@@ -55,11 +56,10 @@ class Truncation:
         if config is not None and config.enabled:
             self._say()
 
-    def note(self, state: RequestState, hints: Hints) -> None:
-        """Note what a request that has come asks for, and gets."""
+    def note(self, state: RequestState) -> None:
+        """Note what a request gets that has come and asks for moved KV."""
         config = self._config
-        asks = hints.truncation
-        if config is None or not (config.enabled if asks is None else asks):
+        if config is None:
             return
         if self._reason is not None:
             self._say()
@@ -95,20 +95,18 @@ class Truncation:
     def taken(self, state: RequestState, pieces: Sequence[Piece], stop: int) -> None:
         """vLLM takes these pieces' KV of tokens up to `stop`."""
         moved = [piece for piece in pieces if piece.first is not None]
-        if not moved:
+        if moved:
+            state.begin_lineage(range(moved[0].start, stop))
+            # Not a sum: a request that was preempted may be served so again.
+            state.moved_tokens = max(state.moved_tokens, stop - moved[0].start)
+            # What lies between is stored already, where it was computed.
+            state.computing.chunks_seen = stop // state.chunk_tokens
+        else:
             self.take_back(state)
-            return
-        state.begin_lineage(range(moved[0].start, stop))
-        # Not a sum: a request that was preempted may be served so again.
-        state.moved_tokens = max(state.moved_tokens, stop - moved[0].start)
-        # What lies between is stored already, where it was computed.
-        state.computing.chunks_seen = stop // state.chunk_tokens
-
-    def found(self, state: RequestState, names: Iterable[ChunkName]) -> None:
-        """Chunks are stored, and the request has KV of them in its place: so it is exact."""
         if state.may_find_moved:
-            for name in names:
-                self._store.may_be_moved(name, state.root)
+            for piece in pieces:
+                if piece.first is None:  # KV in its place is exact
+                    self._store.may_be_moved(piece.chunk.name, state.root)
 
     def saved(self, state: RequestState, name: ChunkName) -> None:
         """A chunk that the request has computed is stored."""
@@ -120,10 +118,8 @@ class Truncation:
                     name, state.root, native_from, is_exact=state.moved is None
                 )
 
-    def finished(self, state: RequestState) -> dict[str, Any] | None:
-        """The report for the response, if the request asked."""
+    def finished(self, state: RequestState) -> None:
         self._shown.pop(state.request.request_id, None)
-        return {"moved_tokens": state.moved_tokens} if state.hints.report else None
 
     # ---- vLLM's prefix cache -----------------------------------------------------------
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+Tables = Sequence[Sequence[int]]
+"""The blocks of a request in each group, from its first token on; 0 for what is not there."""
+
 
 class LoRARequest(Protocol):
     lora_int_id: int

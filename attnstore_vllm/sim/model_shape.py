@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.store.format import header_bytes, pages
 from attnstore_vllm.transfer.geometry import Geometry, Group, round_chunk_tokens
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnstore_vllm.index.stops import kept_end, stop_in
+from attnstore_vllm.index.prefix import kept_end, stop_in
 from attnstore_vllm.sim.pools import POLICIES
 from attnstore_vllm.sim.trace import Trace
 

@@ -184,8 +184,7 @@ class Server:
         if self._scheduler is None:
             return 0
         found, _ = self._scheduler.get_num_new_matched_tokens(job, local)
-        stats = None if job.was_asked else self._scheduler.take_stats()
-        said = {} if stats is None else stats.data["counters"]
+        said = {} if job.was_asked else self._scheduler.take_stats().data["counters"]
         self._counting.asked(job, local, found, said, self.now)
         return found
 

@@ -91,6 +91,7 @@ class NvmeIo(TierIo):
             records = slab.records_of(segment)
             self._disk.tier.open(records.start, len(records))
         self.recovery = Recovery(disk)
+        self.gauges = self.recovery.gauges
         budget = Budget(scrub_rate, SCRUB_BURST_S)
         self._scrubber = Scrubber(disk, budget) if scrub_rate else None
 
@@ -136,14 +137,6 @@ class NvmeIo(TierIo):
 
     def close(self, timeout_s: float) -> bool:
         return self.device.close(timeout_s)
-
-    def gauges(self) -> dict[tuple[str, str], float]:
-        recovery = self.recovery
-        return {
-            ("recovery", "seconds"): recovery.seconds,
-            ("recovery", "records"): recovery.num_records if recovery.is_over else 0,
-            ("recovery", "chunks"): recovery.found,
-        }
 
     # ---- NVMe -> DRAM ------------------------------------------------------------------
 

@@ -45,11 +45,6 @@ class Reader:
         """Locked."""
         return sum(tier.num_loading for tier in self._tiers)
 
-    @property
-    def has_all_in_use(self) -> bool:
-        """Locked. Whether no tier is left alone."""
-        return all(tier.health.reads.in_use for tier in self._tiers)
-
     def source(self, chunk: Chunk) -> TierIo | None:
         """Locked. The tier to read the chunk from; None if none that has it answers."""
         for tier in self._tiers:

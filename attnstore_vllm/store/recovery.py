@@ -58,6 +58,7 @@ class Recovery:
         self.seconds = 0.0
         self.found = 0
         self.damaged = 0
+        self.gauges = {("recovery", name): 0.0 for name in ("seconds", "records", "chunks")}
         self.is_over = not self._todo
         """Set with the store's lock held, after the last batch was entered."""
 
@@ -125,6 +126,7 @@ class Recovery:
                 slots = numbers[good].astype(np.uint32)
                 adopted = disk.tier.adopt(raw, slots, size)
                 self.found += adopted.entered - adopted.superseded
+                self.gauges["recovery", "chunks"] = self.found
             context.progress.notify_all()
 
     def _end(self) -> None:
@@ -134,6 +136,8 @@ class Recovery:
         with context.progress:
             disk.tier.all_adopted(order, context.clock())
             context.residency.counts["recovered"] += self.found
+            self.gauges["recovery", "seconds"] = self.seconds
+            self.gauges["recovery", "records"] = self.num_records
             self.is_over = True
             context.progress.notify_all()
         if self.num_records:

@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
+from typing import NamedTuple
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.moved import MovedKv
-from attnstore_vllm.index.prefix import Piece, confirm, has_come, settle
+from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, has_come, ready_run, settle
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.sections import Need, fit, walk, walks
-from attnstore_vllm.index.stops import GRAIN_TOKENS
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
@@ -48,6 +48,19 @@ CLOSE_DEADLINE_S = 3.0
 
 def _is_ready(chunk: Chunk) -> bool:
     return chunk.dram.state is State.READY and not chunk.dropped
+
+
+class Figures(NamedTuple):
+    """The store's figures at one moment."""
+
+    counts: dict[str, int]
+    """Events since the start, by name."""
+    moved_bytes: dict[Flow, int]
+    """Bytes moved between DRAM and NVMe since the start."""
+    first_written_tokens: int
+    """Tokens written to NVMe that were not there before."""
+    gauges: dict[tuple[str, str], float]
+    """Values as they are now, as (name, label): value."""
 
 
 class Store:
@@ -163,9 +176,8 @@ class Store:
         Returns: what find() does, and the visit that its chunks are used and saved under.
         """
         stop = num_tokens - 1
-        sequence.hash_up_to(stop)  # the costly part, before the lock
-        whole = stop // sequence.chunk_tokens
-        marks = [int.from_bytes(key[:8], "big") for key in sequence.keys(0, whole)]
+        keys = sequence.keys(0, stop // sequence.chunk_tokens)  # the costly part, before the lock
+        marks = [int.from_bytes(key[:8], "big") for key in keys]
         with self._lock:
             now = self.residency.now = self._clock()
             pieces = self._match(sequence, 0, stop, min_tokens)
@@ -233,7 +245,7 @@ class Store:
             pieces = self.residency.unexpired(pieces)
         if pieces and pieces[-1].stop - start < min_tokens:
             return []
-        if not self.thread.reader.has_all_in_use:
+        if not all(io.health.reads.in_use for io in self.thread.tiers):
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
         pieces = pieces[: self._pieces_max]  # more can never be in DRAM at once
         pieces = settle(pieces, self.residency.index.grain)
@@ -301,9 +313,11 @@ class Store:
             residency.renew([*(piece.chunk for piece in used), *ends])
         else:
             border = visit.num_shared * size
-            residency.use([p.chunk for p in used if p.start < border], visit.shared)
-            residency.use([p.chunk for p in used if p.start >= border], visit.own)
-            residency.use(ends, visit.run(at // size))
+            own_ends, shared_ends = ([], ends) if at < border else (ends, [])
+            shared = [p.chunk for p in used if p.start < border] + shared_ends
+            own = [p.chunk for p in used if p.start >= border] + own_ends
+            for chunks, run in ((shared, visit.shared), (own, visit.own)):
+                residency.use(chunks, run)
         chunks = [piece.chunk for piece in pieces]
         if request_id is not None and request_id in residency.look_ahead:
             residency.dram.want(request_id, chunks)
@@ -312,7 +326,7 @@ class Store:
 
     def _without_ends(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Those that have no end. Of a tail with one, ends_like() says who uses it: were it who
-        has its end, whoever has planted it would know (index/stops.py). A section goes with the
+        has its end, whoever has planted it would know (index/prefix.py). A section goes with the
         spine's blocks, whatever its own end."""
         grain = self.residency.index.grain
         return [
@@ -342,25 +356,13 @@ class Store:
         Args:
             start: what is before is in HBM; None: as the first piece says.
         """
-        held: list[Piece] = []
         with self._lock:
             if self.walks:
                 assert start is not None, "a window begins behind what is in HBM"
                 return self._hold_walked(pieces, sequence, start, stop) if pieces else []
-            for piece in pieces:
-                if piece.group:
-                    break
-                if piece.chunk.dram.state is not State.READY or piece.chunk.dropped:
-                    break
-                confirmed = confirm(piece, sequence, stop, held[-1].stop if held else piece.start)
-                if confirmed is None:
-                    break
-                self.residency.hold(piece.chunk)
-                held.append(confirmed)
-            kept = settle(held, self.residency.index.grain)
-            for piece in held[len(kept) :]:
-                self.residency.release(piece.chunk)
-            return kept if not self.needs else self._hold_sections(kept, sequence)
+            held = ready_run(pieces, sequence, stop, self.residency.index.grain)
+            self.residency.hold(*(piece.chunk for piece in held))
+            return held if not self.needs else self._hold_sections(held, sequence)
 
     def _hold_walked(
         self, found: Sequence[Piece], sequence: SequenceKeys, start: int, stop: int
@@ -377,8 +379,7 @@ class Store:
             sequence.spine_stop = far
         if not all(piece.exact for piece in pieces):  # tokens of what is READY are known
             return []
-        for piece in pieces:
-            self.residency.hold(piece.chunk)
+        self.residency.hold(*(piece.chunk for piece in pieces))
         return pieces
 
     def _hold_sections(self, spine: list[Piece], sequence: SequenceKeys) -> list[Piece]:
@@ -390,10 +391,8 @@ class Store:
         sections = [piece for piece in fitting if piece.group]
         if not all(piece.exact for piece in sections):  # tokens of what is READY are known
             kept, sections, fitting = [], [], []
-        for piece in spine[len(kept) :]:
-            self.residency.release(piece.chunk)
-        for piece in sections:
-            self.residency.hold(piece.chunk)
+        self.residency.release(*(piece.chunk for piece in spine[len(kept) :]))
+        self.residency.hold(*(piece.chunk for piece in sections))
         return fitting
 
     def has_missing(self, request_id: str) -> bool:
@@ -408,8 +407,7 @@ class Store:
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:
-            for chunk in chunks:
-                self.residency.release(chunk)
+            self.residency.release(*chunks)
 
     def tiers(self, pieces: Sequence[Piece], start: int) -> Counter[str]:
         """Tokens from `start` on by the tier their KV was in when the request came. Those before a
@@ -428,9 +426,10 @@ class Store:
     def loaded(self, chunks: Iterable[Chunk]) -> None:
         """The workers have copied the held chunks into HBM."""
         with self._lock:
-            for chunk in chunks:
+            done = list(chunks)
+            for chunk in done:
                 chunk.came_from = ""
-                self.residency.release(chunk)
+            self.residency.release(*done)
 
     # ---- saving ------------------------------------------------------------------------
 
@@ -534,23 +533,7 @@ class Store:
             self._progress.wait_for(is_over, RESET_DEADLINE_S)
             return all(reset.succeeded for reset in resets)
 
-    def counts(self) -> dict[str, int]:
-        """Events since the start, by name."""
-        with self._lock:
-            return dict(self.residency.counts)
-
-    def moved_bytes(self) -> dict[Flow, int]:
-        """Bytes moved between DRAM and NVMe since the start."""
-        with self._lock:
-            return dict(self._context.moved_bytes)
-
-    def first_written_tokens(self) -> int:
-        """Tokens written to NVMe that were not there before."""
-        with self._lock:
-            return self.residency.first_written_tokens
-
-    def gauges(self) -> dict[tuple[str, str], float]:
-        """Values as they are now, as (name, label): value."""
+    def figures(self) -> Figures:
         with self._lock:
             dram = self.residency.dram
             gauges = {("held_bytes", DRAM): float(dram.num_used * self._pool.slot_bytes)}
@@ -559,8 +542,13 @@ class Store:
                 gauges["held_bytes", name] = float(io.tier.num_used * io.record_bytes)
                 gauges[f"{name}_in_use", "reads"] = float(health.reads.in_use)
                 gauges[f"{name}_in_use", "writes"] = float(health.writes.in_use)
-                gauges |= io.gauges()
-            return gauges
+                gauges |= io.gauges
+            return Figures(
+                dict(self.residency.counts),
+                dict(self._context.moved_bytes),
+                self.residency.first_written_tokens,
+                gauges,
+            )
 
     def is_idle(self) -> bool:
         """Nothing dirty, nothing in flight, nothing held."""

@@ -52,6 +52,8 @@ class TierIo(ABC):
         """Locked. Of reads that follow each other."""
         self.load_ended_at = 0.0
         """Locked. On the store's clock."""
+        self.gauges: dict[tuple[str, str], float] = {}
+        """Locked. Values as they are now, as (name, label): value, of this tier alone."""
 
     @property
     @abstractmethod
@@ -119,10 +121,6 @@ class TierIo(ABC):
     def is_at_rest(self) -> bool:
         """Locked. Whether it does nothing by itself that has an end."""
         return True
-
-    def gauges(self) -> dict[tuple[str, str], float]:
-        """Values as they are now, as (name, label): value, of this tier alone."""
-        return {}
 
     @abstractmethod
     def wake(self) -> None:

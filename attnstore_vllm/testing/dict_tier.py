@@ -18,8 +18,7 @@ from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.pins import Pin, Pins
-from attnstore_vllm.policy.runs import Run
+from attnstore_vllm.policy.runs import Pin, Pins, Run
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.tier_io import Loaded, Stored, TierIo

@@ -27,7 +27,7 @@ from attnstore_vllm.testing.copy_streams import SteppedStream, Stream, StreamPie
 from attnstore_vllm.transfer.engine import Event, Pages, Rows, bytes_of, check_layers
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
-from attnstore_vllm.transfer.moves import Moved
+from attnstore_vllm.transfer.plan import Moved
 
 __all__ = ["POISON", "MemoryEngine", "SteppedStream", "Stream", "ThrottledStream"]
 

@@ -44,7 +44,7 @@ from attnstore_vllm.transfer.engine import (
 )
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, kinds_of
-from attnstore_vllm.transfer.moves import Moved
+from attnstore_vllm.transfer.plan import Moved
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnstore_vllm.transfer.cuda_tables import TableRing
-from attnstore_vllm.transfer.moves import Moved
+from attnstore_vllm.transfer.plan import Moved
 
 # NEVER MEASURED: no GPU has run this. Twice the copy kernel's, since it computes as well.
 THREAD_BLOCKS = 8

@@ -4,7 +4,7 @@ seam.
 
 CpuEngine is for vLLM's CPU build, where HBM is ordinary memory; CudaEngine
 (transfer/cuda_engine.py) is for CUDA; testing/memory_engine.py has slow and stepped ones. All
-move bytes as vLLM wrote them. Which copy comes when is decided by transfer/loads.py and saves.py.
+move bytes as vLLM wrote them. Which copy comes when is decided by transfer/worker_copies.py.
 
 *The model's order* is the order in which the device runs what the model and the engine were given:
 the model's stream on CUDA; where the model runs on the calling thread, simply what was called.
@@ -24,8 +24,8 @@ import numpy.typing as npt
 from attnstore_vllm._native import PageCopier, PageRotator, PageShape, RotationShape, omp_team_size
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import Kind, LayerLayout, kinds_of
-from attnstore_vllm.transfer.moves import Moved
 from attnstore_vllm.transfer.page_content import ContentMap
+from attnstore_vllm.transfer.plan import Moved
 from attnstore_vllm.transfer.rope import Rope
 
 logger = logging.getLogger(__name__)

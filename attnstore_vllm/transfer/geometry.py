@@ -55,6 +55,9 @@ class Geometry:
     replicas: int = 1
     """Consecutive ranks that hold the same KV."""
 
+    spine: Group = field(init=False)
+    has_window_alone: bool = field(init=False)
+    """Whether no group has all tokens."""
     num_layers: int = field(init=False)
     """Regions: a layer of each group lies in each."""
     block_tokens: int = field(init=False)
@@ -69,18 +72,20 @@ class Geometry:
 
     def __post_init__(self) -> None:
         assert self.regions
-        tokens = self.spine.block_tokens
+        spine = self.groups[0]
+        tokens = spine.block_tokens
         assert min(self.num_ranks, self.replicas, tokens, *self.regions) > 0
         assert self.num_ranks % self.replicas == 0
         assert all(self.chunk_tokens % group.block_tokens == 0 for group in self.groups)
-        assert self.spine.reach == "full" or (
-            self.spine.reach == "window" and self.spine.reach_tokens >= self.chunk_tokens
+        assert spine.reach == "full" or (
+            spine.reach == "window" and spine.reach_tokens >= self.chunk_tokens
         ), "the spine's chunks are whole"
         blocks = self.chunk_tokens // min(group.block_tokens for group in self.groups)
         block_bytes = sum(self.regions)
         rank_bytes = blocks * block_bytes
         used = self.num_ranks // self.replicas * rank_bytes
         for name, value in (
+            ("spine", spine), ("has_window_alone", spine.reach != "full"),
             ("num_layers", len(self.regions)), ("block_tokens", tokens),
             ("blocks_per_chunk", blocks), ("block_bytes", block_bytes),
             ("rank_bytes", rank_bytes),
@@ -96,18 +101,9 @@ class Geometry:
         groups = (Group(block_tokens, tuple(f"l{i}" for i in range(num_layers))),)
         return cls(num_ranks, num_layers * (page_bytes,), groups, chunk_tokens)
 
-    @property
-    def spine(self) -> Group:
-        return self.groups[0]
-
     def layers_of(self, group: int) -> range:
         """The regions that have a layer of this group: the first ones."""
         return range(len(self.groups[group].layers))
-
-    @property
-    def has_window_alone(self) -> bool:
-        """Whether no group has all tokens."""
-        return self.spine.reach != "full"
 
     @property
     def layer_names(self) -> dict[str, int]:

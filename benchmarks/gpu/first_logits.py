@@ -5,7 +5,7 @@ history in HBM.
     in HBM       the forward pass alone
     whole        all of the history is loaded, then the forward pass
     layer-wise   each layer waits for its own part
-    k layers     layer-wise, with the first k layers there before: those that policy/overlap.py
+    k layers     layer-wise, with the first k layers there before: those that policy/cost.py
                  would have a load ahead bring before its request is told
 
 Before each round but those in HBM the blocks are overwritten, so a layer that did not wait gives
@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from attnstore_vllm.policy.overlap import layers_before
+from attnstore_vllm.policy.cost import layers_before
 from benchmarks.gpu.rig import BLOCK_TOKENS, KvRig, KvShape, Row, in_turn, seconds
 from benchmarks.gpu.transformer import ModelShape, Transformer
 

@@ -17,8 +17,8 @@ from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe
-from attnstore_vllm.transfer.moves import MovedRun, moved_table
 from attnstore_vllm.transfer.page_content import ContentMap, Write, probe
+from attnstore_vllm.transfer.plan import MovedRun, moved_table
 from attnstore_vllm.transfer.rope import Rope
 from benchmarks.gpu.rig import Row
 

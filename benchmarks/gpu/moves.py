@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from attnstore_vllm.transfer.cuda_moves import THREAD_BLOCKS
-from attnstore_vllm.transfer.moves import Moved, StoredTokens, moved_table, num_tokens, plan_moves
+from attnstore_vllm.transfer.plan import Moved, StoredTokens, moved_table, plan_moves
 from benchmarks.gpu.rig import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -74,4 +74,4 @@ def _cut(rig: KvRig, history: int, cut: int) -> tuple[Moved, int]:
     runs = plan_moves(
         pieces, rig.pages[:, 2].tolist(), block_tokens=BLOCK_TOKENS, chunk_tokens=CHUNK_TOKENS
     )
-    return moved_table(runs), num_tokens(runs)
+    return moved_table(runs), sum(run.num_tokens for run in runs)

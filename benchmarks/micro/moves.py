@@ -31,8 +31,8 @@ from tqdm import tqdm
 from attnstore_vllm._native import PageRotator, PageShape, RotationShape, omp_team_size
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.transfer.layout import describe
-from attnstore_vllm.transfer.moves import Moved, StoredTokens, moved_table, plan_moves
 from attnstore_vllm.transfer.page_content import ContentMap, ContentSide
+from attnstore_vllm.transfer.plan import Moved, StoredTokens, moved_table, plan_moves
 from benchmarks.micro.copies import (
     CALM_S,
     CHUNK_TOKENS,

@@ -6,7 +6,7 @@
 //   rest                        h              of the whole blocks after the last whole piece
 //
 // A block has `grain` tokens; of those after a chunk's last whole block a sketch says nothing
-// (index/stops.py has why).
+// (index/prefix.py has why).
 //
 // As strings of pieces, sketches sort such that of all of them the one that shares most leading
 // pieces with a given one stands beside it. Equal hashes are taken for equal tokens where a mistake

@@ -93,7 +93,7 @@ def main(directory: Path, kind: DeviceKind, num_records: int, first: int) -> Non
         worker.slot(chunk.dram.slot)[:] = payload(n)
         store.finish_saves([chunk])
         begun.append(chunk)
-        while store.counts().get("written", 0) < n - first - AHEAD:
+        while store.figures().counts.get("written", 0) < n - first - AHEAD:
             store.wait_for_any((), 0.0002)
         # In a full store the oldest may have been written and evicted again: it is passed over.
         while begun and (begun[0].at(NVME).state is State.READY or len(begun) > 2 * DRAM_SLOTS):

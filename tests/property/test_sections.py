@@ -13,7 +13,6 @@ from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
 from attnstore_vllm.index.sections import Need, Reach, fit, walk
-from attnstore_vllm.scheduler.saving import name_up_to
 from tests.helpers import sequence_of
 
 CHUNK = 8
@@ -53,7 +52,7 @@ def filled(sequence: SequenceKeys, stored: Stored) -> tuple[PrefixIndex, list[Ch
     index, chunks = PrefixIndex(CHUNK, grain=1), []
     for (number, group), (hole, size) in stored.items():
         keys = sequence.section(group, hole) if group else sequence
-        name = name_up_to(keys, number, TENANT, number * CHUNK + size)
+        name = keys.name_up_to(number, TENANT, number * CHUNK + size)
         chunks.append(Chunk(name, dram=InTier(State.READY)))
         index.add(chunks[-1])
     return index, chunks
@@ -133,14 +132,14 @@ def test_the_farthest_length_where_the_spine_is_a_window(
 
 @given(st.integers(1, NUM_CHUNKS * CHUNK), st.sets(st.integers(0, NUM_CHUNKS)), st.data())
 def test_a_walk_ends_where_hits_may(num_tokens: int, lost: set[int], data: st.DataObject) -> None:
-    """At whole blocks of what is stored, or at its end (index/stops.py)."""
+    """At whole blocks of what is stored, or at its end (index/prefix.py)."""
     sequence = sequence_of(list(range(num_tokens)), chunk_tokens=CHUNK)
     index = PrefixIndex(CHUNK, grain=4)
     chunks = []
     for first in range(0, num_tokens, CHUNK):
         if first // CHUNK not in lost:
             end = min(num_tokens, first + CHUNK)
-            name = name_up_to(sequence, first // CHUNK, TENANT, end)
+            name = sequence.name_up_to(first // CHUNK, TENANT, end)
             chunks.append(Chunk(name, dram=InTier(State.READY)))
             index.add(chunks[-1])
     stop = data.draw(st.integers(0, num_tokens))
@@ -174,7 +173,7 @@ def moved_pieces(
         end = min(stop, number * CHUNK + size)
         if end <= at:
             break
-        chunk = index.get(name_up_to(source, number, TENANT, number * CHUNK + size).key)
+        chunk = index.get(source.name_up_to(number, TENANT, number * CHUNK + size).key)
         assert chunk is not None
         first, length = at - number * CHUNK, end - at
         pieces.append(Piece(chunk, start, start + length, first=first, tokens=chunk.name.tokens))
@@ -248,7 +247,7 @@ def test_a_shorter_hit_with_moved_tokens_ends_where_one_may(
     if section_stop > 64:
         ends.append((source.section(1, 0), section_stop))
     for keys, stop in ends:
-        name = name_up_to(keys, (stop - 1) // 64, TENANT, stop)
+        name = keys.name_up_to((stop - 1) // 64, TENANT, stop)
         chunks.append(Chunk(name, dram=InTier(State.READY)))
         index.add(chunks[-1])
     request = sequence_of([*range(20), *range(70, 128), 10_001], chunk_tokens=64)
@@ -265,7 +264,7 @@ def test_a_state_does_not_go_with_moved_tokens() -> None:
     source = sequence_of(list(range(32)), chunk_tokens=CHUNK)
     index, _kept = filled(source, stored)
     request = sequence_of([*range(8), *range(16, 32)], chunk_tokens=CHUNK)
-    left = Chunk(name_up_to(request.section(1, 0), 2, TENANT, 24), dram=InTier(State.READY))
+    left = Chunk(request.section(1, 0).name_up_to(2, TENANT, 24), dram=InTier(State.READY))
     index.add(left)
     spine = index.match(request, 0, 8, grain=1) + moved_pieces(index, source, stored, (16, 32), 8)
     assert spine[-1].stop == 24

@@ -29,7 +29,6 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.scheduler.saving import name_up_to
 from attnstore_vllm.testing.devices import PowerLossDevice
 from attnstore_vllm.testing.dict_tier import MakeDictTier
 from attnstore_vllm.types import NVME, Key
@@ -72,7 +71,7 @@ def prefix_name(tokens: list[int], end: int) -> ChunkName:
 def section_name(tokens: list[int], end: int, group: int, hole: int) -> ChunkName:
     """What a group keeps of the chunk, or tail, that ends at token `end`."""
     number = (end - 1) // CHUNK_TOKENS
-    return name_up_to(sequence_of(tokens).section(group, hole), number, tenant_hash(None), end)
+    return sequence_of(tokens).section(group, hole).name_up_to(number, tenant_hash(None), end)
 
 
 class StoreMachine(RuleBasedStateMachine):

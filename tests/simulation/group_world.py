@@ -28,9 +28,8 @@ from attnstore_vllm.testing.copy_streams import SteppedStream
 from attnstore_vllm.testing.memory_engine import MemoryEngine
 from attnstore_vllm.transfer.geometry import Group
 from attnstore_vllm.transfer.layout import LayerLayout
-from attnstore_vllm.transfer.loads import Loads
 from attnstore_vllm.transfer.pool import SharedPool
-from attnstore_vllm.transfer.saves import Saves
+from attnstore_vllm.transfer.worker_copies import Loads, Saves
 from tests.helpers import NAMESPACE, SHAPE, format_image, found_slab, open_pool
 from tests.simulation.disk import SimulatedDisk, Weather
 from tests.simulation.group_memory import BLOCK_BYTES, GroupMemory, Truth, geometry_of
@@ -242,7 +241,7 @@ class GroupWorld:
         tables: Sequence[Sequence[int]] = [[] for _ in self.groups]
         if name in self.hbm.tables:
             self.hbm.forget_before(name, job.num_computed_tokens)
-            tables = self.scheduler.tables(self.hbm.get_block_ids(name))
+            tables = self.hbm.get_block_ids(name)
         keeps, _ = self.scheduler.request_finished(job, tables)
         if name in self.remote:
             self.leaving.add(name)
@@ -288,8 +287,7 @@ class GroupWorld:
 
     def _check_figures(self, plan: StepPlan) -> None:
         """The figures by kind of group say what the plan does."""
-        stats = self.scheduler.take_stats()
-        told = Counter(stats.data["counters"] if stats is not None else {})
+        told = Counter(self.scheduler.take_stats().data["counters"])
         loaded = Counter[str]()
         for load in plan.loads:
             kinds = self.hbm.kinds_of(load.request_id)
@@ -389,7 +387,7 @@ class GroupWorld:
 
     def _take(self, job: Job, local: int, found: int) -> None:
         """It has blocks, and takes what it was offered."""
-        tables = self.scheduler.tables(self.hbm.get_block_ids(job.request_id))
+        tables = self.hbm.get_block_ids(job.request_id)
         self.scheduler.update_state_after_alloc(job, tables, found)
         job.local, job.num_computed_tokens = local, local + found
         job.was_loaded = f"{local} in HBM, {found} loaded"

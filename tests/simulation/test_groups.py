@@ -105,13 +105,12 @@ def states_of_other_lengths(patch: pytest.MonkeyPatch) -> None:
 
 def states_of_early_ends(patch: pytest.MonkeyPatch) -> None:
     """The state after a step is named as if it had seen a block less."""
-    named = saving.name_up_to
+    named = keys.SequenceKeys.name_up_to
 
     def shorter(sequence: Any, number: int, tenant: bytes, stop: int) -> Any:
-        is_state = isinstance(sequence, keys.SectionKeys) and stop % 64 > 32
-        return named(sequence, number, tenant, stop - 16 if is_state else stop)
+        return named(sequence, number, tenant, stop - 16 if stop % 64 > 32 else stop)
 
-    patch.setattr(saving, "name_up_to", shorter)
+    patch.setattr(keys.SectionKeys, "name_up_to", shorter)
 
 
 def states_come_late(patch: pytest.MonkeyPatch) -> None:

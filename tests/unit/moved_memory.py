@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from attnstore_vllm.transfer.layout import describe
-from attnstore_vllm.transfer.moves import MovedRun, moved_table
 from attnstore_vllm.transfer.page_content import ContentMap, probe
+from attnstore_vllm.transfer.plan import MovedRun, moved_table
 from tests.native_shapes import rotator
 
 Blocks = torch.Tensor

@@ -13,7 +13,6 @@ import pytest
 from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.scheduler.saving import name_up_to
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.transfer.geometry import Group, groups_in, groups_text
 from attnstore_vllm.types import NVME
@@ -122,12 +121,12 @@ def with_groups(tmp_path: Path) -> Path:
     put(rig, 1)
     keys = sequence(1, None)
     for number, hole in ((0, 0), (1, 2), (2, 1)):
-        assert rig.put(name_up_to(keys.section(1, hole), number, bytes(32), 16 * number + 16))
+        assert rig.put(keys.section(1, hole).name_up_to(number, bytes(32), 16 * number + 16))
     for stop in (32, 40):
         number = (stop - 1) // 16
-        assert rig.put(name_up_to(keys.section(2, 0), number, bytes(32), stop))
-    assert rig.put(name_up_to(sequence(5, None).section(1, 0), 1, bytes(32), 32))
-    assert rig.put(name_up_to(sequence(6, None), 0, bytes(32), 12))
+        assert rig.put(keys.section(2, 0).name_up_to(number, bytes(32), stop))
+    assert rig.put(sequence(5, None).section(1, 0).name_up_to(1, bytes(32), 32))
+    assert rig.put(sequence(6, None).name_up_to(0, bytes(32), 12))
     rig.until_idle()
     rig.close()
     return where

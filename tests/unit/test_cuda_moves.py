@@ -15,9 +15,8 @@ import torch
 from attnstore_vllm.errors import CopyError
 from attnstore_vllm.transfer import cuda_engine, cuda_tables
 from attnstore_vllm.transfer.cuda_moves import TokenMover
-from attnstore_vllm.transfer.loads import Loads
-from attnstore_vllm.transfer.moves import MovedRun, moved_table
-from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan
+from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, MovedRun, moved_table
+from attnstore_vllm.transfer.worker_copies import Loads
 from tests.cuda_helpers import CudaRig, Opens, Story, move_expected, moves, rigs, rotation_of
 from tests.engine_helpers import (
     ALL,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnstore_vllm.transfer.moves import MovedRun, moved_table
+from attnstore_vllm.transfer.plan import MovedRun, moved_table
 from tests.native_shapes import rotator
 from tests.unit.moved_memory import BLOCKS, CHUNK_BLOCKS, LAYERS, LAYOUTS, SLOTS, MovedMemory
 from tests.unit.test_moved_load import BF16, FP16, FP32, theta_of

@@ -208,7 +208,7 @@ def test_what_has_expired_is_not_found_and_is_dropped(open_rig: Rigs) -> None:
     assert rig.store.find(sequence_of(conversation(1)), 0, 40, 1) != []
     clock.now += 61.0
     assert rig.store.find(sequence_of(conversation(1)), 0, 40, 1) == []
-    assert rig.store.counts()["expired"] == 3
+    assert rig.store.figures().counts["expired"] == 3
     assert ask(rig, 2) == 36
     device.settle()
     assert rig.store.residency.dram.num_used == rig.store.residency.nvme.num_used == 3
@@ -249,7 +249,7 @@ def test_a_pin_outlasts_what_others_say_of_the_chunk(open_rig: Rigs) -> None:
     clock = Clock()
     rig, _ = open_rig(clock=clock, pin_shares=(0.5, 0.5))
     ask(rig, 1, 32, Terms(pin_s=600.0))
-    assert rig.store.counts()["pinned"] >= 2
+    assert rig.store.figures().counts["pinned"] >= 2
     ask(rig, 1, 32, Terms(ttl_s=10.0))  # the same conversation, but not its wish
     clock.now += 100.0
     assert ask(rig, 1, 32) == 28

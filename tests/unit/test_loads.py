@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from attnstore_vllm.testing.memory_engine import POISON, SteppedStream
-from attnstore_vllm.transfer.loads import Loads
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, pages
+from attnstore_vllm.transfer.worker_copies import Loads
 from tests.engine_helpers import ALL, LAYERS, ORDERS, Rig
 
 BLOCKS = (4, 5, 6)

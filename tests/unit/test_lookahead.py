@@ -85,10 +85,10 @@ def test_what_has_gone_is_fetched_again() -> None:
 def test_a_new_want_replaces_the_old_one() -> None:
     queue = queue_of({"1": "ab", "2": "bc"})
     queue.want("1", "d", "d")
-    assert [queue.is_wanted(chunk) for chunk in "abcd"] == [False, True, True, True]
+    assert [chunk in queue.wanted_by for chunk in "abcd"] == [False, True, True, True]
     assert fetch_all(queue) == "dbc"
     queue.remove("2")
-    assert [queue.is_wanted(chunk) for chunk in "abcd"] == [False, False, False, True]
+    assert [chunk in queue.wanted_by for chunk in "abcd"] == [False, False, False, True]
 
 
 def test_the_farthest_gives_up_its_deepest_chunk() -> None:
@@ -135,7 +135,7 @@ def test_what_is_lost_ends_what_is_wanted_behind_it() -> None:
     assert queue.lost("c") == ["c"]
     assert fetch_all(queue) == "abd"
     assert set(queue.lost("b")) == {"b", "d"}
-    assert [queue.is_wanted(chunk) for chunk in "abcd"] == [True, False, False, False]
+    assert [chunk in queue.wanted_by for chunk in "abcd"] == [True, False, False, False]
     assert queue.farthest(None, anything) == "a"
 
 
@@ -234,7 +234,7 @@ class Queue(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert list(self.queue) == self.order
         wanted = self.wanted(self.order)
-        assert {chunk for chunk in range(10) if self.queue.is_wanted(chunk)} == wanted
+        assert {chunk for chunk in range(10) if chunk in self.queue.wanted_by} == wanted
         found = self.queue.next_to_fetch()
         missing = ((n, c) for n in self.order for c in self.wants[n] if c in self.absent)
         first = next(missing, None)

@@ -14,17 +14,16 @@ import torch
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.scheduler.offer import plan_groups
+from attnstore_vllm.scheduler.open_plans import plan_groups
 from attnstore_vllm.transfer import cuda_engine
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Rotation, rotation_numbers
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import describe
-from attnstore_vllm.transfer.loads import Loads
-from attnstore_vllm.transfer.moves import MovedRun
 from attnstore_vllm.transfer.page_content import ContentMap, probe
-from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan
+from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, MovedRun
 from attnstore_vllm.transfer.rope import NO_ROPE, Rope
+from attnstore_vllm.transfer.worker_copies import Loads
 from tests.cuda_helpers import install
 from tests.helpers import name_of, sequence_of
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnstore_vllm.transfer.moves import (
+from attnstore_vllm.transfer.plan import (
     MovedRun,
     StoredTokens,
     moved_table,
-    num_tokens,
     plan_moves,
 )
 
@@ -46,7 +45,7 @@ def test_each_token_once(seed: int) -> None:
         for i in range(run.num_tokens)
     }
     assert found == wanted
-    assert num_tokens(runs) == len(wanted)
+    assert sum(run.num_tokens for run in runs) == len(wanted)
     assert all(run.within + run.num_tokens <= BLOCK for run in runs)
     # No more runs than there have to be: a piece touches so many blocks.
     assert len(runs) == sum(-(-p.stop // BLOCK) - p.start // BLOCK for p in pieces)

@@ -11,8 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from attnstore_vllm.policy.cost import LOADS_MIN, OUTLIER, LoadRate
-from attnstore_vllm.policy.overlap import default_write_buffer_bytes, layers_before
+from attnstore_vllm.policy.cost import (
+    LOADS_MIN,
+    OUTLIER,
+    LoadRate,
+    default_write_buffer_bytes,
+    layers_before,
+)
 
 
 def waited(load_s: float, compute_s: float, num_layers: int, before: int) -> Fraction:

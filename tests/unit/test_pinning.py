@@ -11,7 +11,7 @@ from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, Departures, departures
 from attnstore_vllm.policy.eviction.lru import LOOK_MAX
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
-from attnstore_vllm.policy.pins import ENDED_MAX
+from attnstore_vllm.policy.runs import ENDED_MAX
 from attnstore_vllm.types import NVME
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 from tests.unit.test_room import CHECKSUM, Tiers

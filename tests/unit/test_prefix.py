@@ -12,11 +12,17 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attnstore_vllm.index.best import common_tokens
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import chunk_key, encode_tokens, root_key
-from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, PrefixIndex
-from attnstore_vllm.index.stops import GRAIN_TOKENS, kept_end, stop_in, whole_blocks
+from attnstore_vllm.index.prefix import (
+    GRAIN_TOKENS,
+    NEIGHBOURS_MAX,
+    PrefixIndex,
+    common_tokens,
+    kept_end,
+    stop_in,
+    whole_blocks,
+)
 from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, name_of, sequence_of, tokens_of
 
@@ -250,7 +256,7 @@ def test_match_against_brute_force(stored_tokens: list[list[int]], data: st.Data
         position = piece.stop
 
 
-# ---- where a hit may end (index/stops.py) ------------------------------------------------
+# ---- where a hit may end (index/prefix.py) ------------------------------------------------
 
 
 @given(st.integers(1, 300), st.integers(0, 40))

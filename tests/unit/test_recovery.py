@@ -100,8 +100,8 @@ def test_every_record_is_found_and_served(num_records: int) -> None:
         write(slab, device, record, name(record), sequence=record + 1)
     with next_start(device.image, device) as rig:
         assert slots(rig) == {record: name(record).key for record in range(num_records)}
-        assert rig.store.counts()["recovered"] == num_records
-        assert rig.store.gauges()["recovery", "records"] == num_records
+        assert rig.store.figures().counts["recovered"] == num_records
+        assert rig.store.figures().gauges["recovery", "records"] == num_records
         for record in (0, num_records - 1):
             assert rig.check_read(sequence_of(tokens_of(record, CHUNK_TOKENS))) == 1
 
@@ -141,7 +141,7 @@ def test_a_torn_misplaced_or_old_record_is_a_free_slot() -> None:
     device.image[slab.offset(3) : slab.offset(4)] = bytes(RECORD_BYTES)
     with next_start(device.image, device) as rig:
         assert set(slots(rig)) == {1, 4, 5}
-        assert rig.store.counts()["corrupt"] == 2, "the torn and the misplaced one"
+        assert rig.store.figures().counts["corrupt"] == 2, "the torn and the misplaced one"
 
 
 def test_a_record_whose_key_is_not_that_of_its_tokens_is_never_served() -> None:
@@ -153,7 +153,7 @@ def test_a_record_whose_key_is_not_that_of_its_tokens_is_never_served() -> None:
     with next_start(device.image, device) as rig:
         assert set(slots(rig)) == {0}
         assert rig.read(sequence_of(tokens_of(1, CHUNK_TOKENS))) == []
-        assert rig.store.counts()["corrupt"] == 1
+        assert rig.store.figures().counts["corrupt"] == 1
         assert slots(rig) == {}
 
 
@@ -165,8 +165,8 @@ def test_a_record_that_cannot_be_read_is_a_free_slot() -> None:
     failing = FailingDevice(device, Fault(effect=Effect.FAIL, op=Op.READ, offsets=bad))
     with next_start(device.image, failing) as rig:
         assert set(slots(rig)) == {0, 2, 3}
-        assert rig.store.counts()["read_failed"] == 1
-        assert rig.store.gauges()["nvme_in_use", "reads"] == 1
+        assert rig.store.figures().counts["read_failed"] == 1
+        assert rig.store.figures().gauges["nvme_in_use", "reads"] == 1
 
 
 def test_of_two_records_of_a_chunk_the_newer_counts() -> None:

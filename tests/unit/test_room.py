@@ -345,4 +345,4 @@ def test_when_all_of_nvme_is_waited_for_the_farthest_goes(tiers: Tiers) -> None:
     assert tiers.begin_store(tiers.nvme) is wanted
     assert [chunk.dropped for chunk in cold] == [False] * 3 + [True] + [False] * 8
     tiers.finish_store(tiers.nvme, wanted, CHECKSUM)
-    assert not tiers.look_ahead.is_wanted(cold[3])
+    assert cold[3] not in tiers.look_ahead.wanted_by

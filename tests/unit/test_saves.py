@@ -17,7 +17,7 @@ import pytest
 from attnstore_vllm.errors import CopyError
 from attnstore_vllm.testing.memory_engine import SteppedStream
 from attnstore_vllm.transfer.plan import ChunkCopy, TransferPlan, pages
-from attnstore_vllm.transfer.saves import Saves
+from attnstore_vllm.transfer.worker_copies import Saves
 from tests.engine_helpers import ALL, LAYERS, ORDERS, ROWS, Bytes, Rig
 
 Plans = Sequence[TransferPlan]

@@ -68,7 +68,7 @@ class Scrubbed(Rig):
         }
 
     def count(self, event: str) -> int:
-        return self.store.counts().get(event, 0)
+        return self.store.figures().counts.get(event, 0)
 
 
 Cold = Callable[..., tuple[Scrubbed, MemoryDevice]]
@@ -206,7 +206,7 @@ def test_a_read_that_goes_wrong_costs_that_chunk_alone(open_cold: Cold, effect: 
     rig, memory = open_cold()
     rig.inject(Fault(effect=effect, op=Op.READ, nth=1, bit=8 * RECORD_BYTES - 7))
     check_lost(rig, memory, 1, "read_failed" if effect is Effect.FAIL else "corrupt")
-    assert rig.store.gauges()["nvme_in_use", "reads"] == 1
+    assert rig.store.figures().gauges["nvme_in_use", "reads"] == 1
 
 
 def test_the_stores_own_thread_scrubs() -> None:
@@ -216,9 +216,9 @@ def test_the_stores_own_thread_scrubs() -> None:
     memory.image[slab.payload_offset(2)] ^= 1
     memory.release()
     store = Store(helpers.open_pool(4), slab, memory, 4, scrub_rate=UNLIMITED)
-    helpers.wait_until(lambda: store.counts().get("scrubbed", 0) >= 6, store)
+    helpers.wait_until(lambda: store.figures().counts.get("scrubbed", 0) >= 6, store)
     store.close()
-    assert store.counts()["corrupt"] == 1
+    assert store.figures().counts["corrupt"] == 1
     assert {chunk.at(NVME).slot for chunk in store.residency.index} == {0, 1, 3}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.policy.cost import StepCost
-from attnstore_vllm.scheduler.waiting import OPEN_MAX, StepTimes
+from attnstore_vllm.scheduler.vllm_view import OPEN_MAX, StepTimes
 from tests.vllm_objects import Clock, output
 
 
@@ -38,7 +38,7 @@ def test_prompts_and_answers_are_told_apart(times: Any) -> None:
     steps, heard, clock = times
     number = steps.planned(
         output({"new": (512, 300)}, {"part": (2048, 1000), "answer": (90, 1), "drafts": (70, 3)},
-               drafts=["drafts"]), loads=0,
+               drafts=["drafts"])
     )  # fmt: skip
     clock.now = 100.5
     steps.ended(number, 0.0)
@@ -47,7 +47,8 @@ def test_prompts_and_answers_are_told_apart(times: Any) -> None:
 
 def test_what_a_load_has_cost_is_no_part_of_a_steps_length(times: Any) -> None:
     steps, heard, clock = times
-    number = steps.planned(output({"a": (256, 100)}, {}), loads=256)
+    steps.load_tokens = 256
+    number = steps.planned(output({"a": (256, 100)}, {}))
     clock.now = 100.5
     assert steps.ended(number, 0.2) == (None, 256)
     assert heard.steps == [(0.3, [(256, 356)], 0)]
@@ -55,10 +56,10 @@ def test_what_a_load_has_cost_is_no_part_of_a_steps_length(times: Any) -> None:
 
 def test_a_step_begins_when_the_one_before_it_ends(times: Any) -> None:
     steps, heard, clock = times
-    first = steps.planned(output({"a": (0, 100)}, {}), loads=0)
+    first = steps.planned(output({"a": (0, 100)}, {}))
     clock.now = 100.1
-    second = steps.planned(output({}, {"a": (100, 1)}), loads=0)
-    empty = steps.planned(output({}, {}), loads=0)
+    second = steps.planned(output({}, {"a": (100, 1)}))
+    empty = steps.planned(output({}, {}))
     clock.now = 101.0
     steps.ended(first, 0.0)
     clock.now = 101.25
@@ -69,7 +70,8 @@ def test_a_step_begins_when_the_one_before_it_ends(times: Any) -> None:
 
 def test_a_step_that_was_seen_too_late_says_nothing(times: Any) -> None:
     steps, heard, clock = times
-    number = steps.planned(output({"a": (256, 100)}, {}), loads=256)
+    steps.load_tokens = 256
+    number = steps.planned(output({"a": (256, 100)}, {}))
     clock.now = 100.1
     assert steps.ended(number, 0.2) == (None, 256)
     assert heard.steps == []
@@ -77,7 +79,7 @@ def test_a_step_that_was_seen_too_late_says_nothing(times: Any) -> None:
 
 def test_steps_that_never_come_back_are_forgotten(times: Any) -> None:
     steps, heard, clock = times
-    numbers = [steps.planned(output({"a": (0, 9)}, {}), loads=0) for _ in range(2 * OPEN_MAX)]
+    numbers = [steps.planned(output({"a": (0, 9)}, {})) for _ in range(2 * OPEN_MAX)]
     for number in numbers:
         clock.now += 1.0
         steps.ended(number, 0.0)

@@ -97,8 +97,8 @@ def test_written_back_evicted_prefetched_equal(open_rig: Rigs) -> None:
     assert rig.check_read(sequence) == 3
     # Loaded once: a second load of the same bytes comes from DRAM.
     assert rig.store.tiers(pieces, 0) == {DRAM: 40}
-    assert rig.store.moved_bytes()[Flow.PREFETCH] == 3 * RECORD_BYTES
-    assert rig.store.moved_bytes()[Flow.WRITE_BACK] == 11 * RECORD_BYTES
+    assert rig.store.figures().moved_bytes[Flow.PREFETCH] == 3 * RECORD_BYTES
+    assert rig.store.figures().moved_bytes[Flow.WRITE_BACK] == 11 * RECORD_BYTES
 
 
 def test_a_find_from_the_middle_prefetches_only_what_is_asked_for(open_rig: Rigs) -> None:
@@ -212,7 +212,7 @@ def test_a_save_without_room_is_dropped(open_rig: Rigs) -> None:
     sequence = sequence_of(conversation(1))
     saving = [rig.store.begin_save(name) for name in names_of(sequence)]
     assert saving[2] is None
-    assert rig.store.counts()["dropped"] == 1
+    assert rig.store.figures().counts["dropped"] == 1
     rig.store.finish_saves(chunk for chunk in saving if chunk is not None)
 
 
@@ -252,7 +252,7 @@ def test_held_bytes_are_counted_by_tier(open_rig: Rigs) -> None:
     rig, device = open_rig()
     rig.put_all(sequence_of(conversation(1)))
     device.settle()
-    gauges = rig.store.gauges()
+    gauges = rig.store.figures().gauges
     assert gauges["held_bytes", DRAM] == 3 * PAYLOAD_BYTES
     assert gauges["held_bytes", NVME] == 3 * RECORD_BYTES
 
@@ -266,7 +266,7 @@ def test_a_restart_finds_what_was_written_back(open_rig: Rigs) -> None:
     rig.put_all(sequence)
     rig.close()  # writes back what is dirty
     again, _ = open_rig(image=bytes(device.image))
-    assert again.store.counts()["recovered"] == 3
+    assert again.store.figures().counts["recovered"] == 3
     assert again.check_read(sequence) == 3
     third, _ = open_rig(image=bytes(device.image))
     assert third.check_read(sequence) == 3

@@ -51,7 +51,7 @@ class Faulty:
 
     @property
     def counts(self) -> dict[str, int]:
-        return self.rig.store.counts()
+        return self.rig.store.figures().counts
 
     def put(self, conversation: int) -> None:
         self.rig.put(name_of(sequence_of(tokens_of(conversation, 16)), 0))
@@ -174,7 +174,7 @@ def test_a_read_error_is_a_miss(open_faulty: Open) -> None:
     faulty.device.inject(Fault(effect=Effect.FAIL, op=Op.READ, nth=0))
     assert faulty.read(1) is None
     assert faulty.counts["read_failed"] == 1
-    assert faulty.rig.store.moved_bytes().get(Flow.PREFETCH, 0) == 0, "nothing was moved"
+    assert faulty.rig.store.figures().moved_bytes.get(Flow.PREFETCH, 0) == 0, "nothing was moved"
     check_goes_on(faulty)
 
 
@@ -196,8 +196,8 @@ def test_a_disk_that_refuses_every_write(open_faulty: Open) -> None:
         assert faulty.read(number) == right(number)
     assert faulty.counts["write_failed"] == FAILURES_MAX, "then it is left alone for a while"
     assert faulty.counts["device_out"] == 1
-    assert faulty.rig.store.gauges()["nvme_in_use", "writes"] == 0
-    assert faulty.rig.store.gauges()["nvme_in_use", "reads"] == 1
+    assert faulty.rig.store.figures().gauges["nvme_in_use", "writes"] == 0
+    assert faulty.rig.store.figures().gauges["nvme_in_use", "reads"] == 1
     assert faulty.rig.store.residency.num_dirty <= 2 * DRAM_SLOTS, "what is not written piles up"
     assert faulty.rig.store.residency.nvme.num_used == 0
     assert not faulty.rig.store.reset(), "the old records may come back: that has to be said"

@@ -77,14 +77,14 @@ def test_save_write_back_evict_prefetch_equal(start: Open) -> None:
     tokens = put_on_nvme_only(rig)
     assert rig.check_read(sequence_of(tokens)) == 3
     assert rig.check_read(sequence_of(tokens_of(3, 40))) == 3
-    assert rig.store.counts()["written"] == 9
-    assert "corrupt" not in rig.store.counts()
+    assert rig.store.figures().counts["written"] == 9
+    assert "corrupt" not in rig.store.figures().counts
 
 
 def test_a_restart_recovers_the_bytes(start: Open) -> None:
     start().put_all(sequence_of(tokens_of(1, 90)))
     again = start()
-    assert again.store.counts()["recovered"] == 6
+    assert again.store.figures().counts["recovered"] == 6
     assert again.check_read(sequence_of(tokens_of(1, 90))) == 6
 
 
@@ -92,10 +92,10 @@ def test_a_restart_with_another_capacity_keeps_what_fits(start: Open) -> None:
     start().put_all(sequence_of(tokens_of(1, 90)))
     again = start(num_records=4)
     found = again.check_read(sequence_of(tokens_of(1, 90)))
-    kept = again.store.counts()["recovered"]
+    kept = again.store.figures().counts["recovered"]
     assert 4 <= kept < 6
     assert 0 <= found <= kept
-    assert start(num_records=NUM_RECORDS).store.counts()["recovered"] == kept
+    assert start(num_records=NUM_RECORDS).store.figures().counts["recovered"] == kept
 
 
 def test_another_namespace_finds_nothing_and_destroys_nothing(start: Open) -> None:
@@ -125,7 +125,7 @@ def test_a_reset_holds_after_a_restart(start: Open) -> None:
     assert rig.store.reset()
     assert rig.read(sequence_of(tokens_of(1, 40))) == []
     rig.put_all(sequence_of(tokens_of(2, 40)))
-    assert start().store.counts()["recovered"] == 0
+    assert start().store.figures().counts["recovered"] == 0
 
 
 @pytest.mark.parametrize("in_header", [True, False])
@@ -143,7 +143,7 @@ def test_damage_between_two_starts_is_a_miss(start: Open, tmp_path: Path, in_hea
         file.write(bytes([byte[0] ^ 0x40]))
     again = start()
     assert again.check_read(sequence_of(tokens_of(1, 40))) == 1, "the chunks before it"
-    assert again.store.counts()["corrupt"] == 1, "at the start, or when it is read"
+    assert again.store.figures().counts["corrupt"] == 1, "at the start, or when it is read"
 
 
 def test_a_file_that_is_cut_under_the_store_costs_chunks_only(start: Open, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_file_that_is_cut_under_the_store_costs_chunks_only(start: Open, tmp_p
     tokens = put_on_nvme_only(rig)
     os.truncate(tmp_path / "slab", rig.slab.offset(1))
     assert rig.check_read(sequence_of(tokens)) <= 1
-    assert rig.store.counts()["read_failed"] >= 1
+    assert rig.store.figures().counts["read_failed"] >= 1
     rig.put_all(sequence_of(tokens_of(5, 40)))
     assert rig.check_read(sequence_of(tokens_of(5, 40))) == 3
 

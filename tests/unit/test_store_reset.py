@@ -41,10 +41,10 @@ def test_a_reset_drops_all_also_for_the_next_start(open_rig: Rigs) -> None:
     tokens = nvme_only(rig, device)
     assert rig.store.reset()
     assert rig.read(sequence_of(tokens)) == []
-    assert rig.store.gauges()["held_bytes", DRAM] == 0
-    assert rig.store.gauges()["held_bytes", NVME] == 0
+    assert rig.store.figures().gauges["held_bytes", DRAM] == 0
+    assert rig.store.figures().gauges["held_bytes", NVME] == 0
     again, _ = open_rig(image=bytes(device.image))
-    assert again.store.counts()["recovered"] == 0
+    assert again.store.figures().counts["recovered"] == 0
     assert again.read(sequence_of(tokens)) == []
 
 
@@ -108,7 +108,7 @@ def test_a_reset_during_saves_loads_reads_and_writes(open_rig: Rigs) -> None:
     for stale in (tokens, conversation(2), conversation(3), conversation(700, 16)):
         assert rig.read(sequence_of(stale)) == []
     again, _ = open_rig(image=bytes(device.image))
-    assert again.store.counts()["recovered"] == 0
+    assert again.store.figures().counts["recovered"] == 0
 
 
 def test_a_reset_while_recovery_runs_drops_what_recovery_finds(open_rig: Rigs) -> None:
@@ -186,7 +186,7 @@ def test_closing_writes_what_is_dirty_before_it_reads_what_was_wanted(
     memory = MemoryDevice(device.size_bytes)
     memory.image[:] = device.image
     late = Rig(SlowDevice(memory, delay_s=0.1), found_slab(memory.image), dram_slots=40, depth=2)
-    late.until(lambda: "recovered" in late.store.counts())
+    late.until(lambda: "recovered" in late.store.figures().counts)
     late.store.find(sequence_of(conversation(1, 30 * 16)), 0, 30 * 16)  # 1.5 s of reads
     late.put_all(sequence_of(conversation(2, 16)))
     late.close()

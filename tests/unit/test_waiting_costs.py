@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.scheduler.messages import StepReport, StepStats
+from attnstore_vllm.scheduler.offer import Costs
 from attnstore_vllm.scheduler.request import RequestState
-from attnstore_vllm.scheduler.stats import StepStats
-from attnstore_vllm.scheduler.waiting import Costs
 from tests.vllm_objects import Clock, as_store, output, request
 
 DEADLINE_S = 1.0
@@ -125,7 +124,7 @@ def test_a_step_and_its_forecast(clock: Clock) -> None:
         ("answer", 1, 0.5, 0.0, []),
     ):
         rig.stats = StepStats()
-        number = rig.costs.step_planned(output({name: (0, tokens)}, {}))
+        number = rig.costs.times.planned(output({name: (0, tokens)}, {}))
         clock.now += seconds + wait_s
         rig.costs.step_ended(StepReport(number, load_wait_s=wait_s), rig.stats)
         found = rig.stats.data["observed"].get("step_over_forecast", [])

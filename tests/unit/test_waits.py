@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from attnstore_vllm.scheduler.offer import ROUND_S, WAITS_MAX, Costs, Waits
 from attnstore_vllm.scheduler.request import RequestState
-from attnstore_vllm.scheduler.waiting import ROUND_S, WAITS_MAX, Costs, Waits
 from tests.vllm_objects import Clock, as_store, request
 
 DEADLINE_S = 1.0

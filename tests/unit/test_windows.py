@@ -236,7 +236,7 @@ def test_chunks_that_others_used_are_theirs_too(open_rig: Rigs) -> None:
 
 @pytest.mark.parametrize("end", [conversation(1, 90)[88:], [7, 8]])
 def test_a_tail_is_used_by_who_has_its_blocks(open_rig: Rigs, end: list[int]) -> None:
-    """Whether or not they have its end, and its window is there (index/stops.py, 4)."""
+    """Whether or not they have its end, and its window is there (index/prefix.py, 4)."""
     now = 1.0
     rig, device = open_rig(needs=NEEDS, clock=lambda: now)
     whole = keys(90)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.transfer.plan import ChunkCopy, pages
 
 Undo = Callable[[], object]
@@ -64,14 +64,14 @@ def wrong_slot(engine: Any) -> Undo:
 
 def one_token_more(engine: Any) -> Undo:
     """A chunk that differs at one token is taken to agree there, and so in its block."""
-    from attnstore_vllm.index import best
+    from attnstore_vllm.index import prefix
 
-    common_tokens = best.common_tokens
+    common_tokens = prefix.common_tokens
 
     def faulty(a: bytes, b: bytes) -> int:
         return min(common_tokens(a, b) + GRAIN_TOKENS, min(len(a), len(b)) // 4)
 
-    return _replace(best, "common_tokens", faulty)
+    return _replace(prefix, "common_tokens", faulty)
 
 
 def tail_too_long(engine: Any) -> Undo:

@@ -171,7 +171,7 @@ class Author:
 def play(engine: Engine, seed: int, requests: int) -> Play:
     """Run that many requests with the store, then go on with some conversations once more."""
     author = Author(seed)
-    before, preempted = dict(engine.store.counts()), _preemptions(engine)
+    before, preempted = dict(engine.store.figures().counts), _preemptions(engine)
     engine.loaded()
     running: dict[str, tuple[Job, int]] = {}
     jobs: list[Job] = []
@@ -197,7 +197,7 @@ def play(engine: Engine, seed: int, requests: int) -> Play:
     for job in author.last_words():
         jobs.append(replace(job, found=[engine.ask(job.tokens, salt=job.salt, **job.sampling)]))
     engine.check_quiet()
-    counts = engine.store.counts()
+    counts = engine.store.figures().counts
     sequences = [
         (j.salt, [*j.tokens, *tokens])
         for j in jobs

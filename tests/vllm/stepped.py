@@ -18,8 +18,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from attnstore_vllm.scheduler.reset_watch import ResetWatch
-from attnstore_vllm.scheduler.stats import StepStats
+from attnstore_vllm.scheduler.messages import StepStats, add_stats
+from attnstore_vllm.scheduler.vllm_view import ResetWatch
 from attnstore_vllm.testing.copy_streams import StreamPiece
 from attnstore_vllm.testing.memory_engine import MemoryEngine, SteppedStream
 from attnstore_vllm.transfer.geometry import Geometry
@@ -113,10 +113,9 @@ class SteppedEngine(ScriptedEngine):
             self.ours._watch = ResetWatch()
         take_stats = self.ours.take_stats
 
-        def keep_stats() -> StepStats | None:
-            taken: StepStats | None = take_stats()
-            if taken is not None:
-                self.stats.aggregate(taken.data)
+        def keep_stats() -> StepStats:
+            taken: StepStats = take_stats()
+            add_stats(self.stats.data, taken.data)
             return taken
 
         self.ours.take_stats = keep_stats
@@ -150,7 +149,7 @@ class SteppedEngine(ScriptedEngine):
 
     def leave(self, name: str, num_tokens: int) -> None:
         """A request that leaves so many tokens of KV, the last block's from its answer: a hit may
-        end where they do (index/stops.py)."""
+        end where they do (index/prefix.py)."""
         at = num_tokens - BLOCK
         # With three steps in flight the last token's KV is computed as well before it ends.
         self.add(name, prompt(name, at), BLOCK + (self.depth < 3))

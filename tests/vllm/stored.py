@@ -65,7 +65,7 @@ def _keys(engine: Engine, salt: str | None, tokens: Tokens) -> SequenceKeys:
 
 def events(engine: Engine, *names: str) -> dict[str, int]:
     """The store's counters of these events."""
-    counts = engine.store.counts()
+    counts = engine.store.figures().counts
     return {name: counts.get(name, 0) for name in names}
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.index.stops import whole_blocks
+from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.io.device import IoRequest, Op
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine

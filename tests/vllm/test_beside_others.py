@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.index.stops import whole_blocks
+from attnstore_vllm.index.prefix import whole_blocks
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.host import EngineHost

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from tests.vllm import family_checks as checks
 from tests.vllm.conftest import StartEngine
 from tests.vllm.draft_models import make_eagle_head, make_model

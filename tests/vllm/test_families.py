@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.cli.inspect import inspect
-from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.testing.family_models import FAMILIES, WINDOW
 from attnstore_vllm.transfer.geometry import Geometry
@@ -143,7 +143,7 @@ def check_found(name: str, found: list[Check], tier: str) -> None:
     # Sections that no end needs are not written behind DRAM (scheduler/saving.py).
     may_miss_branch = name in RECURRENT or (tier == "nvme" and name in WINDOWED)
     slack = 2 * GRAIN_TOKENS if name in NEXT_TOKEN else 0
-    # Hits may end at multiples of 16 only (index/stops.py).
+    # Hits may end at multiples of 16 only (index/prefix.py).
     grain = GRAIN_TOKENS + slack
     assert again.found >= PROMPT - RECURRENT.get(name, GRAIN_TOKENS) - slack
     assert may_miss_branch or BRANCH - grain < branch.found

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys, encode_tokens, root_key
-from attnstore_vllm.index.stops import GRAIN_TOKENS, kept_end
+from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end
 from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.types import Key
@@ -154,7 +154,7 @@ def test_only_right_kv_is_used_and_stored(case: Case, seed: int, engine: Grouped
 
 def converse(engine: GroupedEngine, seed: int, *, stops: bool) -> list[tuple[int, int, bool]]:
     """A conversation of turns; HBM is emptied before each. Returns of each turn the tokens of its
-    history, those that were found, and whether the store keeps such an end (index/stops.py)."""
+    history, those that were found, and whether the store keeps such an end (index/prefix.py)."""
     random = Random(seed)
     tokens: list[int] = []
     found: list[tuple[int, int, bool]] = []

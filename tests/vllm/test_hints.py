@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.hints import PrefetchOrder
-from attnstore_vllm.index.stops import whole_blocks
+from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.helpers import wait_until
 from tests.vllm.scripted import CHUNK, ScriptedEngine
@@ -44,16 +44,15 @@ def run(engine: ScriptedEngine, name: str, prompt: list[int], **hints: Any) -> N
 
 def counts(engine: ScriptedEngine, name: str) -> dict[str, float]:
     """Of the metrics since the last time, by label."""
-    stats = engine.ours.take_stats()
-    found = stats.data["counters"] if stats is not None else {}
+    found = engine.ours.take_stats().data["counters"]
     return {key.partition(":")[2]: n for key, n in found.items() if key.startswith(f"{name}:")}
 
 
 def test_what_is_not_to_be_stored_is_not(engine: ScriptedEngine) -> None:
     run(engine, "a", PROMPT, store=False)
-    assert engine.ours.store.counts().get("saved", 0) == 0
+    assert engine.ours.store.figures().counts.get("saved", 0) == 0
     run(engine, "b", PROMPT)
-    assert engine.ours.store.counts()["saved"] == 4
+    assert engine.ours.store.figures().counts["saved"] == 4
     counts(engine, "hints")
     engine.add("c", PROMPT[:50], 4, params={"attnstore": {"store": "no", "priority": "high"}})
     assert counts(engine, "hints") == {"applied": 1, "ignored": 1}
@@ -88,9 +87,7 @@ def test_an_order_is_no_request(engine: ScriptedEngine) -> None:
         engine.abort(f"order {number}")  # vLLM does, before the next step
     output = engine.scheduler.schedule()
     assert output.total_num_scheduled_tokens == 0
-    stats = engine.ours.take_stats()
-    assert stats is not None
-    found = stats.data["counters"]
+    found = engine.ours.take_stats().data["counters"]
     assert (found["prefetches:hit"], found["prefetches:miss"]) == (1, 2)
     assert found["prefetch_tokens:dram"] == whole_blocks(len(PROMPT))
 
@@ -121,4 +118,4 @@ def test_others_params_are_left_as_they_are(engine: ScriptedEngine, params: dict
     engine.add("a", PROMPT, 4, params=params)
     engine.drain()
     assert repr(params) == before
-    assert engine.ours.store.counts()["saved"] == 4
+    assert engine.ours.store.figures().counts["saved"] == 4

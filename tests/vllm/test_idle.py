@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 
 from attnstore_vllm.connector.connector import AttnStoreConnector
 from attnstore_vllm.connector.support import KV_TYPES, reason_of_layers, reason_to_idle
-from attnstore_vllm.scheduler.reset_watch import ResetWatch
+from attnstore_vllm.scheduler.vllm_view import ResetWatch
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.engine import Answer, Engine, EngineSpec, store_settings
 from tests.vllm.host import EngineHost

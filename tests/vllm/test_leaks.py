@@ -139,7 +139,7 @@ def test_who_says_no_salt_shares_nothing(model: Path, tmp_path: Path) -> None:
     try:
         for salt, found in ((None, 0), ("a", len(SECRET) // BLOCK * BLOCK)):
             ask(engine, SECRET, 1, salt=salt)
-            stored = engine.ours.store.counts().get("saved", 0)
+            stored = engine.ours.store.figures().counts.get("saved", 0)
             assert (stored > 0) == (salt is not None)
             assert ask(engine, [*SECRET, 1, 2], salt=salt) == found
         assert ask(engine, [*SECRET, 1, 2], salt="b") == 0

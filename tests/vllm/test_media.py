@@ -25,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from attnstore_vllm.connector.build import counts_media
-from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames
+from attnstore_vllm.scheduler.request import ALL_TOKENS, MediaNames
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import CHUNK, ScriptedEngine
 from tests.vllm.scripted_worker import VOCAB, Picture
@@ -154,7 +154,7 @@ def loaded(engine: ScriptedEngine, sound: str, name: str) -> int:
 def test_a_counter_that_begins_anew(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A question about a dog gets no KV of a cat; the text before it may be served."""
     counted = str(names(settings(), 1)[0])
-    log = logging.getLogger("attnstore_vllm.scheduler.media")
+    log = logging.getLogger("attnstore_vllm.scheduler.request")
     log.setLevel(logging.WARNING)
     log.addHandler(caplog.handler)
     assert loaded(start(), "cat", counted) == 0

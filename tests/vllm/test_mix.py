@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.index import keys
-from attnstore_vllm.scheduler import adapters, media, request, scheduler
+from attnstore_vllm.scheduler import adapters, request, scheduler
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.mix import play
 
@@ -44,7 +44,7 @@ Patch = pytest.MonkeyPatch
 
 def spans_are_taken_once(patch: Patch) -> None:
     seen: dict[tuple[int, str], Any] = {}
-    now = media.spans_of
+    now = request.spans_of
     patch.setattr(
         request, "spans_of", lambda r: seen.setdefault((id(r), r.request_id), now(r))
     )  # fmt: skip
@@ -85,7 +85,7 @@ def a_reset_does_nothing(patch: Patch) -> None:
 
 
 def counted_names_are_names(patch: Patch) -> None:
-    patch.setattr(media, "_COUNTED", re.compile("none is"))
+    patch.setattr(request, "_COUNTED", re.compile("none is"))
 
 
 def drafts_are_not_looked_at(patch: Patch) -> None:

@@ -18,7 +18,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from attnstore_vllm.index.stops import whole_blocks
+from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.testing.tiny_tokenizer import build_tokenizer
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine, store_settings

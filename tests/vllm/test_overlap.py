@@ -22,7 +22,7 @@ import pytest
 
 from attnstore_vllm.testing.memory_engine import SteppedStream
 from attnstore_vllm.testing.tiny_model import TINY
-from attnstore_vllm.transfer import loads
+from attnstore_vllm.transfer import worker_copies
 from tests.vllm import splits
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine, EngineSpec, store_settings
@@ -153,21 +153,21 @@ def both_splits(
 
 
 def nobody_waits() -> Any:
-    return mock.patch.object(loads.Loads, "wait_layer", return_value=None)
+    return mock.patch.object(worker_copies.Loads, "wait_layer", return_value=None)
 
 
 def last_block_by_layer() -> Any:
-    return mock.patch.object(loads, "_split", lambda table, plans: (table[:0], table))
+    return mock.patch.object(worker_copies, "_split", lambda table, plans: (table[:0], table))
 
 
 def blocks_given_away() -> Any:
     """A load whose request is gone is not waited for before its blocks are others'."""
-    begin_step = loads.Loads.begin_step
+    begin_step = worker_copies.Loads.begin_step
 
-    def faulty(self: loads.Loads, ended: Collection[int], *, whole: bool) -> None:
+    def faulty(self: worker_copies.Loads, ended: Collection[int], *, whole: bool) -> None:
         begin_step(self, (), whole=whole)
 
-    return mock.patch.object(loads.Loads, "begin_step", faulty)
+    return mock.patch.object(worker_copies.Loads, "begin_step", faulty)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnstore_vllm.index.stops import whole_blocks
+from attnstore_vllm.index.prefix import whole_blocks
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, CHUNK, Answer, Engine
 from tests.vllm.host import EngineHost
@@ -22,7 +22,7 @@ def engine(start_engine: StartEngine) -> EngineHost:
 
 def num_saved(engine: Engine) -> int:
     engine.settle()
-    return engine.store.counts().get("saved", 0)
+    return engine.store.figures().counts.get("saved", 0)
 
 
 def again(engine: Engine, prompt: list[int], **how: object) -> tuple[Answer, dict[str, int]]:

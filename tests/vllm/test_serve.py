@@ -19,7 +19,7 @@ import pytest
 
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.index.stops import whole_blocks
+from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.plugin import expand
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer

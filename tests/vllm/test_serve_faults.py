@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.index.stops import whole_blocks
+from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.index.stops import whole_blocks
+from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving

@@ -14,9 +14,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from attnstore_vllm.config import TruncationConfig
-from attnstore_vllm.hints import Hints
-from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.index.stops import GRAIN_TOKENS, whole_blocks
+from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, whole_blocks
 from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.testing.tiny_model import TINY
@@ -396,5 +394,5 @@ def test_off() -> None:
     ):
         state = SimpleNamespace(finds_moved=False, request=SimpleNamespace(cache_salt=salt))
         truncation = Truncation(None, config, reason)  # type: ignore[arg-type]
-        truncation.note(state, Hints(truncation=True))  # type: ignore[arg-type]
+        truncation.note(state)  # type: ignore[arg-type]
         assert state.finds_moved == found

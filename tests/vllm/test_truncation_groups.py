@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnstore_vllm.index.stops import GRAIN_TOKENS
+from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.testing.family_models import COMMON, FAMILIES, WINDOW
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnstore_vllm.index.stops import whole_blocks
+from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine

@@ -59,11 +59,11 @@ def unknown_for_a_while(engine: Engine, model: Path) -> list[tuple[int, int]]:
         [model / "model.safetensors"], Memo(Path("/nowhere")), budget_s=0, bytes_per_s=1 << 10
     )
     for _ in range(2):
-        saved = engine.store.counts().get("saved", 0)
+        saved = engine.store.figures().counts.get("saved", 0)
         loaded, _answer = ask(engine, "first")
         ask(engine, "new")
         engine.settle()
-        seen.append((loaded, engine.store.counts().get("saved", 0) - saved))
+        seen.append((loaded, engine.store.figures().counts.get("saved", 0) - saved))
         weights._digest = known
     slow.close()
     return seen

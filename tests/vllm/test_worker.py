@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.scheduler.messages import StepStats
 from attnstore_vllm.scheduler.open_plans import KEPT_S
-from attnstore_vllm.scheduler.stats import StepStats
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry, Group
@@ -45,8 +45,7 @@ def stats_of(engine: ScriptedEngine, max_tokens: int) -> StepStats:
     engine.add("first", PROMPT, max_tokens)
     engine.drain()
     wait_until_quiet(engine.ours)
-    stats: StepStats | None = worker.side.take_stats()
-    assert stats is not None
+    stats: StepStats = worker.side.take_stats()
     return stats
 
 
@@ -63,11 +62,9 @@ def test_only_steps_that_load_say_what_loads_took(engine: ScriptedEngine) -> Non
     engine.add("other", prompt("b", 20), 1)
     engine.step()
     engine.step()
-    left = worker.side.take_stats()
-    assert left is None or left.data["observed"] == {}
+    assert worker.side.take_stats().data["observed"] == {}
     ask_again(engine, "again")
     stats = worker.side.take_stats()
-    assert stats is not None
     assert {name: len(seen) for name, seen in stats.data["observed"].items()} == {
         "load_seconds": 1, "load_wait_seconds": 1,
     }  # fmt: skip
