@@ -12,13 +12,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_vllm.config import parse_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.one_pool import Replayed, replay
+from attnstore_vllm.sim.model_shape import KvShape, read_shape
+from attnstore_vllm.sim.one_pool import Replayed, distinct_bytes, replay, replay_model
 from attnstore_vllm.sim.pools import POLICIES
 from attnstore_vllm.sim.trace import Trace, at_speed
 
 DEFAULT_POLICIES = "attnstore,lru,fifo,belady,infinite"
+MODEL_POLICIES = "attnstore,lru,fifo,infinite"
 DEFAULT_CAPACITIES = "0.005,0.01,0.02,0.05,0.1,0.2"
 
 
@@ -33,7 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacity",
         default=DEFAULT_CAPACITIES,
         metavar="SHARE,...",
-        help="of the trace's distinct KV, for one pool",
+        help="of the trace's distinct KV, for one pool; with --model also sizes, as 64GB",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="CONFIG", help="the config.json whose KV is stored"
+    )
+    parser.add_argument(
+        "--kv-dtype-bytes", type=int, help="of an element of KV, if not the model's"
     )
     parser.add_argument(
         "--machine", type=Path, metavar="YAML", help="simulate the server too, with its tiers"
@@ -74,6 +83,8 @@ def read(args: argparse.Namespace) -> Trace:
 
 def simulate(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
     """One pool. Raises: ConfigError."""
+    if args.model is not None:
+        return _simulate_model(args, trace)
     policies = list(_policies(args.policy or DEFAULT_POLICIES))
     capacities = list(_capacities(args.capacity))
     total = len(policies) * len(capacities) * len(trace.requests)
@@ -84,6 +95,30 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
             for policy in policies
         ]
     return runs
+
+
+def _simulate_model(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
+    shape = read_shape(args.model, args.kv_dtype_bytes, args.chunk_tokens)
+    policies = (args.policy or MODEL_POLICIES).split(",")
+    for name in policies:
+        if name not in MODEL_POLICIES.split(","):
+            raise ConfigError(f"--policy: {name!r}; with --model there are {MODEL_POLICIES}")
+    sizes = [_pool_bytes(text, trace, shape) for text in args.capacity.split(",")]
+    total = len(policies) * len(sizes) * len(trace.requests)
+    with tqdm(total=total, unit="request", unit_scale=True, disable=None) as bar:
+        return [
+            replay_model(trace, shape, policy, size, bar.update)
+            for size in sizes
+            for policy in policies
+        ]
+
+
+def _pool_bytes(text: str, trace: Trace, shape: KvShape) -> int:
+    """Bytes that `text` gives the pool: a size, or a share of the trace's distinct KV."""
+    if text[-1:].isalpha():
+        return parse_size("--capacity", text)
+    (share,) = _capacities(text)
+    return int(distinct_bytes(trace, shape) * share)
 
 
 def _policies(text: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.sim.hardware import Machine
+from attnstore_vllm.sim.model_shape import read_shape
 from attnstore_vllm.sim.one_pool import replay
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import POLICIES, Server
@@ -39,12 +40,16 @@ def check_policies(text: str) -> list[str]:
 
 def simulate(args: argparse.Namespace, trace: Trace) -> list[Outcome]:
     """Raises: ConfigError."""
+    machine = read_machine(args, trace)
     policies = check_policies(args.policy or DEFAULT_POLICIES)
+    if machine.shape is not None and BOUND in policies:
+        if args.policy:
+            raise ConfigError(f"--policy: {BOUND} knows no groups; leave it out with --model")
+        policies.remove(BOUND)
     if not 0 <= args.warmup < len(trace.requests):
         raise ConfigError(
             f"--warmup is {args.warmup}; the trace has {len(trace.requests)} requests"
         )
-    machine = replace(Machine.read(args.machine), chunk_tokens=trace.chunk_tokens)
     total = len(policies) * len(trace.requests)
     outcomes = []
     with tqdm(total=total, unit="request", unit_scale=True, disable=None) as bar:
@@ -56,6 +61,14 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[Outcome]:
             server = Server(trace, machine, policy, warmup=args.warmup, step=bar.update)
             outcomes.append(server.run())
     return outcomes
+
+
+def read_machine(args: argparse.Namespace, trace: Trace) -> Machine:
+    """With the model of --model, if it is given. Raises: ConfigError."""
+    machine = Machine.read(args.machine)
+    if args.model is not None:
+        return machine.with_model(read_shape(args.model, args.kv_dtype_bytes, args.chunk_tokens))
+    return replace(machine, chunk_tokens=trace.chunk_tokens)
 
 
 def bound(trace: Trace, machine: Machine, step: Any = lambda: None) -> Outcome:
@@ -105,6 +118,9 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
             f"{out.ttft(50):>9.3f}s{out.ttft(99):>9.2f}s{out.prefill_s:>9.0f}s{out.busy_s:>9.0f}s"
         )
         print(line + f"{out.bytes_read / 1e12:>7.2f}TB{out.bytes_written / 1e12:>7.2f}TB")
+        if out.by_group:
+            told = (f"{name} {n:,}" for name, n in sorted(out.by_group.items()))
+            print(f"{'':<12}  {', '.join(told)}")
     print(
         "found: of all prompt tokens. history: of what a conversation had before. in DRAM: of "
         "what was stored\nand wanted, when a request was first offered a place. prefill: the "

@@ -8,9 +8,8 @@ simulation can say.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.model_shape import KvShape, shape_of
+from attnstore_vllm.sim.model_shape import KvShape, read_shape
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace
@@ -66,13 +65,6 @@ class Conversation:
     shape: KvShape
     num_tokens: int
 
-    @property
-    def token_bytes(self) -> int:
-        """In the store, with what windows and states take of it."""
-        if len(self.shape.geometry.groups) == 1:
-            return self.shape.token_bytes(Reach.FULL)
-        return -(-self.shape.conversation_bytes(self.num_tokens) // self.num_tokens)
-
     def as_json(self) -> dict[str, Any]:
         shape, geometry = self.shape, self.shape.geometry
         return {
@@ -91,13 +83,7 @@ class Conversation:
 
 def read_model(path: Path, dtype_bytes: int | None, trace: Trace) -> Conversation:
     """Raises: ConfigError."""
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"{path}: {type(config).__name__} was found; expected a config.json")
-    shape = shape_of(config, str(path), dtype_bytes, chunk_tokens=trace.chunk_tokens)
+    shape = read_shape(path, dtype_bytes, trace.chunk_tokens)
     tokens = [request.num_tokens for request in trace.requests]
     return Conversation(shape, max(1, sum(tokens) // max(1, len(tokens))))
 
@@ -110,11 +96,7 @@ def plan(args: argparse.Namespace, trace: Trace) -> tuple[Conversation, list[Opt
                 f"--{name.replace('_', '-')} is {getattr(args, name)}; expected more than 0"
             )
     model = read_model(args.model, args.kv_dtype_bytes, trace)
-    machine = replace(
-        Machine.read(args.machine),
-        chunk_tokens=trace.chunk_tokens,
-        kv_bytes_per_token=model.token_bytes,
-    )
+    machine = Machine.read(args.machine).with_model(model.shape)
     options = []
     with tqdm(total=len(SPLITS) * len(trace.requests), unit="request", disable=None) as bar:
         for share in SPLITS:
@@ -142,8 +124,6 @@ def show_model(model: Conversation) -> None:
         f"a conversation of {told['conversation_tokens']:,} tokens: "
         f"{format_size(told['conversation_bytes'])} ({records}), at most twice the sections and "
         "states\n"
-        f"simulated as one group of {model.token_bytes} bytes a token; that a hit may lack a "
-        "window or a state is not\n"
     )
 
 

@@ -9,6 +9,10 @@ from attnstore_vllm.sim.jobs import Job
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.types import DRAM, NVME
 
+GROUP_COUNTERS = {
+    "group_saved_bytes", "group_loaded_bytes", "shortened_hits", "sections_passed",
+    "sections_dropped",
+}  # fmt: skip
 QUEUED_S = 1.0
 """Who has waited so long had a queue before it."""
 
@@ -44,6 +48,12 @@ class Counting:
             if job.is_counted:
                 self._out.waited_s += now - job.stuck_s
             job.stuck_s = None
+
+    def by_group(self, said: Mapping[str, float]) -> None:
+        """Take the counters by kind of KV cache group: of the whole run."""
+        for name, amount in said.items():
+            if name.split(":")[0] in GROUP_COUNTERS:
+                self._out.by_group[name] += int(amount)
 
     def _first_offer(self, job: Job, local: int, wanted: int, now: float) -> None:
         out, ready = self._out, job.ready_tokens

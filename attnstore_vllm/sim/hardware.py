@@ -12,6 +12,9 @@ import yaml
 
 from attnstore_vllm.config import check_keys, parse_size
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.sim.model_shape import KvShape
+from attnstore_vllm.transfer.geometry import Geometry
 
 _SIZES = {
     "kv_bytes_per_token", "hbm", "dram", "nvme", "hbm_bandwidth", "nvme_read", "nvme_write",
@@ -51,16 +54,18 @@ class Machine:
     chunk_tokens: int = 256
     io_depth: int = 8
     load_deadline_s: float = 1.0
+    shape: KvShape | None = None
+    """Of a model whose config.json was given; else its KV is one group."""
 
     @classmethod
     def parse(cls, given: object, where: str) -> Machine:
         """Raises ConfigError that names the key, what was found and what would be right."""
         if not isinstance(given, Mapping):
             raise ConfigError(f"{where}: {given!r} was found; expected settings, as dram: 128GB")
-        known = {f.name: f for f in fields(cls)}
+        known = {f.name for f in fields(cls)} - {"shape"}
         required = {"kv_bytes_per_token", "hbm", "dram", "nvme", "prefill_tokens_per_s",
                     "decode_step_s"}  # fmt: skip
-        check_keys(f"{where}: ", given, set(known), set())
+        check_keys(f"{where}: ", given, known, set())
         for key in sorted(required - set(given)):
             raise ConfigError(f"{where}: {key} is missing; docs/simulate.md has an example")
         return cls(**{key: _value(where, key, value) for key, value in given.items()})
@@ -76,6 +81,46 @@ class Machine:
     def with_sizes(self, **sizes: int) -> Machine:
         return replace(self, **sizes)  # type: ignore[arg-type]
 
+    def with_model(self, shape: KvShape) -> Machine:
+        geometry = shape.geometry
+        return replace(
+            self,
+            shape=shape,
+            chunk_tokens=geometry.chunk_tokens,
+            kv_bytes_per_token=-(-geometry.slot_bytes // geometry.chunk_tokens),
+        )
+
+    @property
+    def geometry(self) -> Geometry:
+        """Without a model's shape a chunk is one block."""
+        if self.shape is not None:
+            return self.shape.geometry
+        return Geometry.uniform(
+            num_ranks=1,
+            num_layers=1,
+            block_tokens=self.chunk_tokens,
+            page_bytes=self.chunk_bytes,
+            chunk_tokens=self.chunk_tokens,
+        )
+
+    def held_bytes(self, num_tokens: int) -> int:
+        """Bytes of a request in HBM, and of what is copied there for a hit of so many tokens."""
+        if self.shape is not None:
+            return self.shape.held_bytes(num_tokens)
+        return num_tokens * self.kv_bytes_per_token
+
+    def spine_bytes(self, num_tokens: int) -> int:
+        """Bytes of so many tokens in the layers that keep all of them."""
+        if self.shape is not None:
+            return num_tokens * self.shape.token_bytes(Reach.FULL)
+        return num_tokens * self.kv_bytes_per_token
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens of a block with a recurrent state; 0 without such layers."""
+        blocks = [group.block_tokens for group in self.geometry.groups if group.reach == "state"]
+        return max(blocks, default=0)
+
     def saving_s(self, num_tokens: int) -> float:
         """Seconds that the engine waits for, until these are saved."""
         if self.asynchronous_saving:
@@ -84,6 +129,7 @@ class Machine:
 
     @property
     def chunk_bytes(self) -> int:
+        """Bytes of a record: a chunk, or a section of one, or a state."""
         return self.kv_bytes_per_token * self.chunk_tokens
 
     def prefill_s(self, start: int, stop: int) -> float:

@@ -86,6 +86,24 @@ class Job(Plain):
         return self.num_prompt_tokens + self.num_answer
 
 
+def step_stop(start: int, stop: int, num_tokens: int, state_tokens: int) -> int:
+    """Where a prompt's step [start, stop) ends, as vLLM has it: with its blocks, if there are
+    states.
+
+    Args:
+        num_tokens: of the prompt.
+        state_tokens: of a block with a state; 0 without states.
+    """
+    if not state_tokens:
+        return stop
+    last = num_tokens // state_tokens * state_tokens
+    if start % state_tokens:
+        return min(stop, (start // state_tokens + 1) * state_tokens)
+    if stop < last:
+        return stop // state_tokens * state_tokens
+    return last if start < last < stop else stop
+
+
 @dataclass(slots=True)
 class _New:
     req_id: str
@@ -105,7 +123,7 @@ class EngineStep:
     generating: list[Job]
     prompts: list[tuple[Job, int]] = field(default_factory=list)
     started: list[Job] = field(default_factory=list)
-    loaded_tokens: int = 0
+    loaded_bytes: int = 0
     num_repeats: int = 1
     """Steps that only generate are taken as one."""
 

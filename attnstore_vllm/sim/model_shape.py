@@ -7,9 +7,11 @@ are cut into groups as large as the smallest kind, a recurrent layer's state set
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from attnstore_vllm.errors import ConfigError
@@ -59,6 +61,13 @@ class KvShape:
         """Bytes of a token in all layers that look so far back; of recurrent ones, the states."""
         return sum(kind.num_bytes * n for kind, n in self.kinds.items() if kind.reach in reaches)
 
+    def held_bytes(self, num_tokens: int) -> int:
+        """Bytes of a request in HBM, and of what is copied there for a hit of so many tokens."""
+        return sum(
+            number * kind.num_bytes * _held_tokens(kind, num_tokens)
+            for kind, number in self.kinds.items()
+        )
+
     def needs(self) -> list[Need]:
         """The needs of the groups beside the spine."""
         return [
@@ -87,6 +96,24 @@ class KvShape:
 
     def conversation_bytes(self, num_tokens: int) -> int:
         return sum(self.records(num_tokens).values()) * self.record_bytes
+
+
+def read_shape(path: Path, dtype_bytes: int | None = None, chunk_tokens: int = 256) -> KvShape:
+    """The shape that a file tells; see shape_of(). Raises: ConfigError, OSError."""
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{path}: {type(config).__name__} was found; expected a config.json")
+    return shape_of(config, str(path), dtype_bytes, chunk_tokens=chunk_tokens)
+
+
+def _held_tokens(kind: LayerKind, num_tokens: int) -> int:
+    """Tokens of a request that such a layer keeps; of a state, one."""
+    if kind.reach is Reach.FULL:
+        return num_tokens
+    return min(num_tokens, 1 if kind.reach is Reach.STATE else kind.reach_tokens)
 
 
 def shape_of(

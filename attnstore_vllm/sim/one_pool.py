@@ -11,7 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnstore_vllm.index.prefix import kept_end, stop_in
+from attnstore_vllm.sim.hardware import Machine
+from attnstore_vllm.sim.model_shape import KvShape
 from attnstore_vllm.sim.pools import POLICIES
+from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace
 
 
@@ -64,6 +67,42 @@ def replay(
         stored_chunks(stored, chunks, end, size)
         step()
     return Replayed(policy, capacity, num_slots, hit, trace.num_tokens)
+
+
+_AT_ONCE = Machine(
+    kv_bytes_per_token=1, hbm=1 << 62, dram=1, nvme=1, prefill_tokens_per_s=1e6,
+    decode_step_s=1e-6, max_num_seqs=1 << 20, prefix_cache=False, hbm_bandwidth=1 << 62,
+    nvme_read=1 << 62, nvme_write=1 << 62, nvme_latency_s=1e-6,
+)  # fmt: skip
+"""Its steps cost next to nothing, and it has no NVMe to speak of: what is found is in DRAM."""
+
+
+def replay_model(
+    trace: Trace,
+    shape: KvShape,
+    policy: str,
+    num_bytes: int,
+    step: Callable[[], object] = lambda: None,
+) -> Replayed:
+    """The same for a model's KV, with its groups: a server that takes next to no time, so that
+    what is stored, kept and found is the server's own code.
+
+    Args:
+        policy: one of sim.server.POLICIES.
+        num_bytes: of the pool.
+    """
+    machine = _AT_ONCE.with_model(shape).with_sizes(dram=num_bytes)
+    out = Server(trace, machine, policy, step=step).run()
+    capacity = num_bytes / distinct_bytes(trace, shape)
+    num_slots = max(1, num_bytes // machine.chunk_bytes)
+    return Replayed(policy, capacity, num_slots, out.hit_tokens, out.prompt_tokens)
+
+
+def distinct_bytes(trace: Trace, shape: KvShape) -> int:
+    """Bytes of the trace's distinct chunks, without sections: what a capacity is a share of."""
+    geometry = shape.geometry
+    num_tokens = trace.num_chunks * trace.chunk_tokens
+    return -(-num_tokens // geometry.chunk_tokens) * geometry.slot_bytes
 
 
 def stored_chunks(stored: list[int], chunks: list[int], num_tokens: int, size: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,8 @@ class Outcome:
     duration_s: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
+    by_group: Counter[str] = field(default_factory=Counter)
+    """By kind of KV cache group, of the whole run: scheduler/stats.py: GroupCounts."""
     ttft_s: list[float] = field(default_factory=list)
     later_ttft_s: list[float] = field(default_factory=list)
     """Of requests that continue a conversation."""
@@ -104,6 +107,7 @@ class Outcome:
             "duration_s": round(self.duration_s, 3),
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
+            **({"by_group": dict(sorted(self.by_group.items()))} if self.by_group else {}),
         }  # fmt: skip
 
 

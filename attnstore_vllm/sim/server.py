@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
@@ -21,7 +21,7 @@ from attnstore_vllm.sim.counting import Counting
 from attnstore_vllm.sim.disk import SimulatedDisk
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.hbm import Hbm
-from attnstore_vllm.sim.jobs import EngineStep, Job, Output
+from attnstore_vllm.sim.jobs import EngineStep, Job, Output, step_stop
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.simulated_store import open_scheduler
 from attnstore_vllm.sim.trace import Trace, TraceRequest
@@ -56,19 +56,22 @@ class Server:
         until_s: float = float("inf"),
         step: Callable[[], object] = lambda: None,
     ) -> None:
-        assert trace.chunk_tokens == machine.chunk_tokens
+        assert machine.shape is not None or trace.chunk_tokens == machine.chunk_tokens
         self.now = 0.0
         self._machine = machine
+        self._state_tokens = machine.state_tokens
         self._num_chunks = trace.num_chunks
+        self._trace_chunk_tokens = trace.chunk_tokens
         self._out = Outcome(policy)
         self._counting = Counting(self._out)
         self._step = step
-        self._hbm = Hbm(machine)
+        self._hbm = Hbm(machine, trace.chunk_tokens)
         self._disk = SimulatedDisk(machine, lambda: self.now)
         self._scheduler, self.store = None, None
         if policy != "recompute":
+            num_tokens = trace.num_chunks * trace.chunk_tokens
             self._scheduler, self.store = open_scheduler(
-                machine, policy, trace.num_chunks, self._disk, lambda: self.now
+                machine, policy, num_tokens, self._disk, lambda: self.now
             )
             self._scheduler.bind_kv_cache_manager(self._hbm)
         self._waiting: dict[str, Job] = {}
@@ -103,6 +106,7 @@ class Server:
         self._turn()
         while self._disk.next_end < float("inf"):  # what is still to be written
             self._pass_until(self._disk.next_end)
+        self._figures()
         out.bytes_read = self._disk.num_moved[Op.READ] * chunk
         out.bytes_written = self._disk.num_moved[Op.WRITE] * chunk
         return out
@@ -135,7 +139,7 @@ class Server:
         tokens = TraceTokens(
             request.chunks,
             request.known_tokens,
-            self._machine.chunk_tokens,
+            self._trace_chunk_tokens,
             self._num_chunks + number,
         )
         is_counted = number >= self._warmup and at <= self._until_s
@@ -151,16 +155,17 @@ class Server:
         waits is asked about, has room, and starts."""
         machine = self._machine
         step = EngineStep([job for job in self._running if job.generated])
-        budget = machine.max_num_batched_tokens - len(step.generating)
+        least = max(1, self._state_tokens)  # who has no room for a whole block waits
+        budget = max(machine.max_num_batched_tokens - len(step.generating), least)
         for job in self._running:
-            left = min(job.num_prompt_tokens - job.num_computed_tokens, budget)
+            left = self._num_prompt_tokens(job, budget)
             if not job.generated and left > 0:
                 step.prompts.append((job, left))
                 budget -= left
         is_full = False
         for job in self._waiting.values():
             is_full = len(self._running) >= machine.max_num_seqs
-            if is_full or budget <= 0:
+            if is_full or budget < least:
                 break
             local = self._hbm.cached_tokens(job)
             found = self._ask(job, local)
@@ -170,7 +175,7 @@ class Server:
             if is_full:
                 break
             self._start(job, local, found, step)
-            left = min(job.num_prompt_tokens - job.num_computed_tokens, budget)
+            left = self._num_prompt_tokens(job, budget)
             step.prompts.append((job, left))
             budget -= left
         for job in step.started:
@@ -179,23 +184,36 @@ class Server:
             step.num_repeats = self._repeats(step, is_full=is_full)
         return step
 
+    def _num_prompt_tokens(self, job: Job, budget: int) -> int:
+        """Tokens of the prompt that the step computes."""
+        start = job.num_computed_tokens
+        stop = min(job.num_prompt_tokens, start + budget)
+        return step_stop(start, stop, job.num_prompt_tokens, self._state_tokens) - start
+
     def _ask(self, job: Job, local: int) -> int | None:
         """Tokens that the store offers, behind those in HBM; None: not yet."""
         if self._scheduler is None:
             return 0
         found, _ = self._scheduler.get_num_new_matched_tokens(job, local)
-        said = {} if job.was_asked else self._scheduler.take_stats().data["counters"]
+        said = {} if job.was_asked else self._figures()
         self._counting.asked(job, local, found, said, self.now)
         return found
 
+    def _figures(self) -> Mapping[str, float]:
+        """The scheduler side's counters since the last call."""
+        stats = None if self._scheduler is None else self._scheduler.take_stats()
+        said: Mapping[str, float] = {} if stats is None else stats.data["counters"]
+        self._counting.by_group(said)
+        return said
+
     def _start(self, job: Job, local: int, found: int, step: EngineStep) -> None:
         if self._scheduler is not None:
-            tables = self._hbm.get_block_ids(job.request_id)
+            tables = self._hbm.tables(job, local + found)
             self._scheduler.update_state_after_alloc(job, tables, found)
         job.num_computed_tokens = local + found
         self._running.append(job)
         step.started.append(job)
-        step.loaded_tokens += found
+        step.loaded_bytes += self._machine.held_bytes(found)
         self._counting.started(job, local, found)
 
     def _repeats(self, step: EngineStep, *, is_full: bool) -> int:
@@ -214,7 +232,7 @@ class Server:
             for job, count in step.prompts
         )
         decode_s = machine.decode_s(len(step.generating))
-        load_s = step.loaded_tokens * machine.kv_bytes_per_token / machine.hbm_bandwidth
+        load_s = step.loaded_bytes / machine.hbm_bandwidth
         computing_s = prefill_s + decode_s
         seconds = max(computing_s, load_s) if machine.overlap else computing_s + load_s
         self._pass_until(began + seconds)

@@ -16,7 +16,6 @@ from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.transfer.geometry import Geometry
 
 _NAMESPACE = b"simulated".ljust(32)
 
@@ -69,14 +68,16 @@ class _FixedNames:
 
 
 def open_scheduler(
-    machine: Machine, policy: str, num_chunks: int, disk: SimulatedDisk, clock: Callable[[], float]
+    machine: Machine, policy: str, num_tokens: int, disk: SimulatedDisk, clock: Callable[[], float]
 ) -> tuple[Scheduler, SimulatedStore]:
     """As connector/build.py does, for one of server.POLICIES.
 
     Args:
-        num_chunks: of the trace.
+        num_tokens: different ones in the trace.
     """
-    at_most = 2 * num_chunks + 64  # slots; more are never used
+    geometry = machine.geometry
+    num_records = -(-num_tokens // machine.chunk_tokens) * len(geometry.groups)
+    at_most = 2 * num_records + 64  # slots; more are never used
     dram, nvme = (max(1, n // machine.chunk_bytes) for n in (machine.dram, machine.nvme))
     if policy == "infinite":
         dram = nvme = at_most
@@ -92,15 +93,9 @@ def open_scheduler(
         machine.io_depth,
         io_deadline_s=float("inf"),
         eviction="attnstore" if policy == "infinite" else policy,
+        needs=machine.shape.needs() if machine.shape is not None else (),
         clock=clock,
         threaded=False,
-    )
-    geometry = Geometry.uniform(
-        num_ranks=1,
-        num_layers=1,
-        block_tokens=machine.chunk_tokens,
-        page_bytes=machine.chunk_bytes,
-        chunk_tokens=machine.chunk_tokens,
     )
     scheduler = Scheduler(
         store,

@@ -35,6 +35,22 @@ STORED: Final = {
     "chunk": "K and V from the last chunk's start to an end", "state": "the state at an end",
     "latent": "one latent a token, once for all ranks",
 }  # fmt: skip
+BYTES: Final = {
+    "full": "2 x KV heads x head size x bytes of an element, a layer",
+    "window": "as full, of so many tokens", "chunk": "as full, of so many tokens",
+    "state": "a state: all of vLLM's block of it, a layer",
+    "latent": "(rank of the latent + rotary size) x bytes of an element, a layer",
+}  # fmt: skip
+SERVED_ELSEWHERE: Final = {
+    "latent": "where vLLM caches prefixes, which this CPU build does not; tested by bytes "
+    "(`tests/vllm/test_regions.py`)",
+}
+TRUNCATED: Final = {
+    "full": "yes, if its K is rotated by a position times a constant",
+    "window": "as full, the last window; no where all layers have windows",
+    "chunk": "as full, the last chunk", "state": "no: a state is of all tokens before it",
+    "latent": "no: its KV is not K and V of each head",
+}  # fmt: skip
 NEEDED: Final = {
     "full": "every token before its end", "window": "the last window before its end",
     "chunk": "its last chunk from its start", "state": "the state at exactly its end",
@@ -58,10 +74,14 @@ def _kinds(families: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     served = {k for r in families.values() if r["outcome"] == "served"
               for k in kinds_of(r["groups"])}  # fmt: skip
     yield "## What is stored\n"
-    yield "| kind of group | served | stored | a hit needs |\n|---|---|---|---|"
+    yield "| kind of group | served | stored | bytes | a hit needs | truncation moves it |"
+    yield "|---|---|---|---|---|---|"
     for kind, stored in STORED.items():
-        is_served = kind in served
-        yield f"| {kind} | {'yes' if is_served else 'no'} | {stored} | {NEEDED[kind]} |"
+        is_served = "yes" if kind in served else SERVED_ELSEWHERE.get(kind, "no")
+        yield (
+            f"| {kind} | {is_served} | {stored} | {BYTES[kind]} | {NEEDED[kind]} "
+            f"| {TRUNCATED[kind]} |"
+        )
     yield ""
 
 

@@ -20,7 +20,7 @@ from attnstore_vllm.errors import CopyError, CorruptRecordError
 from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
-from attnstore_vllm.sim.jobs import Plain
+from attnstore_vllm.sim.jobs import Plain, step_stop
 from attnstore_vllm.sim.simulated_store import SimulatedStore
 from attnstore_vllm.store.format import PAGE_BYTES
 from attnstore_vllm.store.slab import Slab, new_generation
@@ -339,13 +339,7 @@ class GroupWorld:
             size = group.block_tokens
             if group.reach != "state" or start >= job.num_prompt_tokens:
                 continue
-            last = job.num_tokens // size * size
-            if start % size:
-                end = min(end, (start // size + 1) * size)
-            elif end < last:
-                end = end // size * size
-            elif start < last < end:
-                end = last
+            end = step_stop(start, end, job.num_tokens, size)
         return max(0, end - start)
 
     def _start(self, counts: dict[Job, int], preempted: set[str]) -> None:

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of several KV cache groups in the simulator: what is found of them, and their bytes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnstore_vllm.cli.main import main
+from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.sim.hardware import Machine
+from attnstore_vllm.sim.jobs import step_stop
+from attnstore_vllm.sim.model_shape import KvShape, LayerKind, read_shape
+from attnstore_vllm.sim.one_pool import distinct_bytes, replay, replay_model
+from attnstore_vllm.sim.server import Server
+from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
+from attnstore_vllm.transfer.geometry import Geometry, Group
+from benchmarks.sample import SAMPLE
+from benchmarks.simulate_groups import replayed
+from tests.unit.test_simulate_server import SIZE, chats
+
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+SPINE = LayerKind(Reach.FULL, 0, 100)
+
+
+def shape(reach: Reach | None = None, tokens: int = 0, block_tokens: int = 16) -> KvShape:
+    """One layer that sees all tokens and, if `reach` is given, one that does not."""
+    kinds = Counter({SPINE: 1})
+    groups = [Group(16, ("full",))]
+    if reach is not None:
+        kinds[LayerKind(reach, tokens, 100)] = 1
+        groups.append(Group(block_tokens, ("beside",), 1, reach.value, tokens))
+    return KvShape(kinds, Geometry(1, (1600,), tuple(groups), SIZE))
+
+
+PLAIN = shape()
+WINDOW, LOCAL = shape(Reach.WINDOW, 40), shape(Reach.LOCAL, 128)
+STATE = shape(Reach.STATE, 0, 32)
+
+
+def talk(*lengths: tuple[int, int], num_talks: int = 1) -> Trace:
+    """Conversations of turns, each of a prompt's new tokens and an answer's; one a day."""
+    requests = []
+    for number in range(num_talks):
+        known = 0
+        for turn, (new, answer) in enumerate(lengths):
+            tokens, known = known + new, known + new + answer
+            chunks = np.arange(-(-known // SIZE), dtype=np.int64) + 1000 * number
+            at = 100_000.0 * number + 60 * turn
+            requests.append(TraceRequest(at, chunks, tokens, answer, known, number, 60.0))
+    return make_trace("talk", SIZE, requests)
+
+
+def found(trace: Trace, of: KvShape, policy: str = "infinite", num_bytes: int = 1 << 40) -> int:
+    return replay_model(trace, of, policy, num_bytes).hit_tokens
+
+
+def test_a_plain_model_finds_what_the_one_pool_finds() -> None:
+    trace = chats(60, rate=0.2)
+    for policy, share in (("infinite", 1.0), ("lru", 0.3), ("attnstore", 0.3)):
+        pool = replay(trace, policy, share).hit_tokens
+        size = int(distinct_bytes(trace, PLAIN) * share)
+        assert found(trace, PLAIN, policy, size) == pytest.approx(pool, rel=0.1), policy
+
+
+@pytest.mark.parametrize("of", [WINDOW, LOCAL], ids=["window", "local"])
+def test_a_chat_finds_as_much_with_windows(of: KvShape) -> None:
+    trace = chats(40, rate=0.2)
+    assert 0.98 * found(trace, PLAIN) < found(trace, of) <= found(trace, PLAIN)
+
+
+def test_a_hit_ends_where_a_state_is() -> None:
+    """States are kept at the ends of answers, at the last block of prompts, and where steps end."""
+    for trace, plain, state in (
+        (talk((300, 21), (100, 20)), 320, 320),
+        (talk((316, 3), (100, 20)), 304, 288),  # the answer has no end of its own (stops.py)
+    ):
+        assert found(trace, PLAIN) == plain
+        assert found(trace, STATE) == state
+
+
+def test_a_branch_behind_a_long_shared_prompt_finds_no_state() -> None:
+    shared = np.arange(10, dtype=np.int64)
+    requests = [
+        TraceRequest(
+            1000.0 * n, np.append(shared, 100 + n), 10 * SIZE + 50, 8, 10 * SIZE + 58, n, 0.0
+        )
+        for n in range(3)
+    ]
+    trace = make_trace("branches", SIZE, requests)
+    assert found(trace, PLAIN) == 2 * 10 * SIZE
+    assert found(trace, WINDOW) >= 2 * 9 * SIZE  # in DRAM, as long as there is room
+    assert found(trace, STATE) == 0  # one step computes a prompt: no state is where they part
+
+
+def test_less_room_finds_less_and_sections_take_some_of_it() -> None:
+    trace = talk((500, 20), (100, 20), (100, 20), num_talks=30)
+    room = distinct_bytes(trace, PLAIN)
+    assert found(trace, STATE, "lru", room // 60) < found(trace, STATE)
+    interleaved = chats(60, rate=0.2)
+    least = distinct_bytes(interleaved, PLAIN) // 5
+    assert found(interleaved, WINDOW, "lru", least) < found(interleaved, PLAIN, "lru", least)
+
+
+def test_steps_end_with_blocks_of_states() -> None:
+    assert step_stop(0, 100, 300, 0) == 100
+    assert step_stop(0, 100, 300, 32) == 96
+    assert step_stop(96, 300, 300, 32) == 288  # the last whole block, then the rest
+    assert step_stop(288, 300, 300, 32) == 300
+    assert step_stop(50, 300, 300, 32) == 64
+
+
+@pytest.mark.parametrize("of", [WINDOW, LOCAL, STATE], ids=["window", "local", "state"])
+def test_a_server_of_a_model_with_groups(of: KvShape) -> None:
+    """All tiers, vLLM's own cache, and figures by group that are those of the store."""
+    machine = Machine(
+        kv_bytes_per_token=1, hbm=800_000, dram=6 * SIZE * 1000, nvme=10_000_000,
+        prefill_tokens_per_s=2000, decode_step_s=0.02, max_num_seqs=4,
+        max_num_batched_tokens=256, hbm_bandwidth=1 << 40,
+    ).with_model(of)  # fmt: skip
+    trace = chats(40, rate=0.3)
+    server = Server(trace, machine, "attnstore")
+    out = server.run()
+    assert server.store is not None
+    server.store.residency.check_integrity()
+    assert server.store.is_idle()
+    assert out.num_requests == len(trace.requests)
+    assert 0.3 < out.history_hit_share <= 1
+    assert out.hbm_tokens
+    assert out.dram_tokens + out.nvme_tokens
+    kind = of.needs()[0].reach.value
+    assert out.by_group[f"group_saved_bytes:{kind}"] > 0
+    assert out.by_group[f"group_loaded_bytes:{kind}"] > 0
+    assert out.bytes_written % machine.chunk_bytes == 0
+    assert out.as_json()["by_group"]
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("gemma-3-27b", 0.33), ("gpt-oss-120b", 0.56), ("qwen3-next-80b", 0.45)]
+)
+def test_bytes_that_a_conversation_leaves(name: str, most: float) -> None:
+    """On NVMe, over those of all groups' KV of all tokens: as benchmarks.group_bytes has it."""
+    of = read_shape(MODELS / f"{name}.json")
+    trace = talk(*14 * [(500, 40)])
+    machine = Machine(
+        kv_bytes_per_token=1, hbm=1 << 50, dram=1 << 40, nvme=1 << 40, prefill_tokens_per_s=1e5,
+        decode_step_s=0.001, prefix_cache=False, hbm_bandwidth=1 << 50, nvme_write=1 << 50,
+    ).with_model(of)  # fmt: skip
+    server = Server(trace, machine, "attnstore")
+    out = server.run()
+    assert server.store is not None
+    held = server.store.figures().gauges["held_bytes", "nvme"] / server.store.thread.tiers[0].record_bytes
+    everything = -(-(14 * 540) // of.geometry.chunk_tokens) * len(of.geometry.groups)
+    assert out.found_history > 0.98 * out.history_tokens
+    assert 1 / len(of.geometry.groups) < held / everything < most
+
+
+def test_the_command_takes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        json.dumps({"timestamp": 1000 * n, "input_length": 1024, "output_length": 20,
+                    "hash_ids": [n % 5, 100 + n % 10]}) for n in range(40)
+    ]  # fmt: skip
+    trace, machine = tmp_path / "t.jsonl", tmp_path / "m.yaml"
+    trace.write_text("\n".join(lines))
+    machine.write_text(
+        "kv_bytes_per_token: 1\nhbm: 80GB\ndram: 40GB\nnvme: 400GB\nprefill_tokens_per_s: 3000\n"
+        "decode_step_s: 0.02\n"
+    )
+    model = ["--model", str(MODELS / "qwen3-next-80b.json"), "--json"]
+    assert main(["simulate", str(trace), *model, "--capacity", "20GB,1.0"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert {run["policy"] for run in runs} == {"attnstore", "lru", "fifo", "infinite"}
+    assert runs[0]["num_slots"] == 20_000_000_000 // 25_952_256
+    assert main(["simulate", str(trace), *model, "--machine", str(machine)]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert "belady" not in {run["policy"] for run in runs}
+    assert any(name.endswith(":state") for name in runs[0]["by_group"])
+    for more in ([], ["--machine", str(machine)]):
+        assert main(["simulate", str(trace), *model, *more, "--policy", "belady"]) == 2
+        assert "--policy" in capsys.readouterr().err
+
+
+def test_of_chats_states_find_less_and_windows_as_much() -> None:
+    """The conversations of benchmarks.group_replay, with its small models."""
+    shares = replayed(SAMPLE)
+    assert shares["gemma3"] == shares["gpt_oss"] == shares["llama"] > 0.7
+    assert 0.9 * shares["llama"] < shares["qwen3_next"] <= shares["llama"]
