@@ -19,7 +19,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config import StoreConfig, format_size
-from attnstore_vllm.connector.drafts import drafts_of, needs_next_token
+from attnstore_vllm.connector.drafts import drafts_of, tokens_ahead
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.live_model import LiveWeights, models_of
 from attnstore_vllm.connector.model_rotation import rotations_of
@@ -251,7 +251,6 @@ def _scheduler(
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
-        needs_next_token=needs_next_token(vllm_config),
         serves_adapters=_serves_adapters(vllm_config, geometry),
     )
 
@@ -315,6 +314,7 @@ def _store(
         eviction=config.eviction,
         ttl_s=config.ttl_s,
         needs=needs_of(geometry),
+        ahead=tokens_ahead(vllm_config),
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
     )

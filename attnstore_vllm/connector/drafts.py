@@ -5,11 +5,13 @@ Their layers are regions like others. What their KV depends on:
 
 - a draft model of its own: the tokens up to its own, as the model's KV does;
 - EAGLE heads and MTP layers: the token after its own as well, since what they keep at token i is
-  made of the model's hidden state there and of token i + 1.
+  made of the model's hidden state there and of token i + 1. Of several MTP layers one after the
+  other the n-th looks n tokens ahead; where those are guesses, the next step writes once more.
 
-Both keep it in their first pass over the tokens of a step. Later passes guess on, and write behind
+All keep it in their first pass over the tokens of a step. Later passes guess on, and write behind
 the last accepted token, where the next step writes again. So what is right of the model's KV is
-right of theirs, but for EAGLE's last token: a hit must end before it (scheduler/offer.py).
+right of theirs, but for EAGLE's last token: a hit must end before it (index/sections.py: proven).
+Which group their layers are in does not matter: all groups are treated alike.
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ def draft_model_of(vllm_config: VllmConfig) -> ModelConfig | None:
     return draft
 
 
-def needs_next_token(vllm_config: VllmConfig) -> bool:
-    """Whether KV that drafts keep of a token depends on the token after it."""
+def tokens_ahead(vllm_config: VllmConfig) -> int:
+    """On how many tokens behind it KV depends that drafts keep of a token."""
     drafts = drafts_of(vllm_config)
-    return drafts is not None and drafts.method != "draft_model"
+    if drafts is None or drafts.method == "draft_model":
+        return 0
+    return drafts.num_speculative_tokens if drafts.use_multi_module_mtp() else 1
 
 
-def reason_of_drafts(
-    vllm_config: VllmConfig, num_groups: int, *, has_windows_alone: bool
-) -> str | None:
+def reason_of_drafts(vllm_config: VllmConfig) -> str | None:
     """Why this model cannot be served with its drafts, or None if it can."""
     drafts = drafts_of(vllm_config)
     if drafts is None:
@@ -54,15 +56,6 @@ def reason_of_drafts(
     if drafts.method not in _WITH_KV:
         known = ", ".join((*_WITHOUT_KV, *_WITH_KV))
         return f"its drafts are made by {drafts.method!r}; {known} are known to be right"
-    if num_groups > 1:
-        return (
-            f"its drafts ({drafts.method!r}) keep KV of their own, and it has {num_groups} KV "
-            "cache groups; one is supported with such drafts"
-        )
-    if has_windows_alone:
-        return f"its drafts ({drafts.method!r}) keep KV of their own, and its layers have windows"
     if drafts.parallel_drafting:
         return "its drafts are made in parallel, from tokens that are none (parallel_drafting)"
-    if drafts.use_multi_module_mtp():
-        return "each of its MTP layers looks one token farther ahead, and one token is supported"
     return None

@@ -105,12 +105,8 @@ def _group_of(number: int, group: Any, spec: Any) -> Group:
             )
     elif kind is not FullAttentionSpec:
         raise UnsupportedError(f"one of its KV cache groups is {kind.__name__}")
-    for name, what in (
-        ("is_eagle_group", "is a draft model's"),
-        ("host_resident", "lies in the host's memory"),
-    ):
-        if getattr(group, name, False):
-            raise UnsupportedError(f"one of its KV cache groups {what}")
+    if getattr(group, "host_resident", False):
+        raise UnsupportedError("one of its KV cache groups lies in the host's memory")
     if not getattr(group, "enable_kv_transfer", True):
         raise UnsupportedError("vLLM keeps one of its KV cache groups from connectors")
     if getattr(spec, "non_causal", False):

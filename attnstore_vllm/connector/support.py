@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnstore_vllm.connector.drafts import drafts_of, reason_of_drafts
-from attnstore_vllm.connector.groups import groups_of, has_window, regions_of
+from attnstore_vllm.connector.groups import groups_of, regions_of
 from attnstore_vllm.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -93,12 +93,9 @@ def reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     Both sides ask, each with a configuration of its own: the scheduler's has only one layer's spec
     where layers differ. So what decides is in both, as the sizes of the tensors are.
     """
-    groups = kv_cache_config.kv_cache_groups
     return (
         _reason_of_settings(vllm_config)
-        or reason_of_drafts(
-            vllm_config, len(groups), has_windows_alone=any(map(has_window, groups[:1]))
-        )
+        or reason_of_drafts(vllm_config)
         or _reason_of_groups(kv_cache_config)
     )
 

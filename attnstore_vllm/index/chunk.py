@@ -82,6 +82,8 @@ class Chunk(_Referable):
     """By the name of the tier: of those that have it, or are getting it."""
     refused_by: set[str] = field(default_factory=set)
     """Tiers that are full of what is worth more: it comes there only if it is used again."""
+    if_room: bool = False
+    """It was refused beforehand, and goes to those tiers as long as they have room to spare."""
     dropped: bool = False
     """Not found any more; its slots are freed when the last transfer lets go."""
     repeats: int = 0

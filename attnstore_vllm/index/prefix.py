@@ -222,22 +222,25 @@ def settle(pieces: list[Piece], grain: int = GRAIN_TOKENS) -> list[Piece]:
 
 def ready_run(
     pieces: Iterable[Piece], sequence: SequenceKeys, stop: int, grain: int = GRAIN_TOKENS
-) -> list[Piece]:
-    """The leading pieces of the spine that are READY in DRAM, confirmed and settled.
+) -> tuple[list[Piece], bool]:
+    """The leading pieces of the spine that are READY in DRAM, confirmed and settled; and whether
+    they end elsewhere than was found, so that what is behind them is not known to match.
 
     Args:
         stop: of the wanted tokens: the last piece may end elsewhere than was thought.
     """
     ready: list[Piece] = []
+    ends_anew = False
     for piece in pieces:
         chunk = piece.chunk
         if piece.group or chunk.dram.state is not State.READY or chunk.dropped:
             break
         confirmed = confirm(piece, sequence, stop, ready[-1].stop if ready else piece.start)
+        ends_anew = confirmed is None or not piece.exact
         if confirmed is None:
             break
         ready.append(confirmed)
-    return settle(ready, grain)
+    return settle(ready, grain), ends_anew
 
 
 def has_come(pieces: Sequence[Piece]) -> bool:

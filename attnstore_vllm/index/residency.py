@@ -29,6 +29,8 @@ from attnstore_vllm.types import NVME
 
 SPARE_PRIORITY = -2
 """Of the runs of chunks that are worth little: they leave before what hints call low."""
+SPARE_PART = 4
+"""What is worth little is written while one slot in so many is free."""
 REFUSALS_MAX = 32
 """Chunks that one call of begin_store refuses at most."""
 _EXPECTED_MAX = 1 << 22
@@ -217,6 +219,9 @@ class Residency:
         if not chunk.dropped:
             self.counts["saved_again" if chunk.behind else "saved"] += 1
             self._wait_to_be_written(chunk)
+            for tier in self.behind if chunk.if_room else ():
+                if not tier.is_lost:
+                    tier.waiting_if_room.add(chunk)
             for tail in self.index.extended_by(chunk.name):
                 if tail.behind:
                     chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
@@ -258,12 +263,16 @@ class Residency:
 
         Oldest first; at shutdown, which may not have the time for all, `newest_first`.
         """
+        queue = tier.waiting
         for _ in range(REFUSALS_MAX):
-            chunk = tier.waiting.next(newest_first=newest_first)
+            chunk = queue.next(newest_first=newest_first)
+            if chunk is None and not newest_first and self.writes_if_room(tier):
+                queue = tier.waiting_if_room
+                chunk = queue.next(newest_first=False)
             room = self._make_room_behind(tier, chunk) if chunk is not None else False
             if chunk is None or room is False:
                 return None
-            tier.waiting.remove(chunk)
+            queue.remove(chunk)
             if room:
                 break
             self.counts["refused"] += 1
@@ -275,6 +284,11 @@ class Residency:
         self.pinning.spread(chunk, self.now)
         chunk.dram.uses += 1
         return chunk
+
+    def writes_if_room(self, tier: TierBehind) -> bool:
+        """Whether chunks that are worth little may be written there now."""
+        num_slots = tier.num_free + tier.num_used
+        return len(tier.waiting_if_room) > 0 and tier.num_free * SPARE_PART > num_slots
 
     def finish_store(self, tier: TierBehind, chunk: Chunk, checksum: bytes | None) -> None:
         """The write has ended; `checksum` is the payload's, or None if the write failed."""
@@ -367,6 +381,7 @@ class Residency:
         for tier in self.behind:
             tier.forget_all_at_rest(keep=())
             tier.waiting.clear()
+            tier.waiting_if_room.clear()
 
     def lose(self, tier: TierBehind) -> None:
         """The tier is out of use: forget what only it has, and write nothing to it any more.
@@ -375,6 +390,7 @@ class Residency:
         """
         tier.is_lost = True
         tier.waiting.clear()
+        tier.waiting_if_room.clear()
         keep = []
         for chunk in self.index.all_live():
             copy = chunk.at(tier.name)

@@ -60,6 +60,8 @@ class Need:
     reach_tokens: int
     """Of the window, with the token that looks back; or of a local chunk. FULL: 0."""
     block_tokens: int
+    ahead: int = 0
+    """So many tokens behind it decide KV of a token too (drafts)."""
 
     def first(self, stop: int) -> int:
         """The first token that is needed of a prefix [0, stop), down to a whole block; `stop` if
@@ -133,6 +135,8 @@ def walk(
     Cost: a key and a look-up a chunk of tokens [start, stop), while nothing is found.
     """
     sequence.spine_stop = stop = _last_end(index, sequence, start, stop, is_there)
+    if needs[0].ahead:
+        stop = _last_end(index, sequence, start, stop - needs[0].ahead, is_there)
     while stop > start:
         pieces, reached = _back(index, sequence, needs, (), start, stop, is_there)
         if reached == stop:
@@ -184,6 +188,15 @@ def _back(
             return [], reached
         sections += found
     return sections, stop
+
+
+def proven(pieces: list[Piece], ahead: int, grain: int) -> list[Piece]:
+    """The pieces without the tokens whose KV hangs on tokens behind the last one that matches.
+
+    Args:
+        ahead: on so many (Need.ahead).
+    """
+    return cut(pieces, pieces[-1].stop - ahead, grain) if pieces and ahead else pieces
 
 
 def cut(pieces: Sequence[Piece], stop: int, grain: int) -> list[Piece]:
@@ -294,13 +307,20 @@ def _section(
     """The section that goes farthest from token `at` on, within its chunk. Any token will do: the
     spine says where a hit may end."""
     size = sequence.chunk_tokens
-    end = min(stop, (at // size + 1) * size)
+    chunk_stop = (at // size + 1) * size
+    end, proof = min(stop, chunk_stop), min(stop + need.ahead, chunk_stop)
     best: Piece | None = None
     holes = at % size // need.block_tokens if need.group else 0
     for hole in range(holes + 1):
-        found = index.match(sequence.section(need.group, hole), at, end, grain=1)
-        if found and (best is None or found[0].stop > best.stop):
-            best = replace(found[0], group=need.group)
-            if best.stop == end:
+        found = index.match(sequence.section(need.group, hole), at, proof, grain=1)
+        if not found:
+            continue
+        reached = found[0].stop
+        if found[0].exact and reached < chunk_stop:
+            reached -= need.ahead
+        reached = min(reached, end)
+        if reached > (at if best is None else best.stop):
+            best = replace(found[0], stop=reached, group=need.group)
+            if reached == end:
                 break
     return best

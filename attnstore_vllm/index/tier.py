@@ -120,6 +120,8 @@ class TierBehind(Tier):
         self.is_lost = False
         """Out of use for good: nothing comes here any more."""
         self.waiting = WriteQueue(name, dram_slots)
+        self.waiting_if_room = WriteQueue(name, dram_slots)
+        """What is worth little: it is written when nothing else is, while there is much room."""
         self._dram_pins = dram_pins
         self._look_ahead = look_ahead
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece
-from attnstore_vllm.index.sections import Reach, cut
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.policy.cost import (
     CopyCost,
     LoadRate,
@@ -225,11 +225,7 @@ class Offers:
         plans: OpenPlans,
         truncation: Truncation,
         counts: GroupCounts,
-        *,
-        needs_next_token: bool = False,
     ) -> None:
-        self._unproven_tokens = 2 * GRAIN_TOKENS - 1 if needs_next_token else 0
-        """At most so many at the end of what matches are not offered (see _leave_unproven)."""
         self._needs = {need.group: need for need in store.needs}
         self.kv_cache_manager: KVCacheManager | None = None
         """vLLM's, when it is known."""
@@ -280,9 +276,6 @@ class Offers:
             cause = late
         self._costs.end_wait(state, stats)
         self._waits.answered(state)
-        if held and self._unproven_tokens:
-            held = self._leave_unproven(held)
-            ready_stop = held[-1].stop if held else local
         num_tokens = ready_stop - local
         if held and not self._costs.copy_pays(local, ready_stop):
             cause, num_tokens = "slower", 0
@@ -291,7 +284,7 @@ class Offers:
             state.counted.offered = True
             # A rest that is too short to be loaded is computed in any case.
             computed = state.counted.stored_stop - local - num_tokens
-            if computed >= MIN_LOAD_TOKENS + self._unproven_tokens:
+            if computed >= MIN_LOAD_TOKENS:
                 stats.add("recomputations", cause, 1)
             for group in sequence.short_of:
                 self._counts.add("shortened_hits", group, 1)
@@ -323,16 +316,6 @@ class Offers:
             stop,
             state.request.num_tokens,
         )
-
-    def _leave_unproven(self, held: list[Piece]) -> list[Piece]:
-        """Let go of what ends with the last token that matches, and keep what does not.
-
-        Where KV of a token depends on the one after it, that of the last token is right only if the
-        next one matches too. What is left ends where a hit may, one stop before.
-        """
-        kept = cut(held, held[-1].stop - 1, GRAIN_TOKENS)
-        self._store.release(piece.chunk for piece in held[len(kept) :])
-        return kept
 
     def take(self, state: RequestState, tables: Tables, num_tokens: int, stats: StepStats) -> bool:
         """vLLM takes so many tokens of the offer, for these blocks: their load is planned.

@@ -4,9 +4,10 @@
 Of a chunk the spine is saved, and a section of each other group (index/sections.py). A spine that
 is a window is kept as sections are. These are worth most where hits may end: at the end of the
 prompt and of the answer, and where the prompt parts from what was stored. Those that lie before are
-*passed*: they stay in DRAM as long as there is room, for whoever branches off there, and are not
-written behind it. When a conversation has gone on, the sections of its end before are dropped,
-unless others use them; not before its new end has a state, where a group needs one.
+*passed*: they stay in DRAM as long as there is room, for whoever branches off there. Those of a
+prompt that was new for the most part are also written behind it, while much room is left there.
+When a conversation has gone on, the sections of its end before are dropped, unless others use them;
+not before its new end has a state, where a group needs one.
 
 A recurrent group has a state where a step ends, and nowhere else: one is kept at the end of the
 answer, one at the end of the prompt's last block, and passed ones where its other steps end.
@@ -54,6 +55,10 @@ class Saving:
     def save_chunks(self, state: RequestState, computed: int, tables: Tables) -> None:
         """Whole chunks up to `computed` tokens that were not offered to the store yet."""
         computed = min(computed, state.usable_tokens())
+        if self._store.ahead > 1:
+            # The last ones were made of guesses, and are made anew by the next step.
+            known = max(state.request.num_tokens, computed + 1)
+            computed = min(computed, known - self._store.ahead)
         if state.may_save:
             self._save_chunks(state, computed, tables, has_ended=False)
 
@@ -210,13 +215,18 @@ class Saving:
     ) -> Chunk | None:
         run = None if state.visit is None else state.visit.run(number)
         is_of_prompt = name.position < state.request.num_prompt_tokens
-        return self._store.begin_save(
+        chunk = self._store.begin_save(
             name,
             replace(run, priority=SPARE_PRIORITY) if is_passed and run is not None else run,
             state.hints.terms.pin_s if is_of_prompt and not is_passed else None,
             again=name.position >= state.computing.first and not is_passed,
             stays=is_passed,
         )
+        # Who parts from a prompt for the first time does so within a long text that was new.
+        is_mostly_new = 2 * state.computing.first < state.request.num_prompt_tokens
+        if chunk is not None and is_passed and is_mostly_new:
+            self._store.write_if_room(chunk)
+        return chunk
 
     def _plan(
         self,

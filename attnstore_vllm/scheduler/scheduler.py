@@ -79,7 +79,6 @@ class Scheduler:
         media: says which pictures and sounds have names.
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
         has_prefix_cache: vLLM has one, which is reset when weights are updated.
-        needs_next_token: KV of a token depends on the token after it (connector/drafts.py).
         serves_adapters: requests with a LoRA adapter use and leave KV as others do.
         clock: monotonic seconds.
     """
@@ -104,7 +103,6 @@ class Scheduler:
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
         has_prefix_cache: bool = True,
-        needs_next_token: bool = False,
         serves_adapters: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -151,7 +149,6 @@ class Scheduler:
             self.plans,
             self._truncation,
             self._saving.counts,
-            needs_next_token=needs_next_token,
         )
         self._hints = hints or HintReader()
 

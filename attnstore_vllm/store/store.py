@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, has_come, ready_run, settle
 from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.index.sections import Need, fit, walk, walks
+from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
@@ -79,6 +80,8 @@ class Store:
         more_tiers: behind NVMe, nearest first.
         needs: of the KV cache groups beside the spine, and of the spine if it needs less than all
             tokens; a hit ends where all have what they need.
+        ahead: so many tokens behind it decide KV of a token too (drafts): a hit ends before those
+            of which that is not known.
         clock, threaded, grain: for tests: a time of their own, turn(), and see PrefixIndex.
     """
 
@@ -98,6 +101,7 @@ class Store:
         moved: tuple[int, int] = (64, 0),
         more_tiers: Sequence[MakeTier] = (),
         needs: Sequence[Need] = (),
+        ahead: int = 0,
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
         grain: int = GRAIN_TOKENS,
@@ -118,7 +122,8 @@ class Store:
             more=more_tiers,
         )
         self._pieces_max = pool.num_slots
-        self.needs = needs
+        self.ahead = ahead
+        self.needs = tuple(replace(need, ahead=ahead) for need in needs)
         self.walks = walks(needs)
         """Whether no group has all tokens, so that the names alone are walked."""
         self._moved = MovedKv(
@@ -243,12 +248,13 @@ class Store:
             pieces = self._moved.go_on(pieces, sequence, start, stop)
         if self._has_leases:
             pieces = self.residency.unexpired(pieces)
-        if pieces and pieces[-1].stop - start < min_tokens:
-            return []
         if not all(io.health.reads.in_use for io in self.thread.tiers):
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
         pieces = pieces[: self._pieces_max]  # more can never be in DRAM at once
         pieces = settle(pieces, self.residency.index.grain)
+        pieces = proven(pieces, self.ahead, self.residency.index.grain)
+        if pieces and pieces[-1].stop - start < min_tokens:
+            return []
         if not self.needs:
             return pieces
         sequence.spine_stop = pieces[-1].stop if pieces else start
@@ -360,7 +366,10 @@ class Store:
             if self.walks:
                 assert start is not None, "a window begins behind what is in HBM"
                 return self._hold_walked(pieces, sequence, start, stop) if pieces else []
-            held = ready_run(pieces, sequence, stop, self.residency.index.grain)
+            grain = self.residency.index.grain
+            held, ends_anew = ready_run(pieces, sequence, stop, grain)
+            if ends_anew:
+                held = proven(held, self.ahead, grain)
             self.residency.hold(*(piece.chunk for piece in held))
             return held if not self.needs else self._hold_sections(held, sequence)
 
@@ -455,6 +464,12 @@ class Store:
                 if kept is not None:
                     self.residency.pinning.pin(kept, now + pin_s, now)
             return chunk
+
+    def write_if_room(self, chunk: Chunk) -> None:
+        """Let a chunk that stays (begin_save) go to the tiers behind after all, when nothing else
+        is to be written and while they have much room. It leaves them before all else."""
+        with self._lock:
+            chunk.if_room = True
 
     def may_be_moved(
         self, name: ChunkName, domain: Key, native_from: int = 0, *, is_exact: bool = True

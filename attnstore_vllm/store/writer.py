@@ -31,7 +31,12 @@ class Writer:
     @property
     def has_work(self) -> bool:
         """Locked. Something waits to be written, or is being written."""
-        return bool(len(self._tier.tier.waiting) or self._tier.num_storing)
+        return bool(len(self._tier.tier.waiting) or self._tier.num_storing or self._has_spare_work)
+
+    @property
+    def _has_spare_work(self) -> bool:
+        """Locked. What is worth little may be written; not at shutdown."""
+        return not self.newest_first and self._context.residency.writes_if_room(self._tier.tier)
 
     def start(self, reading: bool) -> None:
         """Submit writes up to the depth. On the store's thread.
@@ -44,7 +49,8 @@ class Writer:
             with context.progress:
                 waiting = len(tier.tier.waiting)
                 limit = max(DIRTY_MIN, context.pool.num_slots // DIRTY_PART)
-                if not waiting or not tier.can_store or not tier.health.writes.in_use:
+                has_work = waiting or (not reading and self._has_spare_work)
+                if not has_work or not tier.can_store or not tier.health.writes.in_use:
                     return
                 if reading and waiting <= limit:
                     return

@@ -393,10 +393,14 @@ _family("mimo_mtp", "MiMo and its MTP layer", config_of(
     "qwen2", "MiMoForCausalLM", **COMMON, num_hidden_layers=3, num_nextn_predict_layers=1,
 ), weights="dummy",
     options={"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}})  # fmt: skip
-_variant(
-    "gpt_oss", "gpt_oss_eagle", "gpt-oss and an EAGLE head", draft="eagle_head", weights="dummy",
-    options={"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
-)  # fmt: skip
+for _name, _draft, _method, _what in (
+    ("gpt_oss_eagle", "eagle_head", "eagle", "gpt-oss and an EAGLE head"),
+    ("gpt_oss_eagle3", "eagle3_head", "eagle3", "gpt-oss and an EAGLE-3 head"),
+):
+    _variant(
+        "gpt_oss", _name, _what, draft=_draft, weights="dummy",
+        options={"speculative_config": {"method": _method, "num_speculative_tokens": 2}},
+    )  # fmt: skip
 
 DRAFTS: Final = ("draft_same", "draft_other", "eagle_head", "eagle3_head")
 """Of FAMILIES: those that serve others only."""

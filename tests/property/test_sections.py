@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
-from attnstore_vllm.index.sections import Need, Reach, fit, walk
+from attnstore_vllm.index.sections import Need, Reach, fit, proven, walk
 from tests.helpers import sequence_of
 
 CHUNK = 8
@@ -128,6 +129,52 @@ def test_the_farthest_length_where_the_spine_is_a_window(
     assert reached == max(ends, default=start)
     for need in needs:
         check_pieces([p for p in found if p.group == need.group], need, start, reached)
+
+
+@given(stores(), st.sampled_from([1, 2, 3]), st.integers(0, 3), st.booleans(), st.data())
+@settings(max_examples=400)
+def test_what_hangs_on_tokens_that_differ_is_not_offered(
+    case: tuple[list[Need], int, Stored],
+    ahead: int,
+    local: int,
+    has_spine: bool,
+    data: st.DataObject,
+) -> None:
+    """KV of a token that is made of the next ones too. All that is stored is of one sequence, so it
+    is right as far as those are the same; whole chunks are taken to be followed by them."""
+    needs, num_tokens, stored = case
+    if not has_spine:
+        needs = [Need(0, Reach.WINDOW, 2 * CHUNK, 4), *needs[:1]]
+    needs = [replace(need, ahead=ahead) for need in needs]
+    for place, (hole, size) in stored.items():
+        if place[1] and data.draw(st.booleans()):  # a section that ends before the spine does
+            stored[place] = hole, data.draw(st.integers(min(size, 4 * hole + 1), size))
+    shared = data.draw(st.integers(0, num_tokens))
+    source = sequence_of(list(range(num_tokens)), chunk_tokens=CHUNK)
+    request = sequence_of([*range(shared), *range(1_000, 1_020)], chunk_tokens=CHUNK)
+    index, _kept = filled(source, stored)
+    start, stop = local * CHUNK, shared + 20
+    if has_spine:
+        matched = index.match(request, start, stop)
+        far = matched[-1].stop if matched else start
+        found = fit(index, request, needs, proven(matched, ahead, 1), start, lambda _: True)
+    else:
+        found = walk(index, request, needs, start, stop, lambda _: True)
+        far = request.spine_stop
+    reached = max((p.stop for p in found if p.group == 0), default=start)
+
+    def backs(end: int) -> bool:
+        if end + ahead > far or not is_backed(needs, stored, start, end):
+            return end == start
+        for need in needs:
+            if max(start, first_needed(need, end)) < end and end % CHUNK:
+                first = end // CHUNK * CHUNK
+                known = min(shared, first + stored[end // CHUNK, need.group][1])
+                if known < first + CHUNK and end + ahead > known:
+                    return False
+        return has_spine or end == start or ((end - 1) // CHUNK, 0) in stored
+
+    assert reached == max(end for end in range(start, max(start, far) + 1) if backs(end))
 
 
 @given(st.integers(1, NUM_CHUNKS * CHUNK), st.sets(st.integers(0, NUM_CHUNKS)), st.data())

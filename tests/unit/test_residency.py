@@ -435,3 +435,40 @@ def test_what_is_worth_little_gives_way_to_its_like(tiers: Checked) -> None:
         chunks.append(chunk)
     assert [chunk.dropped for chunk in chunks] == [True, False, False]
     assert tiers.save(name(9)).dram.state is State.READY, "it gives way to all else"
+
+
+def spare_if_room(tiers: Checked, number: int) -> Chunk:
+    chunk = tiers.begin_save(*spare(number), stays=True)
+    assert chunk is not None
+    chunk.if_room = True
+    tiers.finish_save(chunk)
+    return chunk
+
+
+def test_what_is_worth_little_may_be_written_behind_all_else() -> None:
+    tiers = checked(4, 4)
+    chunk, other = spare_if_room(tiers, 1), tiers.save(name(2))
+    assert tiers.write_back() is other
+    assert tiers.begin_store(tiers.nvme, newest_first=True) is None, "not when the server ends"
+    assert tiers.write_back() is chunk
+    assert tiers.begin_store(tiers.nvme) is None
+    tiers.check_integrity()
+
+
+def test_what_is_worth_little_is_written_while_there_is_much_room() -> None:
+    tiers = checked(8, 8)
+    for number in range(6):
+        tiers.save_to_nvme(name(number))
+    spare_if_room(tiers, 10)
+    assert not tiers.writes_if_room(tiers.nvme)
+    assert tiers.begin_store(tiers.nvme) is None
+    assert tiers.nvme.num_free == 2
+
+
+def test_what_is_worth_little_and_was_dropped_is_not_written() -> None:
+    tiers = checked(4, 4)
+    tiers.drop(spare_if_room(tiers, 1))
+    assert tiers.begin_store(tiers.nvme) is None
+    spare_if_room(tiers, 2)
+    tiers.lose(tiers.nvme)
+    assert not tiers.writes_if_room(tiers.nvme)

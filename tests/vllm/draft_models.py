@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,19 +19,34 @@ from attnstore_vllm.testing.family_models import COMMON, VOCAB
 
 HIDDEN, INTERMEDIATE = 256, 512
 KV_HIDDEN = HIDDEN // 4
+FAINTNESS = 0.03
 SHARPNESS = 2.0
 """What Q and K are larger by than what transformers starts with."""
 
 
-def make_model(directory: Path) -> Path:
-    """The model. One that is there already is used as it is."""
-    weights = {f"model.layers.0.{name}": tensor for name, tensor in _layer().items()}
+def make_model(directory: Path, window: int | None = None, *, before: bool = False) -> Path:
+    """The model. One that is there already is used as it is.
+
+    Args:
+        window: of its layer; None: it has all tokens.
+        before: the window is that of another layer before it, which adds little to what it makes.
+    """
+    layers = [_layer()]
+    kinds = ["full_attention" if window is None or before else "sliding_attention"]
+    if before:
+        layers, kinds = [_faint(_layer()), *layers], ["sliding_attention", *kinds]
+    weights = {
+        f"model.layers.{number}.{name}": tensor
+        for number, layer in enumerate(layers)
+        for name, tensor in layer.items()
+    }
     weights |= {
         "model.embed_tokens.weight": _embeddings(),
         "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": _random(5, VOCAB, HIDDEN),
     }
-    return _write(directory, "LlamaForCausalLM", weights)
+    more = {} if window is None else {"sliding_window": window, "layer_types": kinds}
+    return _write(directory, "LlamaForCausalLM", weights, num_hidden_layers=len(layers), **more)
 
 
 def make_eagle_head(directory: Path, noise: float = 0.0) -> Path:
@@ -41,6 +57,11 @@ def make_eagle_head(directory: Path, noise: float = 0.0) -> Path:
     others = _random(6, HIDDEN, HIDDEN, scale=noise)
     weights["fc.weight"] = torch.cat([torch.eye(HIDDEN), others], dim=1)
     return _write(directory, "EagleLlamaForCausalLM", weights)
+
+
+def _faint(layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    outward = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+    return layer | {name: layer[name] * FAINTNESS for name in outward}
 
 
 def _random(seed: int, *shape: int, scale: float = 0.08) -> torch.Tensor:
@@ -70,12 +91,14 @@ def _layer() -> dict[str, torch.Tensor]:
     return found | {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
 
 
-def _write(directory: Path, architecture: str, weights: dict[str, torch.Tensor]) -> Path:
+def _write(
+    directory: Path, architecture: str, weights: dict[str, torch.Tensor], **more: Any
+) -> Path:
     if directory.exists():
         return directory
     config = {
         **COMMON, "architectures": [architecture], "model_type": "llama", "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "dtype": "float32",
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "dtype": "float32", **more,
     }  # fmt: skip
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))

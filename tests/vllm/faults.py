@@ -136,7 +136,10 @@ def offers_kept(engine: Any) -> Undo:
 
 def last_token_offered(engine: Any) -> Undo:
     """A hit ends with the last token that matches, whatever its KV depends on."""
-    return _replace(engine.side._offers, "_unproven_tokens", 0)
+    store = engine.store
+    needs = _replace(store, "needs", tuple(replace(need, ahead=0) for need in store.needs))
+    ahead = _replace(store, "ahead", 0)
+    return lambda: (needs(), ahead())
 
 
 GROUPS = 8

@@ -43,6 +43,8 @@ class Kind:
     reach: str
     tokens: int = 0
     block: int = BLOCK
+    ahead: int = 0
+    """Its KV of a token is that of drafts: made of so many tokens behind it too."""
 
 
 def _spec(kind: Kind) -> Any:
@@ -73,13 +75,18 @@ def layer_of(group: int, region: int) -> int:
 
 
 class GroupedWorker(ScriptedWorker):
-    """Its tables are in vLLM's order of the groups. Drafts are not known here."""
+    """Its tables are in vLLM's order of the groups. No drafts are accepted here: `Kind.ahead` says
+    that a group keeps their KV."""
 
     kinds: tuple[Kind, ...] = ()
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.side_groups = sorted(self.side.geometry.groups, key=lambda group: group.number)
+        self._made_up_to: dict[tuple[int, int], tuple[Row, int]] = {}
+        """By the row's id and the layer: up to where drafts' KV was made in its last step."""
+        self._made: dict[bytes, set[bytes]] = {}
+        """By KV of a token: all that drafts have made of it and of known tokens behind it."""
         self._state_at: dict[tuple[int, int], tuple[Row, int]] = {}
         """By the row's id and the group: the block in which a request's state was at last."""
 
@@ -121,6 +128,7 @@ class GroupedWorker(ScriptedWorker):
         for run in runs:
             named = self._first_layer + layer_of(group, region)
             look = self._see_state if kind.reach == "state" else self._see_tokens
+            look = self._see_drafts if kind.ahead else look
             look(run, kind, run.row.tables[group], hbm, named)
         self.between()
         if not replays and kind.reach != "state":
@@ -145,6 +153,33 @@ class GroupedWorker(ScriptedWorker):
             f"wrong KV at position {first + int(wrong.argmax())} of {start} computed tokens, "
             f"{kind}, layer {layer}"
         )
+
+    def _see_drafts(self, run: _Run, kind: Kind, table: list[int], hbm: Kv, layer: int) -> None:
+        """Several layers one after the other: the last tokens before this step were made of
+        guesses, and are made anew. Then look at all before them."""
+        width, kv = PAGE_BYTES // kind.block, run.row.kv
+        pages = hbm.reshape(len(hbm), kind.block, width)
+        start, stop = run.start, run.start + len(run.written)
+        known = self._made_up_to.get((id(run.row), layer))
+        goes_on = known is not None and known[0] is run.row and known[1] == start
+        first = start - (kind.ahead - 1) if goes_on else start
+        self._made_up_to[id(run.row), layer] = run.row, stop
+        for at in range(max(0, first), stop):
+            made = np.full(width, 255, np.uint8)
+            if at + kind.ahead < len(kv):
+                made = in_layer([kv[at + kind.ahead]], layer)[0, :width]
+                self._made.setdefault(kv[at], set()).add(made.tobytes())
+            pages[table[at // kind.block], at % kind.block] = made
+        chunk = self.side.geometry.chunk_tokens
+        for at in range(first_seen(kind, start), max(0, first)):
+            found = pages[table[at // kind.block], at % kind.block]
+            wanted = in_layer([kv[at + kind.ahead]], layer)[0, :width]
+            # The last ones of a whole chunk may be those of another that goes on behind it.
+            is_last = at % chunk >= chunk - kind.ahead
+            is_others = is_last and found.tobytes() in self._made.get(kv[at], ())
+            assert is_others or (found == wanted).all(), (
+                f"wrong KV of drafts at position {at} of {start} computed tokens"
+            )
 
     def _see_state(self, run: _Run, kind: Kind, table: list[int], hbm: Kv, layer: int) -> None:
         """Look at the state that the tokens before have left, and leave the next one."""
