@@ -4,10 +4,12 @@ for first, then the farthest in the queue."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.tier import Tier
+from attnstore_vllm.policy.cost import ReadsInTime
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.runs import Pin, Pins, Run
@@ -17,6 +19,7 @@ SAVES_PART = 8
 """One slot in so many is kept for what is saved and not yet written, or saves would push out what
 was read for the requests at the window's end, to be read again."""
 
+WAIT_MIN_S = 1e-3
 DIRTY_PART = 2
 """When more than one slot in so many is dirty and nothing is written, reads may take what is
 nowhere else."""
@@ -52,6 +55,7 @@ class DramTier(Tier):
         """By slot; of those that stand in one."""
         self.writes_stalled = False
         """Nothing is being written, though the store's thread has just looked for what could be."""
+        self.reads = ReadsInTime()
         self._look_ahead = look_ahead
         self._behind = frozenset(behind)
 
@@ -140,7 +144,9 @@ class DramTier(Tier):
         assert wanted is None or isinstance(wanted, Chunk)
         return wanted
 
-    def victim(self, now: float, whose: Order | None) -> tuple[Chunk | None, bool]:
+    def victim(
+        self, now: float, whose: Order | None, run: Run | None = None
+    ) -> tuple[Chunk | None, bool]:
         """The chunk to evict, or None if none can go; and whether somebody waits for it.
 
         First what nobody waits for and a tier behind has too, or has refused; then what only
@@ -148,20 +154,37 @@ class DramTier(Tier):
         lost: it goes for a save alone (`whose` is None), which brings what nobody has; for what a
         request waits for only if most is dirty and nothing is written: else it would wait for
         nothing.
+
+        It also goes before any of these if less is lost with it: what can be read again is lost
+        too, as often as reads come late. So is what a tier behind has, and is saved for `run`.
         """
 
         def can_go(slot: int) -> bool:
             return self.owned[slot].dram.uses == 0
 
+        late = self.reads.late
+        dirty = self.dirty.victim(now, can_go) if late or whose is None else None
+        loss = self._worth(dirty, now) if dirty is not None else math.inf
         slot = self.clean.victim(now, can_go)
-        if slot is None:
-            wanted = self.farther(whose)
-            if wanted is not None:
-                return wanted, True
-            is_stuck = self.writes_stalled and len(self.dirty) > self.num_slots // DIRTY_PART
-            if whose is None or (is_stuck and whose != LAST):
-                slot = self.dirty.victim(now, can_go)
+        if slot is not None:
+            is_less = loss < late * self._worth(slot, now)
+            return self.owned[dirty if is_less and dirty is not None else slot], False
+        wanted = self.farther(whose)
+        if wanted is not None:
+            # It has waited since then, and is taken to wait as long again.
+            is_less = loss < late / max(now - wanted.run.since, WAIT_MIN_S)
+            if is_less and dirty is not None:
+                return self.owned[dirty], False
+            return wanted, True
+        if run is not None and dirty is not None and loss < late * self.dirty.worth(run, now):
+            return self.owned[dirty], False
+        is_stuck = self.writes_stalled and len(self.dirty) > self.num_slots // DIRTY_PART
+        if whose is None or (is_stuck and whose != LAST):
+            slot = self.dirty.victim(now, can_go)
         return (self.owned[slot] if slot is not None else None), False
+
+    def _worth(self, slot: int, now: float) -> float:
+        return self.clean.worth(self.owned[slot].run, now)
 
     def _can_be_fetched_again(self, chunk: Hashable) -> bool:
         assert isinstance(chunk, Chunk)
@@ -179,6 +202,15 @@ class DramTier(Tier):
 
     def leave_queue(self, request_id: str) -> None:
         """The request runs, or was aborted."""
+        came = late = 0
+        is_broken = False  # what has come behind a chunk that has not is of no use
+        for chunk in self._look_ahead.wants_of(request_id):
+            assert isinstance(chunk, Chunk)
+            is_here = chunk.dram.state is State.READY
+            is_broken |= not is_here
+            if chunk.came_from or not is_here:
+                came, late = came + (not is_broken), late + is_broken
+        self.reads.observe(came, late)
         self._place_all(self._look_ahead.remove(request_id))
 
     def lose(self, chunk: Chunk) -> None:

@@ -57,11 +57,11 @@ class NvmeTier(TierBehind):
         pins: Pins,
         index: PrefixIndex,
         *,
-        dram_slots: int,
+        waiting: Departures,
         dram_pins: Pins,
         look_ahead: LookAhead,
     ) -> None:
-        super().__init__(NVME, dram_slots, dram_pins, look_ahead)
+        super().__init__(NVME, waiting, dram_pins, look_ahead)
         self.num_slots = num_slots
         self.order = order
         self.pins = pins

@@ -92,7 +92,7 @@ class Residency:
             policy(nvme_slots),
             Pins(*pin_shares),
             self.index,
-            dram_slots=dram_slots,
+            waiting=policy(dram_slots),
             dram_pins=self.dram.pins,
             look_ahead=self.look_ahead,
         )
@@ -118,11 +118,13 @@ class Residency:
             run.lease.use(self.now)
         for tier in self._tiers if chunks else ():
             tier.use(chunks, run)
+        in_dram = [chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0]
+        for behind in self.behind:
+            behind.waiting.use([slot for slot in in_dram if slot in behind.waiting], run)
         for chunk in chunks:
             if chunk.refused_by:  # worth another look
                 chunk.refused_by.clear()
-                self.dram.place(chunk)
-                self._wait_to_be_written(chunk)
+                self._place(chunk)
 
     def run_of(self, chunk: Chunk) -> Run:
         """The run that used the chunk last, as far as that is known."""
@@ -189,7 +191,7 @@ class Residency:
             self.use([known], run)
             # It takes no room from what waits to be read or written: it can be read again.
             is_here = known.dram.state is not State.ABSENT
-            if not again or is_here or not self._make_room_in_dram(LAST):
+            if not again or is_here or not self._make_room_in_dram(LAST, known.run):
                 return None
             known.name = name  # its tokens, which the tiers behind alone had
             self.look_ahead.has_come(known)
@@ -215,13 +217,9 @@ class Residency:
         """All ranks have copied: the bytes are ready, and dirty until written back."""
         assert chunk.dram.state is State.SAVING
         chunk.dram.state = State.READY
-        self.dram.place(chunk)
+        self._place(chunk)
         if not chunk.dropped:
             self.counts["saved_again" if chunk.behind else "saved"] += 1
-            self._wait_to_be_written(chunk)
-            for tier in self.behind if chunk.if_room else ():
-                if not tier.is_lost:
-                    tier.waiting_if_room.add(chunk)
             for tail in self.index.extended_by(chunk.name):
                 if tail.behind:
                     chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
@@ -231,14 +229,11 @@ class Residency:
                     self.drop(tail)
         self.release(chunk)
 
-    def _wait_to_be_written(self, chunk: Chunk) -> None:
-        """To each tier that has not got it, and has not refused it."""
-        if chunk.dram.state is not State.READY:
-            return
-        for tier in self.behind:
-            name = tier.name
-            if not (tier.is_lost or name in chunk.behind or name in chunk.refused_by):
-                tier.waiting.add(chunk)
+    def _place(self, chunk: Chunk) -> None:
+        """The state of a chunk that may be in DRAM has changed: may it leave, is it written?"""
+        self.dram.place(chunk)
+        for tier in self.behind if chunk.dram.slot >= 0 else ():
+            tier.place_in_dram(chunk)
 
     # ---- DRAM -> HBM -------------------------------------------------------------------
 
@@ -258,29 +253,26 @@ class Residency:
 
     # ---- DRAM -> a tier behind ---------------------------------------------------------
 
-    def begin_store(self, tier: TierBehind, *, newest_first: bool = False) -> Chunk | None:
+    def begin_store(self, tier: TierBehind) -> Chunk | None:
         """The chunk to write next, with a slot of the tier; None if there is none, or no slot.
 
-        Oldest first; at shutdown, which may not have the time for all, `newest_first`.
+        What is worth most is written first: there may not be the time for all.
         """
-        queue = tier.waiting
         for _ in range(REFUSALS_MAX):
-            chunk = queue.next(newest_first=newest_first)
-            if chunk is None and not newest_first and self.writes_if_room(tier):
-                queue = tier.waiting_if_room
-                chunk = queue.next(newest_first=False)
+            slot = tier.waiting.last(self.now)
+            chunk = self.dram.owned[slot] if slot is not None else self._spare(tier)
             room = self._make_room_behind(tier, chunk) if chunk is not None else False
             if chunk is None or room is False:
                 return None
-            queue.remove(chunk)
             if room:
                 break
             self.counts["refused"] += 1
             chunk.refused_by.add(tier.name)
-            self.dram.place(chunk)
+            self._place(chunk)
         else:
             return None
         chunk.behind[tier.name] = InTier(State.WRITING, tier.give(chunk), uses=1)
+        self._place(chunk)
         self.pinning.spread(chunk, self.now)
         chunk.dram.uses += 1
         return chunk
@@ -288,7 +280,13 @@ class Residency:
     def writes_if_room(self, tier: TierBehind) -> bool:
         """Whether chunks that are worth little may be written there now."""
         num_slots = tier.num_free + tier.num_used
-        return len(tier.waiting_if_room) > 0 and tier.num_free * SPARE_PART > num_slots
+        return bool(tier.waiting_if_room) and tier.num_free * SPARE_PART > num_slots
+
+    def _spare(self, tier: TierBehind) -> Chunk | None:
+        """The next chunk that is worth little, while there is much room."""
+        if not self.writes_if_room(tier):
+            return None
+        return self.dram.owned[next(iter(tier.waiting_if_room))]
 
     def finish_store(self, tier: TierBehind, chunk: Chunk, checksum: bytes | None) -> None:
         """The write has ended; `checksum` is the payload's, or None if the write failed."""
@@ -307,7 +305,7 @@ class Residency:
             self.counts["written"] += 1
             if is_first:
                 self.first_written_tokens += max(0, chunk.name.num_tokens - chunk.repeats)
-        self.dram.place(chunk)
+        self._place(chunk)
         self.release(chunk)
 
     # ---- a tier behind -> DRAM ---------------------------------------------------------
@@ -345,7 +343,7 @@ class Residency:
         assert chunk.name.tokens or not verified
         if not verified:
             self.drop(chunk)
-        self.dram.place(chunk)
+        self._place(chunk)
         self.release(chunk)
 
     # ---- scrubbing ---------------------------------------------------------------------
@@ -369,6 +367,7 @@ class Residency:
     def _forget(self, chunk: Chunk) -> None:
         chunk.dropped = True
         self.dram.lose(chunk)
+        self._place(chunk)
         self.index.remove(chunk)
         for tier in self.behind:
             if tier.name in chunk.behind:
@@ -380,8 +379,6 @@ class Residency:
             self.drop(chunk)
         for tier in self.behind:
             tier.forget_all_at_rest(keep=())
-            tier.waiting.clear()
-            tier.waiting_if_room.clear()
 
     def lose(self, tier: TierBehind) -> None:
         """The tier is out of use: forget what only it has, and write nothing to it any more.
@@ -409,14 +406,14 @@ class Residency:
 
     # ---- room --------------------------------------------------------------------------
 
-    def _make_room_in_dram(self, whose: Order | None = None) -> bool:
+    def _make_room_in_dram(self, whose: Order | None = None, run: Run | None = None) -> bool:
         if whose is not None and self.dram.is_full_of_wanted(whose):
             victim, is_wanted = self.dram.farther(whose), True
         elif self.dram.free:
             return True
         else:
             self.pinning.end(self.now)
-            victim, is_wanted = self.dram.victim(self.now, whose)
+            victim, is_wanted = self.dram.victim(self.now, whose, run)
         if victim is None:
             return False
         self.counts["given_up"] += is_wanted
@@ -459,6 +456,8 @@ class Residency:
 
     def leave_dram(self, chunk: Chunk) -> None:
         """The chunk, which no transfer touches, leaves DRAM."""
+        for tier in self.behind:
+            tier.left_dram(chunk.dram.slot)
         self.dram.take_back(chunk)
         chunk.dram, chunk.came_from = NOWHERE, ""
         if chunk.is_behind and not chunk.dropped:
@@ -468,7 +467,7 @@ class Residency:
     def _leave(self, tier: TierBehind, chunk: Chunk) -> None:
         tier.take_back(chunk)
         del chunk.behind[tier.name]
-        self.dram.place(chunk)
+        self._place(chunk)
         self._forget_if_nowhere(chunk)
 
     def _forget_if_nowhere(self, chunk: Chunk) -> None:

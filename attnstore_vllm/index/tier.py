@@ -60,68 +60,27 @@ class Tier(ABC):
         """Assert what always holds. Cost: all slots; for tests and idle moments."""
 
 
-class WriteQueue:
-    """Chunks of DRAM that wait for being written to one tier, in the order they came. Bounded.
-
-    What was evicted or dropped since it came is passed over, and does not pile up.
-
-    Args:
-        limit: chunks that can wait at a time: the slots of DRAM.
-    """
-
-    def __init__(self, tier: str, limit: int) -> None:
-        self._tier = tier
-        self._limit = limit
-        self._oldest_first: dict[Chunk, None] = {}
-
-    def __len__(self) -> int:
-        """At most twice the limit."""
-        return len(self._oldest_first)
-
-    def add(self, chunk: Chunk) -> None:
-        if len(self._oldest_first) >= 2 * self._limit:
-            self._oldest_first = {c: None for c in self._oldest_first if self._waits(c)}
-        self._oldest_first[chunk] = None
-
-    def next(self, *, newest_first: bool) -> Chunk | None:
-        """The chunk to write next; it stays until remove()."""
-        while self._oldest_first:
-            queue = self._oldest_first
-            chunk = next(reversed(queue) if newest_first else iter(queue))
-            if self._waits(chunk):
-                return chunk
-            del queue[chunk]
-        return None
-
-    def remove(self, chunk: Chunk) -> None:
-        del self._oldest_first[chunk]
-
-    def clear(self) -> None:
-        self._oldest_first.clear()
-
-    def _waits(self, chunk: Chunk) -> bool:
-        is_here = chunk.dram.state is State.READY and not chunk.dropped
-        return is_here and self._tier not in chunk.behind
-
-
 class TierBehind(Tier):
     """A tier that DRAM is written back to and read from.
 
     Args:
-        dram_slots: of the tier before it.
+        waiting: an order of departure of DRAM's slots.
         dram_pins: what is pinned there is admitted here.
     """
 
     order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
 
-    def __init__(self, name: str, dram_slots: int, dram_pins: Pins, look_ahead: LookAhead) -> None:
+    def __init__(
+        self, name: str, waiting: Departures, dram_pins: Pins, look_ahead: LookAhead
+    ) -> None:
         self.name = name
         self.is_lost = False
         """Out of use for good: nothing comes here any more."""
-        self.waiting = WriteQueue(name, dram_slots)
-        self.waiting_if_room = WriteQueue(name, dram_slots)
-        """What is worth little: it is written when nothing else is, while there is much room."""
+        self.waiting = waiting
+        """Slots of DRAM whose chunks are to be written here. What would leave last goes first."""
+        self.waiting_if_room: dict[int, None] = {}
+        """Slots of what is worth little: written when nothing else is, while there is much room."""
         self._dram_pins = dram_pins
         self._look_ahead = look_ahead
 
@@ -169,6 +128,26 @@ class TierBehind(Tier):
 
     def place(self, chunk: Chunk) -> None:
         """Nothing depends on what other tiers have of the chunk."""
+
+    def place_in_dram(self, chunk: Chunk) -> None:
+        """The chunk waits for being written here, or does not any more. It has a slot of DRAM."""
+        is_here = chunk.dram.state is State.READY and not (chunk.dropped or self.is_lost)
+        may_wait, slot = is_here and self.name not in chunk.behind, chunk.dram.slot
+        waits = may_wait and self.name not in chunk.refused_by
+        if waits and slot not in self.waiting:
+            self.waiting.add(slot, chunk.run)
+        elif not waits:
+            self.left_dram(slot)
+        if may_wait and not waits and chunk.if_room:
+            self.waiting_if_room[slot] = None
+        else:
+            self.waiting_if_room.pop(slot, None)
+
+    def left_dram(self, slot: int) -> None:
+        """Nothing waits in this slot of DRAM."""
+        self.waiting_if_room.pop(slot, None)
+        if slot in self.waiting:
+            self.waiting.remove(slot)
 
     # ---- room ----------------------------------------------------------------------------
 

@@ -104,6 +104,25 @@ class ReadCost:
         return num_reads * self._mean + math.sqrt(num_reads * self._variance)
 
 
+class ReadsInTime:
+    """How much of what waiting requests want from the tiers behind has come when they run."""
+
+    def __init__(self) -> None:
+        self._late = 0.0
+        self._all = float(READS_MIN)
+
+    @property
+    def late(self) -> float:
+        """The share that has not; 0 before anything is known. About the last READS_KEPT count."""
+        return self._late / self._all
+
+    def observe(self, came: int, late: int) -> None:
+        """So many chunks that a request wanted had come when it ran, and so many not."""
+        keep = 1 / (1 + (came + late) / READS_KEPT)
+        self._late = keep * self._late + late
+        self._all = keep * self._all + came + late
+
+
 class CopyCost:
     """Seconds that a step waits for a token's KV to be copied from DRAM into HBM: what is hidden
     behind the step's own computation costs nothing."""

@@ -221,6 +221,11 @@ class LookAhead:
             self._rank(chunk)
         return unwanted
 
+    def wants_of(self, request_id: str) -> Sequence[Hashable]:
+        """Chunks that the waiting request wants."""
+        waiting = self._waiting.get(request_id)
+        return waiting.wants if waiting is not None else ()
+
     def has_come(self, chunk: Hashable) -> None:
         """The chunk is in DRAM or on its way, or there is nothing left to fetch."""
         if chunk in self._absent:

@@ -27,9 +27,9 @@ from attnstore_vllm.sim.simulated_store import open_scheduler
 from attnstore_vllm.sim.trace import Trace, TraceRequest
 from attnstore_vllm.sim.trace_tokens import TraceTokens
 
-POLICIES = ("attnstore", "lru", "fifo", "infinite", "recompute")
-"""lru and fifo know nothing of the queue, and bring nothing up before it is asked for; infinite has
-DRAM for all; recompute stores nothing."""
+POLICIES = ("attnstore", "lru", "fifo", "infinite", "recompute", "lru-ahead", "dram")
+"""lru and fifo know nothing of the queue, and bring nothing up before it is asked for; lru-ahead
+does. infinite has DRAM for all, dram has no NVMe; recompute stores nothing."""
 
 SPIN_S = 0.01
 """vLLM's loop turns without a pause while requests wait for KV and nothing can be computed. Here it

@@ -17,6 +17,8 @@ from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.store import Store
 
+EVICTION = {"lru": "lru", "lru-ahead": "lru", "fifo": "fifo"}
+"""By policy; else attnstore."""
 _NAMESPACE = b"simulated".ljust(32)
 
 
@@ -92,18 +94,20 @@ def open_scheduler(
         disk,
         machine.io_depth,
         io_deadline_s=float("inf"),
-        eviction="attnstore" if policy == "infinite" else policy,
+        eviction=EVICTION.get(policy, "attnstore"),
         needs=machine.shape.needs() if machine.shape is not None else (),
         clock=clock,
         threaded=False,
     )
+    if policy == "dram":
+        store.residency.lose(store.residency.nvme)
     scheduler = Scheduler(
         store,
         geometry,
         _FixedNames(),
         machine.load_deadline_s,
         -1,
-        looks_ahead=policy in ("attnstore", "infinite"),
+        looks_ahead=policy not in ("lru", "fifo"),
         step_tokens=machine.max_num_batched_tokens,
         has_prefix_cache=machine.prefix_cache,
         clock=clock,

@@ -115,7 +115,9 @@ class Reader:
             residency.now = context.clock()
             while (found := self._next()) is not None:
                 chunk, source, whose = found
-                if not source.can_load or not residency.begin_fetch(chunk, source.tier, whose):
+                if source.loads_last or not source.can_load:
+                    break
+                if not residency.begin_fetch(chunk, source.tier, whose):
                     break  # no room now: tried again when something has ended
                 self._wanted.pop(chunk, None)
                 source.begin_load(

@@ -69,12 +69,12 @@ class StoreThread:
         return not is_busy and all(tier.is_at_rest for tier in self.tiers)
 
     def stop(self, grace_s: float) -> None:
-        """Write back what is dirty, newest first, for up to `grace_s`; then end all."""
+        """Write back what is dirty, of most worth first, for up to `grace_s`; then end all."""
         deadline = time.monotonic() + grace_s
         progress = self._context.progress
         with progress:
             for writer in self._writers:
-                writer.newest_first = True
+                writer.is_ending = True
             self.reader.forget_wanted()  # nobody waits for it now, and reads go before writes
             while self._has_writes():
                 left = deadline - time.monotonic()

@@ -27,6 +27,11 @@ Stored = Callable[[bytes | None], None]
 """Called with the lock held, once: the payload's checksum, or None if it was not written."""
 
 
+IN_FLIGHT_S = 0.25
+"""What is in flight holds slots of DRAM, and cannot be called back for what matters more: so no
+more is begun than a tier has done in this time, and one transfer at least."""
+
+
 class Reset(Protocol):
     """One reset of a tier. Read with the store's lock held."""
 
@@ -50,7 +55,9 @@ class TierIo(ABC):
     def __init__(self) -> None:
         self.cost = ReadCost()
         """Locked. Of reads that follow each other."""
-        self.load_ended_at = 0.0
+        self.write_cost = ReadCost()
+        """Locked. Of writes that follow each other."""
+        self.load_ended_at = self.store_ended_at = 0.0
         """Locked. On the store's clock."""
         self.gauges: dict[tuple[str, str], float] = {}
         """Locked. Values as they are now, as (name, label): value, of this tier alone."""
@@ -74,6 +81,16 @@ class TierIo(ABC):
     @abstractmethod
     def can_store(self) -> bool:
         """Locked. Whether there is what one more store takes."""
+
+    @property
+    def loads_last(self) -> bool:
+        """Locked. Whether its loads take so long that no more should be begun before one ends."""
+        return self.num_loading * (self.cost.mean_s or 0.0) >= IN_FLIGHT_S
+
+    @property
+    def stores_last(self) -> bool:
+        """Locked. As loads_last, of stores."""
+        return self.num_storing * (self.write_cost.mean_s or 0.0) >= IN_FLIGHT_S
 
     @abstractmethod
     def begin_load(

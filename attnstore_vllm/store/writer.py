@@ -26,7 +26,8 @@ class Writer:
         self._context = context
         self._tier = tier
         self._budget = budget
-        self.newest_first = False
+        self.is_ending = False
+        """The store ends: what is worth little is not written any more."""
 
     @property
     def has_work(self) -> bool:
@@ -35,8 +36,8 @@ class Writer:
 
     @property
     def _has_spare_work(self) -> bool:
-        """Locked. What is worth little may be written; not at shutdown."""
-        return not self.newest_first and self._context.residency.writes_if_room(self._tier.tier)
+        """Locked. What is worth little may be written."""
+        return not self.is_ending and self._context.residency.writes_if_room(self._tier.tier)
 
     def start(self, reading: bool) -> None:
         """Submit writes up to the depth. On the store's thread.
@@ -50,7 +51,9 @@ class Writer:
                 waiting = len(tier.tier.waiting)
                 limit = max(DIRTY_MIN, context.pool.num_slots // DIRTY_PART)
                 has_work = waiting or (not reading and self._has_spare_work)
-                if not has_work or not tier.can_store or not tier.health.writes.in_use:
+                if not has_work or not tier.can_store or tier.stores_last:
+                    return
+                if not tier.health.writes.in_use:
                     return
                 if reading and waiting <= limit:
                     return
@@ -61,20 +64,23 @@ class Writer:
             if not self._budget.take(context.clock(), tier.record_bytes):
                 return
             with context.progress:
-                context.residency.now = context.clock()
-                newest_first = self.newest_first
-                chunk = context.residency.begin_store(tier.tier, newest_first=newest_first)
+                residency = context.residency
+                residency.now = context.clock()
+                chunk = residency.begin_store(tier.tier)
                 if chunk is None:
                     self._budget.give_back(tier.record_bytes)
                     return
                 payload = context.pool.slot(chunk.dram.slot)
-                tier.begin_store(chunk, payload, partial(self._finish, chunk))
+                tier.begin_store(chunk, payload, partial(self._finish, chunk, residency.now))
             tier.submit()
 
-    def _finish(self, chunk: Chunk, checksum: bytes | None) -> None:
+    def _finish(self, chunk: Chunk, begun_at: float, checksum: bytes | None) -> None:
         """Locked."""
-        context = self._context
+        context, tier = self._context, self._tier
         if checksum is not None:
-            context.moved_bytes[Flow.WRITE_BACK] += self._tier.record_bytes
-        context.residency.finish_store(self._tier.tier, chunk, checksum)
+            now = context.clock()
+            tier.write_cost.observe(now - max(begun_at, tier.store_ended_at))
+            tier.store_ended_at = now
+            context.moved_bytes[Flow.WRITE_BACK] += tier.record_bytes
+        context.residency.finish_store(tier.tier, chunk, checksum)
         context.progress.notify_all()

@@ -35,10 +35,11 @@ class DictBooks(TierBehind):
         name: str,
         num_slots: int,
         order: Departures,
+        waiting: Departures,
         dram: DramTier,
         look_ahead: LookAhead,
     ) -> None:
-        super().__init__(name, dram.num_slots, dram.pins, look_ahead)
+        super().__init__(name, waiting, dram.pins, look_ahead)
         self.num_slots = num_slots
         self.order = order
         self.pins = Pins()  # pins are kept in the tiers before it
@@ -204,7 +205,9 @@ class MakeDictTier:
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead
     ) -> DictBooks:
         order = policy(self._num_slots)
-        return DictBooks(self.name, self._num_slots, order, dram, look_ahead)
+        return DictBooks(
+            self.name, self._num_slots, order, policy(dram.num_slots), dram, look_ahead
+        )
 
     def io(self, context: Context, tier: TierBehind) -> DictIo:
         return DictIo(context, tier)

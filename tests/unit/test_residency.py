@@ -175,7 +175,7 @@ def test_evicting_a_dirty_chunk_loses_it_and_counts(tiers: Checked) -> None:
 def test_a_clean_chunk_goes_before_an_older_dirty_one(tiers: Checked) -> None:
     dirty = tiers.save(name(1))
     clean = tiers.save(name(2))
-    assert tiers.begin_store(tiers.nvme, newest_first=True) is clean
+    assert tiers.begin_store(tiers.nvme) is clean
     tiers.finish_store(tiers.nvme, clean, b"c" * 16)
     tiers.save(name(3))
     assert (dirty.dram.state, clean.dram.state) == (State.READY, State.ABSENT)
@@ -223,12 +223,12 @@ def test_what_nvme_gave_up_is_not_written_again_and_is_lost_with_its_dram_slot()
 def test_write_back_waits_while_no_nvme_slot_can_go(tiers: Checked) -> None:
     small = checked(3, 1)
     first, second = small.save(name(1)), small.save(name(2))
-    assert small.begin_store(small.nvme) is first
+    assert small.begin_store(small.nvme) is second
     assert small.begin_store(small.nvme) is None  # the only slot is being written
     assert small.num_dirty == 1
-    small.finish_store(small.nvme, first, CHECKSUM)
-    assert small.begin_store(small.nvme) is second
-    assert first.at(NVME).state is State.ABSENT
+    small.finish_store(small.nvme, second, CHECKSUM)
+    assert small.begin_store(small.nvme) is first
+    assert second.at(NVME).state is State.ABSENT
     small.check_integrity()
 
 
@@ -247,9 +247,9 @@ def test_a_write_back(tiers: Checked) -> None:
     assert tiers.begin_store(tiers.nvme) is None
 
 
-def test_oldest_first(tiers: Checked) -> None:
+def test_what_would_leave_last_is_written_first(tiers: Checked) -> None:
     first, second = tiers.save(name(1)), tiers.save(name(2))
-    assert (tiers.begin_store(tiers.nvme), tiers.begin_store(tiers.nvme)) == (first, second)
+    assert (tiers.begin_store(tiers.nvme), tiers.begin_store(tiers.nvme)) == (second, first)
 
 
 def test_a_failed_write_back_leaves_the_chunk_in_dram(tiers: Checked) -> None:
@@ -449,7 +449,6 @@ def test_what_is_worth_little_may_be_written_behind_all_else() -> None:
     tiers = checked(4, 4)
     chunk, other = spare_if_room(tiers, 1), tiers.save(name(2))
     assert tiers.write_back() is other
-    assert tiers.begin_store(tiers.nvme, newest_first=True) is None, "not when the server ends"
     assert tiers.write_back() is chunk
     assert tiers.begin_store(tiers.nvme) is None
     tiers.check_integrity()

@@ -101,10 +101,37 @@ def test_a_read_does_not_take_what_is_nowhere_else(tiers: Tiers) -> None:
     tiers.wait("b", cold[2])
     assert tiers.fetch() is None
     written = tiers.begin_store(tiers.nvme)
-    assert written is dirty[0]
+    assert written is dirty[1]
     tiers.finish_store(tiers.nvme, written, CHECKSUM)
     assert tiers.fetch() is cold[2]
     assert tiers.counts["lost"] == 0
+
+
+def test_what_is_nowhere_else_makes_room_first_if_reads_come_late(tiers: Tiers) -> None:
+    """A disk that is too slow must not keep what is worth little in DRAM."""
+    dirty = tiers.save(0)
+    clean = [tiers.clean(n) for n in (1, 2)]
+    cold = tiers.cold(4)
+    newer = tiers.save(5)
+    for number in range(400):
+        request = f"late {number}"
+        tiers.wait(request, cold)
+        tiers.dram.leave_queue(request)
+    assert tiers.dram.reads.late > 0.9
+    tiers.wait("a", cold)
+    assert tiers.fetch() is cold
+    assert [dirty.dropped, newer.dropped] == [True, False]
+    assert all(chunk.dram.state is State.READY for chunk in clean)
+
+
+def test_what_somebody_waits_for_stays_if_reads_come_late(tiers: Tiers) -> None:
+    dirty = tiers.save(0)
+    wanted = [tiers.clean(n) for n in range(1, SLOTS)]
+    tiers.wait("far", *wanted)
+    tiers.dram.reads.observe(0, 10_000)
+    tiers.save(9)
+    assert dirty.dropped
+    assert all(chunk.dram.state is State.READY for chunk in wanted)
 
 
 def test_a_read_takes_it_when_nothing_is_written(tiers: Tiers) -> None:

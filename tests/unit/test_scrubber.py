@@ -361,7 +361,7 @@ def test_a_record_is_not_evicted_while_it_is_scrubbed(open_cold: Cold) -> None:
     for conversation in (10, 11):
         rig.put(name(conversation))
     write_back(rig, memory)
-    keys = [name(conversation).key for conversation in (0, 10, 11, 3)]
+    keys = [name(conversation).key for conversation in (0, 11, 10, 3)]
     assert rig.records == dict(enumerate(keys))
     memory.release()
     rig.turn()

@@ -294,3 +294,12 @@ def test_plan_says_what_several_groups_keep(
     # More than full attention keeps, and less than all layers would.
     token_bytes = found.shape.conversation_bytes(found.num_tokens) / found.num_tokens
     assert 1024 < token_bytes < 6 * 1024
+
+
+def test_a_slow_nvme_is_better_than_none() -> None:
+    """With a tenth of the speed at which the server makes KV."""
+    trace = chats(120, rate=0.9)
+    slow = replace(MACHINE, nvme_read=KV * 200, nvme_write=KV * 200)
+    found = {policy: run(trace, policy, slow) for policy in ("attnstore", "dram")}
+    assert found["dram"].bytes_written == 0
+    assert found["attnstore"].history_hit_share >= found["dram"].history_hit_share

@@ -39,5 +39,11 @@ class Order(Protocol[K]):
             can_go: False if all slots that were looked at are held. Few are.
         """
 
+    def last(self, now: float) -> K | None:
+        """Who would leave last, as far as a look at few says; None without keys."""
+
+    def worth(self, key: K, now: float) -> float:
+        """Returns a second of a slot of this key, as far as the order knows; above 0."""
+
     def admits(self, key: K, over: K, now: float) -> bool:
         """Whether a chunk of `key` is worth a slot of `over`, which victim() said."""

@@ -162,6 +162,21 @@ class Departures:
         held = self.run_of(slot)
         return held is None or self._order.admits(run, held, now)
 
+    def last(self, now: float) -> int | None:
+        """The slot that would leave last: of its run the first. None without slots.
+
+        Cost: that of the order, and a look at each of the run's slots that have left.
+        """
+        run = self._order.last(now)
+        if run is None:
+            return None
+        group = self._by_run[run]
+        return next(slot for slot in group.slots if self._group_of[slot] == group.number)
+
+    def worth(self, run: Run, now: float) -> float:
+        """See Order."""
+        return self._order.worth(run, now)
+
     def _expired_victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
         """A slot that nobody will find any more. Those that cannot go now do not hide others."""
         for _ in range(LEASES_MAX):
@@ -255,9 +270,9 @@ def departures(
     order: Order[Run]
     match name:
         case "lru":
-            order = Lru(lambda run: run.priority)
+            order = Lru(lambda run: run.priority, lambda run: run.since)
         case "fifo":
-            order = Fifo(lambda run: run.priority)
+            order = Fifo(lambda run: run.priority, lambda run: run.since)
         case _:
             order = by_return(estimator)
     return Departures(num_slots, order, ttl_s)

@@ -9,6 +9,9 @@ from typing import Generic
 
 from attnstore_vllm.policy.eviction.base import K
 
+RANK_FACTOR = 1e9
+"""Between what keys of two ranks are worth: more than age makes of it."""
+AGE_MIN_S = 1e-3
 LOOK_MAX = 64
 """Keys of one rank that one decision looks at. Bounds its cost."""
 
@@ -18,12 +21,16 @@ class Lru(Generic[K]):
 
     Args:
         rank: of a key; those of a lower one go before those of a higher one.
+        since: when a key came.
     """
 
     moves_on_use = True
 
-    def __init__(self, rank: Callable[[K], int]) -> None:
+    def __init__(
+        self, rank: Callable[[K], int], since: Callable[[K], float] = lambda key: 0.0
+    ) -> None:
         self._rank = rank
+        self._since = since
         self._oldest_first: dict[int, OrderedDict[K, None]] = {}
 
     def add(self, key: K) -> None:
@@ -50,6 +57,14 @@ class Lru(Generic[K]):
                 if can_go(key):
                     return key
         return None
+
+    def last(self, now: float) -> K | None:
+        ranks = [rank for rank, keys in self._oldest_first.items() if keys]
+        return next(reversed(self._oldest_first[max(ranks)])) if ranks else None
+
+    def worth(self, key: K, now: float) -> float:
+        """As if returns fell with age as 1/t, which is what makes this order a good one."""
+        return RANK_FACTOR ** self._rank(key) / max(now - self._since(key), AGE_MIN_S)
 
     def admits(self, key: K, over: K, now: float) -> bool:
         return True
