@@ -7,6 +7,7 @@ body.
     ttl: 600, "10m", "1h"   after so long without use its KV is not found any more
     truncation: true        its prompt may be served with stored KV that is moved to other positions
     report: true            the response says how many tokens were
+    ended: true             the conversation is over: its KV leaves before all other KV
     pin: true               its prompt's KV is not evicted until that time is over, within a share
 
 Hints come from anybody: each that makes no sense is ignored and counted, and none fails a request.
@@ -22,7 +23,7 @@ import numpy as np
 
 from attnstore_vllm.config import seconds_of
 from attnstore_vllm.index.keys import encode_tokens
-from attnstore_vllm.policy.runs import NO_TERMS, Terms
+from attnstore_vllm.policy.runs import ENDED_PRIORITY, NO_TERMS, Terms
 from attnstore_vllm.types import TOKEN_BYTES
 
 SECTION: Final = "attnstore"
@@ -77,6 +78,7 @@ class HintReader:
         if not isinstance(given, dict):
             return Hints(ignored=1)
         store, priority, pin = given.get("store"), given.get("priority"), given.get("pin")
+        ended = given.get("ended")
         ttl_s = seconds_of(given.get("ttl"))
         level = PRIORITIES.get(priority) if isinstance(priority, str) else None
         may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
@@ -90,12 +92,14 @@ class HintReader:
                 may_pin,
                 moves,
                 isinstance(report, bool),
+                isinstance(ended, bool),
             )
         )
         times = [t for t in (self._longest_pin_s, self._ttl_s, ttl_s) if t is not None]
+        pin_s = min(times) if may_pin and pin and ended is not True else None
         return Hints(
             store is not False,
-            Terms(level or 0, ttl_s, min(times) if may_pin and pin else None),
+            Terms(ENDED_PRIORITY if ended is True else level or 0, ttl_s, pin_s),
             truncation if moves else None,
             report is True,
             applied,

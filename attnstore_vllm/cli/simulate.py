@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from attnstore_vllm.config import parse_size
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.sim.baselines import BASELINES
 from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.model_shape import KvShape, read_shape
 from attnstore_vllm.sim.one_pool import Replayed, distinct_bytes, replay, replay_model
@@ -30,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "trace", type=Path, metavar="TRACE", help="docs/simulate.md has the formats"
     )
     parser.add_argument(
-        "--policy", metavar="P,...", help=f"of {DEFAULT_POLICIES}; with --machine also recompute"
+        "--policy",
+        metavar="P,...",
+        help=f"of {','.join(POLICIES)} (belady: the bound for whole chunks; "
+        f"{','.join(BASELINES)}: to compare with); with --machine also recompute",
     )
     parser.add_argument(
         "--capacity",

@@ -24,7 +24,7 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
 from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
-from attnstore_vllm.policy.runs import Pins, Run, unknown_run
+from attnstore_vllm.policy.runs import ENDED_PRIORITY, Pins, Run, unknown_run
 from attnstore_vllm.types import NVME
 
 SPARE_PRIORITY = -2
@@ -122,8 +122,9 @@ class Residency:
         for behind in self.behind:
             behind.waiting.use([slot for slot in in_dram if slot in behind.waiting], run)
         for chunk in chunks:
-            if chunk.refused_by:  # worth another look
+            if chunk.refused_by or run.priority <= ENDED_PRIORITY:  # worth another look
                 chunk.refused_by.clear()
+                self._refuse_if_ended(chunk)
                 self._place(chunk)
 
     def run_of(self, chunk: Chunk) -> Run:
@@ -217,6 +218,7 @@ class Residency:
         """All ranks have copied: the bytes are ready, and dirty until written back."""
         assert chunk.dram.state is State.SAVING
         chunk.dram.state = State.READY
+        self._refuse_if_ended(chunk)
         self._place(chunk)
         if not chunk.dropped:
             self.counts["saved_again" if chunk.behind else "saved"] += 1
@@ -234,6 +236,11 @@ class Residency:
         self.dram.place(chunk)
         for tier in self.behind if chunk.dram.slot >= 0 else ():
             tier.place_in_dram(chunk)
+
+    def _refuse_if_ended(self, chunk: Chunk) -> None:
+        """Tiers behind do not get what has ended, so DRAM gives it up like what is clean."""
+        if chunk.run.priority <= ENDED_PRIORITY:
+            chunk.refused_by.update(tier.name for tier in self.behind)
 
     # ---- DRAM -> HBM -------------------------------------------------------------------
 

@@ -20,13 +20,16 @@ from attnstore_vllm.policy.eviction.return_estimator import (
     kind_of,
 )
 
+ENDED_PRIORITY = -3
+"""Of KV that nobody comes back to, as its last request has said."""
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """Terms on which a request asks for its KV to be kept."""
 
     priority: int = 0
-    """-1: leaves tiers before others, 1: after them."""
+    """-1: leaves tiers before others, 1: after them. ENDED_PRIORITY: first of all."""
     ttl_s: float | None = None
     """After so long without use it is not found any more. None: as long as there is room."""
     pin_s: float | None = None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pool of slots under each policy: what is in it after each request.
 
-The policies that a server can use are the real ones (policy/); `belady` knows the future and is
-the bound, `infinite` forgets nothing.
+The policies that a server can use are the real ones (policy/); those of baselines.py are there to
+compare with; `belady` knows the future and is the bound for whole chunks, `infinite` forgets
+nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Protocol
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.runs import unknown_run, visit_of
+from attnstore_vllm.sim.baselines import BASELINES, Baseline
 from attnstore_vllm.sim.trace import Trace, TraceRequest
 
 
@@ -90,6 +92,20 @@ class ByReturnPool:
             order.remove(victim)
 
 
+class Published:
+    """A policy that knows chunks alone. Of one request the last chunk counts as used first."""
+
+    def __init__(self, baseline: Callable[[int], Baseline], num_slots: int, trace: Trace) -> None:
+        self._baseline = baseline(num_slots)
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._baseline
+
+    def store(self, request: TraceRequest, chunks: Sequence[int], num_found: int) -> None:
+        for chunk in reversed(chunks):
+            self._baseline.use(chunk)
+
+
 class Belady:
     """Evicts what is used again last, and of one request the last chunk first."""
 
@@ -134,6 +150,7 @@ POLICIES: dict[str, Callable[[int, Trace], PolicyPool]] = {
     "attnstore": ByReturnPool,
     "lru": partial(InOrder, "lru"),
     "fifo": partial(InOrder, "fifo"),
+    **{name: partial(Published, baseline) for name, baseline in BASELINES.items()},
     "belady": Belady,
     "infinite": lambda _, __: Infinite(),
 }

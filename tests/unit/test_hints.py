@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnstore_vllm.config import DURATION_MAX_S, seconds_of
 from attnstore_vllm.hints import HintReader, Hints, PrefetchOrder, prefetch_order
-from attnstore_vllm.policy.runs import Terms
+from attnstore_vllm.policy.runs import ENDED_PRIORITY, Terms
 
 READER = HintReader(ttl_s=None, longest_pin_s=3600.0)
 
@@ -34,6 +34,12 @@ def read(hints: object, reader: HintReader = READER) -> Hints:
         ({"pin": True, "ttl": 60}, Hints(terms=Terms(0, 60.0, 60.0), applied=2)),
         ({"pin": True, "ttl": "7d"}, Hints(terms=Terms(0, 604_800.0, 3600.0), applied=2)),
         ({"pin": False}, Hints(applied=1)),
+        ({"ended": True}, Hints(terms=Terms(ENDED_PRIORITY), applied=1)),
+        ({"ended": False}, Hints(applied=1)),
+        (
+            {"ended": True, "priority": "high", "ttl": 60, "pin": True},
+            Hints(terms=Terms(ENDED_PRIORITY, 60.0), applied=4),
+        ),
         ({}, Hints()),
     ],
 )
@@ -49,7 +55,8 @@ def test_what_makes_sense_is_taken(hints: dict[str, object], expected: Hints) ->
         {"ttl": 0}, {"ttl": -5}, {"ttl": True}, {"ttl": float("nan")}, {"ttl": float("inf")},
         {"ttl": 10**400}, {"ttl": "soon"}, {"ttl": "10 years"}, {"ttl": "1e9s"}, {"ttl": [60]},
         {"ttl": "9" * 100_000 + "s"}, {"ttl": "999999999d"}, {"ttl": "\u0661\u0660m"},
-        {"pin": "yes"}, {"pin": 1}, {"pin": {}}, {"Priority": "low"}, {"": 1},
+        {"pin": "yes"}, {"pin": 1}, {"pin": {}}, {"ended": "yes"}, {"ended": 1},
+        {"Priority": "low"}, {"": 1},
     ],
 )  # fmt: skip
 def test_what_makes_none_is_ignored_and_the_rest_is_not(hints: dict[str, object]) -> None:

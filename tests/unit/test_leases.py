@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, STALE_MAX, departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
-from attnstore_vllm.policy.runs import Lease, Run, Terms, lease_for, visit_of
+from attnstore_vllm.policy.runs import ENDED_PRIORITY, Lease, Run, Terms, lease_for, visit_of
 from tests.helpers import Rig, Rigs, conversation, name_of, names_of, sequence_of
 from tests.unit.test_by_return import KIND, anything, empty, fill, untrained
 
@@ -35,6 +35,15 @@ def test_a_priority_is_a_factor_and_no_order() -> None:
     order.add(0, run_of(0.0, priority=1))
     order.add(1, run_of(100_000.0, priority=-1))
     assert empty(order, 100_001.0) == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["attnstore", "lru"])
+def test_what_has_ended_goes_first_though_it_was_used_last(name: str) -> None:
+    order = departures(name, 100, ReturnEstimator())
+    fill(order, range(2), run_of(-1e6, priority=-2))
+    fill(order, range(10, 13), run_of(-1e6))
+    order.use([11, 12], run_of(1000.0, priority=ENDED_PRIORITY))
+    assert empty(order, 1000.0)[:3] == [12, 11, 1]
 
 
 def test_what_has_expired_goes_first() -> None:
@@ -159,6 +168,8 @@ def test_terms_are_of_what_is_the_requests_own() -> None:
     high = visit_of(estimator, last, [1, 2, 5], 768, 20.0, Terms(1))
     assert (high.shared.priority, high.own.priority) == (1, 1)
     assert high.own.lease is None
+    over = visit_of(estimator, last, [1, 2, 6], 768, 30.0, Terms(ENDED_PRIORITY))
+    assert (over.shared.priority, over.own.priority) == (0, ENDED_PRIORITY)
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(None, 60.0), (10.0, 10.0), (600.0, 60.0)])

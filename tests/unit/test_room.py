@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.eviction.lru import Lru
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.lookahead import LAST
-from attnstore_vllm.policy.runs import Run
+from attnstore_vllm.policy.runs import ENDED_PRIORITY, Run, unknown_run
 from attnstore_vllm.types import NVME
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 
@@ -165,6 +166,27 @@ def test_what_could_not_be_written_makes_room_and_is_tried_again_when_it_is_used
     tiers.wait("a", cold)
     assert tiers.fetch() is cold
     assert chunk.dropped
+
+
+def test_what_has_ended_makes_room_before_what_is_clean_and_is_not_written(tiers: Tiers) -> None:
+    """Before it ended it was as dirty as the rest; if somebody comes back it is so again."""
+    tiers.clean(1)
+    over = tiers.save(2)
+    tiers.use([over], replace(unknown_run(tiers.now), priority=ENDED_PRIORITY))
+    tiers.clean(3)
+    tiers.clean(4)
+    tiers.save(5)
+    assert over.dropped
+    again = tiers.save(6)
+    tiers.use([again], replace(unknown_run(tiers.now), priority=ENDED_PRIORITY))
+    assert again.refused_by == {NVME}
+    tiers.use([again])
+    assert not again.refused_by
+    tiers.leave_dram(again)
+    last = tiers.begin_save(name(7), replace(unknown_run(tiers.now), priority=ENDED_PRIORITY))
+    assert last is not None
+    tiers.finish_save(last)
+    assert last.refused_by == {NVME}
 
 
 def test_what_was_computed_though_nvme_has_it_is_in_dram_again(tiers: Tiers) -> None:

@@ -23,7 +23,7 @@ from attnstore_vllm.policy.eviction.base import Order
 from attnstore_vllm.policy.eviction.by_return import ByReturn
 from attnstore_vllm.policy.eviction.lru import Fifo, Lru
 from attnstore_vllm.policy.eviction.return_estimator import EDGES_S, ReturnEstimator
-from attnstore_vllm.policy.runs import Lease, Run, lease_for, unknown_run
+from attnstore_vllm.policy.runs import ENDED_PRIORITY, Lease, Run, lease_for, unknown_run
 
 GROUPS_MAX = 4
 """Expired groups that a decision looks at, if none of their slots can go ..."""
@@ -33,9 +33,10 @@ OLDEST_SLOTS = 256
 """Of what a recovery found, so many stand in one group."""
 STALE_MAX = 16
 """A group forgets those that have left it when they are more than these and those left."""
-PRIORITY_FACTORS = {-2: 1 / 4096, -1: 1 / 16, 0: 1.0, 1: 16.0}
+PRIORITY_FACTORS = {ENDED_PRIORITY: 1e-30, -2: 1 / 4096, -1: 1 / 16, 0: 1.0, 1: 16.0}
 """Of what a run of each priority is worth. A factor and not an order: worth falls with age, so what
-nobody comes back to leaves in the end, whatever somebody said of it."""
+nobody comes back to leaves in the end, whatever somebody said of it. What has ended is worth
+less than anything else, whatever its age."""
 LEASES_MAX = 32
 """Leases that one decision looks at."""
 
