@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | check | sanitize | bench | gpu-check
+# make setup | demo | test | check | sanitize | docs | docs-serve | bench | gpu-check
 PYTHON := .venv/bin/python
 CXX_FILES := $(foreach end,cpp cu h,$(wildcard csrc/*/*.$(end)))
 # The one that has PyTorch for CUDA and this package; .venv has PyTorch for the CPU.
 GPU_PYTHON ?= python3
 
-.PHONY: setup demo test check lint format sanitize bench gpu-check clean
+.PHONY: setup demo test check lint format sanitize docs docs-serve bench gpu-check clean
 
 setup:
 	@python3 tools/setup_env.py
@@ -31,6 +31,12 @@ format: setup
 
 sanitize:
 	@tools/sanitize.sh
+
+docs:
+	@python3 tools/docs_site.py
+
+docs-serve:
+	@python3 tools/docs_site.py --serve
 
 bench: setup
 	@$(PYTHON) -m benchmarks.hit_latency $(ARGS)

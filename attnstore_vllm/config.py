@@ -23,6 +23,8 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
     _UNITS[f"{_letter}b"] = 1000**_power
+    # As Kubernetes writes them, in its own case: `m` is a thousandth there.
+    _UNITS[f"{_letter.upper()}i"], _UNITS[_letter.upper()] = 1024**_power, 1000**_power
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*")
 
 
@@ -33,7 +35,7 @@ _SCRUB_MIN = 64 << 10
 
 
 def parse_size(key: str, value: object, least: int = 1, unit: str = "GiB") -> int:
-    """Bytes of "64GiB", "1.5 TB" or a plain integer.
+    """Bytes of "64GiB", "64Gi", "1.5 TB" or a plain integer.
 
     Args:
         least: that makes sense, in bytes.
@@ -43,7 +45,7 @@ def parse_size(key: str, value: object, least: int = 1, unit: str = "GiB") -> in
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if isinstance(text, str) and (match := _SIZE.fullmatch(text)):
         number, given = match.groups()
-        unit_bytes = _UNITS.get(given.lower(), 0)
+        unit_bytes = _UNITS.get(given) or _UNITS.get(given.lower(), 0)
         num_bytes = (
             int(number) * unit_bytes if number.isdecimal() else int(float(number) * unit_bytes)
         )

@@ -13,8 +13,9 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from attnstore_vllm.config import NvmeConfig, StoreConfig, format_size
@@ -28,10 +29,24 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 62
 
 
+TESTED_VLLM = ("0.30.0", "0.31.0", "0.32.0")
+
+
 def check_machine(
     config: StoreConfig, ranks: Sequence[int] | None = None, *, pins_memory: bool = False
 ) -> None:
     """Raise ConfigError for the first setting that this machine cannot meet.
+
+    Args: as problems() has them.
+    """
+    for problem in problems(config, ranks, pins_memory=pins_memory):
+        raise problem
+
+
+def problems(
+    config: StoreConfig, ranks: Sequence[int] | None = None, *, pins_memory: bool = False
+) -> Iterator[ConfigError]:
+    """Every setting that this machine cannot meet; what depends on a directory only if it is there.
 
     Args:
         ranks: the data-parallel engines that this start begins here; None: all of them.
@@ -41,19 +56,35 @@ def check_machine(
     if config.data_parallel_size > 1:
         here = range(config.data_parallel_size) if ranks is None else ranks
         engines = [config.share(rank) for rank in here]
+    in_directory = [
+        partial(_check_disk, config, [engine.nvme for engine in engines]),
+        *(partial(check_unlocked, engine.nvme.path) for engine in engines),
+    ]
+    for check in (
+        partial(_check_directory, config.nvme.path),
+        partial(_check_memory, config, engines, pins_memory=pins_memory),
+        *in_directory,
+    ):
+        if check in in_directory and not config.nvme.path.parent.is_dir():
+            return
+        try:
+            check()
+        except ConfigError as error:
+            yield error
+
+
+def _check_memory(
+    config: StoreConfig, engines: Sequence[StoreConfig], *, pins_memory: bool
+) -> None:
     dram_bytes = sum(engine.dram_bytes for engine in engines)
-    _check_directory(config.nvme.path)
     region.sweep(SHM_DIR)  # a killed start's pool would count as used
-    missing = lacks_memory(dram_bytes, shared_memory(SHM_DIR), _memory_available())
+    missing = lacks_memory(dram_bytes, shared_memory(SHM_DIR), memory_available())
     if missing is None and pins_memory and engines:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         most = max(engine.dram_bytes for engine in engines)  # the limit is each process's own
         missing = lacks_locked_memory(most, limit, driver_counts_locked_memory)
     if missing is not None:
         raise ConfigError(f"dram is {_part(config.dram_bytes, dram_bytes)}, but {missing}")
-    _check_disk(config, [engine.nvme for engine in engines])
-    for engine in engines:
-        check_unlocked(engine.nvme.path)
 
 
 def _part(asked: int, here: int) -> str:
@@ -121,7 +152,7 @@ def lacks_memory(asked: int, shared: SharedMemory, memory_bytes: int) -> str | N
     return None
 
 
-def _memory_available() -> int:
+def memory_available() -> int:
     """The memory that the machine has left, or the limit of the control group that this process is
     in, whichever is less: a pool beyond that one is ended by the kernel without a word."""
     least = _UNLIMITED

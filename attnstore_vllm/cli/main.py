@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `attnstore` command: looks after the directory of nvme.path, simulates, and measures."""
+"""The `attnstore` command: settings and machine, the directory of nvme.path, simulation, load."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import io
 import json
+import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attnstore_vllm.cli import (
     bench,
+    doctor,
     gc,
+    init,
     inspect,
+    settings_file,
     simulate,
     simulate_server,
     size_plan,
@@ -22,11 +29,16 @@ from attnstore_vllm.config import SIZE_MIN, parse_size
 from attnstore_vllm.errors import AttnStoreError
 
 EXIT_OK, EXIT_BAD, EXIT_ERROR = 0, 1, 2
+EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
+"""As a shell says of a program that SIGINT or SIGPIPE has ended."""
+DEFAULT_DIRECTORY = Path("/var/tmp/attnstore")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attnstore", description=__doc__)
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_settings_commands(commands)
     read = commands.add_parser(
         "verify", help="read every record; exit 1 if any is bad (safe beside a running server)"
     )
@@ -58,18 +70,75 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_settings_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    begin = commands.add_parser(
+        "init", help="print a commented YAML of all settings, sized for this machine"
+    )
+    begin.add_argument(
+        "--dir", type=Path, default=DEFAULT_DIRECTORY, help="nvme.path (%(default)s)"
+    )
+    begin.add_argument("--dram", metavar="SIZE", help="as in 64GiB (half of what is free)")
+    begin.add_argument("--nvme", metavar="SIZE", help="as in 2TiB (half of what is free)")
+    check = commands.add_parser(
+        "check", help="say all that is wrong with a file of settings; exit 1 if anything is"
+    )
+    check.add_argument("file", type=Path, metavar="FILE", help="attnstore.yaml, or JSON")
+    examine = commands.add_parser(
+        "doctor", help="say what a start here would refuse or warn about; exit 1 if it would refuse"
+    )
+    examine.add_argument("file", type=Path, nargs="?", metavar="YAML", help="the settings")
+    examine.add_argument("--model", type=Path, metavar="DIR", help="sizes in tokens of this model")
+    for command in (check, examine):
+        command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _version() -> str:
+    parts = [f"Python {platform.python_version()}"]
+    try:
+        parts.append(f"vLLM {importlib.metadata.version('vllm')}")
+    except importlib.metadata.PackageNotFoundError:
+        parts.append("no vLLM")
+    try:
+        own = importlib.metadata.version("attnstore-vllm")
+    except importlib.metadata.PackageNotFoundError:
+        own = "(not installed)"
+    return f"attnstore {own}, {', '.join(parts)}"
+
+
+def command_names() -> set[str]:
+    """The commands that there are."""
+    (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return set(commands.choices)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 (verify found something bad, a request of bench failed),
-    2 (it could not be done), 130 (bench was interrupted)."""
+    2 (it could not be done), 130 (it was interrupted), 141 (its reader had closed the pipe)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the locale cannot write is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     try:
-        return _run(args)
+        code = _run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+    except KeyboardInterrupt:
+        print(f"attnstore {args.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except (AttnStoreError, OSError) as error:
         print(f"attnstore {args.command}: {error}", file=sys.stderr)
         return EXIT_ERROR
 
 
 def _run(args: argparse.Namespace) -> int:
+    handlers: dict[str, Callable[[argparse.Namespace], int]] = {
+        "init": _init, "check": _check, "doctor": _doctor,
+        "simulate": _simulate, "bench": bench.run, "gc": _gc,
+    }  # fmt: skip
+    if args.command in handlers:
+        return handlers[args.command](args)
     if args.command == "verify":
         verdict = verify.verify(args.directory, quiet=args.json)
         if args.json:
@@ -84,24 +153,46 @@ def _run(args: argparse.Namespace) -> int:
         else:
             inspect.show(namespaces)
         return EXIT_OK
-    if args.command == "simulate":
-        return _simulate(args)
-    if args.command == "bench":
-        return bench.run(args)
-    if args.command == "plan":
-        trace = simulate.read(args)
-        model, options = size_plan.plan(args, trace)
-        if args.json:
-            print(json.dumps([option.as_json() for option in options]))
-        else:
-            if len(model.shape.geometry.groups) > 1:
-                size_plan.show_model(model)
-            size_plan.show(trace, options)
-        return EXIT_OK
-    return _gc(args)
+    trace = simulate.read(args)
+    model, options = size_plan.plan(args, trace)
+    if args.json:
+        print(json.dumps([option.as_json() for option in options]))
+    else:
+        if len(model.shape.geometry.groups) > 1:
+            size_plan.show_model(model)
+        size_plan.show(trace, options)
+    return EXIT_OK
+
+
+def _init(args: argparse.Namespace) -> int:
+    print(init.settings_for(args.dir, args.dram, args.nvme), end="")
+    return EXIT_OK
+
+
+def _check(args: argparse.Namespace) -> int:
+    problems = settings_file.read_settings(args.file).problems()
+    if args.json:
+        print(json.dumps([problem.as_json() for problem in problems]))
+    elif problems:
+        for problem in problems:
+            print(f"{args.file}: {problem}")
+    else:
+        print(f"{args.file}: all settings are right")
+    return EXIT_BAD if problems else EXIT_OK
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    checks = list(doctor.examine(args.file, args.model))
+    if args.json:
+        print(json.dumps(doctor.as_json(checks)))
+    else:
+        doctor.show(checks)
+    return EXIT_BAD if doctor.is_bad(checks) else EXIT_OK
 
 
 def _simulate(args: argparse.Namespace) -> int:
+    if args.plot:
+        simulate.check_plot(args.plot)
     trace = simulate.read(args)
     if args.machine is not None:
         outcomes = simulate_server.simulate(args, trace)

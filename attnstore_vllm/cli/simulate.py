@@ -179,10 +179,21 @@ def show(trace: Trace, runs: Sequence[Replayed]) -> None:
         print(f"{capacity:>10.2%}{cells}")
 
 
-def plot(trace: Trace, runs: Sequence[Replayed], path: Path) -> None:
-    """Raises: ConfigError without matplotlib."""
+def check_plot(path: Path) -> None:
+    """Raise ConfigError if no picture can be written there: before the run, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot: matplotlib is not installed; pip install matplotlib")
+        raise ConfigError("--plot: matplotlib is not installed; pip install 'attnstore-vllm[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415  a second to import
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ConfigError(f"--plot is {str(path)!r}; its end must be one of {', '.join(known)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot is {str(path)!r}, but {str(path.parent)!r} is not a directory")
+
+
+def plot(trace: Trace, runs: Sequence[Replayed], path: Path) -> None:
+    """Write the picture; check_plot() has said that it can be."""
     from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from attnstore_vllm.connector.drafts import drafts_of, reason_of_drafts
 from attnstore_vllm.connector.groups import groups_of, regions_of
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.preflight import TESTED_VLLM
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TESTED_VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
 NEEDED_HOOKS = (
     "bind_kv_cache_manager", "build_connector_worker_meta", "get_finished",
     "get_kv_connector_stats", "get_num_new_matched_tokens", "on_new_request",
@@ -44,15 +44,15 @@ def check_interface(base: type) -> None:
     if missing:
         raise UnsupportedError(
             f"this vLLM's KV connector interface lacks {', '.join(missing)}; AttnStore was made "
-            f"for vLLM {', '.join(TESTED_VERSIONS)}"
+            f"for vLLM {', '.join(TESTED_VLLM)}"
         )
 
 
 def warn_if_untested(version: str) -> None:
-    if version.split("+", maxsplit=1)[0] not in TESTED_VERSIONS:
+    if version.split("+", maxsplit=1)[0] not in TESTED_VLLM:
         logger.warning(
             "AttnStore was tested with vLLM %s, this is %s; please report what you see",
-            ", ".join(TESTED_VERSIONS),
+            ", ".join(TESTED_VLLM),
             version,
         )
 

@@ -107,9 +107,10 @@ def test_guesses_that_are_saved_are_seen(
     save = Saving.save_chunks
 
     def early(saving: Saving, *arguments: object) -> None:
-        ahead, saving._store.ahead = saving._store.ahead, 1
+        store = saving._store
+        ahead, store.ahead = store.ahead, 1
         save(saving, *arguments)  # type: ignore[arg-type]
-        saving._store.ahead = ahead
+        store.ahead = ahead
 
     monkeypatch.setattr(Saving, "save_chunks", early)
     with pytest.raises(AssertionError, match="wrong KV of drafts"):

@@ -92,13 +92,13 @@ def test_a_repeated_chat_comes_from_dram(servers: Servers) -> None:
     assert tokens == {"dram": whole_blocks(computed.prompt_tokens - 1), "nvme": 0}
 
 
-def test_all_series_of_the_readme_are_there(servers: Servers) -> None:
+def test_all_series_of_the_runbook_are_there(servers: Servers) -> None:
     names = {name for name, _ in servers.get("yaml").metrics()}
     for series in serving.SERIES:
         assert series in names
-    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    runbook = Path(__file__).parents[2].joinpath("docs/runbook.md").read_text(encoding="utf-8")
     for series in serving.SERIES:
-        assert f"`{series.removesuffix('_count')}" in readme, f"{series} is not in the README"
+        assert f"`{series.removesuffix('_count')}" in runbook, f"{series} is not in the runbook"
 
 
 def test_a_route_that_nobody_asked_for_is_not_there(servers: Servers) -> None:

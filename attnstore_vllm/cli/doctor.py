@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnstore doctor [YAML]`: everything that a start would refuse or warn about. Loads no model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import platform
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from attnstore_vllm import _native, preflight
+from attnstore_vllm.cli.settings_file import read_settings
+from attnstore_vllm.cli.slab_file import opened, slab_files
+from attnstore_vllm.cli.speeds import FILE_BYTES, disk_speed, memory_speed
+from attnstore_vllm.config import StoreConfig, format_size
+from attnstore_vllm.errors import AttnStoreError, ConfigError
+from attnstore_vllm.sim.model_shape import shape_of
+from attnstore_vllm.store.format import SegmentHeader
+
+State = Literal["ok", "warn", "bad", "note"]
+"""`bad`: a start would be refused. `note`: a fact that is neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    state: State
+    found: str
+
+    def as_json(self) -> dict[str, str]:
+        return {"check": self.name, "state": self.state, "found": self.found}
+
+
+def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
+    """All checks, as they are made. Cost: some seconds, and 512 MiB of memory for a moment.
+
+    Args:
+        file: settings; None: the machine alone.
+        model: a directory with a config.json; None: sizes in tokens are not told.
+    Raises: ConfigError if `file` cannot be read.
+    """
+    gpus = list(_gpus())
+    yield from _versions()
+    yield from gpus or [Check("GPU", "note", "nvidia-smi shows none: the CPU build is expected")]
+    yield from _native_parts(has_gpu=bool(gpus))
+    if file is None:
+        yield Check("memory", "note", _memory())
+        yield Check("settings", "note", "no file was given: neither settings nor disk are checked")
+        return
+    settings = read_settings(file)
+    problems = settings.problems()
+    if problems:
+        yield from (Check("settings", "bad", str(problem)) for problem in problems)
+        return
+    config = settings.config()
+    yield Check("settings", "ok", f"{file}: all of them are right")
+    yield from _machine(config, pins_memory=bool(gpus))
+    yield Check("memory", "note", f"{_memory()}; a copy runs at {_rate(memory_speed())}")
+    yield from _disk(config)
+    yield from _content(config.nvme.path)
+    if model is not None:
+        yield _tokens(model, config)
+
+
+def _versions() -> Iterator[Check]:
+    yield Check("python", "ok", platform.python_version())
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        yield Check("vLLM", "warn", "not installed in this environment; the store runs inside it")
+        return
+    tested = version.split("+", maxsplit=1)[0] in preflight.TESTED_VLLM
+    known = "" if tested else f"; tested are {', '.join(preflight.TESTED_VLLM)}"
+    yield Check("vLLM", "ok" if tested else "warn", f"{version}{known}")
+
+
+def _gpus() -> Iterator[Check]:
+    if shutil.which("nvidia-smi") is None:
+        return
+    asked = "--query-gpu=name,memory.total,driver_version,compute_cap"
+    command = ["nvidia-smi", asked, "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Check("GPU", "warn", f"nvidia-smi fails: {error}")
+        return
+    for line in said.stdout.splitlines():
+        yield Check("GPU", "ok", f"{line} (name, memory, driver, compute capability)")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    is_open = limit == resource.RLIM_INFINITY
+    yield Check("locked memory", "note", "no limit" if is_open else f"limit {format_size(limit)}")
+
+
+def _native_parts(*, has_gpu: bool) -> Iterator[Check]:
+    if _native.has_uring:
+        yield Check("io_uring", "ok", "built in")
+    else:
+        yield Check(
+            "io_uring", "warn",
+            "not built in: install liburing-dev and libxxhash-dev, then install this package again",
+        )  # fmt: skip
+    if has_gpu and importlib.util.find_spec("attnstore_vllm._native_cuda") is None:
+        yield Check(
+            "CUDA copies", "bad",
+            "not built, but there is a GPU: install this package again where nvcc is found",
+        )  # fmt: skip
+
+
+def _memory() -> str:
+    shared = preflight.shared_memory(preflight.SHM_DIR)
+    return (
+        f"{format_size(preflight.memory_available())} available; {preflight.SHM_DIR} has "
+        f"{format_size(shared.free_bytes)} free of {format_size(shared.total_bytes)}"
+    )
+
+
+def _machine(config: StoreConfig, *, pins_memory: bool) -> Iterator[Check]:
+    found = list(preflight.problems(config, pins_memory=pins_memory))
+    yield from (Check("machine", "bad", str(problem)) for problem in found)
+    if not found:
+        sizes = (
+            f"dram {format_size(config.dram_bytes)}, nvme {format_size(config.nvme.capacity_bytes)}"
+        )
+        yield Check("machine", "ok", f"it has what is asked for: {sizes}")
+
+
+def _disk(config: StoreConfig) -> Iterator[Check]:
+    path = config.nvme.path
+    directory = path if path.is_dir() else path.parent
+    if not directory.is_dir():
+        return
+    free = shutil.disk_usage(directory).free
+    kind = _file_system(directory)
+    yield Check("disk", "note", f"{directory} is {kind}, {format_size(free)} free")
+    if free < 2 * FILE_BYTES:
+        yield Check("disk speed", "note", "not measured: too little is free for a trial file")
+        return
+    with _warnings() as said:
+        try:
+            speed = disk_speed(directory, config.nvme, config.io_depth)
+        except (AttnStoreError, OSError) as error:
+            yield Check("disk speed", "bad", str(error))
+            return
+    yield from (Check("disk I/O", "warn", text) for text in said)
+    yield Check(
+        "disk speed", "ok",
+        f"reads {_rate(speed.read)}, writes {_rate(speed.write)} (records of 1 MiB, "
+        f"{config.io_depth} at a time, {speed.by})",
+    )  # fmt: skip
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_size(int(bytes_per_s))}/s"
+
+
+def _file_system(directory: Path) -> str:
+    """Its type, by the longest mount point that leads to `directory`."""
+    best, kind = "", "an unknown file system"
+    where = str(directory.resolve())
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        _, mount, name = line.split(" ")[:3]
+        inside = where == mount or where.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, name
+    return kind
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect the warnings of our log meanwhile, in place of the log."""
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    log, handler = logging.getLogger("attnstore_vllm"), Kept(logging.WARNING)
+    before, log.propagate = log.propagate, False
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+        log.propagate = before
+
+
+def _content(directory: Path) -> Iterator[Check]:
+    try:
+        files = slab_files(directory)
+    except ConfigError:
+        yield Check("content", "note", f"{directory} holds no stored KV")
+        return
+    for path in files:
+        try:
+            with opened(path) as slab:
+                found = [segment for _, segment in slab.segments() if segment is not None]
+        except (AttnStoreError, OSError) as error:
+            yield Check("content", "warn", str(error))
+            continue
+        labels = sorted({s.label for s in found if isinstance(s, SegmentHeader)})
+        damaged = sum(not isinstance(segment, SegmentHeader) for segment in found)
+        text = f"{path}: {len(found)} segments of {'; '.join(labels) or 'nobody'}"
+        yield Check("content", "note", text)
+        if damaged:
+            yield Check("content", "warn", f"{path}: {damaged} damaged segments are taken for free")
+
+
+def _tokens(model: Path, config: StoreConfig) -> Check:
+    file = model / "config.json"
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(read, dict):
+            raise ConfigError(f"{file} holds {type(read).__name__}; expected an object")
+        shape = shape_of(read, str(file), chunk_tokens=config.chunk_tokens)
+    except (OSError, ValueError, AttnStoreError) as error:
+        return Check("model", "warn", f"its KV cannot be told from its config.json: {error}")
+    slot, chunk = shape.geometry.slot_bytes, shape.geometry.chunk_tokens
+    dram, nvme = (size // slot * chunk for size in (config.dram_bytes, config.nvme.capacity_bytes))
+    if dram < chunk:
+        return Check("model", "bad", f"dram has no room for one chunk of {format_size(slot)}")
+    return Check(
+        "model", "ok",
+        f"{chunk} tokens take {format_size(slot)}: dram holds {dram:,} tokens, nvme {nvme:,}",
+    )  # fmt: skip
+
+
+def show(checks: list[Check]) -> None:
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        text = check.found.replace("\n", "\n" + " " * (width + 8))
+        print(f"{check.state:<5} {check.name:<{width}}  {text}")
+    bad, warn = (sum(check.state == state for check in checks) for state in ("bad", "warn"))
+    if bad:
+        print(f"\nA start would be refused: {bad} bad, {warn} to look at.")
+    else:
+        print(f"\nA start would not be refused; {warn} to look at.")
+
+
+def as_json(checks: list[Check]) -> dict[str, Any]:
+    return {"refused": is_bad(checks), "checks": [check.as_json() for check in checks]}
+
+
+def is_bad(checks: list[Check]) -> bool:
+    return any(check.state == "bad" for check in checks)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README is one screen; what the docs say of links, commands, metrics, warnings is so."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from attnstore_vllm.cli.main import command_names
+from tools import docs_site, readme_results
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS]
+DOOR = ("README.md", "index.md", "getting-started-cpu.md", "getting-started-gpu.md", "concepts.md",
+        "operations.md", "runbook.md", "compatibility.md", "benchmarks.md", "faq.md",
+        "CONTRIBUTING.md", "SECURITY.md")  # fmt: skip
+"""What a stranger reads first: here no sentence is long."""
+LINES_MAX, LINE_MAX, NUMBERS_MAX, WORDS_MAX, SENTENCE_MAX = 120, 120, 40, 120, 30
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def visible(text: str) -> str:
+    """The text that a reader sees: link targets, definitions of links and pictures left out."""
+    text = re.sub(r"^\[\w+\]: .*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    return re.sub(r"\[([^\]]*)\](\([^)]*\)|\[\w+\])?", r"\1", text)
+
+
+def short(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_the_readme_is_one_screen() -> None:
+    text = README.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= LINES_MAX
+    long = [
+        f"{number}: {len(line)}" for number, line in enumerate(lines, 1) if len(line) > LINE_MAX
+    ]
+    assert not long, f"lines of more than {LINE_MAX} characters: {long}"
+    numbers = re.findall(r"\d+(?:[.,]\d+)*", visible(text))
+    assert len(numbers) <= NUMBERS_MAX, f"{len(numbers)} numbers: {numbers}"
+    before = visible(text.partition("```")[0]).split()
+    assert len(before) <= WORDS_MAX, f"{len(before)} words before the first command"
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of paragraphs, items and cells; code spans count as one word."""
+    text = re.sub(r"`[^`\n]+`", "code", visible(FENCE.sub("\n\n", text)))
+    parts = re.split(r"\n\s*\n|\n(?=- |\d+\. |#|\|)|\|", text)
+    return [s for part in parts for s in re.split(r"(?<=[.?!])\s+", part.strip()) if s]
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if p.name in DOOR], ids=short)
+def test_no_sentence_is_long(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    long = [s for s in sentences(text) if len(s.split()) > SENTENCE_MAX]
+    assert not long, "\n".join(long)
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of its headings, as MkDocs and GitHub make them of plain words."""
+    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=short)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    for _, target in LINK.findall(text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        to = (path.parent / name).resolve() if name else path
+        assert to.exists(), f"{short(path)}: {target} is not there"
+        assert not anchor or anchor in anchors(to), f"{short(path)}: {target} has no such heading"
+
+
+def test_every_name_of_a_link_is_defined() -> None:
+    text = README.read_text(encoding="utf-8")
+    defined = set(re.findall(r"^\[(\w+)\]: https://", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[(\w+)\]", text)) == defined
+
+
+def test_the_rows_of_results_are_those_of_results() -> None:
+    text = README.read_text(encoding="utf-8")
+    for row in readme_results.rows():
+        assert row in text, f"python3 tools/readme_results.py says {row}"
+
+
+COMMAND = re.compile(r"(attnstore|make|python3?)((?: [^ \n`|>#;]+)*)")
+
+
+def problem(command: str, arguments: list[str]) -> str | None:
+    """Why there is no such command, or None."""
+    first = arguments[0] if arguments else ""
+    if command == "attnstore":
+        is_known = first in command_names() or first.startswith("-")
+    elif command == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        is_known = first in targets
+    elif first == "-m":
+        is_known = importlib.util.find_spec(arguments[1]) is not None
+    else:
+        is_known = first.startswith("-") or (ROOT / first).is_file()
+    return None if is_known else f"{command} {' '.join(arguments)}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=short)
+def test_commands_are_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    code = [line.strip() for _, block in FENCE.findall(text) for line in block.splitlines()]
+    code += re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    found = [match for line in code if (match := COMMAND.match(line)) and "..." not in match[2]]
+    problems = [problem(match[1], match[2].split()) for match in found if match[2].strip()]
+    assert not any(problems), f"{short(path)}: not there: {[p for p in problems if p]}"
+    assert found or path != README
+
+
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+SOURCES = sorted((ROOT / "attnstore_vllm").rglob("*.py"))
+LOUD = {"warning", "error", "exception", "critical"}
+
+
+def constant(tree: ast.Module, node: ast.expr) -> str:
+    """The text of a message: written there, or a constant of the module."""
+    if isinstance(node, ast.Name):
+        for statement in tree.body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == node.id:
+                return str(ast.literal_eval(statement.value))
+    return str(ast.literal_eval(node))
+
+
+def warnings_of(path: Path) -> list[str]:
+    """Warnings and errors that a module logs, `...` for values."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    found = []
+    for call in calls:
+        name = ast.unparse(call.func)
+        if name.startswith("logger.") and name.removeprefix("logger.") in LOUD:
+            found.append(constant(tree, call.args[0]))
+        elif (
+            name == "self._note" and len(call.args) == 4
+        ):  # store/health.py: what a failed request costs
+            found.append(constant(tree, call.args[3]))
+    return [re.sub(r"%[sdr]", "...", text) for text in found]
+
+
+# Two values in a row are one to a reader; a message may go on behind what the page quotes.
+SAID = re.sub(r"\.\.\.[ :]+(?=\.\.\.)", "", RUNBOOK)
+
+
+def test_every_warning_is_in_the_runbook() -> None:
+    found = [(path, text) for path in SOURCES for text in warnings_of(path)]
+    assert len(found) > 30
+    for path, text in found:
+        said = re.sub(r"\.\.\.[ :]+(?=\.\.\.)", "", text)
+        start = said.partition(". Let ")[0]
+        assert start in SAID, f"{short(path)}: docs/runbook.md lacks `{text}`"
+
+
+def metric_names() -> tuple[set[str], set[str]]:
+    """(series, events of chunks) that connector/metrics.py has, read without importing vLLM."""
+    tree = ast.parse((ROOT / "attnstore_vllm/connector/metrics.py").read_text(encoding="utf-8"))
+    series, events = set(), set()
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        name = ast.unparse(target) if target is not None else ""
+        value = getattr(node, "value", None)
+        if name in ("COUNTERS", "GAUGES", "HISTOGRAMS") and isinstance(value, ast.Dict):
+            suffix = "_total" if name == "COUNTERS" else ""
+            series |= {
+                f"{key.value!s}{suffix}" for key in value.keys if isinstance(key, ast.Constant)
+            }
+        elif name == "CHUNK_EVENTS" and value is not None:
+            events = set(ast.literal_eval(value))
+    return series, events
+
+
+def test_every_metric_is_in_the_runbook() -> None:
+    series, events = metric_names()
+    assert len(series) > 20 and len(events) > 20
+    for name in series:
+        assert re.search(rf"`vllm:attnstore_{name}[`{{]", RUNBOOK), f"docs/runbook.md lacks {name}"
+    for event in events:
+        assert f"`{event}`" in RUNBOOK, f"docs/runbook.md lacks the event {event}"
+    named = set(re.findall(r"`vllm:attnstore_(\w+)", RUNBOOK))
+    assert named <= series, f"no such series: {named - series}"
+
+
+def test_every_page_is_in_the_nav() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    assert set(re.findall(r"([\w-]+\.md)", nav)) == {path.name for path in DOCS}
+
+
+def test_lists_and_tables_get_their_empty_line() -> None:
+    given = ["a", "- b", "- c", "", "d", "| e |", "|---|", "```", "x", "- no", "```"]
+    assert list(docs_site.spaced(given)) == [
+        "a", "", "- b", "- c", "", "d", "", "| e |", "|---|", "```", "x", "- no", "```",
+    ]  # fmt: skip

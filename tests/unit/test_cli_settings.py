@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""init, check and doctor as users run them: real processes, their answers and exit codes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from attnstore_vllm.config import StoreConfig
+
+COMMAND = [sys.executable, "-m", "attnstore_vllm.cli.main"]
+BAD = """\
+dram: 64
+nvme:
+  path: kv
+  capacity: 1GiB
+  io: fast
+eviction: lru
+ttl: 7d
+lookahead: true
+pinning: {share: 0.4, tenant_share: 0.3}
+"""
+
+
+def attnstore(*arguments: object, **more: object) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(  # type: ignore[call-overload]
+        command, capture_output=True, text=True, check=False, timeout=120, **more
+    )
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    file = tmp_path / "attnstore.yaml"
+    file.write_text(f"dram: 1MiB\nnvme: {{path: {tmp_path}/kv, capacity: 1MiB}}\n")
+    return file
+
+
+def test_init_writes_what_check_takes(tmp_path: Path) -> None:
+    made = attnstore("init", "--dir", tmp_path / "kv")
+    assert made.returncode == 0
+    config = StoreConfig.parse(yaml.safe_load(made.stdout))
+    assert config.nvme.path == tmp_path / "kv" and config.dram_bytes > 1 << 20
+    file = tmp_path / "a.yaml"
+    file.write_text(made.stdout)
+    assert attnstore("check", file).returncode == 0
+    sized = attnstore("init", "--dir", tmp_path / "kv", "--dram", "3Gi", "--nvme", "5GiB")
+    assert StoreConfig.parse(yaml.safe_load(sized.stdout)).dram_bytes == 3 << 30
+
+
+def test_init_refuses_a_disk_that_is_not_there() -> None:
+    said = attnstore("init", "--dir", "/no/such/disk")
+    assert said.returncode == 2
+    assert "'/no/such' is not a directory" in said.stderr
+
+
+def test_check_says_all_at_once_and_where(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(BAD)
+    said = attnstore("check", file, "--json")
+    assert said.returncode == 1
+    found = {each["line"]: each["problem"] for each in json.loads(said.stdout)}
+    assert sorted(found) == [1, 3, 5, 7, 8]
+    assert "did you mean 64GiB" in found[1] and "did you mean look_ahead" in found[8]
+    assert "line 5: nvme.io is 'fast'" in attnstore("check", file).stdout
+
+
+def test_check_reads_vllms_form_too(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    extra = {"dram": "1GiB", "nvme": {"path": "/x", "capacity": "1Gb"}}
+    ours = {"kv_connector": "AttnStoreConnector", "kv_connector_extra_config": extra}
+    file.write_text(json.dumps(ours))
+    assert attnstore("check", file).returncode == 0
+    extra["dram"] = "much"
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [ours]},
+    }
+    file.write_text(json.dumps(several))
+    assert "dram is 'much'" in attnstore("check", file).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("a: [", "no YAML"), ("{kv_connector: Other}", "AttnStoreConnector 0 times"), (None, "read")],
+)
+def test_check_of_what_is_no_file_of_settings(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "a.yaml"
+    if text is not None:
+        file.write_text(text)
+    answer = attnstore("check", file)
+    assert answer.returncode == 2
+    assert said in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_doctor_measures_and_leaves_nothing(settings: Path) -> None:
+    said = attnstore("doctor", settings, "--json")
+    report = json.loads(said.stdout)
+    states = {check["check"]: check for check in report["checks"]}
+    assert (said.returncode, report["refused"]) == (0, False), report
+    assert "reads" in states["disk speed"]["found"]
+    assert list(settings.parent.iterdir()) == [settings], "its trial file is still there"
+
+
+def test_doctor_says_all_that_a_start_would_refuse(settings: Path) -> None:
+    directory = settings.parent / "kv"
+    directory.mkdir()
+    settings.write_text(f"dram: 900TiB\nnvme: {{path: {directory}, capacity: 900TiB}}\n")
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said = attnstore("doctor", settings, "--json")
+    assert said.returncode == 1
+    bad = [each["found"] for each in json.loads(said.stdout)["checks"] if each["state"] == "bad"]
+    assert [text.partition(" is ")[0] for text in bad] == ["dram", "nvme.capacity", "nvme.path"]
+
+
+def test_doctor_counts_tokens_of_a_model(settings: Path, tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "hidden_size": 64, "head_dim": 16, "torch_dtype": "bfloat16"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    said = attnstore("doctor", settings, "--model", tmp_path)
+    assert "256 tokens take 64KiB: dram holds 4,096 tokens, nvme 4,096" in said.stdout
+    gone = attnstore("doctor", settings, "--model", tmp_path / "gone")
+    assert gone.returncode == 0 and "cannot be told" in gone.stdout
+
+
+def test_version_and_no_colours(settings: Path) -> None:
+    assert attnstore("--version").stdout.startswith("attnstore ")
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "xterm-256color"}):
+        said = attnstore("check", settings, env=os.environ | environment)
+        assert "\x1b" not in said.stdout
+
+
+def test_a_reader_that_closes_early(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [*COMMAND, "init", "--dir", str(tmp_path / "kv")]
+    said = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (said.returncode, said.stderr) == (141, "")
+
+
+def test_ctrl_c_is_a_sentence(settings: Path) -> None:
+    command = [*COMMAND, "doctor", str(settings)]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not list(settings.parent.glob(".attnstore-doctor-*")):
+        assert running.poll() is None and time.monotonic() < until
+        time.sleep(0.005)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (130, "attnstore doctor: interrupted\n")
+    assert not list(settings.parent.glob(".attnstore-doctor-*"))
+
+
+def test_a_locale_without_the_letters(tmp_path: Path) -> None:
+    file = tmp_path / "größe.yaml"
+    file.write_text("dram: 1GiB\nnvme: {path: /x, capacity: 1GiB}\n")
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    said = attnstore("check", file, env=ascii_only)
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    trace = tmp_path / "no-trace"
+    said = attnstore("simulate", trace, "--plot", tmp_path / "a.xyz")
+    assert said.returncode == 2 and "its end must be one of" in said.stderr
+    said = attnstore("simulate", trace, "--plot", "/no/such/a.png")
+    assert said.returncode == 2 and "is not a directory" in said.stderr

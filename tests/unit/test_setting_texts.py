@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings in words are those of config.py, with its defaults; the pages are made of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from attnstore_vllm.cli.setting_texts import SETTINGS, as_yaml
+from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.errors import ConfigError
+from tools import settings_page
+
+BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
+SECTIONS: dict[str, dict[str, Any]] = {"nvme": BARE["nvme"], "pinning": {}, "truncation": {}}
+
+
+def known_to_config(section: str) -> set[str]:
+    """The keys that config.py names when it is given one that no setting is like."""
+    wrong = {"0000": 1}
+    given = {**BARE, **wrong} if not section else {**BARE, section: {**SECTIONS[section], **wrong}}
+    with pytest.raises(ConfigError, match="known are") as refused:
+        StoreConfig.parse(given)
+    names = str(refused.value).partition("known are ")[2].split(", ")
+    return {f"{section}.{name}" if section else name for name in names}
+
+
+def test_every_setting_is_there_and_no_other() -> None:
+    known = known_to_config("").union(*(known_to_config(section) for section in SECTIONS))
+    assert {s.key for s in SETTINGS} == known - {"nvme", "truncation"}
+
+
+def test_a_file_of_all_settings_says_what_one_of_two_does() -> None:
+    text = as_yaml({"dram": "1GiB", "nvme.path": "/mnt/x", "nvme.capacity": "2GiB"})
+    assert StoreConfig.parse(yaml.safe_load(text)) == StoreConfig.parse(BARE)
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_the_defaults_of_pinning_are_those_of_the_parser() -> None:
+    said = {s.key.partition(".")[2]: s.default for s in SETTINGS if s.key.startswith("pinning.")}
+    said["tenant_share"] = "0.02"  # a fifth of the share
+    given = {name: yaml.safe_load(value or "") for name, value in said.items()}
+    assert StoreConfig.parse({**BARE, "pinning": given}).pinning == (
+        StoreConfig.parse({**BARE, "pinning": {}}).pinning
+    )
+
+
+def test_limits_are_those_of_the_parser() -> None:
+    """`unit` names the least and the most that config.py takes."""
+    checked = 0
+    for setting in SETTINGS:
+        limits = re.search(r"(\d+) to (\d+)$", setting.unit)
+        if limits is None:
+            continue
+        section, _, name = setting.key.rpartition(".")
+        low, high = int(limits[1]), int(limits[2])
+        for value, fits in ((low, True), (high, True), (low - 1, False), (high + 1, False)):
+            own = {**SECTIONS.get(section, {}), name: value}
+            given = {**BARE, section: own} if section else {**BARE, name: value}
+            if fits:
+                StoreConfig.parse(given)
+            else:
+                with pytest.raises(ConfigError, match=re.escape(setting.key)):
+                    StoreConfig.parse(given)
+        checked += 1
+    assert checked == 7
+
+
+@pytest.mark.parametrize("path", settings_page.pages(), ids=lambda path: path.name)
+def test_the_pages_are_up_to_date(path: Path) -> None:
+    text = settings_page.pages()[path]
+    assert path.read_text(encoding="utf-8") == text, "run: python3 tools/settings_page.py"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The docs site: builds it from docs/ (--strict), or serves it on 127.0.0.1:8001.
+
+    python3 tools/docs_site.py [--serve]        (or: make docs, make docs-serve)
+
+MkDocs gets an environment of its own, .cache/docs. Without a network it is skipped with a message
+the first time (exit 0), so that a build machine without one can go on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / ".cache" / "docs"
+SOURCE = ROOT / ".cache" / "docs-source"
+PINS = ("mkdocs==1.6.1", "mkdocs-material==9.8.2")
+ADDRESS = "127.0.0.1:8001"
+
+
+def install() -> bool:
+    """Make the environment, once for these pins. False if that cannot be done here."""
+    done = TOOLS / "pins"
+    if done.is_file() and done.read_text(encoding="utf-8") == repr(PINS):
+        return True
+    venv.create(TOOLS, with_pip=True, clear=True)
+    command = [str(TOOLS / "bin" / "pip"), "install", "-qq", "--disable-pip-version-check", *PINS]
+    if subprocess.run(command, check=False).returncode != 0:
+        print("docs: MkDocs cannot be installed (no network?); the site is not built")
+        return False
+    done.write_text(repr(PINS), encoding="utf-8")
+    return True
+
+
+def stage() -> None:
+    """Copy docs/ and the pictures of results/ to where mkdocs.yml finds them."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", SOURCE)
+    for picture in (ROOT / "results").rglob("*.png"):
+        to = SOURCE / "results" / picture.relative_to(ROOT / "results")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(picture, to)
+    for page in SOURCE.glob("*.md"):
+        text = "\n".join(spaced(page.read_text(encoding="utf-8").split("\n")))
+        page.write_text(text.replace("](../results/", "](results/"), encoding="utf-8")
+
+
+_STARTS = re.compile(r"(\||- |\d+\. )")
+
+
+def spaced(lines: list[str]) -> Iterator[str]:
+    """Give lists and tables the empty line before them that MkDocs wants, and GitHub does not."""
+    before, fenced = "", False
+    for line in lines:
+        fenced ^= line.lstrip().startswith("```")
+        starts = _STARTS.match(line)
+        is_inside = not before or before.startswith((" ", "#")) or _STARTS.match(before)
+        if starts and not fenced and not is_inside:
+            yield ""
+        yield line
+        before = line
+
+
+def main() -> int:
+    if not install():
+        return 0
+    stage()
+    command = [str(TOOLS / "bin" / "mkdocs")]
+    is_served = sys.argv[1:] == ["--serve"]
+    command += ["serve", "-a", ADDRESS] if is_served else ["build", "--strict", "-q"]
+    try:
+        quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+        return subprocess.run(command, check=False, cwd=ROOT, env=quiet).returncode
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three results of README.md with their intervals, from what benchmarks left in results/.
+
+    python3 tools/readme_results.py        (prints the rows; tests/test_readme.py compares)
+
+Intervals are of 95 %: quantiles of 10,000 resamples with a fixed seed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+RESAMPLES = 10_000
+Samples = list[list[float]]
+"""Times of the units that are drawn: conversations, or single requests."""
+
+
+def interval(over: Samples, under: Samples, *, paired: bool) -> tuple[float, float, float]:
+    """Ratio of the medians, and the interval that holds 95 % of its resamples.
+
+    Args:
+        paired: the same units are drawn of both sides.
+    """
+    chance = random.Random(26)
+    ratios = sorted(_resampled(over, under, chance, paired) for _ in range(RESAMPLES))
+    tail = RESAMPLES // 40
+    return _ratio(over, under), ratios[tail], ratios[-tail - 1]
+
+
+def _ratio(over: Samples, under: Samples) -> float:
+    return median(chain.from_iterable(over)) / median(chain.from_iterable(under))
+
+
+def _resampled(over: Samples, under: Samples, chance: random.Random, paired: bool) -> float:
+    first = chance.choices(range(len(over)), k=len(over))
+    second = first if paired else chance.choices(range(len(under)), k=len(under))
+    return _ratio([over[i] for i in first], [under[i] for i in second])
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def _later_turns(records: list[dict[str, Any]]) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {}
+    for record in records:
+        if record["turn"] > 1 and record["error"] is None:
+            times.setdefault(record["conversation_id"], []).append(record["ttft_ms"])
+    return times
+
+
+def rows() -> list[str]:
+    """Rows of the README's table, in its order."""
+    records = _read("demo.json")["records"]
+    alone, ours = (_later_turns(records[name]) for name in ("vLLM alone", "with AttnStore"))
+    both = sorted(alone.keys() & ours.keys())
+    demo = interval([ours[c] for c in both], [alone[c] for c in both], paired=True)
+    throughput = _read("overlap.json")["throughput"]["result"]
+    small = _read("hit_latency.json")["results"][0]["all_ms"]
+    nvme = interval([[t] for t in small["NVMe"]], [[t] for t in small["HBM"]], paired=False)
+    return [
+        _row("First token of later turns, over vLLM alone (demo)", *demo),
+        _row(
+            "Throughput when nothing is reused, over no store",
+            throughput["ratio"],
+            *throughput["interval"],
+        ),
+        _row("First token of an NVMe hit, over an HBM hit (goal missed)", *nvme),
+    ]
+
+
+def _row(what: str, value: float, low: float, high: float) -> str:
+    return f"| {what} | {value:.2f} ({low:.2f} to {high:.2f}) |"
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))
