@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Not there if the package was built without nvcc."""
+"""Importing it needs neither a GPU nor its driver."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +10,28 @@ Copies = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int64]
 Moved = npt.NDArray[np.int64]
 
-runtime_version: int
-"""Of the CUDA runtime that is linked in: 13000 is 13.0."""
+def why_no_driver() -> str:
+    """Why NVIDIA's driver cannot be used on this machine; "" if it can. Then all below raises
+    RuntimeError."""
+
+def driver_version() -> int:
+    """The CUDA version that the driver is of: 12040 is 12.4. Raises RuntimeError."""
+
+def capability(device: int) -> tuple[int, int]:
+    """The device's compute capability: (9, 0) is sm_90. Raises RuntimeError."""
+
+class Kernels:
+    """The kernels of csrc/cuda/kernels.cu, loaded on one device.
+
+    Args:
+        images: cubins and PTX, of which the first that the driver takes is used.
+    Raises: RuntimeError that says why it takes none.
+    """
+
+    def __init__(self, device: int, images: list[bytes]) -> None: ...
+    @property
+    def image(self) -> int:
+        """Which of the images it is."""
 
 class Copy:
     LOAD: Copy
@@ -19,16 +39,18 @@ class Copy:
     GATHER: Copy
     DRAIN: Copy
 
-def register_host(address: int, num_bytes: int) -> int:
+def register_host(address: int, num_bytes: int, device: int) -> int:
     """Page-lock memory; its address as the device sees it. Raises RuntimeError."""
 
-def unregister_host(address: int) -> None: ...
+def unregister_host(address: int, device: int) -> None: ...
 
 class PageShape(_native.PageShape): ...
 class RotationShape(_native.RotationShape): ...
 
 class PageCopier:
-    def __init__(self, pages: PageShape, *, device: int, arrays: int) -> None: ...
+    """Without kernels it only checks and counts."""
+
+    def __init__(self, pages: PageShape, *, kernels: Kernels | None, arrays: int) -> None: ...
     def by_kernel(
         self,
         copy: Copy,
@@ -63,7 +85,7 @@ class MoveTable:
 
 class PageRotator:
     def __init__(
-        self, pages: PageShape, rotation: RotationShape, *, device: int, arrays: int
+        self, pages: PageShape, rotation: RotationShape, *, kernels: Kernels | None, arrays: int
     ) -> None: ...
     def check(self, moved: Moved, first_layer: int, stop_layer: int) -> None:
         """Raises IndexError for what does not exist, and for a place that is named twice."""

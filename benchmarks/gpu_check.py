@@ -6,7 +6,7 @@
 With the Python that has PyTorch for CUDA (GPU_PYTHON, else python3), and the package that is
 installed there: the folder here has no extensions of its own unless they were built in it.
 
-Needs PyTorch, a GPU and this package built with nvcc; no vLLM. Without them it says so in one line
+Needs PyTorch, a GPU with its driver, and this package; no vLLM. Without them it says so in one line
 and ends with 2; with 1 if a byte was wrong. A goal that is missed is a line of the table.
 """
 
@@ -59,14 +59,13 @@ def why_not() -> str | None:
     if not torch.cuda.is_available():
         return f"PyTorch {torch.__version__} sees no GPU"
     try:
-        from attnstore_vllm import _native_cuda  # noqa: F401, PLC0415
+        from attnstore_vllm import _native_cuda  # noqa: PLC0415
     except ImportError as error:
         return (
-            f"attnstore_vllm in {Path(attnstore_vllm.__file__).parent} is not built with CUDA "
-            f"({error}); with nvcc on PATH, {sys.executable} -m pip install -v . builds and "
-            "installs it, or says why not"
+            f"attnstore_vllm in {Path(attnstore_vllm.__file__).parent} is not built ({error}); "
+            f"{sys.executable} -m pip install -v . builds and installs it"
         )
-    return None
+    return _native_cuda.why_no_driver() or None
 
 
 def parts(size: Size) -> dict[str, Callable[[], list[Row]]]:
@@ -116,7 +115,7 @@ def machine() -> dict[str, Any]:
         "multiprocessors": found.multi_processor_count,
         "link": _link(),
         "torch": torch.__version__,
-        "cuda_runtime": native.runtime_version,
+        "cuda_driver": native.driver_version(),
         "processor": platform.processor() or platform.machine(),
     }
 

@@ -180,18 +180,20 @@ class FakeGpu:
     def native(self) -> SimpleNamespace:
         """What stands in for the module _native_cuda."""
 
-        def register_host(address: int, num_bytes: int) -> int:
+        def register_host(address: int, num_bytes: int, device: int) -> int:
             self.fail_if_told("register_host")
             assert address not in self.registered
             self.registered[address] = num_bytes
             return address + DEVICE_OFFSET
 
-        def unregister_host(address: int) -> None:
+        def unregister_host(address: int, device: int) -> None:
             self.fail_if_told("unregister_host")
             del self.registered[address]
 
         return SimpleNamespace(
-            Copy=Copy, register_host=register_host, unregister_host=unregister_host,
+            Copy=Copy, capability=lambda device: (9, 0), driver_version=lambda: 13000,
+            Kernels=lambda device, images: SimpleNamespace(image=0),
+            register_host=register_host, unregister_host=unregister_host,
             PageShape=page_shape, RotationShape=SimpleNamespace,
             PageCopier=partial(PageCopier, self),
             PageRotator=partial(PageRotator, self, DEVICE_OFFSET),
@@ -205,7 +207,9 @@ def page_shape(**numbers: Any) -> SimpleNamespace:
 class PageCopier:
     """Its arithmetic is its own, so that the other is not measured by itself."""
 
-    def __init__(self, gpu: FakeGpu, pages: SimpleNamespace, *, device: int, arrays: int) -> None:
+    def __init__(
+        self, gpu: FakeGpu, pages: SimpleNamespace, *, kernels: object, arrays: int
+    ) -> None:
         self.gpu = gpu
         self.shape = pages
         self.damage = False

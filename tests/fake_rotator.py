@@ -36,7 +36,7 @@ class PageRotator:
 
     def __init__(
         self, gpu: FakeGpu, slots_offset: int, pages: SimpleNamespace, rotation: SimpleNamespace,
-        *, device: int, arrays: int,
+        *, kernels: object, arrays: int,
     ) -> None:  # fmt: skip
         self.gpu = gpu
         s = self.shape = SimpleNamespace(**vars(pages), **vars(rotation))

@@ -10,7 +10,7 @@ from attnstore_vllm import _native
 ROTATION = {
     "key", "value", "num_heads", "head_dim", "block_tokens", "dtype", "is_neox", "theta",
 }  # fmt: skip
-ON_DEVICE = {"device", "arrays"}
+ON_DEVICE = {"kernels", "arrays"}
 
 
 def copier(numbers: dict[str, Any]) -> _native.PageCopier:

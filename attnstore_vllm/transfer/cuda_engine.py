@@ -27,6 +27,7 @@ import torch
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatch, copy_error
+from attnstore_vllm.transfer.cuda_kernels import load_kernels
 from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, Rules, choose
 from attnstore_vllm.transfer.cuda_moves import TokenMover
 from attnstore_vllm.transfer.cuda_selftest import check_engine, check_moves
@@ -104,7 +105,8 @@ class CudaEngine:
         with ExitStack() as undo:
             self._buffer = self._make_buffer(num_rows)
             seen = self._register(slots_base, num_slots * geometry.slot_bytes)
-            undo.callback(self._native.unregister_host, slots_base)
+            undo.callback(self._native.unregister_host, slots_base, index)
+            self._kernels = load_kernels(self._native, index)
             numbers = page_numbers(seen, num_slots, rank, geometry, layouts)
             self._kinds = kinds_of(layouts)
             self._arrays = [self._array_of(of_kind) for of_kind in numbers]
@@ -227,7 +229,7 @@ class CudaEngine:
         except RuntimeError as error:
             logger.error("the GPU could not complete its copies: %s", error)
         try:
-            self._native.unregister_host(self._slots_base)
+            self._native.unregister_host(self._slots_base, self._device.index)
         except RuntimeError as error:
             logger.error("the pool stays page-locked until the process ends: %s", error)
         self._tables.clear()
@@ -321,8 +323,7 @@ class CudaEngine:
     def _register(self, address: int, num_bytes: int) -> int:
         """Page-lock the pool; its address as the device sees it."""
         try:
-            with torch.cuda.device(self._device):
-                return int(self._native.register_host(address, num_bytes))
+            return int(self._native.register_host(address, num_bytes, self._device.index))
         except RuntimeError as error:
             raise ConfigError(
                 f"dram: {format_size(num_bytes)} of shared memory could not be page-locked for the "
@@ -353,9 +354,9 @@ class CudaEngine:
         found = [*numbers["layer_bases"], *numbers["run_offsets"]]
         return torch.tensor(found, dtype=torch.int64, device=self._device)
 
-    def _on_device(self, number: int = 0) -> dict[str, int]:
-        """The device, and where the native code's array of a kind is on it."""
-        return {"device": self._device.index, "arrays": self._arrays[number].data_ptr()}
+    def _on_device(self, number: int = 0) -> dict[str, Any]:
+        """The kernels, and where the native code's array of a kind is on their device."""
+        return {"kernels": self._kernels, "arrays": self._arrays[number].data_ptr()}
 
     def _make_token_movers(
         self, numbers: dict[str, Any], rotations: Sequence[Rotation]
@@ -398,9 +399,10 @@ def _native_module() -> ModuleType:
         import attnstore_vllm._native_cuda as native  # noqa: PLC0415
     except ImportError as error:
         raise UnsupportedError(
-            f"attnstore_vllm was built without CUDA ({error}); put nvcc, of the CUDA toolkit, on "
-            "PATH and install the package again"
+            f"attnstore_vllm has no _native_cuda here ({error}); install the package again"
         ) from error
+    if why_not := native.why_no_driver():
+        raise UnsupportedError(why_not)
     return native
 
 

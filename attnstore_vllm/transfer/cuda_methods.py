@@ -39,8 +39,8 @@ class Rule:
 
     from_run_bytes: int
     method: Method
-    thread_blocks: int = 4
-    """Multiprocessors that the kernel takes at most."""
+    thread_blocks: int = 16
+    """Of 256 threads each; up to eight of them go on one multiprocessor."""
 
     def __post_init__(self) -> None:
         assert self.from_run_bytes >= 0
@@ -55,13 +55,13 @@ _ACROSS = (Rule(64 * KIB, Method.DMA), Rule(0, Method.KERNEL))
 # NEVER MEASURED: no GPU has run this. The numbers are guesses, and to be replaced by what
 # `make gpu-check` finds, with the table that it prints kept in results/.
 # - 64 KiB: at 55 GB/s a run of 64 KiB takes 1.2 us, about what a run costs the driver.
-# - 4 multiprocessors: 4 * 1024 threads * 64 bytes on their way at once are 256 KiB; 55 GB/s times
+# - 16 blocks: 16 * 256 threads * 64 bytes on their way at once are 256 KiB; 55 GB/s times
 #   2 us of latency are 110 KiB.
 # - A gather moves within HBM, where the copy engines are slow, and the model's stream waits for it.
 RULES: Rules = {
     Copy.LOAD: _ACROSS,
     Copy.SAVE: _ACROSS,
-    Copy.GATHER: (Rule(0, Method.KERNEL, thread_blocks=128),),
+    Copy.GATHER: (Rule(0, Method.KERNEL, thread_blocks=512),),
     Copy.DRAIN: _ACROSS,
 }
 
@@ -71,7 +71,7 @@ def choose(rules: Rules, copy: Copy, run_bytes: float) -> Rule:
     return next(rule for rule in rules[copy] if run_bytes >= rule.from_run_bytes)
 
 
-def only(method: Method, thread_blocks: int = 4) -> Rules:
+def only(method: Method, thread_blocks: int = 16) -> Rules:
     """Rules that move everything by `method`, except gathers, which stay as they are."""
     across = (Rule(0, method, thread_blocks),)
     return {**dict.fromkeys(Copy, across), Copy.GATHER: RULES[Copy.GATHER]}

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Python module attnstore_vllm._native_cuda. It knows addresses, sizes and CUDA's own handles,
-// not PyTorch. Importing it needs no GPU.
-#include <cuda_runtime_api.h>
+// not PyTorch. Importing it needs neither a GPU nor its driver.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,8 +14,9 @@
 #include "bind/bind_moved.h"
 #include "bind/shapes.h"
 #include "cuda/cuda_copier.h"
-#include "cuda/cuda_error.h"
 #include "cuda/cuda_rotator.h"
+#include "cuda/kernels.h"
+#include "cuda/on_device.h"
 
 namespace py = pybind11;
 
@@ -29,6 +30,9 @@ using attnstore::Copies;
 using attnstore::Copy;
 using attnstore::CudaPageCopier;
 using attnstore::CudaPageRotator;
+using attnstore::driver;
+using attnstore::InContext;
+using attnstore::Kernels;
 using attnstore::Moved;
 using attnstore::MoveTable;
 using attnstore::PageShape;
@@ -36,22 +40,67 @@ using attnstore::PageTable;
 using attnstore::RotationShape;
 using attnstore::Rows;
 
-cudaStream_t as_stream(std::uint64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
-
-// Page-locks memory; returns its address as the device sees it.
-std::uint64_t register_host(std::uint64_t address, std::size_t num_bytes) {
-  auto* const memory = reinterpret_cast<void*>(address);
-  check_cuda(cudaHostRegister(memory, num_bytes, cudaHostRegisterMapped | cudaHostRegisterPortable),
-             "cudaHostRegister");
-  void* seen = nullptr;
-  const cudaError_t status = cudaHostGetDevicePointer(&seen, memory, 0);
-  if (status != cudaSuccess) static_cast<void>(cudaHostUnregister(memory));
-  check_cuda(status, "cudaHostGetDevicePointer");
-  return reinterpret_cast<std::uint64_t>(seen);
+attnstore::CuStream as_stream(std::uint64_t handle) {
+  return reinterpret_cast<attnstore::CuStream>(handle);
 }
 
-void unregister_host(std::uint64_t address) {
-  check_cuda(cudaHostUnregister(reinterpret_cast<void*>(address)), "cudaHostUnregister");
+// Page-locks memory; returns its address as the device sees it.
+std::uint64_t register_host(std::uint64_t address, std::size_t num_bytes, int device) {
+  const InContext in_context(attnstore::primary_context(device));
+  auto* const memory = reinterpret_cast<void*>(address);
+  check_cuda(driver().memHostRegister(
+                 memory, num_bytes, attnstore::kCuRegisterMapped | attnstore::kCuRegisterPortable),
+             "cuMemHostRegister");
+  attnstore::CuAddress seen = 0;
+  const attnstore::CuResult result = driver().memHostGetDevicePointer(&seen, memory, 0);
+  if (result != attnstore::kCuSuccess) static_cast<void>(driver().memHostUnregister(memory));
+  check_cuda(result, "cuMemHostGetDevicePointer");
+  return seen;
+}
+
+void unregister_host(std::uint64_t address, int device) {
+  const InContext in_context(attnstore::primary_context(device));
+  check_cuda(driver().memHostUnregister(reinterpret_cast<void*>(address)), "cuMemHostUnregister");
+}
+
+int driver_version() {
+  int version = 0;
+  check_cuda(driver().driverGetVersion(&version), "cuDriverGetVersion");
+  return version;
+}
+
+std::pair<int, int> capability(int device) {
+  attnstore::CuDevice handle = 0;
+  std::pair<int, int> found;
+  check_cuda(driver().deviceGet(&handle, device), "cuDeviceGet");
+  check_cuda(driver().deviceGetAttribute(&found.first, attnstore::kCuCapabilityMajor, handle),
+             "cuDeviceGetAttribute");
+  check_cuda(driver().deviceGetAttribute(&found.second, attnstore::kCuCapabilityMinor, handle),
+             "cuDeviceGetAttribute");
+  return found;
+}
+
+void bind_driver(py::module_& m) {
+  py::class_<Kernels, std::shared_ptr<Kernels>>(m, "Kernels", "The kernels, loaded on one device.")
+      .def(py::init([](int device, const std::vector<py::bytes>& images) {
+             std::vector<std::string> all;
+             for (const py::bytes& image : images) all.emplace_back(image);
+             const py::gil_scoped_release release;
+             return std::make_shared<Kernels>(device, all);
+           }),
+           py::arg("device"), py::arg("images"))
+      .def_property_readonly("image", &Kernels::image);
+  m.def("why_no_driver", &attnstore::why_no_driver,
+        "Why NVIDIA's driver cannot be used on this machine; \"\" if it can.");
+  m.def("driver_version", &driver_version,
+        "The CUDA version that the driver is of: 12040 is 12.4.");
+  m.def("capability", &capability, py::arg("device"),
+        "The device's compute capability: (9, 0) is sm_90.");
+  m.def("register_host", &register_host, py::arg("address"), py::arg("num_bytes"),
+        py::arg("device"), py::call_guard<py::gil_scoped_release>(),
+        "Page-lock memory of this process; returns its address as the device sees it.");
+  m.def("unregister_host", &unregister_host, py::arg("address"), py::arg("device"),
+        py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_copier(py::module_& m) {
@@ -64,11 +113,11 @@ void bind_copier(py::module_& m) {
       m, "PageCopier",
       "Appends copies of KV pages to streams. The memory behind the addresses\n"
       "outlives them. One thread calls it.")
-      .def(py::init([](PageShape pages, int device, std::uint64_t arrays) {
+      .def(py::init([](PageShape pages, std::shared_ptr<Kernels> kernels, std::uint64_t arrays) {
              const py::gil_scoped_release release;
-             return std::make_unique<CudaPageCopier>(device, std::move(pages), arrays);
+             return std::make_unique<CudaPageCopier>(std::move(kernels), std::move(pages), arrays);
            }),
-           py::arg("pages"), py::kw_only(), py::arg("device"), py::arg("arrays"))
+           py::arg("pages"), py::kw_only(), py::arg("kernels"), py::arg("arrays"))
       .def(
           "by_kernel",
           [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows,
@@ -121,12 +170,13 @@ void bind_rotator(py::module_& m) {
       "Appends loads of single tokens, K turned to their new positions, to\n"
       "streams. The memory behind the addresses outlives them. One thread\n"
       "calls it.")
-      .def(py::init([](PageShape pages, RotationShape rotation, int device, std::uint64_t arrays) {
+      .def(py::init([](PageShape pages, RotationShape rotation, std::shared_ptr<Kernels> kernels,
+                       std::uint64_t arrays) {
              const py::gil_scoped_release release;
-             return std::make_unique<CudaPageRotator>(device, std::move(pages), std::move(rotation),
-                                                      arrays);
+             return std::make_unique<CudaPageRotator>(std::move(kernels), std::move(pages),
+                                                      std::move(rotation), arrays);
            }),
-           py::arg("pages"), py::arg("rotation"), py::kw_only(), py::arg("device"),
+           py::arg("pages"), py::arg("rotation"), py::kw_only(), py::arg("kernels"),
            py::arg("arrays"))
       .def(
           "check",
@@ -166,12 +216,7 @@ void bind_rotator(py::module_& m) {
 PYBIND11_MODULE(_native_cuda, m) {
   m.doc() = "CUDA half of the native data path of attnstore_vllm.";
   attnstore::bind_shapes(m);
+  bind_driver(m);
   bind_copier(m);
   bind_rotator(m);
-  m.def("register_host", &register_host, py::arg("address"), py::arg("num_bytes"),
-        py::call_guard<py::gil_scoped_release>(),
-        "Page-lock memory of this process; returns its address as the device sees it.");
-  m.def("unregister_host", &unregister_host, py::arg("address"),
-        py::call_guard<py::gil_scoped_release>());
-  m.attr("runtime_version") = CUDART_VERSION;
 }

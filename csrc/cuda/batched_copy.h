@@ -2,17 +2,18 @@
 // Copies of many runs by the copy engines (DMA), which take no multiprocessor from the model.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <vector>
 
 #include "copy/page_runs.h"
+#include "cuda/driver.h"
 
 namespace attnstore {
 
 // Appends copies of these runs to the stream, which is not the legacy default stream. They do not
-// overlap, and are carried out in any order among themselves. Sources are read in stream order.
-// Throws std::runtime_error.
-void copy_batch(const std::vector<Run>& runs, cudaStream_t stream);
+// overlap, and are carried out in any order among themselves.
+//
+// `source_order`: kCuSourceInStreamOrder, or kCuSourceInAnyOrder for sources that nothing given to
+// the stream before writes: the driver may read them earlier. Throws std::runtime_error.
+void copy_batch(const std::vector<Run>& runs, int source_order, CuStream stream);
 
 }  // namespace attnstore

@@ -26,6 +26,7 @@ struct alignas(16) Word16 {
 using Word4 = std::uint32_t;
 using Word1 = std::uint8_t;
 
+constexpr std::uint32_t kThreadsPerBlock = 256;
 constexpr std::uint32_t kWordsInFlight = 4;    // of one thread
 constexpr std::uint32_t kWordsMax = 1U << 31;  // of one job, so that 32-bit numbers suffice
 constexpr std::uint32_t kGridThreadsMax = 1U << 20;

@@ -5,8 +5,6 @@
 
 #include "cuda/batched_copy.h"
 #include "cuda/copy_jobs.h"
-#include "cuda/copy_kernel.h"
-#include "cuda/cuda_error.h"
 
 namespace attnstore {
 
@@ -35,8 +33,9 @@ bool has_rows(Copy copy) { return copy == Copy::kGather || copy == Copy::kDrain;
 
 }  // namespace
 
-CudaPageCopier::CudaPageCopier(int device, PageShape shape, std::uint64_t arrays)
-    : device_(device),
+CudaPageCopier::CudaPageCopier(std::shared_ptr<const Kernels> kernels, PageShape shape,
+                               std::uint64_t arrays)
+    : kernels_(std::move(kernels)),
       shape_(std::move(shape)),
       arrays_(reinterpret_cast<const std::uint64_t*>(arrays)) {
   check_shape(shape_);
@@ -49,10 +48,10 @@ void CudaPageCopier::check(Copy copy, const PageTable& table, LayerRange layers)
 
 void CudaPageCopier::by_kernel(Copy copy, const PageTable& table, LayerRange layers,
                                StagedTable staged, std::uint32_t thread_blocks,
-                               cudaStream_t stream) const {
+                               CuStream stream) const {
   check(copy, table, layers);
   if (table.copies.empty()) return;
-  const OnDevice on_device(device_);
+  const InContext in_context(loaded(kernels_).context());
   auto* const copies = reinterpret_cast<PageCopy*>(staged.device);
   auto* const rows = reinterpret_cast<std::int64_t*>(copies + table.copies.size());
   const std::size_t row_bytes = has_rows(copy) ? table.rows.size() * sizeof(std::int64_t) : 0;
@@ -65,21 +64,24 @@ void CudaPageCopier::by_kernel(Copy copy, const PageTable& table, LayerRange lay
                        static_cast<std::uint32_t>(table.copies.size())};
   const std::uint32_t width = word_bytes(shape_, source, target);
   for (const CopyJob& job : make_jobs(map, source, target, view, layers, width)) {
-    check_cuda(launch_copy(job, width, thread_blocks, stream), "cudaLaunchKernelEx");
+    kernels_->copy(job, width, thread_blocks, stream);
   }
 }
 
 void CudaPageCopier::by_dma(Copy copy, const PageTable& table, LayerRange layers,
-                            cudaStream_t stream) const {
+                            CuStream stream) const {
   check(copy, table, layers);
-  const OnDevice on_device(device_);
+  const InContext in_context(loaded(kernels_).context());
   const auto [source, target] = places_of(copy);
   std::vector<Run> runs;
   for (std::int64_t layer = layers.first; layer < layers.stop; ++layer) {
     add_runs(shape_, source, target, table, static_cast<std::size_t>(layer), &runs);
   }
   merge_runs(&runs);
-  copy_batch(runs, stream);
+  // Slots are loaded from when their saves are over. A save or a drain reads what the model or a
+  // gather has just been given to write.
+  const bool is_load = copy == Copy::kLoad;
+  copy_batch(runs, is_load ? kCuSourceInAnyOrder : kCuSourceInStreamOrder, stream);
 }
 
 std::size_t CudaPageCopier::count_runs(Copy copy, const PageTable& table) const {

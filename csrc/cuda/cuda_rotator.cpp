@@ -3,14 +3,11 @@
 
 #include <utility>
 
-#include "cuda/cuda_error.h"
-#include "cuda/rotate_kernel.h"
-
 namespace attnstore {
 
-CudaPageRotator::CudaPageRotator(int device, PageShape pages, RotationShape rotation,
-                                 std::uint64_t arrays)
-    : device_(device),
+CudaPageRotator::CudaPageRotator(std::shared_ptr<const Kernels> kernels, PageShape pages,
+                                 RotationShape rotation, std::uint64_t arrays)
+    : kernels_(std::move(kernels)),
       pages_(std::move(pages)),
       rotation_(std::move(rotation)),
       arrays_(reinterpret_cast<const std::uint64_t*>(arrays)) {
@@ -31,18 +28,17 @@ MoveTable CudaPageRotator::table(const std::vector<MovedTokens>& moved) const {
 }
 
 void CudaPageRotator::load(const MoveTable& table, LayerRange layers, StagedTable staged,
-                           std::uint32_t thread_blocks, cudaStream_t stream) const {
+                           std::uint32_t thread_blocks, CuStream stream) const {
   check_copies(pages_, {}, layers);
   if (table.num_tokens == 0 || layers.first == layers.stop) return;
   PageMap map = pages_.map();
   map.layer_bases = arrays_;
   map.run_offsets = arrays_ + pages_.layer_bases.size();
   const auto jobs = make_rotate_jobs(map, rotation_, is_wide_, table, staged.device, layers);
-  const OnDevice on_device(device_);
+  const InContext in_context(loaded(kernels_).context());
   bring_table(staged, table.words.size() * sizeof(std::int64_t), stream);
   for (const RotateJob& job : jobs) {
-    check_cuda(launch_rotation(job, rotation_.type, is_wide_, thread_blocks, stream),
-               "cudaLaunchKernelEx");
+    kernels_->rotate(job, rotation_.type, is_wide_, thread_blocks, stream);
   }
 }
 

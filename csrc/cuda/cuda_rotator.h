@@ -3,11 +3,11 @@
 // positions (../rotation.h), V as it is. What page_rotator.h is on the CPU.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "cuda/kernels.h"
 #include "cuda/on_device.h"
 #include "cuda/rotate_jobs.h"
 
@@ -19,7 +19,8 @@ class CudaPageRotator {
   // and, behind them, its run offsets in the device's memory; they are the caller's and outlive
   // this. Throws std::invalid_argument if the shapes contradict themselves or each other, or are
   // too large (check_sizes). Calls nothing of CUDA.
-  CudaPageRotator(int device, PageShape pages, RotationShape rotation, std::uint64_t arrays);
+  CudaPageRotator(std::shared_ptr<const Kernels> kernels, PageShape pages, RotationShape rotation,
+                  std::uint64_t arrays);
 
   // Throws std::out_of_range (check_moved). Calls nothing of CUDA.
   void check(std::vector<MovedTokens> moved, LayerRange layers) const;
@@ -32,13 +33,13 @@ class CudaPageRotator {
   // stream, and over when it comes past it. `staged` holds the words of the table. Throws
   // std::out_of_range for a layer that does not exist, before it calls anything of CUDA.
   void load(const MoveTable& table, LayerRange layers, StagedTable staged,
-            std::uint32_t thread_blocks, cudaStream_t stream) const;
+            std::uint32_t thread_blocks, CuStream stream) const;
 
   // Whether K and V are read and written 16 bytes at a time, and not by element.
   [[nodiscard]] bool is_wide() const { return is_wide_; }
 
  private:
-  const int device_;
+  const std::shared_ptr<const Kernels> kernels_;
   const PageShape pages_;
   const RotationShape rotation_;
   const std::uint64_t* const arrays_;

@@ -2,12 +2,10 @@
 // What all that is given to a stream has in common.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/cuda_error.h"
+#include "cuda/driver.h"
 
 namespace attnstore {
 
@@ -18,34 +16,35 @@ struct StagedTable {
   std::uint64_t host;  // page-locked, brought to the device first; 0: the device has it already
 };
 
-// The thread's current device is `device` while this lives. PyTorch has a current device of its
-// own, which must be what it was when we return.
-class OnDevice {
+// The context of a device that PyTorch uses too. It is kept until the process ends: page-locked
+// memory is locked for as long as its context lives. Throws std::runtime_error. Thread-safe.
+CuContext primary_context(int device);
+
+// The thread's current context is this one while this lives, and then what it was before.
+class InContext {
  public:
-  explicit OnDevice(int device) {
-    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ == device) return;
-    check_cuda(cudaSetDevice(device), "cudaSetDevice");
-    is_changed_ = true;
+  explicit InContext(CuContext context) {
+    CuContext before = nullptr;
+    check_cuda(driver().ctxGetCurrent(&before), "cuCtxGetCurrent");
+    if (before == context) return;
+    check_cuda(driver().ctxPushCurrent(context), "cuCtxPushCurrent");
+    is_pushed_ = true;
   }
-  ~OnDevice() {
-    if (is_changed_) static_cast<void>(cudaSetDevice(before_));
+  ~InContext() {
+    CuContext ours = nullptr;
+    if (is_pushed_) static_cast<void>(driver().ctxPopCurrent(&ours));
   }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
 
  private:
-  int before_ = 0;
-  bool is_changed_ = false;
+  bool is_pushed_ = false;
 };
 
 // Appends the copy of a table to the stream, if it is not on the device yet.
-inline void bring_table(StagedTable staged, std::size_t num_bytes, cudaStream_t stream) {
+inline void bring_table(StagedTable staged, std::size_t num_bytes, CuStream stream) {
   if (staged.host == 0) return;
-  check_cuda(cudaMemcpyAsync(reinterpret_cast<void*>(staged.device),
-                             reinterpret_cast<const void*>(staged.host), num_bytes,
-                             cudaMemcpyHostToDevice, stream),
-             "cudaMemcpyAsync");
+  check_cuda(driver().memcpyAsync(staged.device, staged.host, num_bytes, stream), "cuMemcpyAsync");
 }
 
 }  // namespace attnstore

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 from collections.abc import Iterator
@@ -260,10 +261,10 @@ def test_where_it_cannot_be_moved_everything_else_works(
 
 
 def test_no_table_is_longer_than_it_may_be() -> None:
-    native = pytest.importorskip("attnstore_vllm._native_cuda")
+    native = importlib.import_module("attnstore_vllm._native_cuda")
     rng = np.random.default_rng(3)
     pages = {
-        "device": 0, "slots_base": 1 << 20, "num_slots": 4, "slot_bytes": 1 << 16,
+        "kernels": None, "slots_base": 1 << 20, "num_slots": 4, "slot_bytes": 1 << 16,
         "layer_bytes": 1 << 14, "page_bytes": 1 << 13, "layer_bases": [1 << 30], "num_blocks": 999,
         "block_stride": 1 << 13, "run_offsets": [0], "run_bytes": 1 << 13, "arrays": 0,
     }  # fmt: skip

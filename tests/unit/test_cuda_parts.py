@@ -4,23 +4,13 @@
 from __future__ import annotations
 
 import importlib
-import runpy
-import shutil
-import struct
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from setuptools import Distribution, Extension
-from setuptools.command.build_ext import build_ext
 
 from attnstore_vllm._native import PageCopier, PageShape
 from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, choose, only
@@ -33,75 +23,7 @@ KIB = 1024
 
 @pytest.fixture
 def native() -> Any:
-    return pytest.importorskip("attnstore_vllm._native_cuda")
-
-
-def test_it_is_built_where_nvcc_is() -> None:
-    """The build goes on without it, so this is what notices that it does not compile."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("no nvcc")
-    module = importlib.import_module("attnstore_vllm._native_cuda")
-    assert module.runtime_version >= 12000
-    known = subprocess.run(
-        ["nvcc", "--list-gpu-arch"], check=True, capture_output=True, text=True
-    ).stdout.split()
-    wanted = {arch for arch in (80, 90, 100) if f"compute_{arch}" in known}
-    codes = _device_codes(Path(str(module.__file__)))
-    assert wanted and codes
-    assert all(binaries == wanted for binaries, _ in codes)
-    # Of the kernels, that is: devices that come later compile them. Another is nvcc's own.
-    assert [sources for _, sources in codes].count({max(wanted)}) >= 2
-
-
-def _device_codes(module: Path) -> list[tuple[set[int], set[int]]]:
-    """(of binaries, of PTX) the architectures, of each unit's code: the headers of NVIDIA's fat
-    binaries, which say it also where the code itself is compressed."""
-    raw, at, found = module.read_bytes(), 0, []
-    while (at := raw.find(struct.pack("<IHH", 0xBA55ED50, 1, 16), at)) >= 0:
-        entry, end = at + 16, at + 16 + struct.unpack_from("<Q", raw, at + 8)[0]
-        kinds: dict[int, set[int]] = {2: set(), 1: set()}
-        while entry < end:
-            kind, _, header_bytes, num_bytes = struct.unpack_from("<HHIQ", raw, entry)
-            kinds[kind].add(struct.unpack_from("<I", raw, entry + 28)[0])
-            entry += header_bytes + num_bytes
-        found.append((kinds[2], kinds[1]))
-        at = end
-    return found
-
-
-class _Extension(Extension):
-    """Stands in for pybind11's, which is there only when the package is built."""
-
-    def __init__(self, name: str, sources: list[str], *, cxx_std: int, **options: Any) -> None:
-        super().__init__(name, sources, **options)
-
-
-def test_a_build_without_nvcc_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And leaves no module of an earlier build beside the new one."""
-    pybind: Any = ModuleType("pybind11.setup_helpers")
-    pybind.Pybind11Extension, pybind.build_ext = _Extension, build_ext
-    monkeypatch.setitem(sys.modules, "pybind11.setup_helpers", pybind)
-    with mock.patch("setuptools.setup") as setup:
-        made = runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))
-    extensions = setup.call_args.kwargs["ext_modules"]
-    builder = made["Build"](Distribution({"ext_modules": extensions}))
-    builder.extensions = list(extensions)
-    stale = tmp_path / "attnstore_vllm" / "_native_cuda.of an earlier build.so"
-    stale.parent.mkdir()
-    stale.touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "")
-    with (
-        mock.patch.object(made["Build"], "_find_headers"),
-        mock.patch.object(build_ext, "build_extensions") as build,
-    ):
-        builder.build_extensions()
-    build.assert_called_once()
-    assert capsys.readouterr().out == "attnstore: no nvcc; built without CUDA\n"
-    assert [extension.name for extension in builder.extensions] == ["attnstore_vllm._native"]
-    assert not stale.exists()
+    return importlib.import_module("attnstore_vllm._native_cuda")
 
 
 # ---- addresses -------------------------------------------------------------------------
@@ -202,7 +124,7 @@ def _mover(native: Any, num_rows: int = 5) -> Any:
         layer_bases=[1 << 30, 2 << 30], num_blocks=8, block_stride=64, run_offsets=[0],
         run_bytes=64, rows_base=1 << 40, num_rows=num_rows,
     )  # fmt: skip
-    return native.PageCopier(pages, device=0, arrays=0)
+    return native.PageCopier(pages, kernels=None, arrays=0)
 
 
 @pytest.mark.parametrize(
@@ -260,10 +182,10 @@ def test_the_moves_have_the_same_names(native: Any) -> None:
 def test_without_a_gpu_copies_fail_and_say_why(native: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(RuntimeError, match=r"^cuda"):
+    with pytest.raises(RuntimeError, match="driver"):
         _mover(native).by_dma(native.Copy.LOAD, table((0, 0, 0)), np.empty(0, np.int64), 0, 1, 0)
-    with pytest.raises(RuntimeError, match=r"^cudaHostRegister: cudaError"):
-        native.register_host(1 << 20, 4096)
+    with pytest.raises(RuntimeError, match="driver"):
+        native.register_host(1 << 20, 4096, 0)
 
 
 # ---- tables and rules ------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ GOOD = MovedRun(0, 0, 3, 1, 2, 9)
 
 @pytest.fixture
 def native() -> Any:
-    return pytest.importorskip("attnstore_vllm._native_cuda")
+    return importlib.import_module("attnstore_vllm._native_cuda")
 
 
 def arguments(name: str = "LBNHC", dtype: torch.dtype = BF16, **options: Any) -> dict[str, Any]:
     """Addresses that are the host's; nothing is read there."""
     memory = MovedMemory(LAYOUTS[name], dtype, **{"theta": theta_of(16), **options})
-    found = {"device": 0, "arrays": 0, **memory.arguments}
+    found = {"kernels": None, "arrays": 0, **memory.arguments}
     # Where an allocation begins is not ours to say.
     found["slots_base"] = 1 << 20
     found["layer_bases"] = [(2 + i) << 20 for i in range(LAYERS)]
@@ -142,5 +143,5 @@ def test_without_a_gpu_it_fails_and_says_why(native: Any) -> None:
     turns = rotator(arguments(), native)
     table = turns.table(moved_table([GOOD]))
     turns.load(table, 1, 1, 0, 0, 1, 0)  # of no layer there is nothing to do
-    with pytest.raises(RuntimeError, match=r"^cuda"):
+    with pytest.raises(RuntimeError, match="driver"):
         turns.load(table, 0, 1, 16, 0, 1, 0)
