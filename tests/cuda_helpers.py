@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CudaEngine over tests/fake_cuda.py or over a GPU, and a caller that keeps its rules."""
+"""A CudaEngine over tests/fake_gpu.py or over a GPU, and a caller that keeps its rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from tests.engine_helpers import (
     Rig,
     table,
 )
-from tests.fake_cuda import FakeGpu
+from tests.fake_driver import native_module
+from tests.fake_gpu import FakeGpu
 
 METHODS = {"kernel": only(Method.KERNEL), "dma": only(Method.DMA), "rules": RULES}
 
@@ -57,6 +58,8 @@ class CudaRig(Rig):
             self.layers = [
                 stored.permute([order.index(axis) for axis in range(4)]) for stored in self._stored
             ]
+        else:
+            gpu.hold(*self._stored)
         layouts = [describe(f"layer {i}", kv, BLOCKS) for i, kv in enumerate(self.layers)]
         self.cuda = CudaEngine(
             self.slots.ctypes.data, SLOTS, rank, self.geometry, layouts,
@@ -132,7 +135,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int = 3) -> FakeGpu:
     gpu = FakeGpu(seed)
     for module in (cuda_engine, cuda_events, cuda_tables):
         monkeypatch.setattr(module, "torch", gpu.torch())
-    monkeypatch.setattr(cuda_engine, "_native_module", gpu.native)
+    monkeypatch.setattr(cuda_engine, "_native_module", native_module)
     return gpu
 
 

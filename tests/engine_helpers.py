@@ -11,7 +11,7 @@ import torch
 
 from attnstore_vllm.testing.memory_engine import MemoryEngine, Stream
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine
-from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.geometry import SLOT_ALIGNMENT_BYTES, Geometry
 from attnstore_vllm.transfer.layout import describe
 
 LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, CONTENT = 3, 24, 2, 4, 6
@@ -59,7 +59,7 @@ class Rig:
         self.geometry = Geometry.uniform(
             num_ranks, LAYERS, BLOCK_TOKENS, PAGE_BYTES, WITHIN * BLOCK_TOKENS
         )
-        self.slots = np.zeros((SLOTS, self.geometry.slot_bytes), np.uint8)
+        self.slots = new_slots(SLOTS, self.geometry)
         layouts = [describe(f"layer {i}", kv, BLOCKS) for i, kv in enumerate(self.layers)]
         where = (self.slots.ctypes.data, SLOTS, rank, self.geometry, layouts)
         self.engine: CopyEngine
@@ -88,6 +88,13 @@ class Rig:
 
     def save(self, pages: Table, layers: range = ALL) -> None:
         self.engine.wait(self.engine.save(pages, layers))
+
+
+def new_slots(num_slots: int, geometry: Geometry) -> Bytes:
+    """All zero; from the beginning of a page of memory on, as the pool has them."""
+    memory = np.zeros(num_slots * geometry.slot_bytes + SLOT_ALIGNMENT_BYTES, np.uint8)
+    first = -memory.ctypes.data % SLOT_ALIGNMENT_BYTES
+    return memory[first:][: num_slots * geometry.slot_bytes].reshape(num_slots, -1)
 
 
 def table(*pages: tuple[int, int, int]) -> Table:

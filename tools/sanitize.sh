@@ -19,6 +19,13 @@ moves="tests/test_moved_load.cpp $rotator"
 turns="tests/test_rotate_words.cpp cuda/rotate_jobs.cpp $rotator"
 uring="tests/test_uring.cpp io/uring_device.cpp io/uring_loop.cpp io/mailbox.cpp io/hash_pool.cpp"
 uring="$uring io/checksum.cpp io/checksum_avx2.cpp"
+# The C++ of the CUDA half runs in Python, over a fake driver (tests/cuda_stories.py).
+python="$(cd .. && pwd)/.venv/bin/python"
+stories=60
+if ! "$python" -c "import torch, pybind11" >/dev/null 2>&1; then
+  echo "sanitize: .venv has no PyTorch (make setup); the CUDA half is not tested"
+  stories=0
+fi
 if ! printf '#include <liburing.h>\n#include <xxhash.h>\n' | "$CXX" -E -x c++ - >/dev/null 2>&1; then
   echo "sanitize: liburing.h or xxhash.h is missing; the io_uring device is not tested"
   uring=""
@@ -49,6 +56,19 @@ for kind in ${*:-address,undefined thread}; do
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $content -o "$out/content"
   "$out/content"
+  # Not under ThreadSanitizer: one thread calls it, and Python is not built for that.
+  if [ "$stories" -gt 0 ] && [ "$kind" != thread ]; then
+    (
+      cd ..
+      export ATTNSTORE_FAKE_FLAGS="-O1 -fno-omit-frame-pointer -fsanitize=$kind $recover"
+      # Much of Python lives until its end, and its own allocator would hide what is freed.
+      export ASAN_OPTIONS="detect_leaks=0:strict_string_checks=1" PYTHONMALLOC=malloc PYTHONPATH=.
+      "$python" -m tests.fake_driver >/dev/null # compiled without the sanitizer's own library
+      LD_PRELOAD="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libubsan.so) \
+$("$CXX" -print-file-name=libstdc++.so)" \
+        "$python" -m tests.cuda_stories --stories "$stories" --jobs 1
+    )
+  fi
   if [ -n "$uring" ]; then
     # shellcheck disable=SC2086
     "$CXX" $flags -fsanitize="$kind" $recover $uring -luring -o "$out/uring"

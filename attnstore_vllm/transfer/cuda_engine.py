@@ -105,7 +105,7 @@ class CudaEngine:
         with ExitStack() as undo:
             self._buffer = self._make_buffer(num_rows)
             seen = self._register(slots_base, num_slots * geometry.slot_bytes)
-            undo.callback(self._native.unregister_host, slots_base, index)
+            undo.callback(self._unregister)
             self._kernels = load_kernels(self._native, index)
             numbers = page_numbers(seen, num_slots, rank, geometry, layouts)
             self._kinds = kinds_of(layouts)
@@ -228,10 +228,7 @@ class CudaEngine:
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             logger.error("the GPU could not complete its copies: %s", error)
-        try:
-            self._native.unregister_host(self._slots_base, self._device.index)
-        except RuntimeError as error:
-            logger.error("the pool stays page-locked until the process ends: %s", error)
+        self._unregister()
         self._tables.clear()
         del self._buffer
 
@@ -330,6 +327,13 @@ class CudaEngine:
                 f"GPU ({error}); raise the limit on locked memory (ulimit -l unlimited, or docker "
                 "run --ulimit memlock=-1), or ask for less"
             ) from error
+
+    def _unregister(self) -> None:
+        """Also if the device has failed: another error is on its way then."""
+        try:
+            self._native.unregister_host(self._slots_base, self._device.index)
+        except RuntimeError as error:
+            logger.error("the pool stays page-locked until the process ends: %s", error)
 
     def _make_buffer(self, num_rows: int) -> torch.Tensor:
         """[layers][rows][page bytes of the layer], flat; csrc/copy/page_map.h."""

@@ -11,7 +11,7 @@ import pytest
 
 from attnstore_vllm.testing.devices import MemoryDevice
 from tests.cuda_helpers import install
-from tests.fake_cuda import FakeGpu
+from tests.fake_gpu import FakeGpu
 from tests.helpers import Rig, Rigs, found_slab, memory_rig
 
 

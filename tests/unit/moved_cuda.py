@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of moved_memory.py with a CudaEngine, over tests/fake_cuda.py or over a GPU."""
+"""The memory of moved_memory.py with a CudaEngine, over tests/fake_gpu.py or over a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from attnstore_vllm.transfer.engine import Rotation, rotation_numbers
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.rope import Rope
-from tests.fake_cuda import FakeGpu
+from tests.engine_helpers import new_slots
+from tests.fake_gpu import FakeGpu
 from tests.unit.moved_memory import BLOCKS, CHUNK_BLOCKS, LAYERS, SLOTS, Layout, MovedMemory
 
 
@@ -27,6 +28,8 @@ class CudaMoved(MovedMemory):
         super().__init__(layout, dtype, **options)
         if gpu is None:
             self.kv = self.kv.cuda()
+        else:
+            gpu.hold(self.kv)
         layers = [describe("layer", kv, BLOCKS) for kv in self.kv]
         page_bytes = layers[0].page_bytes
         geometry = Geometry.uniform(
@@ -35,7 +38,7 @@ class CudaMoved(MovedMemory):
         rope = Rope(self.theta, 2 * len(self.theta), self.is_neox)
         name = str(dtype).removeprefix("torch.")
         rotation = Rotation(rope, self.content, self.heads, self.dim, name)
-        self.device_slots = np.zeros((SLOTS, geometry.slot_bytes), np.uint8)
+        self.device_slots = new_slots(SLOTS, geometry)
         self.engine = CudaEngine(
             self.device_slots.ctypes.data, SLOTS, 0, geometry, layers, torch.device("cuda", 0), 0,
             rotations=[rotation],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CudaEngine over tests/fake_cuda.py, and over a GPU where there is one: bytes and their order."""
+"""CudaEngine over tests/fake_gpu.py, and over a GPU where there is one: bytes and their order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine_helpers import (
     Rig,
     table,
 )
-from tests.fake_cuda import FakeGpu
+from tests.fake_gpu import FakeGpu
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_save_sees_what_the_model_has_left(open_rig: Opens, method: str) -> No
 def test_what_keeps_the_rules_is_as_if_nothing_overlapped(open_rig: Opens, seed: int) -> None:
     rig = open_rig(ORDERS[seed % 4], rules=list(METHODS.values())[seed % 2])
     if rig.gpu is not None:
-        rig.gpu.random.seed(seed)
+        rig.gpu.set(seed=seed)
     Story(rig, seed).run(300)
 
 

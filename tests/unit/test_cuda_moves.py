@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CudaEngine.move over tests/fake_cuda.py, and over a GPU where there is one."""
+"""CudaEngine.move over tests/fake_gpu.py, and over a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import torch
 from attnstore_vllm.errors import CopyError
 from attnstore_vllm.transfer import cuda_engine, cuda_tables
 from attnstore_vllm.transfer.cuda_moves import TokenMover
+from attnstore_vllm.transfer.engine import rotation_numbers
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, MovedRun, moved_table
 from attnstore_vllm.transfer.worker_copies import Loads
 from tests.cuda_helpers import CudaRig, Opens, Story, move_expected, moves, rigs, rotation_of
@@ -31,7 +31,7 @@ from tests.engine_helpers import (
     Rig,
     table,
 )
-from tests.fake_cuda import FakeGpu
+from tests.fake_gpu import BATCH, KERNEL, FakeGpu
 from tests.native_shapes import rotator
 from tests.unit.moved_cuda import CudaMoved
 from tests.unit.moved_memory import LAYOUTS
@@ -84,7 +84,7 @@ def test_making_one_leaves_blocks_and_slots_as_they_were(
 def test_what_keeps_the_rules_is_as_if_nothing_overlapped(open_rig: Opens, seed: int) -> None:
     rig = open_rig(ORDERS[seed % 4])
     if rig.gpu is not None:
-        rig.gpu.random.seed(seed)
+        rig.gpu.set(seed=seed)
     Story(rig, seed).run(250)
 
 
@@ -135,22 +135,23 @@ def test_more_tokens_than_a_table_has(open_rig: Opens) -> None:
     mover.words_at_once = 24
     rig.pages[:] = np.random.default_rng(2).integers(0, 256, rig.pages.shape, np.uint8)
     wanted = rig.hbm()
+    before = 0 if rig.gpu is None else rig.gpu.count(KERNEL)
     runs = [(i % SLOTS, i % 9, 1 + i % BLOCK_TOKENS, i, 0) for i in range(20)]
     rig.engine.wait(rig.engine.move(moves(*((*run, 0) for run in runs)), ALL))
     for run in runs:
         move_expected(rig, rig.pages, wanted, run)
     assert np.array_equal(rig.hbm(), wanted)
-    assert rig.gpu is None or rig.gpu.moved.count(("MOVE", "kernel")) > 5
+    assert rig.gpu is None or rig.gpu.count(KERNEL) > before + 5
 
 
 def test_the_layers_of_a_move_have_one_table(fake: FakeGpu) -> None:
     rig = CudaRig(fake, moves=True)
-    fake.uploads = 0
+    before = fake.uploads
     for layer in ALL:
         rig.engine.move(moves((0, 0, 3, 1, 0, 5)), range(layer, layer + 1))
-    assert fake.uploads == 1
+    assert fake.uploads == before + 1
     rig.engine.move(moves((0, 0, 3, 1, 0, 6)), ALL)
-    assert fake.uploads == 2
+    assert fake.uploads == before + 2
     fake.synchronize()
     rig.engine.measured()
     rig.engine.wait(rig.engine.move(moves((0, 0, 3, 1, 0, 6), (1, 0, 1, 2, 0, 6)), range(2)))
@@ -193,12 +194,12 @@ def test_a_move_that_cuda_refuses_is_an_event_that_failed(fake: FakeGpu, well: i
     rig = CudaRig(fake, moves=True)
     (mover,) = rig.cuda.token_movers
     mover.words_at_once = 8
-    fake.failing["move"] = well
+    fake.fail(KERNEL, well)
     runs = moves((0, 0, 2, 1, 0, 0), (0, 2, 2, 2, 0, 0))
     event = rig.engine.move(runs, ALL)
-    assert not rig.cuda._loads.work
+    assert not rig.cuda._loads.pending
     for ask in (event.done, lambda: rig.engine.wait(event), lambda: rig.engine.model_waits(event)):
-        with pytest.raises(CopyError, match="the test says so"):
+        with pytest.raises(CopyError, match="CUDA_ERROR_UNKNOWN"):
             ask()
     rig.pages[:] = 3
     wanted = rig.hbm()
@@ -212,49 +213,42 @@ def test_a_load_that_fails_before_a_move_that_does_not(fake: FakeGpu) -> None:
     """The move's event is the one that the layers have, so it could hide it."""
     rig = CudaRig(fake, moves=True)
     loads = Loads(rig.engine, LAYERS)
-    for call in ("by_kernel", "by_dma"):
-        fake.failing[call] = 0
+    for call in (KERNEL, BATCH):
+        fake.fail(call)
     runs = (MovedRun(1, 0, 2, 5, 2, 7),)
     plan = LoadPlan(1, "request", (ChunkCopy(0, 0, (5,)),), moves=runs)
     loads.begin_step((), whole=False)
-    with pytest.raises(CopyError, match="the test says so"):
+    with pytest.raises(CopyError, match="CUDA_ERROR_UNKNOWN"):
         loads.begin([plan], whole=False)
 
 
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("refused", "this GPU cannot move KV to other positions: .*CUDA_ERROR_UNKNOWN"),
+        ("damaged", r"KV that was moved .* on this GPU is wrong in the layers \[0, 1, 2\]"),
+        ("of three heads", "K and V .* are not a page"),
+    ],
+)
 def test_where_it_cannot_be_moved_everything_else_works(
-    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, what: str, why: str
 ) -> None:
-    native = fake.native()
-    make = native.PageRotator
-
-    def damaged(*shapes: Any, **on_device: Any) -> Any:
-        turns = make(*shapes, **on_device)
-        turns.damage = True
-        return turns
-
-    def of_three_heads(pages: Any, rotation: Any, **on_device: Any) -> Any:
-        rotation.num_heads = 3
-        return make(pages, rotation, **on_device)
-
-    monkeypatch.setattr(cuda_engine, "_native_module", lambda: native)
-    made = []
-    for turns, why in (
-        (make, "this GPU cannot move KV to other positions: .* the test says so"),
-        (damaged, r"KV that was moved .* on this GPU is wrong in the layers \[0, 1, 2\]"),
-        (of_three_heads, "K and V .* are not a page"),
-    ):
-        native.PageRotator = turns
-        if turns is make:
-            fake.failing["move"] = 0
-        rig = CudaRig(fake, moves=True)
-        made.append(rig)
-        assert re.fullmatch(why + ".*", str(rig.cuda.why_not_moved))
-        before = Rig(ORDERS[2], None).hbm()
-        assert np.array_equal(rig.hbm(), before)
-        assert not rig.slots.any()
-        rig.save(table((0, 0, 1)))
-        rig.load(table((0, 0, 2)))
-        assert np.array_equal(rig.hbm()[:, 2], before[:, 1])
+    if what == "refused":
+        fake.fail("move_tokens")
+    elif what == "damaged":
+        fake.damage("move_tokens")
+    else:
+        monkeypatch.setattr(
+            cuda_engine, "rotation_numbers", lambda *of: {**rotation_numbers(*of), "num_heads": 3}
+        )
+    rig = CudaRig(fake, moves=True)
+    assert re.fullmatch(why + ".*", str(rig.cuda.why_not_moved))
+    before = Rig(ORDERS[2], None).hbm()
+    assert np.array_equal(rig.hbm(), before)
+    assert not rig.slots.any()
+    rig.save(table((0, 0, 1)))
+    rig.load(table((0, 0, 2)))
+    assert np.array_equal(rig.hbm()[:, 2], before[:, 1])
 
 
 # ---- tables, as the native code makes them ---------------------------------------------

@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CudaEngine over tests/fake_cuda.py: what it gives to which stream, and what fails."""
+"""CudaEngine over tests/fake_gpu.py: what it gives to which stream, and what fails."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
-from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_tables
+from attnstore_vllm.transfer import cuda_events, cuda_tables
 from tests.cuda_helpers import METHODS, CudaRig
 from tests.engine_helpers import ALL, ORDERS, PAGE_BYTES, ROWS, table
-from tests.fake_cuda import Copy, FakeGpu
+from tests.fake_gpu import BATCH, KERNEL, FakeGpu
 
 all_methods = pytest.mark.parametrize("method", METHODS)
 
 
 def test_the_layers_of_a_load_have_one_table(fake: FakeGpu) -> None:
     rig = CudaRig(fake, rules=METHODS["kernel"])
-    fake.uploads = 0
+    before = fake.uploads
     pages = table((0, 0, 1), (1, 0, 2))
     for layer in ALL:
         rig.engine.load(pages, range(layer, layer + 1))
-    assert fake.uploads == 1
+    assert fake.uploads == before + 1
     rig.engine.load(table((0, 0, 1)), ALL)
-    assert fake.uploads == 2
+    assert fake.uploads == before + 2
 
 
 def test_a_full_ring_waits_for_the_oldest_copy_only(
@@ -41,22 +39,41 @@ def test_a_full_ring_waits_for_the_oldest_copy_only(
             assert over == [k < i - 1 for k in range(i + 1)], "the ring has room for two"
     for i in range(9):
         rig.engine.gather(table((2, 0, i)), np.array([i % ROWS]), ALL)
-    assert fake.model.work
+    assert fake.model.pending
     for i in range(9):
         rig.engine.drain(table((2, 0, i)), np.array([i % ROWS]), ALL)
-    assert fake.waits_for_all == 0
+    assert fake.count("cuCtxSynchronize") == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_full_ring_waits_for_all_where_a_copy_was_refused(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Its kernel may still read a table, and would take a number of the next one for a row."""
+    monkeypatch.setattr(cuda_tables.TableRing.__init__, "__defaults__", (16,))
+    rig = CudaRig(fake)
+    before = rig.hbm()
+    fake.set(seed=seed)
+    rig.engine.gather(table((0, 0, 1)), np.array([2]), ALL)
+    event = rig.engine.drain(table((0, 0, 1)), np.array([2]), ALL)
+    fake.fail("cuEventRecord")
+    rig.engine.gather(table((1, 0, 4)), np.array([3]), ALL)
+    pages = table((3, 0, 5), (4, 0, 6), (5, 2, 7), (6, 2, 2))  # block 2 would be row 2
+    rig.engine.gather(pages, np.array([0, 1, 3, 4]), ALL)
+    rig.engine.wait(event)
+    assert np.array_equal(rig.pages[0, :, 0], before[:, 1])
 
 
 def test_rules_are_asked_for_what_is_contiguous(fake: FakeGpu) -> None:
     """Neighbours in the slot, in HBM or in the write buffer are one run, on both sides."""
     rig = CudaRig(fake, ORDERS[0])
-    mover = rig.cuda._copiers[0]
+    mover, copy = rig.cuda._copiers[0], rig.cuda._native.Copy
     rows = np.arange(3)
     apart, close = table((0, 0, 5), (0, 1, 7), (0, 2, 9)), table((0, 0, 5), (0, 1, 6), (0, 2, 7))
-    assert mover.count_runs(Copy.LOAD, apart, rows) == 3
-    assert mover.count_runs(Copy.LOAD, close, rows) == 1
-    assert mover.count_runs(Copy.DRAIN, apart, rows) == 1
-    assert mover.count_runs(Copy.DRAIN, apart, rows[::-1]) == 3
+    assert mover.count_runs(copy.LOAD, apart, rows) == 3
+    assert mover.count_runs(copy.LOAD, close, rows) == 1
+    assert mover.count_runs(copy.DRAIN, apart, rows) == 1
+    assert mover.count_runs(copy.DRAIN, apart, rows[::-1]) == 3
 
 
 def test_the_model_waits_once_for_a_stretch_of_loads(fake: FakeGpu) -> None:
@@ -64,21 +81,21 @@ def test_the_model_waits_once_for_a_stretch_of_loads(fake: FakeGpu) -> None:
     rig.engine.waited_s()
     first = rig.engine.load(table((0, 0, 1)), ALL)
     second = rig.engine.load(table((0, 0, 2)), ALL)
-    work = len(fake.model.work)
+    work = fake.model.pending
     rig.engine.model_waits(second)
-    assert len(fake.model.work) == work + 3, "two marks and the wait"
+    assert fake.model.pending == work + 3, "two marks and the wait"
     rig.engine.model_waits(first)
     rig.engine.model_waits(second)
-    assert len(fake.model.work) == work + 3
+    assert fake.model.pending == work + 3
     assert rig.engine.waited_s() == 0.0, "not known yet"
     fake.synchronize()
     assert rig.engine.waited_s() > 0.0
     assert rig.engine.waited_s() == 0.0, "each wait counts once"
     third = rig.engine.load(table((0, 0, 2)), ALL)
     rig.engine.wait(third)
-    work = len(fake.model.work)
+    work = fake.model.pending
     rig.engine.model_waits(third)
-    assert len(fake.model.work) == work, "it was over"
+    assert fake.model.pending == work, "it was over"
 
 
 def test_loads_are_measured_without_the_wait_before_them(fake: FakeGpu) -> None:
@@ -118,14 +135,14 @@ def test_a_copy_that_cuda_refuses_is_an_event_that_failed(
     before = rig.hbm()
     pages = table((0, 0, 1), (0, 1, 2))
     rig.save(pages)
-    for call in ("by_kernel", "by_dma"):
-        fake.failing[call] = 0
+    for call in (KERNEL, BATCH):
+        fake.fail(call)
     event = getattr(rig.engine, name)(pages, ALL)
-    assert not rig.cuda._loads.work and not rig.cuda._saves.work
+    assert not rig.cuda._loads.pending and not rig.cuda._saves.pending
     for ask in (event.done, lambda: rig.engine.wait(event), lambda: rig.engine.model_waits(event)):
-        with pytest.raises(CopyError, match="the test says so"):
+        with pytest.raises(CopyError, match="CUDA_ERROR_UNKNOWN"):
             ask()
-    fake.failing.clear()
+    fake.forgive()
     for block in (1, 2):
         rig.overwrite(block)
     rig.load(pages)
@@ -136,7 +153,7 @@ def test_a_gather_that_fails_fails_its_drain(fake: FakeGpu) -> None:
     rig = CudaRig(fake)
     before = rig.hbm()
     first, second = table((0, 0, 1), (1, 0, 2)), table((2, 0, 3))
-    fake.failing["by_kernel"] = 0
+    fake.fail(KERNEL)
     rig.engine.gather(first, np.array([0, 1]), range(1, 2))
     rig.engine.gather(first, np.array([0, 1]), range(2, 3))
     rig.engine.gather(second, np.array([2]), ALL)
@@ -156,29 +173,19 @@ def test_a_gather_that_fails_fails_its_drain(fake: FakeGpu) -> None:
 def test_a_device_that_fails_later_is_told_by_the_event(fake: FakeGpu) -> None:
     rig = CudaRig(fake)
     event = rig.engine.load(table((0, 0, 1)), ALL)
-    fake.failing["query"] = 0
-    with pytest.raises(CopyError, match="query failed"):
+    fake.fail("cuEventQuery")
+    with pytest.raises(CopyError, match="cuEventQuery"):
         event.done()
-    fake.failing["query"] = 0
+    fake.fail("cuEventQuery")
     assert rig.engine.measured() == []
-    fake.failing["synchronize"] = 0
-    with pytest.raises(CopyError, match="synchronize failed"):
+    fake.fail("cuEventSynchronize")
+    with pytest.raises(CopyError, match="cuEventSynchronize"):
         rig.engine.wait(event)
 
 
-def test_wrong_bytes_are_found_when_it_is_made(
-    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native = fake.native()
-    make = native.PageCopier
-
-    def damaged(*shapes: Any, **on_device: Any) -> Any:
-        mover = make(*shapes, **on_device)
-        mover.damage = True
-        return mover
-
-    native.PageCopier = damaged
-    monkeypatch.setattr(cuda_engine, "_native_module", lambda: native)
+@pytest.mark.parametrize("name", ["copy_pages", BATCH])
+def test_wrong_bytes_are_found_when_it_is_made(fake: FakeGpu, name: str) -> None:
+    fake.damage(name)
     with pytest.raises(UnsupportedError, match="came back with other bytes"):
         CudaRig(fake)
     assert not fake.registered, "the pool is page-locked by nobody who would unlock it"
@@ -187,23 +194,30 @@ def test_wrong_bytes_are_found_when_it_is_made(
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        ("register_host", ConfigError, r"page-locked.*ulimit -l unlimited.*--ulimit memlock=-1"),
-        ("empty", ConfigError, r"write_buffer: 1\.\d+KiB of HBM are not free"),
-        ("by_kernel", UnsupportedError, "ARCHITECTURES"),
-        ("by_dma", UnsupportedError, "cannot copy"),
+        ("cuMemHostRegister", ConfigError, r"page-locked.*ulimit -l unlimited.*memlock=-1"),
+        ("cuMemAlloc_v2", ConfigError, r"write_buffer: 1\.\d+KiB of HBM are not free"),
+        (KERNEL, UnsupportedError, "ARCHITECTURES"),
+        (BATCH, UnsupportedError, "cannot copy"),
     ],
 )
 def test_what_the_machine_lacks_is_said_when_it_is_made(
     fake: FakeGpu, call: str, error: type[Exception], says: str
 ) -> None:
-    fake.failing[call] = 0
+    fake.fail(call)
     with pytest.raises(error, match=says):
         CudaRig(fake)
     assert not fake.registered
 
 
+def test_a_device_that_fails_when_it_is_tried_is_why_there_is_no_engine(fake: FakeGpu) -> None:
+    """The kernel reads a table of wrong addresses; after that the driver refuses everything."""
+    fake.damage("cuMemcpyAsync")
+    with pytest.raises(UnsupportedError, match=r"cannot copy .*CUDA_ERROR_ILLEGAL_ADDRESS"):
+        CudaRig(fake)
+
+
 def test_it_closes_though_the_device_has_failed(fake: FakeGpu) -> None:
     rig = CudaRig(fake)
-    fake.failing = {"unregister_host": 0}
+    fake.fail("cuMemHostUnregister")
     rig.engine.close()
     assert fake.registered

@@ -85,7 +85,7 @@ def test_the_transformer_reads_its_history_from_pages() -> None:
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """All modules of the benchmark see a GPU whose memory is the host's."""
     gpu = install(monkeypatch)
-    gpu.is_eager = True
+    gpu.set(eager=1, lenient=1)
     cuda = gpu.torch().cuda
     cuda.empty_cache = lambda: None
     cuda._sleep = lambda cycles: None

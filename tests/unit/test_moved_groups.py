@@ -25,6 +25,8 @@ from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, MovedRun
 from attnstore_vllm.transfer.rope import NO_ROPE, Rope
 from attnstore_vllm.transfer.worker_copies import Loads
 from tests.cuda_helpers import install
+from tests.engine_helpers import new_slots
+from tests.fake_gpu import FakeGpu
 from tests.helpers import name_of, sequence_of
 
 DIM, BLOCKS, SLOTS, CHUNK = 8, 9, 4, 64
@@ -68,15 +70,17 @@ def rotations() -> list[Rotation]:
 class World:
     """Three regions in HBM, a pool of random numbers, and an engine."""
 
-    def __init__(self, cuda: bool) -> None:
+    def __init__(self, gpu: FakeGpu | None) -> None:
         random = np.random.default_rng(1)
         self.kv = [torch.zeros(BLOCKS, 1, 32, 2 * DIM) for _ in GEOMETRY.regions]
         layouts = [describe(f"region {i}", kv, BLOCKS) for i, kv in enumerate(self.kv)]
-        self.slots = np.zeros((SLOTS, GEOMETRY.slot_bytes), np.uint8)
+        self.slots = new_slots(SLOTS, GEOMETRY)
+        if gpu is not None:
+            gpu.hold(*self.kv)
         place = (self.slots.ctypes.data, SLOTS, 0, GEOMETRY, layouts)
         self.engine: CopyEngine = (
             CudaEngine(*place, torch.device("cuda", 0), 0, rotations=rotations())
-            if cuda
+            if gpu is not None
             else CpuEngine(*place, rotations())
         )
         self.slots.view(np.float32)[:] = random.normal(size=(SLOTS, self.slots.shape[1] // 4))
@@ -118,9 +122,7 @@ RUNS = (
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_each_group_turns_as_its_own(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if cuda:
-        install(monkeypatch)
-    world = World(cuda)
+    world = World(install(monkeypatch) if cuda else None)
     wanted = [kv.numpy().copy() for kv in world.kv]
     for slot, first, count, block, within, shift, group in RUNS:
         tokens, heads = SHAPES[group]
@@ -138,8 +140,8 @@ def test_each_group_turns_as_its_own(cuda: bool, monkeypatch: pytest.MonkeyPatch
 
 def test_a_group_that_a_gpu_turns_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group is tried at start, also where the spine is right."""
-    install(monkeypatch)
-    world = World(cuda=True)
+    gpu = install(monkeypatch)
+    world = World(gpu)
     assert isinstance(world.engine, CudaEngine)
     assert world.engine.why_not_moved is None
 
@@ -149,7 +151,7 @@ def test_a_group_that_a_gpu_turns_wrongly_is_found(monkeypatch: pytest.MonkeyPat
         return {**numbers, "theta": [0.5, 0.1]} if is_window else numbers
 
     monkeypatch.setattr(cuda_engine, "rotation_numbers", wrong)
-    engine = World(cuda=True).engine
+    engine = World(gpu).engine
     assert isinstance(engine, CudaEngine)
     assert engine.why_not_moved is not None
     assert "wrong in the layers [0, 1, 2]" in engine.why_not_moved
