@@ -48,7 +48,7 @@ class Outcome:
     bytes_read: int = 0
     bytes_written: int = 0
     by_group: Counter[str] = field(default_factory=Counter)
-    """By kind of KV cache group, of the whole run: scheduler/stats.py: GroupCounts."""
+    """By kind of KV cache group, of the whole run: scheduler/messages.py: GroupCounts."""
     ttft_s: list[float] = field(default_factory=list)
     later_ttft_s: list[float] = field(default_factory=list)
     """Of requests that continue a conversation."""

@@ -10,6 +10,7 @@ from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer import cuda_events, cuda_tables
 from tests.cuda_helpers import METHODS, CudaRig
 from tests.engine_helpers import ALL, ORDERS, PAGE_BYTES, ROWS, table
+from tests.fake_driver import native_module
 from tests.fake_gpu import BATCH, KERNEL, FakeGpu
 
 all_methods = pytest.mark.parametrize("method", METHODS)
@@ -67,7 +68,7 @@ def test_a_full_ring_waits_for_all_where_a_copy_was_refused(
 def test_rules_are_asked_for_what_is_contiguous(fake: FakeGpu) -> None:
     """Neighbours in the slot, in HBM or in the write buffer are one run, on both sides."""
     rig = CudaRig(fake, ORDERS[0])
-    mover, copy = rig.cuda._copiers[0], rig.cuda._native.Copy
+    mover, copy = rig.cuda._copiers[0], native_module().Copy
     rows = np.arange(3)
     apart, close = table((0, 0, 5), (0, 1, 7), (0, 2, 9)), table((0, 0, 5), (0, 1, 6), (0, 2, 7))
     assert mover.count_runs(copy.LOAD, apart, rows) == 3
