@@ -54,12 +54,12 @@ class CudaRig(Rig):
         super().__init__(order, None, num_ranks=num_ranks, rank=rank)
         self.gpu = gpu
         if gpu is None:
-            self.stored = [stored.cuda() for stored in self.stored]
+            self.tensors = [stored.cuda() for stored in self.tensors]
             self.layers = [
-                stored.permute([order.index(axis) for axis in range(4)]) for stored in self.stored
+                stored.permute([order.index(axis) for axis in range(4)]) for stored in self.tensors
             ]
         else:
-            gpu.hold(*self.stored)
+            gpu.hold(*self.tensors)
         layouts = [describe(f"layer {i}", kv, BLOCKS) for i, kv in enumerate(self.layers)]
         self.cuda = CudaEngine(
             self.slots.ctypes.data, SLOTS, rank, self.geometry, layouts,
@@ -77,7 +77,7 @@ class CudaRig(Rig):
     def hbm(self) -> Bytes:
         if self.gpu is None:
             torch.cuda.synchronize()
-        blocks = [stored.movedim(self._block_axis, 0).cpu().numpy() for stored in self.stored]
+        blocks = [stored.movedim(self._block_axis, 0).cpu().numpy() for stored in self.tensors]
         return np.stack([b.reshape(BLOCKS, -1).view(np.uint8) for b in blocks])
 
     def compute(self, work: Callable[[], object]) -> None:
@@ -176,7 +176,7 @@ class Story:
     def read(self) -> None:
         block, layer = self.random.randrange(BLOCKS), self.random.randrange(LAYERS)
         self.wait_for([block])
-        kv = self.rig.stored[layer]
+        kv = self.rig.tensors[layer]
         found = torch.zeros_like(kv.movedim(self.rig._block_axis, 0)[block])
         self.rig.compute(lambda: found.copy_(kv.movedim(self.rig._block_axis, 0)[block]))
         wanted = self.hbm[layer, block].view(np.int16).reshape(tuple(found.shape)).copy()

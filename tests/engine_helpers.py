@@ -49,12 +49,12 @@ class Rig:
         sizes = (BLOCKS, HEADS, BLOCK_TOKENS, CONTENT)
         rng = torch.Generator().manual_seed(seed)
         self._block_axis = order.index(0)
-        self.stored = [
+        self.tensors = [
             torch.randint(-(2**15), 2**15, [sizes[axis] for axis in order], generator=rng).short()
             for _ in ALL
         ]
         self.layers = [
-            stored.permute([order.index(axis) for axis in range(4)]) for stored in self.stored
+            stored.permute([order.index(axis) for axis in range(4)]) for stored in self.tensors
         ]
         self.geometry = Geometry.uniform(
             num_ranks, LAYERS, BLOCK_TOKENS, PAGE_BYTES, WITHIN * BLOCK_TOKENS
@@ -75,7 +75,7 @@ class Rig:
 
     def hbm(self) -> Bytes:
         """A copy of all: [layer, block, page bytes], the bytes in the order of their addresses."""
-        blocks = [stored.movedim(self._block_axis, 0).numpy() for stored in self.stored]
+        blocks = [stored.movedim(self._block_axis, 0).numpy() for stored in self.tensors]
         return np.stack([b.reshape(BLOCKS, -1).view(np.uint8) for b in blocks])
 
     def overwrite(self, block: int) -> None:
