@@ -112,7 +112,6 @@ class Scheduler:
         numbers = [group.number for group in geometry.groups]
         self._order = None if numbers == sorted(numbers) else numbers
         self.names = names
-        self._namespace: bytes | None = None
         self.adapters = Adapters(geometry.num_ranks, clock)
         self._watch = ResetWatch(self.adapters.hbm_is_empty)
         self._has_adapters = False  # no request has had one
@@ -160,9 +159,7 @@ class Scheduler:
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        if self._namespace is None:
-            self._namespace = self.names.namespace
-        namespace = self._namespace
+        namespace = self.names.namespace
         order = prefetch_order(request.kv_transfer_params)
         if order is not None:  # no request: vLLM ends it before the next step
             if self._hints.may_share(order.cache_salt):

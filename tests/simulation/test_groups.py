@@ -128,7 +128,7 @@ def nothing_is_fleeting(patch: pytest.MonkeyPatch) -> None:
 
 def tables_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
     """Blocks of the groups stay in vLLM's order."""
-    patch.setattr(Scheduler, "tables", lambda _, block_ids: block_ids)
+    patch.setattr(Scheduler, "_tables", lambda _, block_ids: block_ids)
 
 
 @pytest.mark.parametrize(
