@@ -38,7 +38,6 @@ def tell_some(first: int, count: int) -> Counter[str]:
 
 def tell_all(first: int, count: int, jobs: int) -> Counter[str]:
     """The same, in several processes. Raises RuntimeError with the seed of one that is wrong."""
-    logging.disable()  # of what was refused
     driver()
     starts = range(first, first + count, _AT_ONCE)
     if jobs == 1:
@@ -60,11 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="a file for the counts, JSON")
     asked = parser.parse_args(arguments)
     begun = time.monotonic()
+    before = logging.root.manager.disable
+    logging.disable()  # of what was refused
     try:
         found = tell_all(asked.first, asked.stories, asked.jobs)
     except RuntimeError as error:
         print(f"cuda-stories: {error}")
         return 1
+    finally:
+        logging.disable(before)
     counts = {
         "stories": found.pop("stories"), "wrong": 0, "seconds": round(time.monotonic() - begun),
         **dict(sorted(found.items())),
