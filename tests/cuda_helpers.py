@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -50,6 +50,7 @@ class CudaRig(Rig):
     def __init__(
         self, gpu: FakeGpu | None, order: tuple[int, ...] = ORDERS[2], num_rows: int = ROWS,
         rules: Rules = RULES, num_ranks: int = 1, rank: int = 0, moves: bool = False,
+        borders: Sequence[int] = (),
     ) -> None:  # fmt: skip
         super().__init__(order, None, num_ranks=num_ranks, rank=rank)
         self.gpu = gpu
@@ -64,6 +65,7 @@ class CudaRig(Rig):
         self.cuda = CudaEngine(
             self.slots.ctypes.data, SLOTS, rank, self.geometry, layouts,
             torch.device("cuda", 0), num_rows, rules, [rotation_of(order)] if moves else [],
+            borders,
         )  # fmt: skip
         self.engine = self.cuda
         sides = rotation_of(order).content

@@ -217,6 +217,7 @@ class Worker:
                 device,
                 num_rows=num_rows if saves else 0,
                 rotations=self._turns,
+                borders=pool.borders(),
             )
             return engine if saves else LoadsOnly(engine, num_rows)
         if device.type != "cpu":

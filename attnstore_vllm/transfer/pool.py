@@ -22,6 +22,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -110,14 +111,10 @@ class SharedPool:
         later = range(1, len(self._files))
         return [self._path, *(self._path.with_name(f"{self._path.name}.{i}") for i in later)]
 
-    def slot_ranges(self) -> list[tuple[int, int]]:
-        """Address and bytes of the slots of each file; a slot is in one of them."""
-        found, at = [], self.address - SLOTS_AT
-        for number, file in enumerate(self._files):
-            skipped = SLOTS_AT if number == 0 else 0
-            found.append((at + skipped, file.num_bytes - skipped))
-            at += file.num_bytes
-        return found
+    def borders(self) -> list[int]:
+        """The first slot of each file but the first."""
+        ends = accumulate(file.num_bytes for file in self._files)
+        return [(end - SLOTS_AT) // self.slot_bytes for end in ends][:-1]
 
     def slot(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""
