@@ -62,6 +62,7 @@ def problems(
     ]
     for check in (
         partial(_check_directory, config.nvme.path),
+        *([_check_driver] if pins_memory else ()),
         partial(_check_memory, config, engines, pins_memory=pins_memory),
         *in_directory,
     ):
@@ -71,6 +72,14 @@ def problems(
             check()
         except ConfigError as error:
             yield error
+
+
+def _check_driver() -> None:
+    """Ask before the model is loaded; CudaEngine does only after it."""
+    from attnstore_vllm import _native_cuda  # noqa: PLC0415
+
+    if why_not := _native_cuda.why_no_driver():
+        raise ConfigError(f"the store cannot copy from this GPU: {why_not}")
 
 
 def _check_memory(

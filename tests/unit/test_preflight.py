@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm import preflight
+from attnstore_vllm import _native_cuda, preflight
 from attnstore_vllm.config import StoreConfig
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.preflight import (
@@ -235,9 +235,22 @@ def test_without_a_driver_nothing_is_refused(
     assert not driver_counts_locked_memory(str(tmp_path / "libcuda.so.1"))
 
 
+def test_a_gpu_without_its_driver_is_said_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = StoreConfig.parse(
+        {"dram": "2MiB", "nvme": {"path": str(tmp_path), "capacity": "1MiB"}}
+    )
+    monkeypatch.setattr(_native_cuda, "why_no_driver", lambda: "NVIDIA's driver is not here")
+    check_machine(config)
+    with pytest.raises(ConfigError, match="cannot copy from this GPU: NVIDIA's driver is not here"):
+        check_machine(config, pins_memory=True)
+
+
 def test_memory_is_counted_for_each_process_where_it_is_page_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_native_cuda, "why_no_driver", lambda: "")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
     monkeypatch.setattr(preflight, "driver_counts_locked_memory", lambda: True)
     config = settings(tmp_path / "kv", dram="2MiB")
