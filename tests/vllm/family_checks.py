@@ -166,14 +166,7 @@ def without_store(engine: Engine) -> list[Check]:
 
 
 def conversation(engine: Engine, tier: str = "dram") -> list[Check]:
-    """The same again, one that branches off, the next turn: after a prompt and its answer.
-
-    For NVMe the store is emptied before. What backs a first branch is written while much of the
-    tier is free.
-    """
-    if tier == "nvme":
-        engine.drain()
-        assert engine.llm.reset_prefix_cache(reset_connector=True)
+    """The same again, one that branches off, the next turn: after a prompt and its answer."""
     prompt = random_tokens(("conversation", tier), PROMPT)
     first = engine.ask(prompt, max_tokens=ANSWER)
     assert first.cached_tokens == 0
@@ -188,6 +181,13 @@ def conversation(engine: Engine, tier: str = "dram") -> list[Check]:
         loaded = engine.loaded()
         assert loaded == {"dram": 0, "nvme": 0, tier: found[-1].found}, (name, loaded)
     return found
+
+
+def conversation_with_room(engine: Engine) -> list[Check]:
+    """The same from NVMe, of which all is free: what a first branch needs is written too."""
+    engine.drain()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    return conversation(engine, "nvme")
 
 
 def around(edges: Sequence[int]) -> list[int]:
