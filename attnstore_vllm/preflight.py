@@ -19,8 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from attnstore_vllm.config import NvmeConfig, StoreConfig, format_size
-from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.transfer import region
+from attnstore_vllm.transfer.cuda_kernels import native_module
 
 SHM_DIR = Path("/dev/shm")
 LOCK_NAME = "lock"
@@ -76,10 +77,10 @@ def problems(
 
 def _check_driver() -> None:
     """Ask before the model is loaded; CudaEngine does only after it."""
-    from attnstore_vllm import _native_cuda  # noqa: PLC0415
-
-    if why_not := _native_cuda.why_no_driver():
-        raise ConfigError(f"the store cannot copy from this GPU: {why_not}")
+    try:
+        native_module()
+    except UnsupportedError as error:
+        raise ConfigError(f"the store cannot copy from this GPU: {error}") from error
 
 
 def _check_memory(

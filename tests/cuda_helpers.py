@@ -137,7 +137,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int = 3) -> FakeGpu:
     gpu = FakeGpu(seed)
     for module in (cuda_engine, cuda_events, cuda_tables):
         monkeypatch.setattr(module, "torch", gpu.torch())
-    monkeypatch.setattr(cuda_engine, "_native_module", native_module)
+    monkeypatch.setattr(cuda_engine, "native_module", native_module)
     return gpu
 
 

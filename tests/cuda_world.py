@@ -144,7 +144,7 @@ def installed(gpu: FakeGpu) -> Iterator[None]:
         stand_in = gpu.torch()
         for module in (cuda_engine, cuda_events, cuda_tables):
             undo.enter_context(mock.patch.object(module, "torch", stand_in))
-        undo.enter_context(mock.patch.object(cuda_engine, "_native_module", native_module))
+        undo.enter_context(mock.patch.object(cuda_engine, "native_module", native_module))
         yield
 
 

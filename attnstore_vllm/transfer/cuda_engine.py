@@ -18,7 +18,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count, pairwise
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatch, copy_error
-from attnstore_vllm.transfer.cuda_kernels import load_kernels
+from attnstore_vllm.transfer.cuda_kernels import load_kernels, native_module
 from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, Rules, choose
 from attnstore_vllm.transfer.cuda_moves import TokenMover
 from attnstore_vllm.transfer.cuda_selftest import check_engine, check_moves
@@ -97,7 +96,7 @@ class CudaEngine:
         rotations: Sequence[Rotation] = (),
         borders: Sequence[int] = (),
     ) -> None:
-        self._native = _native_module()
+        self._native = native_module()
         _refuse_without_gpu(device)
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
@@ -427,18 +426,6 @@ class CudaEngine:
 
 def _places(rows: Rows, layers: range) -> set[tuple[int, int]]:
     return {(row, layer) for row in rows.tolist() for layer in layers}
-
-
-def _native_module() -> ModuleType:
-    try:
-        import attnstore_vllm._native_cuda as native  # noqa: PLC0415
-    except ImportError as error:
-        raise UnsupportedError(
-            f"attnstore_vllm has no _native_cuda here ({error}); install the package again"
-        ) from error
-    if why_not := native.why_no_driver():
-        raise UnsupportedError(why_not)
-    return native
 
 
 def _refuse_without_gpu(device: torch.device) -> None:

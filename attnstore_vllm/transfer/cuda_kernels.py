@@ -35,6 +35,19 @@ def images_for(capability: tuple[int, int], folder: Path = FOLDER) -> list[Path]
     return [*(cubins[one] for one in sorted(fitting, reverse=True)), *folder.glob("*.ptx")]
 
 
+def native_module() -> ModuleType:
+    """The CUDA half, with a driver that works. Raises: UnsupportedError."""
+    try:
+        import attnstore_vllm._native_cuda as native  # noqa: PLC0415
+    except ImportError as error:
+        raise UnsupportedError(
+            f"attnstore_vllm has no _native_cuda here ({error}); install the package again"
+        ) from error
+    if why_not := native.why_no_driver():
+        raise UnsupportedError(why_not)
+    return native
+
+
 def load_kernels(native: ModuleType, device: int) -> Any:
     """Kernels of _native_cuda, loaded on a device.
 

@@ -77,7 +77,7 @@ def test_a_hit_ends_where_a_state_is() -> None:
     """States are kept at the ends of answers, at the last block of prompts, and where steps end."""
     for trace, plain, state in (
         (talk((300, 21), (100, 20)), 320, 320),
-        (talk((316, 3), (100, 20)), 304, 288),  # the answer has no end of its own (stops.py)
+        (talk((316, 3), (100, 20)), 304, 288),  # the answer has no end of its own (prefix.py)
     ):
         assert found(trace, PLAIN) == plain
         assert found(trace, STATE) == state

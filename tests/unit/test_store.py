@@ -272,6 +272,21 @@ def test_a_restart_finds_what_was_written_back(open_rig: Rigs) -> None:
     assert third.check_read(sequence) == 3
 
 
+def test_what_is_worth_little_is_written_while_there_is_room(open_rig: Rigs) -> None:
+    rig, device = open_rig()
+    name = name_of(sequence_of(conversation(1, 16)), 0)
+    chunk = rig.store.begin_save(name, stays=True)
+    assert chunk is not None
+    rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)
+    rig.store.write_if_room(chunk)
+    rig.store.finish_saves([chunk])
+
+    device.settle()
+    rig.close()
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 1
+
+
 def test_records_written_after_a_restart_are_newer(open_rig: Rigs) -> None:
     rig, device = open_rig(num_records=3)
     for number in (1, 2, 3):

@@ -144,7 +144,7 @@ def check_found(name: str, found: list[Check], tier: str) -> None:
     """How much was found of a conversation's prompts."""
     again, branch, turn = found
     # What a first branch needs is on NVMe if much of that was free.
-    may_miss_branch = name in RECURRENT or tier == "nvme"
+    may_miss_branch = name in RECURRENT or (tier == "nvme" and name in WINDOWED)
     slack = 2 * GRAIN_TOKENS if name in NEXT_TOKEN else 0
     # Hits may end at multiples of 16 only (index/prefix.py).
     grain = GRAIN_TOKENS + slack
