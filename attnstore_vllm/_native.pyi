@@ -89,7 +89,7 @@ class Uring:
     def close(self, timeout_s: float) -> bool: ...
 
 record_offsets: dict[str, int]
-"""Of the fields of a record's header that recovery reads, in bytes."""
+"""Offsets, in bytes, of the fields of a record's header that recovery reads."""
 
 class PrefixIndex:
     def __init__(self, chunk_tokens: int, seed: int, expected: int, grain: int) -> None: ...

@@ -79,7 +79,7 @@ class MoveTable:
 
     @property
     def words(self) -> npt.NDArray[np.int64]:
-        """What has to lie, 16 bytes aligned, where the kernel reads it; a copy."""
+        """Words that must lie, 16 bytes aligned, where the kernel reads them; a copy."""
     @property
     def num_tokens(self) -> int: ...
 

@@ -29,8 +29,8 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*")
 
 
 SIZE_MIN = 1 << 20
-"""Of memory and files: less is a unit that was forgotten, and would be found out at the first
-chunk, after the model has loaded."""
+"""The smallest size of memory and files: less is a forgotten unit, and would be found out at the
+first chunk, after the model has loaded."""
 _SCRUB_MIN = 64 << 10
 
 
@@ -153,7 +153,7 @@ class NvmeConfig:
     daily_writes_bytes: int | None = None
     """The most that is written a day, to spare the disk; None: no limit."""
     scrub_bytes_per_s: int | None = 8 << 20
-    """What cold records are read again with, to find rot early; None: never."""
+    """The speed at which cold records are read again, to find rot early; None: never."""
 
     @classmethod
     def parse(cls, given: object) -> NvmeConfig:

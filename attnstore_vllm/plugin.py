@@ -85,7 +85,7 @@ def configured_at() -> float:
 
 
 _checked: set[StoreConfig] = set()
-"""What this process has found to fit: asked again it might not, with the pool allocated."""
+"""Settings that this process has found to fit: with the pool allocated they might not fit again."""
 
 
 def check_early(extra: object) -> None:

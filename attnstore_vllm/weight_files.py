@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SAMPLES = 16
 SAMPLE_BYTES = 4096
 HEAD_BYTES = 64 << 10
-"""Of a file whose header is not known; a file of twice as much is read whole."""
+"""The start of a file that is read where its header is not known; twice as much is read whole."""
 HEADER_BYTES_MAX = 100 << 20
 """safetensors allows no longer ones."""
 BUDGET_S = 2.0
@@ -35,7 +35,8 @@ BUDGET_S = 2.0
 READ_BYTES = 4 << 20
 THREADS = 2
 BYTES_PER_S = 1 << 30
-"""Of all threads together, once the server runs: its model wants the memory's bandwidth too."""
+"""The most that all threads read together, once the server runs: its model needs memory bandwidth
+too."""
 NICE = 10
 SETTLED_S = 2.0
 """A file that changed so recently may change again without another time to show for it."""

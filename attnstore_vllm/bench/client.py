@@ -93,9 +93,12 @@ def request_body(
 ) -> dict[str, Any]:
     """`prompt` is {"messages": [...]} or {"prompt": [ids]}, as the API wants it."""
     body: dict[str, Any] = {
-        "model": settings.model, **prompt, "temperature": 0, "max_tokens": max_tokens,
+        "model": settings.model,
+        **prompt,
+        "temperature": 0,
+        "max_tokens": max_tokens,
         "stream": True,
-    }  # fmt: skip
+    }
     if settings.usage:
         body["stream_options"] = {"include_usage": True}
     if settings.ignore_eos:

@@ -26,7 +26,7 @@ HUMAN: Final = frozenset({"human", "user"})
 ASSISTANT: Final = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
 
 Piece: TypeAlias = "str | array[int]"
-"""What one side said in one turn: a text, or token ids (four bytes each)."""
+"""Words of one side in one turn: a text, or token ids (four bytes each)."""
 
 
 class DatasetError(AttnStoreError):

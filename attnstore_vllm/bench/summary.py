@@ -17,11 +17,19 @@ from attnstore_vllm.bench.records import INTERRUPTED, TurnRecord
 COLUMNS: Final = ("count", "mean", "std", "min", "25%", "50%", "75%", "90%", "99%", "max")
 PERCENTS: Final = (25, 50, 75, 90, 99)
 ANSWERED_ROWS: Final = (
-    "ttft_ms", "tpot_ms", "latency_ms", "input_num_turns", "input_num_tokens",
-    "output_num_tokens", "output_num_chunks", "cached_tokens", "due_ttft_ms", "due_latency_ms",
-)  # fmt: skip
+    "ttft_ms",
+    "tpot_ms",
+    "latency_ms",
+    "input_num_turns",
+    "input_num_tokens",
+    "output_num_tokens",
+    "output_num_chunks",
+    "cached_tokens",
+    "due_ttft_ms",
+    "due_latency_ms",
+)
 SENT_ROWS: Final = ("delay_ms", "wait_answer_ms", "wait_limit_ms", "lag_ms")
-"""Of the requests that failed too: it took them as long to be sent."""
+"""Rows that count failed requests too: it took them as long to be sent."""
 BY_TURN: Final = ("ttft_ms", "due_ttft_ms")
 KEPT_VALUES: Final = 1 << 18
 ERROR_KINDS: Final = 20
@@ -138,8 +146,16 @@ class Summary:
         return self.requests["failed"] + self.requests["warmup_failed"]
 
     def to_json(self) -> dict[str, Any]:
-        names = ("all", "warmup", "warmup_failed", "answered", "failed", "not_sent",
-                 "interrupted", "without_usage")  # fmt: skip
+        names = (
+            "all",
+            "warmup",
+            "warmup_failed",
+            "answered",
+            "failed",
+            "not_sent",
+            "interrupted",
+            "without_usage",
+        )
         runtime_s = max(0.0, self._last_ms - self._first_ms) / 1e3 if self._last_ms > 0 else 0.0
         answered = self.requests["answered"]
         return {

@@ -107,14 +107,16 @@ def _native_parts(*, has_gpu: bool) -> Iterator[Check]:
         yield Check("io_uring", "ok", "built in")
     else:
         yield Check(
-            "io_uring", "warn",
+            "io_uring",
+            "warn",
             "not built in: install liburing-dev and libxxhash-dev, then install this package again",
-        )  # fmt: skip
+        )
     if has_gpu and importlib.util.find_spec("attnstore_vllm._native_cuda") is None:
         yield Check(
-            "CUDA copies", "bad",
+            "CUDA copies",
+            "bad",
             "not built, but there is a GPU: install this package again where nvcc is found",
-        )  # fmt: skip
+        )
 
 
 def _memory() -> str:
@@ -154,10 +156,11 @@ def _disk(config: StoreConfig) -> Iterator[Check]:
             return
     yield from (Check("disk I/O", "warn", text) for text in said)
     yield Check(
-        "disk speed", "ok",
+        "disk speed",
+        "ok",
         f"reads {_rate(speed.read)}, writes {_rate(speed.write)} (records of 1 MiB, "
         f"{config.io_depth} at a time, {speed.by})",
-    )  # fmt: skip
+    )
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -230,9 +233,10 @@ def _tokens(model: Path, config: StoreConfig) -> Check:
     if dram < chunk:
         return Check("model", "bad", f"dram has no room for one chunk of {format_size(slot)}")
     return Check(
-        "model", "ok",
+        "model",
+        "ok",
         f"{chunk} tokens take {format_size(slot)}: dram holds {dram:,} tokens, nvme {nvme:,}",
-    )  # fmt: skip
+    )
 
 
 def show(checks: list[Check]) -> None:

@@ -52,7 +52,7 @@ class Rules:
     tenant: str | None = None
     """The cache_salt; the store has only a hash of it."""
     to_size: int | None = None
-    """Of them the oldest segments, until what stays takes no more bytes. Segments go whole, and
+    """The oldest segments of them go, until the rest takes no more bytes. Segments go whole, and
     only if nothing else is in them."""
 
 
@@ -74,9 +74,13 @@ class Part:
     def as_json(self) -> dict[str, Any]:
         tenant = None if self.tenant == tenant_hash(None) else self.tenant.hex()
         return {
-            "namespace": self.namespace.hex(), "label": self.label, "tenant_hash": tenant,
-            "stored": self.stored, "records": self.records, "bytes": self.bytes,
-        }  # fmt: skip
+            "namespace": self.namespace.hex(),
+            "label": self.label,
+            "tenant_hash": tenant,
+            "stored": self.stored,
+            "records": self.records,
+            "bytes": self.bytes,
+        }
 
 
 @dataclass(slots=True)
@@ -100,9 +104,12 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         going = [part.as_json() for part in self.parts if part.records]
         return {
-            "deleted": self.is_done, "records": self.records, "bytes": self.bytes,
-            "freed_bytes": self.freed_bytes, "parts": going,
-        }  # fmt: skip
+            "deleted": self.is_done,
+            "records": self.records,
+            "bytes": self.bytes,
+            "freed_bytes": self.freed_bytes,
+            "parts": going,
+        }
 
 
 class _Stored(NamedTuple):

@@ -13,7 +13,7 @@ from attnstore_vllm.errors import ConfigError
 
 GIB = 1 << 30
 _SHARE = 0.5
-"""Of what is free: the model needs memory too, and others the disk."""
+"""The share of free space that is used: the model needs memory too, and others the disk."""
 
 
 def settings_for(directory: Path, dram: str | None, nvme: str | None) -> str:

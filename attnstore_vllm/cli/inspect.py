@@ -35,7 +35,8 @@ class Namespace:
     parents: set[Key] = field(default_factory=set)
     ends: dict[Key, int] = field(default_factory=dict)
     names: list[StoredName] = field(default_factory=list)
-    """Of a model with several KV cache groups: which group each is of is told by all of them."""
+    """Names of records where a model has several KV cache groups: all of them together tell each
+    one's group."""
     groups: list[GroupFigures] = field(default_factory=list)
     """Then, the spine first; empty of a model with one."""
 

@@ -134,9 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     handlers: dict[str, Callable[[argparse.Namespace], int]] = {
-        "init": _init, "check": _check, "doctor": _doctor,
-        "simulate": _simulate, "bench": bench.run, "gc": _gc,
-    }  # fmt: skip
+        "init": _init,
+        "check": _check,
+        "doctor": _doctor,
+        "simulate": _simulate,
+        "bench": bench.run,
+        "gc": _gc,
+    }
     if args.command in handlers:
         return handlers[args.command](args)
     if args.command == "verify":

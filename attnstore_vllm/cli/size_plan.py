@@ -54,8 +54,7 @@ class Option:
     outcome: Outcome
 
     def as_json(self) -> dict[str, Any]:
-        return {"dram": self.dram, "nvme": self.nvme, "price": self.price,
-                **self.outcome.as_json()}  # fmt: skip
+        return {"dram": self.dram, "nvme": self.nvme, "price": self.price, **self.outcome.as_json()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Record:
     state: RecordState
     header: Header | None = None
     cause: str = ""
-    """Of a BAD one: the field that is wrong."""
+    """The field that is wrong, of a BAD record."""
 
 
 def slab_files(directory: Path) -> list[Path]:

@@ -32,11 +32,17 @@ from attnstore_vllm.transfer.layout import LayerLayout
 _OF_POSITIONS = re.compile(r"rot|rope|freq|position|alibi", re.IGNORECASE)
 _TOLD_BY_VERSION = frozenset({"vllm", "torch", "transformers", "builtins", "typing", "abc"})
 _DIGIT_BITS = 4
-"""Of a number that is written at once: all types of KV hold 0 to 15 exactly."""
+"""Bits of a number that are written at once: all types of KV hold 0 to 15 exactly."""
 _OF_A_KERNEL = (
-    AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError,
-    TypeError, ValueError,
-)  # fmt: skip
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def live_facts(

@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 
 _NAMES_ONLY = frozenset({"id", "module_name"})
-"""What two copies of one adapter may differ in."""
+"""Fields in which two copies of one adapter may differ."""
 
 
 class LiveAdapters:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
 _FAULTS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a tensor of a kind of its own may raise when it is looked at."""
+"""Errors that a tensor of an unusual kind may raise when it is looked at."""
 
 
 def outermost(layers: Iterable[object]) -> list[nn.Module]:
@@ -65,9 +65,9 @@ def models_of(layers: Mapping[str, nn.Module], at_most: int = 1) -> list[nn.Modu
 @dataclass(frozen=True, slots=True)
 class _Look:
     digest: bytes
-    """Of every byte of the weights that are tensors."""
+    """Digest of every byte of the weights that are tensors."""
     packed: tuple[weakref.ref[Callable[..., object]], ...]
-    """What has the weights that a kernel has packed into an object of its own."""
+    """Objects of kernels that hold packed weights."""
 
     def is_same(self, other: _Look) -> bool:
         return (

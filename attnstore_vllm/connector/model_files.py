@@ -27,13 +27,19 @@ logger = logging.getLogger(__name__)
 _SUFFIXES = (".json", ".py", ".yaml", ".yml")
 _LEFT_OUT = (
     # The model's configuration as vLLM uses it is in the namespace as such.
-    "config.json", "params.json",
+    "config.json",
+    "params.json",
     # They make tokens of text, or choose tokens: the keys are of tokens.
-    "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "chat_template.json", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+    "generation_config.json",
+)
 _LEFT_OUT_OF_TEXT = "tokenizer_config.json"
-"""Of a model that takes media it says which processor there is."""
+"""A file that is left out for text; for a model that takes media it says which processor there
+is."""
 _INDEX = ".index.json"
 """Ends the name of a file that says which weights are in which file."""
 _MARKS = ("config.json", "params.json", "preprocessor_config.json", "tokenizer_config.json")

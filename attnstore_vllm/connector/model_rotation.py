@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
 _STATIC = (
-    RotaryEmbedding, Llama3RotaryEmbedding, NTKScalingRotaryEmbedding,
-    LinearScalingRotaryEmbedding, YaRNScalingRotaryEmbedding,
-)  # fmt: skip
+    RotaryEmbedding,
+    Llama3RotaryEmbedding,
+    NTKScalingRotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
 
 
 def ropes_of(

@@ -25,7 +25,7 @@ class KvFacts:
     shape: tuple[int, ...]
     """Without the number of blocks."""
     run_bytes: int
-    """Of the contiguous runs that a page is cut into."""
+    """Size of each contiguous run that a page is cut into."""
     axes: tuple[int, ...]
     """The tensor's axes, from the outermost in memory to the innermost."""
     strides: tuple[int, ...]
@@ -52,7 +52,8 @@ class RankDescription:
 
     kv: KvFacts
     rows: int | None
-    """Of the write buffer. None: copies do not run beside the model, and are over when begun."""
+    """Rows of the write buffer. None: copies do not run beside the model, and are over when
+    begun."""
     is_alone: bool
     """No other connector writes to blocks."""
     own_files: str | None

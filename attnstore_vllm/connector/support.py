@@ -24,16 +24,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NEEDED_HOOKS = (
-    "bind_kv_cache_manager", "build_connector_worker_meta", "get_finished",
-    "get_kv_connector_stats", "get_num_new_matched_tokens", "on_new_request",
-    "register_kv_caches", "request_finished", "reset_cache", "shutdown",
-    "update_connector_output", "update_state_after_alloc", "wait_for_layer_load",
-)  # fmt: skip
+    "bind_kv_cache_manager",
+    "build_connector_worker_meta",
+    "get_finished",
+    "get_kv_connector_stats",
+    "get_num_new_matched_tokens",
+    "on_new_request",
+    "register_kv_caches",
+    "request_finished",
+    "reset_cache",
+    "shutdown",
+    "update_connector_output",
+    "update_state_after_alloc",
+    "wait_for_layer_load",
+)
 
 
 KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Of --kv-cache-dtype. Others carry scales beside the tokens, or are taken by builds of vLLM that
-do not know them; there answers change after a load."""
+"""Values of --kv-cache-dtype that are served. Others carry scales beside the tokens, or are taken
+by builds of vLLM that do not know them; there answers change after a load."""
 _BOTH_WAYS = ("non_causal", "non_causal_multi_token_decode")
 """Fields of specs, which not all kinds have."""
 
@@ -267,11 +276,14 @@ def _reason_of_settings(vllm_config: VllmConfig) -> str | None:
         )
     for owner, name, what in (
         (model, "enable_return_routed_experts", "tokens that are loaded have no routed experts"),
-        (getattr(vllm_config, "aux_output_config", None), "enable_return_routed_experts",
-         "tokens that are loaded have no routed experts"),
+        (
+            getattr(vllm_config, "aux_output_config", None),
+            "enable_return_routed_experts",
+            "tokens that are loaded have no routed experts",
+        ),
         (vllm_config, "diffusion_config", "a diffusion model computes KV again and again"),
         (vllm_config, "engram_config", "engram memories are not supported"),
-    ):  # fmt: skip
+    ):
         if getattr(owner, name, None):
             return f"{name} is set: {what}"
     return None

@@ -29,13 +29,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FROM_FILES = (
-    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt",
-    "sharded_state", "bitsandbytes", "gguf",
-)  # fmt: skip
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "sharded_state",
+    "bitsandbytes",
+    "gguf",
+)
 _ONLY_SAFETENSORS = ("safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
 _OTHERS = (".bin", ".pt", ".pth", ".gguf", ".npz")
 _HARMLESS = {"enable_multithread_load", "num_threads"}
-"""Of --model-loader-extra-config: what does not say which weights are loaded."""
+"""Keys of --model-loader-extra-config that do not say which weights are loaded."""
 FILE_CLOCK_S = 0.01
 _PART = re.compile(r"(.*)-\d+-of-(\d+)\.gguf")
 

@@ -26,9 +26,14 @@ from attnstore_vllm.types import Flow
 KindOfLayer = tuple[int, torch.Tensor, LayerLayout]
 """A layer's number, its KV tensor and the layout of that."""
 _OF_A_MODELS_CODE = (
-    AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
     ValueError,
-)  # fmt: skip
+)
 
 
 class Worker:

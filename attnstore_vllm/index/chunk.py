@@ -87,7 +87,7 @@ class Chunk(_Referable):
     dropped: bool = False
     """Not found any more; its slots are freed when the last transfer lets go."""
     repeats: int = 0
-    """Of its tokens, those that a tail which it supersedes had written before."""
+    """Those of its tokens that a tail which it supersedes had written before."""
     run: Run = NO_RUN
     """That used it last. Of a chunk that is no object only its tier's policy knows it."""
     entry: int = -1

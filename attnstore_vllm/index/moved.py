@@ -14,7 +14,7 @@ from attnstore_vllm.index.token_search import ContentIndex, MovedPiece
 from attnstore_vllm.types import Key
 
 CHUNKS_MAX = 1 << 18
-"""Of which tokens are kept: with 256 each, and what finds them, some 350 MB."""
+"""Chunks whose tokens are kept: with 256 each, and what finds them, some 350 MB."""
 STALE_MAX = 16
 """Times that a search begins anew since something that it found was gone; then there is nothing."""
 

@@ -28,9 +28,9 @@ from attnstore_vllm.policy.runs import ENDED_PRIORITY, Pins, Run, unknown_run
 from attnstore_vllm.types import NVME
 
 SPARE_PRIORITY = -2
-"""Of the runs of chunks that are worth little: they leave before what hints call low."""
+"""Priority of runs of chunks that are worth little: they leave before what hints call low."""
 SPARE_PART = 4
-"""What is worth little is written while one slot in so many is free."""
+"""Chunks that are worth little are written while one slot in so many is free."""
 REFUSALS_MAX = 32
 """Chunks that one call of begin_store refuses at most."""
 _EXPECTED_MAX = 1 << 22

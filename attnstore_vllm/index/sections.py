@@ -58,7 +58,7 @@ class Need:
     """Its place: 0 is the spine's, which is among them where it has no KV of all tokens."""
     reach: Reach
     reach_tokens: int
-    """Of the window, with the token that looks back; or of a local chunk. FULL: 0."""
+    """Length of the window, with the token that looks back, or of a local chunk. FULL: 0."""
     block_tokens: int
     ahead: int = 0
     """So many tokens behind it decide KV of a token too (drafts)."""

@@ -71,7 +71,7 @@ class Work(NamedTuple):
     candidates: int
     """Places of chunks that were compared with the request."""
     walks: int
-    """Of these, followed to their ends."""
+    """Those of the places that were followed to their ends."""
     looks: int
     """At siblings: comparisons of at most a chunk's tokens each."""
     compared_tokens: int

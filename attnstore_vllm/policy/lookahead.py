@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 SHARED_MIN = 16
-"""What so many waiting requests want is taken for wanted by a near one."""
+"""A chunk that so many waiting requests want counts as wanted by a near one."""
 LOOK_MAX = 64
 """Chunks that cannot go that are looked at for one that can."""
 
@@ -31,7 +31,7 @@ Order = tuple[float, float, str]
 _Entry = tuple[float, float, int, int, Hashable]
 """The order of the nearest request that wants a chunk, backwards; its depth there; a number; it."""
 LAST: Order = (math.inf, 0.0, "")
-"""Of what no request waits for."""
+"""The order of a chunk that no request waits for."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,8 @@ class LookAhead:
         self.wanted_by: dict[Hashable, dict[str, int]] = {}
         """By which requests, and how deep in their prompts."""
         self._nearest: dict[Hashable, tuple[Order, int]] = {}
-        """Of those that want a chunk, and its depth there; not of what SHARED_MIN want."""
+        """The nearest request that wants a chunk, and its depth there; none for chunks that
+        SHARED_MIN want."""
         self._absent: set[Hashable] = set()
         """Wanted, to be fetched, and not on its way."""
         self._missing: list[Order] = []

@@ -21,7 +21,7 @@ from attnstore_vllm.policy.eviction.return_estimator import (
 )
 
 ENDED_PRIORITY = -3
-"""Of KV that nobody comes back to, as its last request has said."""
+"""Priority of KV that nobody comes back to, as its last request has said."""
 
 
 @dataclass(frozen=True, slots=True)

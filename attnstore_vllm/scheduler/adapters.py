@@ -40,7 +40,7 @@ class _Known:
     digests: tuple[bytes | None, ...]
     """By rank."""
     number: int
-    """Of the last step whose report has said so."""
+    """Number of the last step whose report has said so."""
 
 
 @dataclass(slots=True)

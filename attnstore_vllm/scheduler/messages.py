@@ -43,9 +43,9 @@ class StepPlan:
     number: int = 0
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[TransferPlan] = field(default_factory=list)
-    """Of blocks that are computed when the step ends."""
+    """Saves of blocks that are computed when the step ends."""
     saves_before: list[TransferPlan] = field(default_factory=list)
-    """Of finished requests, whose blocks vLLM may have given away in this step."""
+    """Saves of finished requests, whose blocks vLLM may have given away in this step."""
     finished_saving: list[str] = field(default_factory=list)
     """Finished requests whose blocks vLLM keeps until their saves have left them."""
     ended_loads: list[int] = field(default_factory=list)

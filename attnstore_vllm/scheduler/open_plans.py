@@ -43,9 +43,9 @@ class _Open:
     is_given_up: bool = False
     lora: LoRARequest | None = None
     adapter: bytes | None = None
-    """Of a save: what its KV is said to be computed with."""
+    """In a save: the adapter that its KV is said to be computed with."""
     is_void: bool = False
-    """Of a save: its request has lost the blocks, and may have others by now."""
+    """In a save: its request has lost the blocks, and may have others by now."""
 
 
 class OpenPlans:

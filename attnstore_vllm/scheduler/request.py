@@ -123,7 +123,7 @@ class Waiting:
     round: int = 0
     """The last round of looks in which it had one."""
     coming: Sequence[Piece] = ()
-    """What it was found to want then; first what was found when it came."""
+    """Pieces that it was found to want then; first those found when it came."""
     is_answered: bool = False
     """It was worked out that it waits no longer; vLLM may have had no room for it since."""
 
@@ -155,7 +155,8 @@ class Computing:
     checked_in: int = 0
     """The number of that step."""
     sections: tuple[tuple[Chunk, Need], ...] = ()
-    """Of other groups than the spine: those that its last load used, and that it left since."""
+    """Sections of groups beside the spine: those that its last load used, and that it left
+    since."""
 
 
 @dataclass(slots=True)
@@ -186,11 +187,11 @@ class RequestState:
     stores: bool = True
     """Whether what it computes is saved."""
     visit: Visit | None = None
-    """What of the store it uses; set when it has come."""
+    """Its use of the store; set when it has come."""
     adapter: bytes | None = None
     """The adapter that its KV is computed with (adapters.py). None: not known yet."""
     asked: Asked | None = None
-    """What the workers were asked of its adapter, since it came or lost its blocks."""
+    """The question to the workers about its adapter, since it came or lost its blocks."""
     waiting: Waiting = field(default_factory=Waiting)
     offered: Offered | None = None
     load_failed: bool = False

@@ -187,9 +187,9 @@ class ResetWatch:
 
 
 KEY_BYTES = 32
-"""Of a key under which one request's blocks are named. Blocks whose KV is not that of their tokens
-alone must not be found by others: whoever finds them computes more of the kind, and leaves it to
-the store under an honest name."""
+"""Size of a key under which one request's blocks are named. Blocks whose KV is not that of their
+tokens alone must not be found by others: whoever finds them computes more of the kind, and leaves
+it to the store under an honest name."""
 
 
 def hide_blocks(request: Request, first: int) -> Any:

@@ -26,7 +26,7 @@ class SecondUse:
     """LRU that takes a chunk at its second use, within as many others as a ghost list holds."""
 
     GHOSTS = 4
-    """Of the ghost list: so many times the capacity."""
+    """Length of the ghost list, in capacities."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -10,9 +10,12 @@ from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.types import DRAM, NVME
 
 GROUP_COUNTERS = {
-    "group_saved_bytes", "group_loaded_bytes", "shortened_hits", "sections_passed",
+    "group_saved_bytes",
+    "group_loaded_bytes",
+    "shortened_hits",
+    "sections_passed",
     "sections_dropped",
-}  # fmt: skip
+}
 QUEUED_S = 1.0
 """Who has waited so long had a queue before it."""
 

@@ -17,8 +17,14 @@ from attnstore_vllm.sim.model_shape import KvShape
 from attnstore_vllm.transfer.geometry import Geometry
 
 _SIZES = {
-    "kv_bytes_per_token", "hbm", "dram", "nvme", "hbm_bandwidth", "nvme_read", "nvme_write",
-}  # fmt: skip
+    "kv_bytes_per_token",
+    "hbm",
+    "dram",
+    "nvme",
+    "hbm_bandwidth",
+    "nvme_read",
+    "nvme_write",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +61,7 @@ class Machine:
     io_depth: int = 8
     load_deadline_s: float = 1.0
     shape: KvShape | None = None
-    """Of a model whose config.json was given; else its KV is one group."""
+    """The shape that a given config.json says; None: its KV is one group."""
 
     @classmethod
     def parse(cls, given: object, where: str) -> Machine:
@@ -63,8 +69,14 @@ class Machine:
         if not isinstance(given, Mapping):
             raise ConfigError(f"{where}: {given!r} was found; expected settings, as dram: 128GB")
         known = {f.name for f in fields(cls)} - {"shape"}
-        required = {"kv_bytes_per_token", "hbm", "dram", "nvme", "prefill_tokens_per_s",
-                    "decode_step_s"}  # fmt: skip
+        required = {
+            "kv_bytes_per_token",
+            "hbm",
+            "dram",
+            "nvme",
+            "prefill_tokens_per_s",
+            "decode_step_s",
+        }
         check_keys(f"{where}: ", given, known, set())
         for key in sorted(required - set(given)):
             raise ConfigError(f"{where}: {key} is missing; docs/simulate.md has an example")

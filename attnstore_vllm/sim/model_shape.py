@@ -46,7 +46,7 @@ class LayerKind:
     reach: Reach
     reach_tokens: int
     num_bytes: int
-    """Of a token in one layer; of a state the whole."""
+    """Bytes of a token in one layer, or of a whole state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,11 +281,14 @@ def _groups(kinds: Mapping[LayerKind, int], blocks: Mapping[LayerKind, int]) -> 
         number = -(-len(names) // size)
         groups += [
             Group(
-                blocks[kind], tuple(names[i::number]), len(groups) + i, kind.reach.value,
+                blocks[kind],
+                tuple(names[i::number]),
+                len(groups) + i,
+                kind.reach.value,
                 kind.reach_tokens,
             )
             for i in range(number)
-        ]  # fmt: skip
+        ]
     return tuple(groups)
 
 

@@ -70,10 +70,19 @@ def replay(
 
 
 _AT_ONCE = Machine(
-    kv_bytes_per_token=1, hbm=1 << 62, dram=1, nvme=1, prefill_tokens_per_s=1e6,
-    decode_step_s=1e-6, max_num_seqs=1 << 20, prefix_cache=False, hbm_bandwidth=1 << 62,
-    nvme_read=1 << 62, nvme_write=1 << 62, nvme_latency_s=1e-6,
-)  # fmt: skip
+    kv_bytes_per_token=1,
+    hbm=1 << 62,
+    dram=1,
+    nvme=1,
+    prefill_tokens_per_s=1e6,
+    decode_step_s=1e-6,
+    max_num_seqs=1 << 20,
+    prefix_cache=False,
+    hbm_bandwidth=1 << 62,
+    nvme_read=1 << 62,
+    nvme_write=1 << 62,
+    nvme_latency_s=1e-6,
+)
 """Its steps cost next to nothing, and it has no NVMe to speak of: what is found is in DRAM."""
 
 

@@ -21,7 +21,7 @@ class Outcome:
     num_requests: int = 0
     prompt_tokens: int = 0
     history_tokens: int = 0
-    """Of prompts, what was prompt or answer of the conversation before."""
+    """Tokens of prompts that were prompt or answer of the conversation before."""
     found_history: int = 0
     hbm_tokens: int = 0
     dram_tokens: int = 0
@@ -31,19 +31,20 @@ class Outcome:
     wanted_tokens: int = 0
     """Stored when the request was first offered a place, and not in HBM."""
     ready_tokens: int = 0
-    """Of these, in DRAM then."""
+    """Those of `wanted_tokens` that were in DRAM then."""
     queued_wanted_tokens: int = 0
     """As `wanted_tokens`, of requests that had waited for a second or more ..."""
     queued_ready_tokens: int = 0
     """... and as `ready_tokens`: what the queue gave the time to bring up."""
     stored_history: int = 0
-    """Of the history, what was stored anywhere when the request was first offered a place."""
+    """Tokens of the history that were stored anywhere when the request was first offered a
+    place."""
     waited_s: float = 0.0
     """That requests waited for KV while there was a place for them."""
     busy_s: float = 0.0
-    """Of the accelerator."""
+    """Seconds that the accelerator computed."""
     prefill_s: float = 0.0
-    """Of that, with prompts: what stored KV can save."""
+    """Seconds of `busy_s` that went into prompts: stored KV can save these."""
     duration_s: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
@@ -51,7 +52,7 @@ class Outcome:
     """By kind of KV cache group, of the whole run: scheduler/messages.py: GroupCounts."""
     ttft_s: list[float] = field(default_factory=list)
     later_ttft_s: list[float] = field(default_factory=list)
-    """Of requests that continue a conversation."""
+    """TTFT of requests that continue a conversation."""
 
     @property
     def hit_tokens(self) -> int:
@@ -93,7 +94,9 @@ class Outcome:
             "hit_tokens_share": self.hit_tokens_share,
             "history_hit_share": self.history_hit_share,
             "hit_tokens": {
-                "hbm": self.hbm_tokens, "dram": self.dram_tokens, "nvme": self.nvme_tokens
+                "hbm": self.hbm_tokens,
+                "dram": self.dram_tokens,
+                "nvme": self.nvme_tokens,
             },
             "dram_share": self.dram_share,
             "ready_share": self.ready_share,
@@ -108,7 +111,7 @@ class Outcome:
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             **({"by_group": dict(sorted(self.by_group.items()))} if self.by_group else {}),
-        }  # fmt: skip
+        }
 
 
 def _share(part: float, whole: float) -> float:

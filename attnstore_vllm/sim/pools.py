@@ -80,8 +80,9 @@ class ByReturnPool:
         if self._estimator.is_due:
             self._estimator.refit(now)
         for part, run in (
-            (chunks[: visit.num_shared], visit.shared), (chunks[visit.num_shared :], visit.own)
-        ):  # fmt: skip
+            (chunks[: visit.num_shared], visit.shared),
+            (chunks[visit.num_shared :], visit.own),
+        ):
             order.use([chunk for chunk in part if chunk in order], run)
             for chunk in part:
                 if chunk not in order:

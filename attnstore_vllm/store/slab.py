@@ -55,10 +55,10 @@ class Slab:
     path: Path
     segment_bytes: int
     shape: SegmentHeader
-    """Of our segments; number and generation are those of no segment."""
+    """The header that our segments share; number and generation are those of no segment."""
     own: dict[int, SegmentHeader] = field(default_factory=dict)
     fresh: list[int] = field(default_factory=list)
-    """Of our segments, those that can hold no record yet, so that recovery leaves them out."""
+    """Those of our segments that can hold no record yet, so that recovery leaves them out."""
     free: list[int] = field(default_factory=list)
     """Segments of no namespace; the first is claimed first."""
     foreign: list[SegmentHeader] = field(default_factory=list)

@@ -28,7 +28,7 @@ Stored = Callable[[bytes | None], None]
 
 
 IN_FLIGHT_S = 0.25
-"""What is in flight holds slots of DRAM, and cannot be called back for what matters more: so no
+"""Seconds of transfers in flight. They hold slots of DRAM and cannot be called back: so no
 more is begun than a tier has done in this time, and one transfer at least."""
 
 

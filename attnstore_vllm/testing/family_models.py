@@ -403,4 +403,4 @@ for _name, _draft, _method, _what in (
     )  # fmt: skip
 
 DRAFTS: Final = ("draft_same", "draft_other", "eagle_head", "eagle3_head")
-"""Of FAMILIES: those that serve others only."""
+"""Members of FAMILIES that serve others only."""

@@ -40,7 +40,7 @@ class Rule:
     from_run_bytes: int
     method: Method
     thread_blocks: int = 16
-    """Of 256 threads each; up to eight of them go on one multiprocessor."""
+    """CTAs of 256 threads each; up to eight of them go on one multiprocessor."""
 
     def __post_init__(self) -> None:
         assert self.from_run_bytes >= 0

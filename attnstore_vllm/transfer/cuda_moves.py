@@ -15,7 +15,7 @@ from attnstore_vllm.transfer.plan import Moved
 
 # NEVER MEASURED: no GPU has run this. Twice the copy kernel's, since it computes as well.
 THREAD_BLOCKS = 32
-"""Of 256 threads each."""
+"""CTAs of 256 threads each."""
 WORDS_AT_ONCE = 1 << 16
 """The most that one table may have; a quarter of the ring."""
 _WORDS_PER_TOKEN = 3

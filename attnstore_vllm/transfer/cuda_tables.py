@@ -74,11 +74,11 @@ class TableRing:
         self._words: npt.NDArray[np.int64] = self._host.numpy()
         self._spans = Spans(num_words)
         self._until: deque[torch.cuda.Event | None] = deque()
-        """Of each span; None while its copies are being begun."""
+        """The end of each span's use; None while its copies are being begun."""
         self._newest: _Table | None = None
-        """What the newest span holds, if the device has it or will have it in time."""
+        """The table in the newest span, if the device has it or will have it in time."""
         self._staged: _Table | None = None
-        """What stage() has just written."""
+        """The table that stage() has just written."""
 
     def stage(self, words: npt.NDArray[np.int64], stream: int) -> Staged:
         """Write the table of a copy that is given to `stream` next; was_given() follows, and, when

@@ -65,9 +65,9 @@ class Geometry:
     blocks_per_chunk: int = field(init=False)
     """That a slot has room for: of the group with the smallest blocks."""
     block_bytes: int = field(init=False)
-    """Of a physical block: its pages in all regions, on one rank."""
+    """Size of a physical block: its pages in all regions, on one rank."""
     rank_bytes: int = field(init=False)
-    """Of one rank's part of a slot."""
+    """Size of one rank's part of a slot."""
     slot_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,12 +85,15 @@ class Geometry:
         rank_bytes = blocks * block_bytes
         used = self.num_ranks // self.replicas * rank_bytes
         for name, value in (
-            ("spine", spine), ("has_window_alone", spine.reach != "full"),
-            ("num_layers", len(self.regions)), ("block_tokens", tokens),
-            ("blocks_per_chunk", blocks), ("block_bytes", block_bytes),
+            ("spine", spine),
+            ("has_window_alone", spine.reach != "full"),
+            ("num_layers", len(self.regions)),
+            ("block_tokens", tokens),
+            ("blocks_per_chunk", blocks),
+            ("block_bytes", block_bytes),
             ("rank_bytes", rank_bytes),
             ("slot_bytes", -(-used // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES),
-        ):  # fmt: skip
+        ):
             object.__setattr__(self, name, value)
 
     @classmethod

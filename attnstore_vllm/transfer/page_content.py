@@ -31,7 +31,7 @@ Write = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
 Places = npt.NDArray[np.int64]
 
 DIGIT_BITS = 7
-"""Of a number that is written at once: all types of KV hold 1 to 128 exactly, fp8 apart."""
+"""Bits of a number that are written at once: all types of KV hold 1 to 128 exactly, fp8 apart."""
 
 
 @dataclass(frozen=True, slots=True)

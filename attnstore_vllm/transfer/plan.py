@@ -118,7 +118,7 @@ class TransferPlan:
     request_id: str
     copies: tuple[ChunkCopy, ...]
     is_fleeting: bool = field(default=False, kw_only=True)
-    """Of a save: the blocks are others' from the next step on, so it is made in this one, or given
+    """In a save: the blocks are others' from the next step on, so it is made in this one, or given
     up."""
 
     def __post_init__(self) -> None:

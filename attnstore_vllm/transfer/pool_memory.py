@@ -44,7 +44,7 @@ _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _NODE_BITS = 1024
 """Nodes that a mask has room for, as many as Linux can be built with."""
 _WORTH_SAYING_BYTES = 16 << 30
-"""What takes seconds is announced."""
+"""A pool of this size takes seconds, which is announced."""
 
 
 class HugePages(Enum):

@@ -39,13 +39,13 @@ class _Load:
     layers: list[Event] = field(default_factory=list)
     """One a layer, in the order in which they come."""
     first: Event | None = None
-    """Of the partly filled blocks: all layers of them come before everything else."""
+    """The end of copies of partly filled blocks: all their layers come before everything else."""
     gates: bool = False
     """The model may read its blocks: no layer is computed before it is there."""
     has_ended: bool = False
-    """Of a load ahead: its request is gone, and so will be its blocks once it was received."""
+    """In a load ahead: its request is gone, and so will be its blocks once it was received."""
     is_told: bool = False
-    """Of a load ahead: it was reported as received, or as failed."""
+    """In a load ahead: it was reported as received, or as failed."""
 
     def is_there(self, num_layers: int) -> bool:
         """Whether so many layers are, and the partly filled blocks. Raises CopyError."""
@@ -233,7 +233,7 @@ class _Batch:
     next_layer: int = 0
     """Those before it are gathered."""
     events: list[Event] = field(default_factory=list)
-    """Of the drains that are not over, in their order."""
+    """Ends of the drains that are not over, in their order."""
     has_failed: bool = False
 
 

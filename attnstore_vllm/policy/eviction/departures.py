@@ -30,11 +30,11 @@ GROUPS_MAX = 4
 SLOTS_MAX = 8
 """... and of any group so many slots. What is held or wanted is so by whole groups, mostly."""
 OLDEST_SLOTS = 256
-"""Of what a recovery found, so many stand in one group."""
+"""So many slots that a recovery found stand in one group."""
 STALE_MAX = 16
 """A group forgets those that have left it when they are more than these and those left."""
 PRIORITY_FACTORS = {ENDED_PRIORITY: 1e-30, -2: 1 / 4096, -1: 1 / 16, 0: 1.0, 1: 16.0}
-"""Of what a run of each priority is worth. A factor and not an order: worth falls with age, so what
+"""Factors of a run's worth, by priority. A factor and not an order: worth falls with age, so what
 nobody comes back to leaves in the end, whatever somebody said of it. What has ended is worth
 less than anything else, whatever its age."""
 LEASES_MAX = 32

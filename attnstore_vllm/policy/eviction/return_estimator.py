@@ -49,12 +49,12 @@ TURNS_MAX = 4
 GAPS_S = (15.0, 60.0, 240.0)
 LENGTHS_TOKENS = (2048, 8192, 32768)
 SHAPE = (TURNS_MAX, len(GAPS_S) + 2, len(LENGTHS_TOKENS) + 1, 2, 2)
-"""Of kinds: turn, gap to the turn before, tokens of the prompt, mostly new?, shared?"""
+"""Axes of the kinds: turn, gap to the turn before, tokens of the prompt, mostly new?, shared?"""
 NUM_KINDS = math.prod(SHAPE)
 
 PRIOR_HAZARD = np.array([0.65] + [0.25] * (NUM_AGES - 1))
-"""Of each age, before anything was seen: as ages double, a rate that falls as 1/t. The first age is
-a wider one, and its rate the highest."""
+"""Hazard of each age before anything was seen: as ages double, a rate that falls as 1/t. The first
+age is a wider one, and its rate the highest."""
 PRIOR_RUNS = 4.0
 """Runs' worth of evidence that the prior has among all classes together ..."""
 CLASS_RUNS = 16.0
@@ -63,7 +63,8 @@ KIND_RUNS = 16.0
 """... and that the regression has in each kind."""
 RIDGE = 5.0
 STEP_MAX = 1.0
-"""Of Newton's method, for each coefficient: with few runs a full step may go far astray."""
+"""The longest step of Newton's method, for each coefficient: with few runs a full one may go far
+astray."""
 ROUNDS = 3
 
 
@@ -241,7 +242,7 @@ class Fit:
     q: Array
     """[class, age] of those that do, to return at this age, if not before."""
     coefficients: Array
-    """Of the regression."""
+    """Coefficients of the regression."""
     worth: list[list[float]]
     """[kind][age] returns a second."""
 
