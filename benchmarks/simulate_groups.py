@@ -20,7 +20,7 @@ import numpy as np
 from attnstore_vllm.bench.conversations import read_conversations
 from attnstore_vllm.config import parse_size
 from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.model_shape import read_shape, shape_of
+from attnstore_vllm.sim.model_shape import KvShape, read_shape, shape_of
 from attnstore_vllm.sim.one_pool import replay_model
 from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_vllm.testing.family_models import FAMILIES
@@ -72,9 +72,17 @@ def replayed(path: Path) -> dict[str, float]:
     trace = conversations(path)
     shares = {}
     for name in NAMES:
-        shape = shape_of(FAMILIES[name].config(), name, block_tokens=CPU_BLOCK_TOKENS)
-        shares[name] = replay_model(trace, shape, "infinite", 1 << 40).hit_tokens_share
+        run = replay_model(trace, shape_of_family(name), "infinite", 1 << 40)
+        shares[name] = run.hit_tokens_share
     return shares
+
+
+def shape_of_family(name: str) -> KvShape:
+    """As the engine runs it, which may be in another type than its config.json says: how many
+    tokens a block of states has follows from the bytes of a token."""
+    family = FAMILIES[name]
+    config = {**family.config(), "dtype": family.dtype}
+    return shape_of(config, name, block_tokens=CPU_BLOCK_TOKENS)
 
 
 def conversations(path: Path) -> Trace:

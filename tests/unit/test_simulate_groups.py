@@ -20,7 +20,7 @@ from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from benchmarks.sample import SAMPLE
-from benchmarks.simulate_groups import replayed
+from benchmarks.simulate_groups import replayed, shape_of_family
 from tests.unit.test_simulate_server import SIZE, chats
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -190,3 +190,9 @@ def test_of_chats_states_find_less_and_windows_as_much() -> None:
     shares = replayed(SAMPLE)
     assert shares["gemma3"] == shares["gpt_oss"] == shares["llama"] > 0.7
     assert 0.9 * shares["llama"] < shares["qwen3_next"] <= shares["llama"]
+
+
+def test_a_small_model_has_the_blocks_that_its_engine_has() -> None:
+    """In bfloat16 384 tokens hold a state; in float32, as its config.json says, 256 would."""
+    geometry = shape_of_family("qwen3_next").geometry
+    assert {group.block_tokens for group in geometry.groups} == {384}
