@@ -272,19 +272,39 @@ def test_a_restart_finds_what_was_written_back(open_rig: Rigs) -> None:
     assert third.check_read(sequence) == 3
 
 
-def test_what_is_worth_little_is_written_while_there_is_room(open_rig: Rigs) -> None:
-    rig, device = open_rig()
-    name = name_of(sequence_of(conversation(1, 16)), 0)
+def put_spare(rig: Rig, sequence: SequenceKeys) -> None:
+    """Save a chunk that is worth little."""
+    name = name_of(sequence, 0)
     chunk = rig.store.begin_save(name, stays=True)
     assert chunk is not None
     rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)
     rig.store.write_if_room(chunk)
     rig.store.finish_saves([chunk])
 
+
+def test_what_is_worth_little_is_written_while_there_is_room(open_rig: Rigs) -> None:
+    rig, device = open_rig()
+    put_spare(rig, sequence_of(conversation(1, 16)))
     device.settle()
     rig.close()
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.figures().counts["recovered"] == 1
+
+
+def test_the_end_does_not_wait_for_what_is_worth_little(
+    open_rig: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, device = open_rig()
+    device.hold()
+    rig.put_all(sequence_of(conversation(1, 48)))  # three, of which two are written at a time
+    device.settle()
+    put_spare(rig, sequence_of(conversation(2, 16)))
+    # Called when the store has begun to end, so that all is still to be written then.
+    monkeypatch.setattr(rig.store.thread.reader, "forget_wanted", device.release)
+    rig.close()
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 3
+    assert again.store.find(sequence_of(conversation(2, 16)), 0, 16) == []
 
 
 def test_records_written_after_a_restart_are_newer(open_rig: Rigs) -> None:
