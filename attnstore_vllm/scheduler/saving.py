@@ -114,15 +114,23 @@ class Saving:
         if computed > 0 and state.may_save:
             self._save_chunks(state, computed, tables, has_ended=True)
             end = kept_end(computed, request.num_prompt_tokens)
-            self._save_tail(state, end, tables)
             # A state has seen all that was computed, and a hit may end where a tail does.
             is_state_at_end = end == computed == request.num_computed_tokens
             is_state_at_end &= not 0 < end % self._geometry.chunk_tokens < MIN_TAIL_TOKENS
-            for need in self._needs if is_state_at_end else ():
-                if need.reach is Reach.STATE:
-                    self._save_state(state, need, end, tables, stays=False)
-            if is_state_at_end or all(need.reach is not Reach.STATE for need in self._needs):
+            states = [need for need in self._needs if need.reach is Reach.STATE]
+            if is_state_at_end or all(self._has_state_in_tail(state, need, end) for need in states):
+                self._save_tail(state, end, tables)
+            for need in states if is_state_at_end else ():
+                self._save_state(state, need, end, tables, stays=False)
+            if is_state_at_end or not states:
                 self._drop_passed(state, end)
+
+    def _has_state_in_tail(self, state: RequestState, need: Need, end: int) -> bool:
+        """Whether its prompt has left a state there. A tail without one backs no hit, and would
+        take the place of the conversation's last one, which may have a state at its end."""
+        size = self._geometry.chunk_tokens
+        last = (state.request.num_prompt_tokens - 1) // need.block_tokens * need.block_tokens
+        return last > max(state.computing.first, end // size * size)
 
     def _save_tail(self, state: RequestState, stop: int, tables: Tables) -> None:
         size = self._geometry.chunk_tokens

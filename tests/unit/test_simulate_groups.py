@@ -78,6 +78,9 @@ def test_a_hit_ends_where_a_state_is() -> None:
     for trace, plain, state in (
         (talk((300, 21), (100, 20)), 320, 320),
         (talk((316, 3), (100, 20)), 304, 288),  # the answer has no end of its own (prefix.py)
+        (talk((300, 41), (20, 3), (100, 20)), 340 + 352, 340 + 352),  # the prompt's last block
+        (talk((300, 41), (5, 3), (100, 20)), 340 + 336, 2 * 340),  # the end before it
+        (talk((300, 41), (5, 3), (8, 1), (100, 20)), 340 + 336 + 352, 2 * 340 + 352),
     ):
         assert found(trace, PLAIN) == plain
         assert found(trace, STATE) == state
