@@ -279,6 +279,9 @@ class StoreConfig:
     write_buffer_bytes: int | None = None
     """HBM of each GPU that KV waits in on its way to DRAM; None: room for two steps' tokens. Of no
     account where the model runs on the CPU."""
+    states_every: int | None = None
+    """Tokens of a prompt between the states that recurrent layers keep while there is room; None:
+    where vLLM's steps end, if that is measured to pay; 0: none are kept."""
     ttl_s: float | None = None
     """After so long without use KV is not found any more; None: it stays while there is room."""
     pinning: PinningConfig | None = None
@@ -317,6 +320,13 @@ class StoreConfig:
         look_ahead, compute_if_sooner = (
             _switch(key, given.get(key, True)) for key in ("look_ahead", "compute_if_sooner")
         )
+        every = given.get("states_every", "auto")
+        if every != "auto":
+            every = (
+                0
+                if every is False or every == "off"
+                else _integer("states_every", every, 16, 1 << 20)
+            )
         ttl = given.get("ttl", False)
         ttl_s = None if ttl is False or ttl == "off" else _duration("ttl", ttl)
         if ttl_s is not None and eviction != "attnstore":
@@ -338,6 +348,7 @@ class StoreConfig:
             eviction=eviction,
             look_ahead=look_ahead,
             compute_if_sooner=compute_if_sooner,
+            states_every=None if every == "auto" else every,
             ttl_s=ttl_s,
             pinning=pinning,
             write_buffer_bytes=buffer_bytes,

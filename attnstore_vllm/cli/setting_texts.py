@@ -100,6 +100,14 @@ SETTINGS = (
         "Raise it where chunks are counted as unsaved.",
     ),
     Setting(
+        "states_every", "auto", "tokens, 16 to 1048576, auto, or off",
+        "Of models with recurrent layers: so often a prompt leaves a state that others can go on "
+        "from, besides those at ends and where prompts part, while there is room. auto: where "
+        "vLLM's steps end, if computing the tokens takes longer than reading a state from NVMe.",
+        "Set it where prompts share long beginnings and part anywhere. vLLM then ends steps there, "
+        "rounded up to whole blocks of states, and a long prompt takes more steps.",
+    ),
+    Setting(
         "ttl", "off", "time, as in 30m, 12h, 7d, or off",
         "After so long without use KV is not found any more; off: it stays while there is room.",
         "Set it where data must not be used after a time. A request's own `ttl` may be shorter, "

@@ -236,6 +236,7 @@ def _scheduler(
         by_priority=vllm_config.scheduler_config.policy == "priority",
         looks_ahead=config.look_ahead,
         computes_if_sooner=config.compute_if_sooner,
+        states_every=config.states_every,
         hints=HintReader(
             config.ttl_s,
             pinning.longest_s if pinning is not None else None,

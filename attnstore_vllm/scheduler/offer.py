@@ -92,6 +92,13 @@ class Costs:
         """Whether KV of tokens [start, stop) that is in DRAM should be loaded."""
         return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps)
 
+    def state_pays(self, start: int, stop: int, num_groups: int) -> bool:
+        """Whether computing tokens [start, stop) takes longer than reading the states behind them
+        from NVMe. True as long as that is not known."""
+        read_s = self._store.read_s(num_groups)
+        is_known = read_s is not None and self._steps.is_known
+        return not is_known or self._steps.seconds(start, stop) > read_s
+
     def layers_before(self, num_bytes: int, queued_bytes: int, stop: int, end: int) -> int:
         """How many layers of a load should be in HBM before the step that computes from `stop` on;
         0: the step itself hides it, or nothing is known of it.

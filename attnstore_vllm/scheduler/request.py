@@ -154,6 +154,10 @@ class Computing:
     """Blocks with stored KV of its adapter, before its first step behind it."""
     checked_in: int = 0
     """The number of that step."""
+    state_stop: int = 0
+    """Where the last state is that it has left."""
+    junctions: tuple[int, ...] = ()
+    """Where its prompt parts from what vLLM and the store have, in whole blocks of states."""
     sections: tuple[tuple[Chunk, Need], ...] = ()
     """Sections of groups beside the spine: those that its last load used, and that it left
     since."""

@@ -9,13 +9,14 @@ prompt that was new for the most part are also written behind it, while much roo
 When a conversation has gone on, the sections of its end before are dropped, unless others use them;
 not before its new end has a state, where a group needs one.
 
-A recurrent group has a state where a step ends, and nowhere else: one is kept at the end of the
-answer, one at the end of the prompt's last block, and passed ones where its other steps end.
+A recurrent group has a state where a step ends, and nowhere else. One is kept at the end of the
+answer, one at the end of the prompt's last block, and one where the prompt parts from stored ones:
+vLLM is asked to end a step there. Passed ones are kept in between, as often as the settings say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName
@@ -36,7 +37,12 @@ MIN_TAIL_TOKENS = 16
 
 
 class Saving:
-    """Asks the store for slots, and plans their saves. All on the scheduler's thread."""
+    """Asks the store for slots, and plans their saves. All on the scheduler's thread.
+
+    Args:
+        state_pays: Costs.state_pays.
+        states_every: see StoreConfig.
+    """
 
     def __init__(
         self,
@@ -44,13 +50,39 @@ class Saving:
         geometry: Geometry,
         plans: OpenPlans,
         truncation: Truncation,
+        state_pays: Callable[[int, int, int], bool],
+        states_every: int | None,
     ) -> None:
         self._store = store
         self._geometry = geometry
         self._plans = plans
         self._truncation = truncation
         self._needs = store.needs
+        self._state_pays = state_pays
+        self._states_every = states_every
+        states = [need.block_tokens for need in self._needs if need.reach is Reach.STATE]
+        self._state_tokens = max(states, default=0)
+        """Of a block with a state."""
+        self._num_states = len(states)
         self.counts = GroupCounts(geometry)
+
+    def begin(self, state: RequestState, start: int) -> None:
+        """vLLM has its answer: the prompt is computed from `start` on."""
+        if self._num_states and state.may_save:
+            whole = state.sequence.spine_stop // self._state_tokens * self._state_tokens
+            computing = state.computing
+            computing.junctions = (state.request.shared_prefix_boundary, whole)
+            computing.state_stop = start
+            self._set_step_end(state, start)
+
+    def _set_step_end(self, state: RequestState, start: int) -> None:
+        """Tell vLLM where the prompt's step that begins at `start` is to end, at the latest."""
+        stops = state.computing.junctions
+        if self._states_every:
+            size = self._state_tokens
+            stops += (-(-(state.computing.state_stop + self._states_every) // size) * size,)
+        next_stop = min((stop for stop in stops if stop > start), default=0)
+        state.request.shared_prefix_boundary = next_stop
 
     def save_chunks(self, state: RequestState, computed: int, tables: Tables) -> None:
         """Whole chunks up to `computed` tokens that were not offered to the store yet."""
@@ -87,17 +119,38 @@ class Saving:
         computed, prompt_end = before + num_scheduled, request.num_prompt_tokens
         if before >= prompt_end or computed > state.usable_tokens():
             return
+        if self._num_states:
+            self._save_states(state, before, computed, tables)
+            self._set_step_end(state, computed)
         whole = whole_blocks(prompt_end)
         for need in self._needs:
-            if need.reach is Reach.STATE and computed % GRAIN_TOKENS == 0:
-                is_near = state.sequence.spine_stop - need.block_tokens < computed
-                is_junction = is_near and before < computed <= state.sequence.spine_stop
-                is_last = computed < prompt_end <= computed + need.block_tokens
-                self._save_state(state, need, computed, tables, stays=not (is_junction or is_last))
-            elif need.reach is Reach.STATE or computed < prompt_end or need.group == 0:
+            if need.reach is Reach.STATE or computed < prompt_end or need.group == 0:
                 continue  # a chunk of the spine's window is whole when it is full, or at the end
             elif whole % self._geometry.chunk_tokens >= MIN_TAIL_TOKENS:
                 self._save_section(state, need, whole, tables, is_passed=True, is_fleeting=True)
+
+    def _save_states(self, state: RequestState, before: int, computed: int, tables: Tables) -> None:
+        """Those after `computed` tokens, where a step of the prompt ends."""
+        prompt_end, size = state.request.num_prompt_tokens, self._state_tokens
+        is_near = state.sequence.spine_stop - size < computed
+        is_junction = is_near and before < computed <= state.sequence.spine_stop
+        is_last = computed < prompt_end <= computed + size
+        is_kept = is_junction or is_last
+        if computed % GRAIN_TOKENS or not (is_kept or self._is_wanted(state, computed)):
+            return
+        state.computing.state_stop = computed
+        for need in self._needs:
+            if need.reach is Reach.STATE:
+                self._save_state(state, need, computed, tables, stays=not is_kept)
+
+    def _is_wanted(self, state: RequestState, computed: int) -> bool:
+        """Whether a state is kept there as long as there is room."""
+        last, every = state.computing.state_stop, self._states_every
+        if computed == state.request.num_prompt_tokens:  # for a prompt that goes on from this one
+            return True
+        if every is None:
+            return self._state_pays(last, computed, self._num_states)
+        return every > 0 and computed - last >= every
 
     def save_rest(self, state: RequestState, tables: Tables) -> None:
         """Save the rest of a request that has ended, the tail included."""

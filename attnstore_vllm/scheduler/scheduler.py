@@ -68,6 +68,7 @@ class Scheduler:
         by_priority: how vLLM orders waiting requests; else first come, first served.
         looks_ahead: bring up from NVMe what waiting requests want, before they are asked for.
         computes_if_sooner: else what is stored is always loaded, and waited for.
+        states_every: see StoreConfig.
         hints: reads what requests say of their KV.
         rows: of each worker's write buffer, in blocks; None where copies do not run beside the
             model.
@@ -94,6 +95,7 @@ class Scheduler:
         by_priority: bool = False,
         looks_ahead: bool = True,
         computes_if_sooner: bool = True,
+        states_every: int | None = None,
         hints: HintReader | None = None,
         rows: int | None = None,
         gives_blocks_away: bool = True,
@@ -124,7 +126,6 @@ class Scheduler:
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
         self._truncation = Truncation(store, *truncation)
-        self._saving = Saving(store, geometry, self.plans, self._truncation)
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
@@ -140,6 +141,8 @@ class Scheduler:
             step_tokens=step_tokens,
             clock=clock,
         )
+        pays = self.costs.state_pays
+        self._saving = Saving(store, geometry, self.plans, self._truncation, pays, states_every)
         self._offers = Offers(
             store,
             geometry,
@@ -228,7 +231,10 @@ class Scheduler:
                 return (None if waits else 0), False
         if state.visit is None:
             self._look_up(state)
-        return self._offers.ask(state, num_computed_tokens, self._stats)
+        found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats)
+        if found is not None:
+            self._saving.begin(state, num_computed_tokens + found)
+        return found, is_ahead
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Tables, num_external_tokens: int

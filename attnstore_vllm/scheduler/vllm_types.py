@@ -39,6 +39,8 @@ class Request(Protocol):
     drop_stale_output: bool
     spec_token_ids: list[int]
     num_prompt_tokens: int
+    shared_prefix_boundary: int
+    """Where vLLM ends a prompt's step for a state, rounded down to whole blocks; 0: nowhere."""
     block_hashes: list[Any]
     _block_hasher: Callable[[Any], list[Any]] | None
 

@@ -60,6 +60,8 @@ class Machine:
     chunk_tokens: int = 256
     io_depth: int = 8
     load_deadline_s: float = 1.0
+    states_every: int | None = None
+    """The store's setting."""
     shape: KvShape | None = None
     """The shape that a given config.json says; None: its KV is one group."""
 
@@ -166,7 +168,13 @@ def _value(where: str, key: str, value: object) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{where}: {key} is {value!r}; it must be true or false")
         return value
-    whole = key in ("max_num_seqs", "max_num_batched_tokens", "chunk_tokens", "io_depth")
+    whole = key in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "chunk_tokens",
+        "io_depth",
+        "states_every",
+    )
     good = isinstance(value, int) if whole else isinstance(value, int | float)
     if isinstance(value, bool) or not good or not value > 0:  # type: ignore[operator]
         kind = "an integer" if whole else "a number"

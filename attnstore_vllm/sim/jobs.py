@@ -31,6 +31,7 @@ class Plain:
     kv_transfer_params: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
+    shared_prefix_boundary: int = 0
     priority: int = 0
     num_in_flight_tokens: int = 0
     num_output_placeholders: int = 0
@@ -86,22 +87,24 @@ class Job(Plain):
         return self.num_prompt_tokens + self.num_answer
 
 
-def step_stop(start: int, stop: int, num_tokens: int, state_tokens: int) -> int:
+def step_stop(start: int, stop: int, num_tokens: int, state_tokens: int, junction: int = 0) -> int:
     """Where a prompt's step [start, stop) ends, as vLLM has it: with its blocks, if there are
     states.
 
     Args:
         num_tokens: of the prompt.
         state_tokens: of a block with a state; 0 without states.
+        junction: Request.shared_prefix_boundary.
     """
     if not state_tokens:
         return stop
-    last = num_tokens // state_tokens * state_tokens
     if start % state_tokens:
         return min(stop, (start // state_tokens + 1) * state_tokens)
+    last = num_tokens // state_tokens * state_tokens
     if stop < last:
-        return stop // state_tokens * state_tokens
-    return last if start < last < stop else stop
+        stop = stop // state_tokens * state_tokens
+    ends = [last, junction // state_tokens * state_tokens]
+    return min((end for end in ends if start < end < stop), default=stop)
 
 
 @dataclass(slots=True)

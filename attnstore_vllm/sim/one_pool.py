@@ -69,7 +69,7 @@ def replay(
     return Replayed(policy, capacity, num_slots, hit, trace.num_tokens)
 
 
-_AT_ONCE = Machine(
+AT_ONCE = Machine(
     kv_bytes_per_token=1,
     hbm=1 << 62,
     dram=1,
@@ -100,7 +100,7 @@ def replay_model(
         policy: one of sim.server.POLICIES.
         num_bytes: of the pool.
     """
-    machine = _AT_ONCE.with_model(shape).with_sizes(dram=num_bytes)
+    machine = AT_ONCE.with_model(shape).with_sizes(dram=num_bytes)
     out = Server(trace, machine, policy, step=step).run()
     capacity = num_bytes / distinct_bytes(trace, shape)
     num_slots = max(1, num_bytes // machine.chunk_bytes)

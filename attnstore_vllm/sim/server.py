@@ -167,7 +167,7 @@ class Server:
             is_full = len(self._running) >= machine.max_num_seqs
             if is_full or budget < least:
                 break
-            local = self._hbm.cached_tokens(job)
+            local, job.shared_prefix_boundary = self._hbm.cached_tokens(job), 0
             found = self._ask(job, local)
             if found is None:
                 continue
@@ -188,7 +188,8 @@ class Server:
         """Tokens of the prompt that the step computes."""
         start = job.num_computed_tokens
         stop = min(job.num_prompt_tokens, start + budget)
-        return step_stop(start, stop, job.num_prompt_tokens, self._state_tokens) - start
+        junction = job.shared_prefix_boundary
+        return step_stop(start, stop, job.num_prompt_tokens, self._state_tokens, junction) - start
 
     def _ask(self, job: Job, local: int) -> int | None:
         """Tokens that the store offers, behind those in HBM; None: not yet."""

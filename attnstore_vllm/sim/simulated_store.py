@@ -108,6 +108,7 @@ def open_scheduler(
         machine.load_deadline_s,
         -1,
         looks_ahead=policy not in ("lru", "fifo"),
+        states_every=machine.states_every,
         step_tokens=machine.max_num_batched_tokens,
         has_prefix_cache=machine.prefix_cache,
         clock=clock,

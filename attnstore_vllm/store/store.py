@@ -409,6 +409,12 @@ class Store:
         with self._lock:
             return self.residency.look_ahead.has_missing(request_id)
 
+    def read_s(self, num_reads: int) -> float | None:
+        """Seconds that so many reads take from the nearest tier behind DRAM, if that is known."""
+        with self._lock:
+            cost = self.thread.tiers[0].cost
+            return None if cost.mean_s is None else cost.seconds(num_reads)
+
     def arrivals(self, request_id: str, pieces: Sequence[Piece]) -> list[float] | None:
         """See Reader.arrivals."""
         with self._lock:

@@ -159,6 +159,13 @@ def test_every_optional_setting_arrives() -> None:
     assert {key: getattr(config, key) for key in optional} == optional
 
 
+@pytest.mark.parametrize(
+    ("said", "every"), [("auto", None), ("off", 0), (False, 0), (16, 16), (2048, 2048)]
+)
+def test_how_often_states_are_kept(said: object, every: int | None) -> None:
+    assert StoreConfig.parse(MINIMAL | {"states_every": said}).states_every == every
+
+
 def test_an_unknown_key_names_the_nearest_known_one() -> None:
     assert "chunk_token is not a setting" in message_of(MINIMAL | {"chunk_token": 64})
     assert "did you mean chunk_tokens?" in message_of(MINIMAL | {"chunk_token": 64})
@@ -214,6 +221,9 @@ def test_nvme_must_be_a_mapping() -> None:
         ("load_deadline_ms", 1.5, "from 0 to 60000"),
         ("io_depth", 1, "from 2 to 1024"),
         ("data_parallel_size", 0, "from 1 to 4096"),
+        ("states_every", 15, "from 16 to 1048576"),
+        ("states_every", "1k", "from 16 to 1048576"),
+        ("states_every", True, "from 16 to 1048576"),
     ],
 )
 def test_integers_out_of_range_or_of_another_type(key: str, value: object, range_text: str) -> None:

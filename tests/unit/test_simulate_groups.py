@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.jobs import step_stop
 from attnstore_vllm.sim.model_shape import KvShape, LayerKind, read_shape
-from attnstore_vllm.sim.one_pool import distinct_bytes, replay, replay_model
+from attnstore_vllm.sim.one_pool import AT_ONCE, distinct_bytes, replay, replay_model
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_vllm.transfer.geometry import Geometry, Group
@@ -86,18 +87,70 @@ def test_a_hit_ends_where_a_state_is() -> None:
         assert found(trace, STATE) == state
 
 
-def test_a_branch_behind_a_long_shared_prompt_finds_no_state() -> None:
-    shared = np.arange(10, dtype=np.int64)
-    requests = [
-        TraceRequest(
-            1000.0 * n, np.append(shared, 100 + n), 10 * SIZE + 50, 8, 10 * SIZE + 58, n, 0.0
-        )
-        for n in range(3)
+def branches(num_shared: int, own_tokens: int = 20 * SIZE, answer: int = 8) -> Trace:
+    """Five prompts that begin with the same chunks, so many."""
+    shared = np.arange(num_shared, dtype=np.int64)
+    num_tokens = num_shared * SIZE + own_tokens
+    requests = []
+    for n in range(5):
+        num_own = -(-(own_tokens + answer) // SIZE)
+        chunks = np.append(shared, 100 * (n + 1) + np.arange(num_own, dtype=np.int64))
+        known = num_tokens + answer
+        requests.append(TraceRequest(1000.0 * n, chunks, num_tokens, answer, known, n, 0.0))
+    return make_trace("branches", SIZE, requests)
+
+
+def found_by_each(trace: Trace, of: KvShape, **fields: int | None) -> list[int]:
+    """Tokens found by each request, with room for everything.
+
+    Args:
+        fields: of the machine.
+    """
+    machine = replace(AT_ONCE.with_model(of), **fields)  # type: ignore[arg-type]
+    ends = [0]
+    for number in range(1, len(trace.requests) + 1):
+        few = make_trace("few", SIZE, trace.requests[:number])
+        ends.append(Server(few, machine, "infinite").run().hit_tokens)
+    return np.diff(ends).tolist()
+
+
+def test_a_state_is_kept_where_prompts_part() -> None:
+    """vLLM ends no step there by itself. Whoever parts there first finds none, and leaves one."""
+    shared = 10 * SIZE
+    assert found_by_each(branches(10), PLAIN) == [0, *4 * [shared]]
+    assert found_by_each(branches(10), STATE) == [0, 0, *3 * [shared]]
+
+
+@pytest.mark.parametrize(
+    ("every", "first", "second"),
+    [(None, 0, 20), (16, 20, 20), (SIZE, 20, 20), (7 * SIZE, 14, 20), (8 * SIZE - 5, 16, 20)],
+)
+def test_a_first_branch_finds_the_nearest_state(every: int | None, first: int, second: int) -> None:
+    """Those that the settings ask for: none by default, since one step computes the prompt."""
+    found = found_by_each(branches(20), STATE, states_every=every)
+    assert found == [0, first * SIZE, *3 * [second * SIZE]]
+
+
+@pytest.mark.parametrize(
+    ("every", "first"), [(None, 18), (SIZE, 20), (12 * SIZE, 12), (13 * SIZE, 13), (0, 0)]
+)
+def test_states_where_steps_end_are_kept_as_often_as_the_settings_say(
+    every: int | None, first: int
+) -> None:
+    found = found_by_each(branches(20), STATE, states_every=every, max_num_batched_tokens=6 * SIZE)
+    assert found[1] == first * SIZE
+    assert found[2] == 20 * SIZE, "where prompts part one is kept in any case"
+
+
+def test_states_in_between_take_no_room_that_others_need() -> None:
+    trace = chats(60, rate=0.2)
+    room = distinct_bytes(trace, PLAIN) // 3
+    machine = replace(AT_ONCE.with_model(STATE), dram=room)
+    hits = [
+        Server(trace, replace(machine, states_every=every), "attnstore").run().hit_tokens
+        for every in (None, 32)
     ]
-    trace = make_trace("branches", SIZE, requests)
-    assert found(trace, PLAIN) == 2 * 10 * SIZE
-    assert found(trace, WINDOW) >= 2 * 9 * SIZE  # in DRAM, as long as there is room
-    assert found(trace, STATE) == 0  # one step computes a prompt: no state is where they part
+    assert hits[1] > 0.97 * hits[0]
 
 
 def test_less_room_finds_less_and_sections_take_some_of_it() -> None:
@@ -115,6 +168,8 @@ def test_steps_end_with_blocks_of_states() -> None:
     assert step_stop(96, 300, 300, 32) == 288  # the last whole block, then the rest
     assert step_stop(288, 300, 300, 32) == 300
     assert step_stop(50, 300, 300, 32) == 64
+    assert step_stop(0, 300, 300, 32, 150) == 128  # where vLLM was asked to end one
+    assert step_stop(128, 300, 300, 32, 150) == 288
 
 
 @pytest.mark.parametrize("of", [WINDOW, LOCAL, STATE], ids=["window", "local", "state"])

@@ -32,6 +32,10 @@ class Disk:
 
     def __init__(self) -> None:
         self.said: list[float] | None = None
+        self.read_each_s: float | None = None
+
+    def read_s(self, num_reads: int) -> float | None:
+        return None if self.read_each_s is None else num_reads * self.read_each_s
 
     def arrivals(self, request_id: str, pieces: Any) -> list[float] | None:
         return self.said
@@ -160,6 +164,16 @@ def test_a_load_that_its_step_does_not_hide_begins_before_it(load_s: float, laye
     costs = make_costs()
     teach(costs, load_s=load_s, token_s=0.001)
     assert costs.layers_before(BYTES, 0, 5000, 6000) == layers
+
+
+def test_a_state_pays_where_computing_takes_longer_than_reading_it(clock: Clock) -> None:
+    """A millisecond for a token; three groups are read."""
+    rig = Rig(clock)
+    assert rig.costs.state_pays(0, 1, 3), "nothing is known of reads"
+    rig.disk.read_each_s = 0.2
+    assert rig.costs.state_pays(1000, 1700, 3)
+    assert not rig.costs.state_pays(1000, 1500, 3)
+    assert rig.costs.state_pays(1000, 1500, 2)
 
 
 def test_loads_that_are_before_it_count() -> None:

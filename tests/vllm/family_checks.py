@@ -190,6 +190,15 @@ def conversation_with_room(engine: Engine) -> list[Check]:
     return conversation(engine, "nvme")
 
 
+def branches(engine: Engine, shared: int) -> list[Check]:
+    """Three prompts, one after the other, that have so many tokens in common."""
+    common = random_tokens(("shared", shared), shared)
+    return [
+        load(engine, f"branch {n}", [*common, *random_tokens(("own", shared, n), PROMPT - shared)])
+        for n in range(3)
+    ]
+
+
 def around(edges: Sequence[int]) -> list[int]:
     return sorted({edge + by for edge in edges for by in (-1, 0, 1)})
 

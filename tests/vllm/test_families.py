@@ -295,3 +295,22 @@ def test_a_first_branch_is_found_on_nvme_while_that_has_room(
     found = engine.call(checks.conversation_with_room)
     check_answers(found, limit)
     check_found(family, found, "nvme with room")
+
+
+BLOCK_OF = {"qwen3_next": 384, "lfm2": 128}
+"""Tokens of a block with a state, by family."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("every", ["auto", 384])
+@pytest.mark.parametrize("name", BLOCK_OF)
+def test_where_prompts_part_a_state_is_kept(
+    name: str, every: str | int, start_engine: StartEngine, models: Path
+) -> None:
+    """vLLM is asked to end steps there: with the same steps the answers are the same."""
+    engine = start_engine(**options(name, models, settings={"states_every": every}))
+    found = engine.call(checks.branches, checks.BRANCH)
+    check_answers(found, SAME_SPLIT if name == "qwen3_next" else engine.call(checks.limit))
+    nearest = checks.BRANCH // BLOCK_OF[name] * BLOCK_OF[name]
+    first = 0 if every == "auto" else checks.BRANCH // every * every
+    assert [check.found for check in found] == [0, first, nearest]
