@@ -95,6 +95,9 @@ class Visit:
     num_shared: int
     shared: Run
     own: Run
+    before_tokens: int = 0
+    """Of the prompt of the request before it, which may have been another conversation's if their
+    whole chunks are the same."""
 
     def run(self, number: int) -> Run:
         """The run of chunk `number` of the request."""
@@ -135,7 +138,8 @@ def visit_of(
         number = 0
         if stop > start:
             follows = 0 if is_shared else turn
-            number = estimator.open(marks[stop - 1], kind, follows, stop - start, now)
+            mark = marks[stop - 1]
+            number = estimator.open(mark, kind, follows, stop - start, now, num_tokens)
         if is_shared:
             return Run(number, kind, now, True, max(0, terms.priority), lease_for(ttl_s, now))
         ttls = [ttl for ttl in (ttl_s, terms.ttl_s) if ttl is not None]
@@ -143,7 +147,8 @@ def visit_of(
         return Run(number, kind, now, False, terms.priority, lease)
 
     shared = run(0, min(num_shared, len(marks)), is_shared=True)
-    return Visit(num_shared, shared, run(num_shared, len(marks), is_shared=False))
+    own = run(num_shared, len(marks), is_shared=False)
+    return Visit(num_shared, shared, own, before.num_tokens if before is not None else 0)
 
 
 def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:

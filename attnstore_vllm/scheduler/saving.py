@@ -323,7 +323,11 @@ class Saving:
 
     def _drop_passed(self, state: RequestState, end: int) -> None:
         """The conversation has gone on to `end`: most sections that it had before back no hit that
-        is likely to come, unless others use them too (a shared run)."""
+        is likely to come, unless others use them too (a shared run). Whose prompt has parted from
+        the one before it is another conversation, and the next one may part there as well."""
+        before_tokens = 0 if state.visit is None else state.visit.before_tokens
+        if 0 < state.sequence.spine_stop <= before_tokens - GRAIN_TOKENS:
+            return
         prompt_end = state.request.num_prompt_tokens - 1
         for need in self._needs if state.computing.first else ():
             if need.reach is Reach.STATE:

@@ -121,6 +121,17 @@ def test_a_state_is_kept_where_prompts_part() -> None:
     assert found_by_each(branches(10), STATE) == [0, 0, *3 * [shared]]
 
 
+@pytest.mark.parametrize(("own", "answer"), [(50, 8), (50, 40), (20, 100), (63, 40)])
+@pytest.mark.parametrize("of", [WINDOW, LOCAL, STATE], ids=["window", "local", "state"])
+def test_what_a_branch_has_used_is_there_for_the_next_one(
+    of: KvShape, own: int, answer: int
+) -> None:
+    """Also of short questions behind a long prompt. Their whole chunks are the same, so each looks
+    like the next turn of the one before."""
+    found = found_by_each(branches(10, own, answer), of)
+    assert found[2:] == 3 * [10 * SIZE]
+
+
 @pytest.mark.parametrize(
     ("every", "first", "second"),
     [(None, 0, 20), (16, 20, 20), (SIZE, 20, 20), (7 * SIZE, 14, 20), (8 * SIZE - 5, 16, 20)],

@@ -113,6 +113,8 @@ class Before:
     turn: int
     """0 if it was a shared one."""
     since: float
+    num_tokens: int
+    """Of its request's prompt, if that was said."""
 
 
 class ReturnEstimator:
@@ -127,6 +129,7 @@ class ReturnEstimator:
         self._number = np.zeros(RUNS_MAX, np.int64)
         self._kind = np.zeros(RUNS_MAX, np.int32)
         self._turn = np.zeros(RUNS_MAX, np.int16)
+        self._num_tokens = np.zeros(RUNS_MAX, np.int32)
         self._since = np.zeros(RUNS_MAX)
         self._weight = np.zeros(RUNS_MAX)
         self._is_open = np.zeros(RUNS_MAX, np.bool_)
@@ -162,17 +165,21 @@ class ReturnEstimator:
                     depth,
                     int(self._turn[place]),
                     float(self._since[place]),
+                    int(self._num_tokens[place]),
                 )
             self._close(place, self._returned, now)
         return deepest
 
-    def open(self, end: int, kind: int, turn: int, weight: float, now: float) -> int:
+    def open(
+        self, end: int, kind: int, turn: int, weight: float, now: float, num_tokens: int = 0
+    ) -> int:
         """Follow a run from now on.
 
         Args:
             end: the mark of its last chunk.
             turn: of its conversation; TURNS_MAX at most. 0 for a shared run.
-        weight: its chunks; slots are what is worth something, not requests.
+            weight: its chunks; slots are what is worth something, not requests.
+            num_tokens: of its request's prompt.
         Returns: its number. Cost: O(1).
         """
         if end in self._places:
@@ -186,6 +193,7 @@ class ReturnEstimator:
         self._end[place] = end
         self._number[place] = self._opened
         self._kind[place], self._turn[place] = kind, turn
+        self._num_tokens[place] = num_tokens
         self._since[place], self._weight[place] = now, weight
         self._is_open[place] = True
         self._places[end] = place
