@@ -84,6 +84,8 @@ class Chunk(_Referable):
     """Tiers that are full of what is worth more: it comes there only if it is used again."""
     if_room: bool = False
     """It was refused beforehand, and goes to those tiers as long as they have room to spare."""
+    is_alone: bool = False
+    """It is of use at its own length alone (a state), so it takes no shorter one's place."""
     dropped: bool = False
     """Not found any more; its slots are freed when the last transfer lets go."""
     repeats: int = 0

@@ -174,6 +174,7 @@ class Residency:
         *,
         again: bool = False,
         stays: bool = False,
+        is_alone: bool = False,
     ) -> Chunk | None:
         """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
 
@@ -182,6 +183,7 @@ class Residency:
             again: the request has computed it though a tier behind may have it: DRAM takes it too.
             stays: it is worth little: it takes no room from anything that is worth more, and is
                 not written to the tiers behind before a request uses it.
+            is_alone: see Chunk.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
         there is no room (counted as dropped if it is nowhere else).
         """
@@ -196,13 +198,13 @@ class Residency:
                 return None
             known.name = name  # its tokens, which the tiers behind alone had
             self.look_ahead.has_come(known)
-        elif self.index.extends(name):
+        elif not is_alone and self.index.extends(name):
             return None
         elif not (self._has_room_to_spare() if stays else self._make_room_in_dram()):
             if not stays:
                 self.counts["dropped"] += 1
             return None
-        chunk = known or Chunk(name, run=run or unknown_run(self.now))
+        chunk = known or Chunk(name, run=run or unknown_run(self.now), is_alone=is_alone)
         if chunk.run.lease is not None:
             chunk.run.lease.use(self.now)
         self.dram.give(chunk, State.SAVING)
@@ -222,7 +224,7 @@ class Residency:
         self._place(chunk)
         if not chunk.dropped:
             self.counts["saved_again" if chunk.behind else "saved"] += 1
-            for tail in self.index.extended_by(chunk.name):
+            for tail in self.index.extended_by(chunk.name) if not chunk.is_alone else ():
                 if tail.behind:
                     chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
                 if tail.dram.state is not State.SAVING:

@@ -265,14 +265,20 @@ class Saving:
             return
         number = (stop - 1) // self._geometry.chunk_tokens
         name = state.sequence.section(need.group, 0).name_up_to(number, state.tenant, stop)
-        chunk = self._begin(state, name, number, is_passed=stays)
+        chunk = self._begin(state, name, number, is_passed=stays, is_alone=True)
         if chunk is not None:
             copies = (ChunkCopy(chunk.dram.slot, 0, (block_ids[index],)),)
             self._plan(state, chunk, copies, group=need.group, is_fleeting=True)
             self.counts.add("sections_passed", need.group, stays)
 
     def _begin(
-        self, state: RequestState, name: ChunkName, number: int, *, is_passed: bool
+        self,
+        state: RequestState,
+        name: ChunkName,
+        number: int,
+        *,
+        is_passed: bool,
+        is_alone: bool = False,
     ) -> Chunk | None:
         run = None if state.visit is None else state.visit.run(number)
         is_of_prompt = name.position < state.request.num_prompt_tokens
@@ -282,6 +288,7 @@ class Saving:
             state.hints.terms.pin_s if is_of_prompt and not is_passed else None,
             again=name.position >= state.computing.first and not is_passed,
             stays=is_passed,
+            is_alone=is_alone,
         )
         # Who parts from a prompt for the first time does so within a long text that was new.
         is_mostly_new = 2 * state.computing.first < state.request.num_prompt_tokens

@@ -50,8 +50,9 @@ class SimulatedStore(Store):
         *,
         again: bool = False,
         stays: bool = False,
+        is_alone: bool = False,
     ) -> Chunk | None:
-        chunk = super().begin_save(name, run, pin_s, again=again, stays=stays)
+        chunk = super().begin_save(name, run, pin_s, again=again, stays=stays, is_alone=is_alone)
         if chunk is not None:
             self.saved_tokens += name.num_tokens
         return chunk

@@ -456,6 +456,7 @@ class Store:
         *,
         again: bool = False,
         stays: bool = False,
+        is_alone: bool = False,
     ) -> Chunk | None:
         """See Residency.begin_save.
 
@@ -464,7 +465,9 @@ class Store:
         """
         with self._lock:
             now = self.residency.now = self._clock()
-            chunk = self.residency.begin_save(name, run, again=again, stays=stays)
+            chunk = self.residency.begin_save(
+                name, run, again=again, stays=stays, is_alone=is_alone
+            )
             if pin_s is not None:
                 kept = chunk or self.residency.index.get(name.key)
                 if kept is not None:
@@ -519,12 +522,15 @@ class Store:
             for number in range(last, max(-1, last - STATE_LOOKS_MAX), -1):
                 tokens = keys.tokens(number * size, min(stop - 1, (number + 1) * size))
                 parent, extra = keys.parent(number), keys.extra(number)
-                found = index.exact_head(parent, extra, tokens, lambda _: True)
-                if found is not None and not self.residency.run_of(found).is_shared:
+                while found := index.exact_head(parent, extra, tokens, self._is_own):
                     num_dropped += 1
                     self.residency.drop(found)
             self.residency.counts["superseded"] += num_dropped
         return num_dropped
+
+    def _is_own(self, chunk: Chunk) -> bool:
+        """Locked. Whether one conversation alone has used it."""
+        return not self.residency.run_of(chunk).is_shared
 
     # ---- the rest ----------------------------------------------------------------------
 

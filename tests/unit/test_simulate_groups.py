@@ -28,14 +28,16 @@ MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 SPINE = LayerKind(Reach.FULL, 0, 100)
 
 
-def shape(reach: Reach | None = None, tokens: int = 0, block_tokens: int = 16) -> KvShape:
+def shape(
+    reach: Reach | None = None, tokens: int = 0, block_tokens: int = 16, chunk_tokens: int = SIZE
+) -> KvShape:
     """One layer that sees all tokens and, if `reach` is given, one that does not."""
     kinds = Counter({SPINE: 1})
     groups = [Group(16, ("full",))]
     if reach is not None:
         kinds[LayerKind(reach, tokens, 100)] = 1
         groups.append(Group(block_tokens, ("beside",), 1, reach.value, tokens))
-    return KvShape(kinds, Geometry(1, (1600,), tuple(groups), SIZE))
+    return KvShape(kinds, Geometry(1, (1600,), tuple(groups), chunk_tokens))
 
 
 PLAIN = shape()
@@ -119,6 +121,12 @@ def test_a_state_is_kept_where_prompts_part() -> None:
     shared = 10 * SIZE
     assert found_by_each(branches(10), PLAIN) == [0, *4 * [shared]]
     assert found_by_each(branches(10), STATE) == [0, 0, *3 * [shared]]
+
+
+def test_a_chunk_has_a_state_where_prompts_part_and_one_at_the_end() -> None:
+    """Neither takes the place of the other, as a longer tail does that of a shorter one."""
+    of = shape(Reach.STATE, 0, 32, chunk_tokens=4 * SIZE)
+    assert found_by_each(branches(10, own_tokens=100, answer=20), of) == [0, 0, *3 * [10 * SIZE]]
 
 
 @pytest.mark.parametrize(("own", "answer"), [(50, 8), (50, 40), (20, 100), (63, 40)])
