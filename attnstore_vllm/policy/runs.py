@@ -96,8 +96,8 @@ class Visit:
     shared: Run
     own: Run
     before_tokens: int = 0
-    """Of the prompt of the request before it, which may have been another conversation's if their
-    whole chunks are the same."""
+    """The length of the prompt before it, which is another conversation's if only their whole
+    chunks are the same."""
 
     def run(self, number: int) -> Run:
         """The run of chunk `number` of the request."""

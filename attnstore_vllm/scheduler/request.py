@@ -155,9 +155,9 @@ class Computing:
     checked_in: int = 0
     """The number of that step."""
     state_stop: int = 0
-    """Where the last state is that it has left."""
+    """The place of the last state that it has left."""
     junctions: tuple[int, ...] = ()
-    """Where its prompt parts from what vLLM and the store have, in whole blocks of states."""
+    """The places where its prompt parts from what vLLM and the store have, in whole blocks."""
     sections: tuple[tuple[Chunk, Need], ...] = ()
     """Sections of groups beside the spine: those that its last load used, and that it left
     since."""

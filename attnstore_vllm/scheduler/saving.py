@@ -62,7 +62,7 @@ class Saving:
         self._states_every = states_every
         states = [need.block_tokens for need in self._needs if need.reach is Reach.STATE]
         self._state_tokens = max(states, default=0)
-        """Of a block with a state."""
+        """The length of a block that has a state."""
         self._num_states = len(states)
         self.counts = GroupCounts(geometry)
 

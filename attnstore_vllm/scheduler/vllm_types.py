@@ -40,7 +40,7 @@ class Request(Protocol):
     spec_token_ids: list[int]
     num_prompt_tokens: int
     shared_prefix_boundary: int
-    """Where vLLM ends a prompt's step for a state, rounded down to whole blocks; 0: nowhere."""
+    """The place where vLLM ends a prompt's step for a state, in whole blocks; 0: none."""
     block_hashes: list[Any]
     _block_hasher: Callable[[Any], list[Any]] | None
 

@@ -114,7 +114,7 @@ class Before:
     """0 if it was a shared one."""
     since: float
     num_tokens: int
-    """Of its request's prompt, if that was said."""
+    """The length of its request's prompt; 0 if that was not said."""
 
 
 class ReturnEstimator:
