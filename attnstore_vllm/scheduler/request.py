@@ -156,6 +156,8 @@ class Computing:
     """The number of that step."""
     state_stop: int = 0
     """The place of the last state that it has left."""
+    prompt_states: tuple[Chunk, ...] = ()
+    """The states at the end of its prompt's last block."""
     junctions: tuple[int, ...] = ()
     """The places where its prompt parts from what vLLM and the store have, in whole blocks."""
     sections: tuple[tuple[Chunk, Need], ...] = ()

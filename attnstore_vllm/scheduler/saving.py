@@ -139,9 +139,9 @@ class Saving:
         if computed % GRAIN_TOKENS or not (is_kept or self._is_wanted(state, computed)):
             return
         state.computing.state_stop = computed
-        for need in self._needs:
-            if need.reach is Reach.STATE:
-                self._save_state(state, need, computed, tables, stays=not is_kept)
+        saved = self._save_states_at(state, computed, tables, stays=not is_kept)
+        if is_last and not is_junction:
+            state.computing.prompt_states = saved
 
     def _is_wanted(self, state: RequestState, computed: int) -> bool:
         """Whether a state is kept there as long as there is room."""
@@ -173,8 +173,11 @@ class Saving:
             states = [need for need in self._needs if need.reach is Reach.STATE]
             if is_state_at_end or all(self._has_state_in_tail(state, need, end) for need in states):
                 self._save_tail(state, end, tables)
-            for need in states if is_state_at_end else ():
-                self._save_state(state, need, end, tables, stays=False)
+            if states and is_state_at_end:
+                saved = self._save_states_at(state, end, tables, stays=False)
+                before_tokens = 0 if state.visit is None else state.visit.before_tokens
+                went_on_from_prompt = 0 < state.computing.first <= before_tokens
+                self._store.lower(saved if went_on_from_prompt else state.computing.prompt_states)
             if is_state_at_end or not states:
                 self._drop_passed(state, end)
 
@@ -256,13 +259,21 @@ class Saving:
             self.counts.add("sections_passed", need.group, is_passed)
         return chunk
 
+    def _save_states_at(
+        self, state: RequestState, stop: int, tables: Tables, *, stays: bool
+    ) -> tuple[Chunk, ...]:
+        """Those of all recurrent groups after `stop` tokens. Returns those that are copied."""
+        needs = [need for need in self._needs if need.reach is Reach.STATE]
+        saved = [self._save_state(state, need, stop, tables, stays=stays) for need in needs]
+        return tuple(chunk for chunk in saved if chunk is not None)
+
     def _save_state(
         self, state: RequestState, need: Need, stop: int, tables: Tables, *, stays: bool
-    ) -> None:
+    ) -> Chunk | None:
         """The state after `stop` tokens, which is in the block of the last of them."""
         block_ids, index = tables[need.group], (stop - 1) // need.block_tokens
         if index >= len(block_ids) or not block_ids[index]:
-            return
+            return None
         number = (stop - 1) // self._geometry.chunk_tokens
         name = state.sequence.section(need.group, 0).name_up_to(number, state.tenant, stop)
         chunk = self._begin(state, name, number, is_passed=stays, is_alone=True)
@@ -270,6 +281,7 @@ class Saving:
             copies = (ChunkCopy(chunk.dram.slot, 0, (block_ids[index],)),)
             self._plan(state, chunk, copies, group=need.group, is_fleeting=True)
             self.counts.add("sections_passed", need.group, stays)
+        return chunk
 
     def _begin(
         self,

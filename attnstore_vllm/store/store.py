@@ -43,6 +43,7 @@ from attnstore_vllm.store.tier_io import MakeTier
 from attnstore_vllm.types import DRAM, Flow, Key
 
 STATE_LOOKS_MAX = 8
+LOW_PRIORITY = -1
 RESET_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 3.0
 
@@ -510,6 +511,15 @@ class Store:
                     self.residency.drop(chunk)
             self.residency.counts["superseded"] += num_dropped
         return num_dropped
+
+    def lower(self, chunks: Sequence[Chunk]) -> None:
+        """Let these leave before most that is as old. What others use as well stays as it is."""
+        with self._lock:
+            own = [chunk for chunk in chunks if not chunk.dropped and self._is_own(chunk)]
+            if own:
+                run = self.residency.run_of(own[0])
+                low = replace(run, priority=min(run.priority, LOW_PRIORITY))
+                self.residency.use(own, low)
 
     def drop_states_before(self, keys: SequenceKeys, stop: int) -> int:
         """A conversation has gone on beyond token `stop`. Forget the states of one group before it

@@ -172,6 +172,35 @@ def test_states_in_between_take_no_room_that_others_need() -> None:
     assert hits[1] > 0.97 * hits[0]
 
 
+def state_priorities(requests: list[TraceRequest]) -> dict[int, int]:
+    """Of the states that these leave, by where they are."""
+    server = Server(make_trace("talk", SIZE, requests), AT_ONCE.with_model(STATE), "infinite")
+    server.run()
+    assert server.store is not None
+    residency = server.store.residency
+    return {
+        chunk.name.position + chunk.name.num_tokens: residency.run_of(chunk).priority
+        for chunk in residency.index
+        if chunk.is_alone
+    }
+
+
+def test_of_two_states_the_one_that_is_less_likely_to_be_used_leaves_first() -> None:
+    """A chat goes on from the end of its answer. One whose answers come back otherwise, without
+    what was thought, goes on from the end of its prompt."""
+    first = TraceRequest(0.0, np.arange(6), 330, 41, 371, 0, 0.0)
+    assert state_priorities([first]) == {320: -1, 370: 0}
+    chat = TraceRequest(60.0, np.arange(8), 420, 60, 480, 0, 0.0)
+    assert state_priorities([first, chat]) == {416: -1, 479: 0}, "it has gone on"
+    stripped = TraceRequest(60.0, np.array([0, 1, 2, 3, 4, 15, 16, 17]), 420, 60, 480, 0, 0.0)
+    assert state_priorities([first, stripped]) == {370: 0, 416: 0, 479: -1}
+
+
+def test_a_prompt_without_a_state_at_its_answers_end_keeps_its_own() -> None:
+    first = TraceRequest(0.0, np.arange(6), 330, 3, 333, 0, 0.0)
+    assert state_priorities([first]) == {320: 0}
+
+
 def test_less_room_finds_less_and_sections_take_some_of_it() -> None:
     trace = talk((500, 20), (100, 20), (100, 20), num_talks=30)
     room = distinct_bytes(trace, PLAIN)
