@@ -96,8 +96,9 @@ class Costs:
         """Whether computing tokens [start, stop) takes longer than reading the states behind them
         from NVMe. True as long as that is not known."""
         read_s = self._store.read_s(num_groups)
-        is_known = read_s is not None and self._steps.is_known
-        return not is_known or self._steps.seconds(start, stop) > read_s
+        if read_s is None or not self._steps.is_known:
+            return True
+        return self._steps.seconds(start, stop) > read_s
 
     def layers_before(self, num_bytes: int, queued_bytes: int, stop: int, end: int) -> int:
         """How many layers of a load should be in HBM before the step that computes from `stop` on;

@@ -302,15 +302,14 @@ BLOCK_OF = {"qwen3_next": 384, "lfm2": 128}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("every", ["auto", 384])
+@pytest.mark.parametrize(("every", "first"), [("auto", 0), (384, checks.BRANCH // 384 * 384)])
 @pytest.mark.parametrize("name", BLOCK_OF)
 def test_where_prompts_part_a_state_is_kept(
-    name: str, every: str | int, start_engine: StartEngine, models: Path
+    name: str, every: str | int, first: int, start_engine: StartEngine, models: Path
 ) -> None:
     """vLLM is asked to end steps there: with the same steps the answers are the same."""
     engine = start_engine(**options(name, models, settings={"states_every": every}))
     found = engine.call(checks.branches, checks.BRANCH)
     check_answers(found, SAME_SPLIT if name == "qwen3_next" else engine.call(checks.limit))
     nearest = checks.BRANCH // BLOCK_OF[name] * BLOCK_OF[name]
-    first = 0 if every == "auto" else checks.BRANCH // every * every
     assert [check.found for check in found] == [0, first, nearest]
