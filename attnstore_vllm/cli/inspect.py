@@ -107,6 +107,7 @@ def as_json(namespaces: list[Namespace]) -> list[dict[str, Any]]:
             "last_used": n.segment.last_used,
             "segments": n.segments,
             "chunk_tokens": n.segment.chunk_tokens,
+            "codec": n.segment.encoding.codec if n.segment.encoding is not None else "none",
             "chunks": n.chunks,
             "tails": n.tails,
             "tokens": n.tokens,

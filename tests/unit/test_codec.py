@@ -107,7 +107,7 @@ def test_nothing_is_written_outside_of_the_target() -> None:
     raw = normal("bfloat16", BLOCK + 500)
     data = encoded(raw)
     memory = np.full(len(raw) + 128, 0xA5, np.uint8)
-    assert lossless_decode(data, memory[64:-64])
+    assert lossless_decode(data, memory.data[64:-64])
     assert memory[64:-64].tobytes() == raw
     assert (memory[:64] == 0xA5).all()
     assert (memory[-64:] == 0xA5).all()
