@@ -117,7 +117,7 @@ def samples() -> dict[str, bytes]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
