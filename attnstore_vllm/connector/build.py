@@ -31,6 +31,7 @@ from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
+from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
@@ -370,12 +371,18 @@ def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
 
 
 def _encoding(vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry) -> Encoding | None:
+    """The codec of the settings, with room for payloads of this model.
+
+    States are often float32 in a bfloat16 model, and have places of the same size as KV.
+    """
     codec = CODECS.get(config.nvme.codec)
     if codec is None:
         return None
     dtype = str(vllm_config.cache_config.cache_dtype)
     if dtype == "auto":
         dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if any(group.reach == Reach.STATE.value for group in geometry.groups):
+        dtype = "mixed"
     return Encoding(codec.name, codec.version, pages(codec.room(geometry.slot_bytes, dtype)))
 
 

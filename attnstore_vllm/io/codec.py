@@ -30,7 +30,7 @@ class Codec(ABC):
         """Bytes that a place on the disk has for a payload; one that takes more is not stored.
 
         Args:
-            dtype: of the numbers of KV, as PyTorch or vLLM names it.
+            dtype: of the numbers of KV, as PyTorch or vLLM names it; "mixed": of several.
         """
 
     @abstractmethod
@@ -69,6 +69,7 @@ class Coders:
 
     def __init__(self, codec: Codec, num_threads: int) -> None:
         self.codec = codec
+        self.num_threads = num_threads
         self._threads = DaemonPool(num_threads, "attnstore-codec")
         self._open: set[Future[None]] = set()
 

@@ -29,6 +29,7 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.codec import CODECS, Coders
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
 from attnstore_vllm.policy.budget import Budget
+from attnstore_vllm.policy.codec_cost import CodecCost
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.disk_requests import DiskRequest, DiskRequests
 from attnstore_vllm.store.format import (
@@ -121,6 +122,9 @@ class NvmeIo(TierIo):
         self._depths = depth, max(1, depth // 2)
         self._load_frames, self._store_frames = (_frames(slab, n) for n in self._depths)
         self._coders = _coders(slab)
+        self._codec_cost = CodecCost(self._coders.num_threads if self._coders else 1)
+        self._read_ended_at = 0.0
+        self._has_said_later = False
         self._outbox: deque[Callable[[], DiskRequest | None]] = deque()
         # Only the order of records comes from it; a clock that was set back costs order.
         self._sequence = time.time_ns()
@@ -191,7 +195,7 @@ class NvmeIo(TierIo):
         read = payload if frame.encoded is None else frame.encoded[: self._disk.stored_bytes(slot)]
         request = DiskRequest(
             Op.READ,
-            partial(self._loaded, chunk, frame, segment, payload, done),
+            partial(self._loaded, chunk, frame, segment, payload, done, self._context.clock()),
             partial(self._give_up, late),
             offset=slab.offset(slot),
             buffers=(frame.page, read),
@@ -206,8 +210,11 @@ class NvmeIo(TierIo):
         segment: SegmentHeader,
         payload: memoryview,
         done: Loaded,
+        begun_at: float,
         completion: Completion,
     ) -> None:
+        read_at, before = self._context.clock(), self._read_ended_at
+        self._read_ended_at = read_at
         failure: DeviceError | CorruptRecordError | None = completion.error
         tokens = b""
         if completion.error is None:
@@ -218,6 +225,8 @@ class NvmeIo(TierIo):
                 header = check_record(frame.page, completion.checksum, chunk, segment, where)
                 tokens = header.name.tokens
                 if self._coders is not None:
+                    with self._context.progress:
+                        self._codec_cost.read(read_at - max(begun_at, before), header.stored_bytes)
                     decode = partial(self._decode, frame, header, where, payload, done)
                     self._coders.submit(decode)
                     return
@@ -233,9 +242,21 @@ class NvmeIo(TierIo):
         assert frame.encoded is not None
         assert header.encoding is not None
         codec, size = self._coders.codec, header.encoding.num_bytes
-        failure = None
+        failure, begun_at = None, self._context.clock()
         if not codec.decode(frame.encoded[:size], payload):
             failure = CorruptRecordError(where, "encoding", codec.name, "something else")
+        with self._context.progress:
+            self._codec_cost.decoded(self._context.clock() - begun_at, len(payload))
+            says_later = self._codec_cost.is_later and not self._has_said_later
+            self._has_said_later |= says_later
+        if says_later:
+            logger.warning(
+                "nvme.codec: %s brings hits later than the disk alone would: %s reads %s GB/s, "
+                "and %s GB/s are decoded; set it to none, or give the server more processors",
+                codec.name,
+                self._disk.slab.path,
+                *(f"{speed / 1e9:.2f}" for speed in self._codec_cost.speeds),
+            )
         self._end_load(frame, failure, header.name.tokens, done)
         self.wake()
 
