@@ -58,7 +58,7 @@ class Machine:
     nvme_write: int = 2_500_000_000
     nvme_latency_s: float = 0.0002
     nvme_record_size: float = 1.0
-    """Of a record on NVMe, over that in DRAM: less with nvme.codec."""
+    """The size of a record on NVMe over that in DRAM: below 1 with nvme.codec."""
     chunk_tokens: int = 256
     io_depth: int = 8
     load_deadline_s: float = 1.0

@@ -46,7 +46,7 @@ from attnstore_vllm.types import KEY_BYTES, TOKEN_BYTES, Key
 
 VERSION = 2
 ENCODED_VERSION = 3
-"""Of segments and records whose payloads are encoded. The root's stays 2."""
+"""The version of segments and records whose payloads are encoded. The root's stays 2."""
 PAGE_BYTES = 4096
 GENERATION_BYTES = 16
 LABEL_BYTES = 256
@@ -81,9 +81,9 @@ class Encoding(NamedTuple):
 
     codec: str
     version: int
-    """Of the codec."""
+    """The codec's."""
     num_bytes: int
-    """Of a segment: room for a payload, in whole pages. Of a record: those of its own payload."""
+    """In a segment: room for a payload, in whole pages. In a record: its own encoded payload."""
 
     def encode(self) -> bytes:
         name = self.codec.encode()
