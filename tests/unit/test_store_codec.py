@@ -223,9 +223,21 @@ def test_the_command_line_knows_them(
     (namespace,) = json.loads(capsys.readouterr().out)
     assert namespace["codec"] == "lossless"
     assert namespace["bytes"] == 3 * ENCODED.record_bytes
+    assert main(["inspect", str(tmp_path)]) == EXIT_OK
+    assert "codec lossless" in capsys.readouterr().out
     damage_payload(tmp_path, rig, 1, b"\5" + bytes(PAGE_BYTES - 1))
     assert main(["verify", str(tmp_path), "--json"]) == EXIT_BAD
     assert json.loads(capsys.readouterr().out)["bad"] == {"encoding": 1}
+
+
+def test_deleting_from_the_command_line_leaves_the_others(start: Start, tmp_path: Path) -> None:
+    other = replace(ENCODED, namespace=b"o" * 32)
+    put_all(start(), 1)
+    put_all(start(other), 2)
+    start(other).close()
+    assert main(["gc", str(tmp_path), "--namespace", (b"o" * 32).hex(), "--yes"]) == EXIT_OK
+    assert check_read(start(), 1) == 3
+    assert check_read(start(other), 2) == 0
 
 
 def test_a_store_that_ends_waits_for_its_codec(
