@@ -23,6 +23,10 @@ SOURCES += ["copy/page_copier", "copy/page_runs", "copy/stream_copy", "copy/omp_
 SOURCES += ["index/prefix_index", "index/prefix_index_recovery", "index/prefix_index_sketch"]
 SOURCES += ["rotate/page_rotator", "rotate/moved_tokens", "rotate/rotate_block"]
 SOURCES += ["rotate/rotate_block_avx2", "rotate/rotate_block_avx512", "rotate/rotate_block_bf16"]
+SOURCES += [
+    "bind/bind_codec",
+    *(f"codec/{path.stem}" for path in sorted(Path("csrc/codec").glob("*.cpp"))),
+]
 SOURCES += ["content/content_index", "content/content_find", "content/content_anchors"]
 XXHASH_SOURCES = ["bind/bind_checksum", "io/checksum", "io/checksum_avx2"]
 URING_SOURCES = [

@@ -58,6 +58,15 @@ class PageRotator:
 def omp_team_size() -> int:
     """Threads that a copy runs on."""
 
+def lossless_bound(raw_bytes: int) -> int:
+    """The most bytes that encoding so many may take."""
+
+def lossless_encode(raw: Buffer, out: Buffer) -> int:
+    """Encode the whole buffer. Returns the bytes written; 0: `out` has too few."""
+
+def lossless_decode(encoded: Buffer, out: Buffer) -> bool:
+    """Fill `out`. False if that is not what was encoded; `out` may have been written to then."""
+
 has_uring: bool
 """Whether Uring is there: the extension was built with liburing and xxhash.h."""
 

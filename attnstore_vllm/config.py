@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.io.codec import CODEC_NAMES, NONE
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -154,12 +155,14 @@ class NvmeConfig:
     """The most that is written a day, to spare the disk; None: no limit."""
     scrub_bytes_per_s: int | None = 8 << 20
     """The speed at which cold records are read again, to find rot early; None: never."""
+    codec: str = NONE
+    """The codec that KV on the disk is encoded with."""
 
     @classmethod
     def parse(cls, given: object) -> NvmeConfig:
         if not isinstance(given, Mapping):
             raise ConfigError(f"nvme is {given!r}; it must be {{path: ..., capacity: ...}}")
-        known = {"path", "capacity", "io", "io_deadline_ms", "daily_writes", "scrub"}
+        known = {"path", "capacity", "io", "io_deadline_ms", "daily_writes", "scrub", "codec"}
         check_keys("nvme.", given, known, {"path", "capacity"})
         raw = given["path"]
         if not isinstance(raw, str) or not raw:
@@ -173,6 +176,11 @@ class NvmeConfig:
         io = given.get("io", "auto")
         if io not in IO_KINDS:
             raise ConfigError(f"nvme.io is {io!r}; it must be one of {', '.join(IO_KINDS)}")
+        codec = given.get("codec", NONE)
+        if codec not in CODEC_NAMES:
+            raise ConfigError(
+                f"nvme.codec is {codec!r}; it must be one of {', '.join(CODEC_NAMES)}"
+            )
         deadline = given.get("io_deadline_ms", 5000)
         writes, scrub = given.get("daily_writes", False), given.get("scrub", "8MiB")
         return cls(
@@ -182,6 +190,7 @@ class NvmeConfig:
             io_deadline_ms=_integer("nvme.io_deadline_ms", deadline, 100, 600_000),
             daily_writes_bytes=_off_or_size("nvme.daily_writes", writes, SIZE_MIN, "GiB"),
             scrub_bytes_per_s=_off_or_size("nvme.scrub", scrub, _SCRUB_MIN, "MiB"),
+            codec=codec,
         )
 
     def share(self, rank: int, ranks: int) -> NvmeConfig:

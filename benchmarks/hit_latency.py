@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first token of a hit in HBM, in DRAM and on NVMe, and of no hit at all.
 
-    python -m benchmarks.hit_latency [--model small|medium|both] [--rounds N]
+    python -m benchmarks.hit_latency [--model small|medium|both] [--rounds N] [--codec NAME]
 
 A real `vllm serve` and its completions API, one client. Prompts are whole blocks and one token,
 so that every kind of hit leaves the same one token to compute. Each round asks for each of
@@ -37,6 +37,7 @@ from typing import Any
 from tqdm import tqdm
 
 from attnstore_vllm.bench.server_metrics import total
+from attnstore_vllm.io.codec import CODEC_NAMES, NONE
 from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, ModelShape, make_model
 from benchmarks.server import VllmServer
 
@@ -110,7 +111,9 @@ def ask_in_turn(
     return times
 
 
-def with_store(case: Case, model: Path, work: Path, rounds: int) -> dict[str, list[float]]:
+def with_store(
+    case: Case, model: Path, work: Path, rounds: int, codec: str
+) -> dict[str, list[float]]:
     prompts = make_prompts(case)
     # Room for two prompts and a half: the third of four pushes the first one out (lru: what is
     # most likely to return would stay).
@@ -118,8 +121,8 @@ def with_store(case: Case, model: Path, work: Path, rounds: int) -> dict[str, li
     config = work / "attnstore.yaml"
     store = work / "store"
     config.write_text(
-        f"dram: {dram}\nnvme: {{path: {store}, capacity: 2GiB}}\nload_deadline_ms: 10000\n"
-        "eviction: lru\n"
+        f"dram: {dram}\nnvme: {{path: {store}, capacity: 2GiB, codec: {codec}}}\n"
+        "load_deadline_ms: 10000\neviction: lru\n"
     )
     arguments = [*ARGUMENTS, "--kv-transfer-config", str(config)]
     with VllmServer(str(model), arguments, work / "store.log", environment=DEV) as server:
@@ -160,18 +163,19 @@ def make_prompts(case: Case) -> list[list[int]]:
     return [[random.randrange(300, 2000) for _ in range(case.num_tokens)] for _ in range(4)]
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
+def measure(name: str, rounds: int, codec: str) -> dict[str, Any]:
     case = CASES[name]
     with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as directory:
         work = Path(directory)
         model = make_model(work / name, case.shape)
-        store = with_store(case, model, work, rounds)
+        store = with_store(case, model, work, rounds, codec)
         shutil.rmtree(work / "store")
         plain = without_store(case, model, work, rounds)
     median: Callable[[list[float]], float] = statistics.median
     hbm = median(store["HBM"])
     return {
         "model": name,
+        "codec": codec,
         "prompt_tokens": case.num_tokens,
         "kv_mib": round((case.num_tokens - 1) * case.token_bytes / 2**20, 1),
         "rounds": rounds,
@@ -202,11 +206,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="TTFT of hits by tier, on a real server.")
     parser.add_argument("--model", choices=[*CASES, "both"], default="both")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--codec", choices=CODEC_NAMES, default=NONE, help="of NVMe")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "hit_latency.json")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     args = parser.parse_args()
     names = list(CASES) if args.model == "both" else [args.model]
-    results = [measure(name, args.rounds) for name in names]
+    results = [measure(name, args.rounds, args.codec) for name in names]
     report = {"machine": f"{platform.processor() or platform.machine()}", "results": results}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -12,6 +12,7 @@ from attnstore_vllm.cli.slab_file import RecordState, opened, slab_files
 from attnstore_vllm.cli.stored_groups import UNKNOWN, GroupFigures, StoredName, by_group
 from attnstore_vllm.config import format_size
 from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.io.codec import NONE
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.transfer.geometry import groups_in
 from attnstore_vllm.types import Key
@@ -107,6 +108,7 @@ def as_json(namespaces: list[Namespace]) -> list[dict[str, Any]]:
             "last_used": n.segment.last_used,
             "segments": n.segments,
             "chunk_tokens": n.segment.chunk_tokens,
+            "codec": n.segment.encoding.codec if n.segment.encoding is not None else NONE,
             "chunks": n.chunks,
             "tails": n.tails,
             "tokens": n.tokens,
@@ -151,7 +153,8 @@ def show(namespaces: list[Namespace]) -> None:
     for n in as_json(namespaces):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(n["last_used"]))
         print(f"{n['namespace'][:16]}  {n['label']}")
-        print(f"  in {n['file']}, {n['segments']} segments, last used {used}")
+        codec = "" if n["codec"] == NONE else f", codec {n['codec']}"
+        print(f"  in {n['file']}, {n['segments']} segments{codec}, last used {used}")
         print(
             f"  {n['chunks']} chunks ({n['tails']} tails), {n['tokens']} tokens, "
             f"{format_size(n['bytes'])}, {n['tenants']} tenants"

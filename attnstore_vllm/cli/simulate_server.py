@@ -72,7 +72,8 @@ def read_machine(args: argparse.Namespace, trace: Trace) -> Machine:
 
 def bound(trace: Trace, machine: Machine, step: Any = lambda: None) -> Outcome:
     """The most that could be found, whatever the order of eviction. Nothing takes time in it."""
-    share = (machine.dram + machine.nvme) / machine.chunk_bytes / trace.num_chunks
+    slots = machine.dram / machine.chunk_bytes + machine.nvme / machine.nvme_chunk_bytes
+    share = slots / trace.num_chunks
     run = replay(trace, BOUND, min(1.0, share), step)
     return Outcome(
         BOUND,

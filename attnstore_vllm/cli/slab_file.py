@@ -16,8 +16,9 @@ from pathlib import Path
 from attnstore_vllm.errors import ConfigError, CorruptRecordError
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.io.codec import CODECS
 from attnstore_vllm.preflight import SLAB_NAME
-from attnstore_vllm.store.format import PAGE_BYTES, Header, Root, SegmentHeader, header_bytes
+from attnstore_vllm.store.format import PAGE_BYTES, Header, Root, SegmentHeader
 
 ATTEMPTS = 3
 """Reads of a record that looks wrong: a running server may just be writing it."""
@@ -118,7 +119,7 @@ class SlabFile:
             yield record
 
     def _read(self, segment: SegmentHeader, number: int, offset: int, payloads: bool) -> Record:
-        size = header_bytes(segment.chunk_tokens)
+        size = segment.header_bytes
         raw = os.pread(self.fd, size, offset).ljust(size, b"\0")
         try:
             header = Header.decode(raw, number, segment, f"{self.path}, record {number}")
@@ -131,10 +132,22 @@ class SlabFile:
         if chunk_key(name.parent, name.extra, name.tokens) != name.key:
             return Record(segment, number, offset, RecordState.BAD, header, "key")
         if payloads:
-            payload = os.pread(self.fd, segment.payload_bytes, offset + size)
+            payload = os.pread(self.fd, header.stored_bytes, offset + size)
             if checksum(payload) != header.payload_checksum:
                 return Record(segment, number, offset, RecordState.BAD, header, "payload checksum")
+            if not _is_decoded(header, payload):
+                return Record(segment, number, offset, RecordState.BAD, header, "encoding")
         return Record(segment, number, offset, RecordState.GOOD, header)
+
+
+def _is_decoded(header: Header, payload: bytes) -> bool:
+    """Whether its codec takes the payload. That of a codec which is not here is not tried."""
+    encoding = header.encoding
+    codec = None if encoding is None else CODECS.get(encoding.codec)
+    if encoding is None or codec is None or codec.version != encoding.version:
+        return True
+    out = memoryview(bytearray(header.payload_bytes))
+    return codec.decode(memoryview(payload)[: encoding.num_bytes], out)
 
 
 @contextmanager

@@ -31,12 +31,14 @@ from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
+from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
+from attnstore_vllm.io.codec import CODECS
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
-from attnstore_vllm.store.format import LABEL_BYTES, SegmentHeader
+from attnstore_vllm.store.format import LABEL_BYTES, Encoding, SegmentHeader, pages
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
@@ -290,6 +292,7 @@ def _store(
         generation=b"",
         last_used=int(time.time()),
         label=_label(vllm_config, geometry),
+        encoding=_encoding(vllm_config, config, geometry),
     )
     slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
     region = (pool.address, pool.num_slots * pool.slot_bytes)
@@ -366,6 +369,22 @@ def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
         return lambda _: True
     decoding = 1 + vllm_config.num_speculative_tokens  # only steps that prefill nothing
     return lambda counts: max(counts, default=0) <= decoding
+
+
+def _encoding(vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry) -> Encoding | None:
+    """The codec of the settings, with room for payloads of this model.
+
+    States are often float32 in a bfloat16 model, and have places of the same size as KV.
+    """
+    codec = CODECS.get(config.nvme.codec)
+    if codec is None:
+        return None
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    if dtype == "auto":
+        dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if any(group.reach == Reach.STATE.value for group in geometry.groups):
+        dtype = "mixed"
+    return Encoding(codec.name, codec.version, pages(codec.room(geometry.slot_bytes, dtype)))
 
 
 def _label(vllm_config: VllmConfig, geometry: Geometry) -> str:

@@ -78,6 +78,7 @@ CHUNK_EVENTS = (
     "lost", "superseded", "written",
     "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
     "device_late", "device_out", "unsaved", "expired", "pinned", "pin_refused",
+    "does_not_fit",
 )  # fmt: skip
 """`saved_again`: computed though NVMe has it, and kept in DRAM. `dropped`: not saved for want of
 room. `refused`: not written, since a full NVMe has nothing that is worth less. `given_up`: left
@@ -85,8 +86,8 @@ DRAM though a request far back in the queue wants it. `lost`: evicted from its l
 `read_late`: not waited for any longer. `device_late`, `device_out`: the disk did not answer in
 time, or failed again and again, and was left alone for a while. `expired`: looked for after its
 ttl, and dropped. `pinned`, `pin_refused`: a slot was pinned, or not, since its tenant or all have
-their share. `unsaved`: its copy from HBM was given up for want of room in the write buffer, or
-failed."""
+their share. `does_not_fit`: encoded it takes more than its place on NVMe has, and stays in DRAM.
+`unsaved`: its copy from HBM was given up for want of room in the write buffer, or failed."""
 GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),

@@ -23,8 +23,8 @@ class SimulatedDisk:
         self._clock = clock
         self._latency_s = machine.nvme_latency_s
         self._record_s = {
-            Op.READ: machine.chunk_bytes / machine.nvme_read,
-            Op.WRITE: machine.chunk_bytes / machine.nvme_write,
+            Op.READ: machine.nvme_chunk_bytes / machine.nvme_read,
+            Op.WRITE: machine.nvme_chunk_bytes / machine.nvme_write,
         }
         self._free_at = {Op.READ: 0.0, Op.WRITE: 0.0}
         self._pages: dict[int, bytes] = {}

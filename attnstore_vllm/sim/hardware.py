@@ -57,6 +57,8 @@ class Machine:
     nvme_read: int = 5_000_000_000
     nvme_write: int = 2_500_000_000
     nvme_latency_s: float = 0.0002
+    nvme_record_size: float = 1.0
+    """The size of a record on NVMe over that in DRAM: below 1 with nvme.codec."""
     chunk_tokens: int = 256
     io_depth: int = 8
     load_deadline_s: float = 1.0
@@ -145,6 +147,11 @@ class Machine:
     def chunk_bytes(self) -> int:
         """Bytes of a record: a chunk, or a section of one, or a state."""
         return self.kv_bytes_per_token * self.chunk_tokens
+
+    @property
+    def nvme_chunk_bytes(self) -> int:
+        """Bytes of a record on NVMe."""
+        return max(1, round(self.chunk_bytes * self.nvme_record_size))
 
     def prefill_s(self, start: int, stop: int) -> float:
         """Tokens [start, stop) of a prompt."""

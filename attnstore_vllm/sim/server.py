@@ -101,7 +101,7 @@ class Server:
                     self._pass_until(min(self._next_arrival, self._disk.next_end, turn))
                 continue
             self._compute(step, plan)
-        out, chunk = self._out, self._machine.chunk_bytes
+        out, chunk = self._out, self._machine.nvme_chunk_bytes
         out.duration_s = self.now
         self._turn()
         while self._disk.next_end < float("inf"):  # what is still to be written

@@ -81,7 +81,8 @@ def open_scheduler(
     geometry = machine.geometry
     num_records = -(-num_tokens // machine.chunk_tokens) * len(geometry.groups)
     at_most = 2 * num_records + 64  # slots; more are never used
-    dram, nvme = (max(1, n // machine.chunk_bytes) for n in (machine.dram, machine.nvme))
+    dram = max(1, machine.dram // machine.chunk_bytes)
+    nvme = max(1, machine.nvme // machine.nvme_chunk_bytes)
     if policy == "infinite":
         dram = nvme = at_most
     shape = SegmentHeader(

@@ -24,12 +24,16 @@ little-endian, token ids and checksums big-endian.                       216    
                                                                          248     8 position
                                                                          256     8 written at, unix s
                                                                          264   4*n token ids
+Version 3 is the same, of payloads that a codec has encoded. A segment's encoding is at 360, a
+record's in the last 32 bytes of its header: 16 name, 4 version, 4 zero, 8 bytes of a place or of
+the encoded payload. The payload's checksum is that of what is on the disk.
 """  # noqa: E501 (a picture)
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +45,8 @@ from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.types import KEY_BYTES, TOKEN_BYTES, Key
 
 VERSION = 2
+ENCODED_VERSION = 3
+"""The version of segments and records whose payloads are encoded. The root's stays 2."""
 PAGE_BYTES = 4096
 GENERATION_BYTES = 16
 LABEL_BYTES = 256
@@ -51,10 +57,12 @@ _CHECKSUM = slice(CHECKSUM_AT, CHECKSUM_AT + CHECKSUM_BYTES)
 _ROOT = struct.Struct("<8sII16sQ")
 _SEGMENT = struct.Struct("<8sII16s16sQQ32sQ256s")
 _HEADER = struct.Struct("<8sII16s16sQQQ16s32s32s32s32s32sQQ")
+_ENCODING = struct.Struct("<16sIIQ")
 ROOT_MAGIC = b"ATTNSLAB"
 SEGMENT_MAGIC = b"ATTNSEGM"
 HEADER_MAGIC = b"ATTNKV\r\n"
 assert _SEGMENT.size == 360  # within one sector, so that it is rewritten whole or not at all
+assert _SEGMENT.size + _ENCODING.size <= 512
 assert _HEADER.size == 264
 
 
@@ -66,6 +74,26 @@ def pages(num_bytes: int) -> int:
 def header_bytes(chunk_tokens: int) -> int:
     """Bytes of a record's header."""
     return pages(_HEADER.size + chunk_tokens * TOKEN_BYTES)
+
+
+class Encoding(NamedTuple):
+    """How a payload lies on the disk."""
+
+    codec: str
+    version: int
+    """The codec's."""
+    num_bytes: int
+    """In a segment: room for a payload, in whole pages. In a record: its own encoded payload."""
+
+    def encode(self) -> bytes:
+        name = self.codec.encode()
+        assert 0 < len(name) <= 16
+        return _ENCODING.pack(name, self.version, 0, self.num_bytes)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Encoding:
+        name, version, _, num_bytes = _ENCODING.unpack(raw)
+        return cls(name.rstrip(b"\0").decode(errors="replace"), version, num_bytes)
 
 
 def seal(raw: bytearray) -> bytes:
@@ -129,10 +157,24 @@ class SegmentHeader:
     """Unix time, seconds, of the last start of a server with this namespace."""
     label: str
     """For people: the model's name and shape."""
+    encoding: Encoding | None = None
+    """None: payloads are stored as they are."""
+
+    @property
+    def version(self) -> int:
+        return VERSION if self.encoding is None else ENCODED_VERSION
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a record's header."""
+        if self.encoding is None:
+            return header_bytes(self.chunk_tokens)
+        return pages(_HEADER.size + self.chunk_tokens * TOKEN_BYTES + _ENCODING.size)
 
     @property
     def record_bytes(self) -> int:
-        return header_bytes(self.chunk_tokens) + pages(self.payload_bytes)
+        room = self.payload_bytes if self.encoding is None else self.encoding.num_bytes
+        return self.header_bytes + pages(room)
 
     def encode(self) -> bytes:
         assert len(self.namespace) == KEY_BYTES
@@ -143,7 +185,7 @@ class SegmentHeader:
             raw,
             0,
             SEGMENT_MAGIC,
-            VERSION,
+            self.version,
             self.chunk_tokens,
             bytes(CHECKSUM_BYTES),
             self.generation,
@@ -153,6 +195,8 @@ class SegmentHeader:
             self.last_used,
             label,
         )
+        if self.encoding is not None:
+            raw[_SEGMENT.size : _SEGMENT.size + _ENCODING.size] = self.encoding.encode()
         return seal(raw)
 
     @classmethod
@@ -170,17 +214,22 @@ class SegmentHeader:
             last_used,
             label,
         ) = _SEGMENT.unpack_from(raw)
+        is_encoded = version == ENCODED_VERSION
         _check(
             where,
             (
                 ("magic", SEGMENT_MAGIC, magic),
-                ("version", VERSION, version),
+                ("version", ENCODED_VERSION if is_encoded else VERSION, version),
                 ("checksum", header_checksum(raw), digest),
                 ("segment number", number, found),
             ),
         )
         text = label.rstrip(b"\0").decode(errors="replace")
-        return cls(number, chunk_tokens, payload_bytes, namespace, generation, last_used, text)
+        at = _SEGMENT.size
+        encoding = Encoding.decode(raw[at : at + _ENCODING.size]) if is_encoded else None
+        return cls(
+            number, chunk_tokens, payload_bytes, namespace, generation, last_used, text, encoding
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +246,12 @@ class Header:
     """Zero when encoded for the device to fill in (io.device.Seal)."""
     written_at: int
     """Unix time, seconds."""
+    encoding: Encoding | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the payload on the disk, in whole pages."""
+        return pages(self.payload_bytes if self.encoding is None else self.encoding.num_bytes)
 
     def encode_into(self, raw: memoryview) -> None:
         """Write the header, both checksums as they are in it: its own is zero."""
@@ -208,7 +263,7 @@ class Header:
             raw,
             0,
             HEADER_MAGIC,
-            VERSION,
+            VERSION if self.encoding is None else ENCODED_VERSION,
             name.num_tokens,
             bytes(CHECKSUM_BYTES),
             self.generation,
@@ -226,6 +281,8 @@ class Header:
         )
         raw[_HEADER.size : end] = name.tokens
         raw[end:] = bytes(len(raw) - end)
+        if self.encoding is not None:
+            raw[-_ENCODING.size :] = self.encoding.encode()
 
     def encode(self, chunk_tokens: int) -> bytes:
         """The whole header, sealed."""
@@ -260,7 +317,7 @@ class Header:
             where,
             (
                 ("magic", HEADER_MAGIC, magic),
-                ("version", VERSION, version),
+                ("version", segment.version, version),
                 ("generation", segment.generation, generation),
                 ("header checksum", header_checksum(raw), digest),
                 ("record number", record, number),
@@ -271,8 +328,33 @@ class Header:
         )
         tokens = raw[_HEADER.size : _HEADER.size + num_tokens * TOKEN_BYTES]
         extra = b"" if extra == bytes(KEY_BYTES) else extra
+        encoding = None
+        if segment.encoding is not None:
+            encoding = Encoding.decode(raw[-_ENCODING.size :])
+            _check_encoding(where, segment.encoding, encoding)
         name = ChunkName(Key(key), Key(parent), extra, tenant, position, num_tokens, tokens)
-        return cls(name, namespace, generation, number, sequence, size, payload_digest, written_at)
+        return cls(
+            name,
+            namespace,
+            generation,
+            number,
+            sequence,
+            size,
+            payload_digest,
+            written_at,
+            encoding,
+        )
+
+
+def _check_encoding(where: str, want: Encoding, got: Encoding) -> None:
+    fits = 0 < got.num_bytes <= want.num_bytes
+    _check(
+        where,
+        (
+            ("codec and its version", want[:2], got[:2]),
+            ("encoded bytes within their place", True, fits),
+        ),
+    )
 
 
 _FIELDS = np.dtype(
@@ -301,12 +383,12 @@ def judge_headers(
     written there in this generation and are damaged. The rest are free places.
 
     Args:
-        raw: the headers, one after the other, `header_bytes(chunk_tokens)` each.
+        raw: the headers, one after the other, `segment.header_bytes` each.
         records: [n], the number of the record that each was read from.
         checksums: 16 bytes a header: what header_checksum() of it is.
     """
-    size = header_bytes(segment.chunk_tokens)
-    rows = np.frombuffer(raw, np.uint8).reshape(len(records), size)[:, : _HEADER.size]
+    headers = np.frombuffer(raw, np.uint8).reshape(len(records), segment.header_bytes)
+    rows = headers[:, : _HEADER.size]
     found = np.ascontiguousarray(rows).view(_FIELDS)[:, 0]
 
     def same(field: str, value: bytes) -> npt.NDArray[np.bool_]:
@@ -317,7 +399,7 @@ def judge_headers(
 
     written = (
         same("magic", HEADER_MAGIC)
-        & (found["version"] == VERSION)
+        & (found["version"] == segment.version)
         & same("generation", segment.generation)
     )
     good = (
@@ -329,4 +411,16 @@ def judge_headers(
         & (found["num_tokens"] > 0)
         & (found["num_tokens"] <= segment.chunk_tokens)
     )
+    if segment.encoding is not None:
+        names = np.frombuffer(segment.encoding.encode()[:24], np.uint8)
+        sizes = encoded_bytes(raw, len(records))
+        good &= (headers[:, -_ENCODING.size : -8] == names).all(axis=1)
+        good &= (sizes > 0) & (sizes <= segment.encoding.num_bytes)
     return good, written & ~good
+
+
+def encoded_bytes(raw: memoryview, count: int) -> npt.NDArray[np.uint64]:
+    """[count], the bytes of the encoded payload that each of so many headers states."""
+    rows = np.frombuffer(raw, np.uint8).reshape(count, -1)[:, -8:]
+    sizes: npt.NDArray[np.uint64] = np.ascontiguousarray(rows).view("<u8")[:, 0]
+    return sizes

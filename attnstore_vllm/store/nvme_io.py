@@ -5,6 +5,9 @@ A record's bytes are used if its header is that of this record, names this chunk
 tokens that its key was made from, and if its payload has the checksum that the index has and the
 header states. Anything else drops the chunk.
 
+Where the file's records are encoded (io/codec.py), a payload is encoded before it is written and
+decoded after it was read, on threads of their own. The checksum is that of the encoded bytes.
+
 A record is written once; clean data is never rewritten. When no slot is free another segment is
 claimed, and only when all are ours something is evicted.
 """
@@ -13,15 +16,20 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from attnstore_vllm.errors import CorruptRecordError, DeviceError
 from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.io.codec import CODECS, Coders
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
 from attnstore_vllm.policy.budget import Budget
+from attnstore_vllm.policy.codec_cost import CodecCost
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.disk_requests import DiskRequest, DiskRequests
 from attnstore_vllm.store.format import (
@@ -31,6 +39,7 @@ from attnstore_vllm.store.format import (
     Header,
     Root,
     SegmentHeader,
+    pages,
 )
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.nvme_parts import Disk
@@ -46,6 +55,38 @@ logger = logging.getLogger(__name__)
 SCRUB_BURST_S = 1.0
 _SEALS = (Seal(of=1, at=PAYLOAD_CHECKSUM_AT), Seal(of=0, at=CHECKSUM_AT))
 """The payload's checksum goes into the header, then the header's own."""
+
+
+CODER_THREADS_MAX = 4
+
+
+class _Frame(NamedTuple):
+    """Memory that one request takes beside the chunk's slot of DRAM."""
+
+    page: memoryview
+    """The record's header."""
+    encoded: memoryview | None
+    """Room for the payload as it is on the disk; None: it is there as it is in DRAM."""
+
+
+def _frames(slab: Slab, count: int) -> deque[_Frame]:
+    encoding = slab.shape.encoding
+    return deque(
+        _Frame(
+            memoryview(mmap.mmap(-1, slab.header_bytes)),
+            None if encoding is None else memoryview(mmap.mmap(-1, pages(encoding.num_bytes))),
+        )
+        for _ in range(count)
+    )
+
+
+def _coders(slab: Slab) -> Coders | None:
+    """Threads for the codec of the file's records: half of the processors, at most."""
+    encoding = slab.shape.encoding
+    if encoding is None:
+        return None
+    processors = len(os.sched_getaffinity(0))
+    return Coders(CODECS[encoding.codec], max(1, min(CODER_THREADS_MAX, processors // 2)))
 
 
 class NvmeIo(TierIo):
@@ -79,11 +120,12 @@ class NvmeIo(TierIo):
         self._context = context
         self.device = device
         self._depths = depth, max(1, depth // 2)
-        self._load_pages, self._store_pages = (
-            deque(memoryview(mmap.mmap(-1, slab.header_bytes)) for _ in range(count))
-            for count in self._depths
-        )
-        self._outbox: deque[Callable[[], DiskRequest]] = deque()
+        self._load_frames, self._store_frames = (_frames(slab, n) for n in self._depths)
+        self._coders = _coders(slab)
+        self._codec_cost = CodecCost(self._coders.num_threads if self._coders else 1)
+        self._read_ended_at = 0.0
+        self._has_said_later = False
+        self._outbox: deque[Callable[[], DiskRequest | None]] = deque()
         # Only the order of records comes from it; a clock that was set back costs order.
         self._sequence = time.time_ns()
         self._is_claiming = False
@@ -99,19 +141,19 @@ class NvmeIo(TierIo):
 
     @property
     def num_loading(self) -> int:
-        return self._depths[0] - len(self._load_pages)
+        return self._depths[0] - len(self._load_frames)
 
     @property
     def num_storing(self) -> int:
-        return self._depths[1] - len(self._store_pages) + self._is_claiming
+        return self._depths[1] - len(self._store_frames) + self._is_claiming
 
     @property
     def can_load(self) -> bool:
-        return bool(self._load_pages)
+        return bool(self._load_frames)
 
     @property
     def can_store(self) -> bool:
-        return bool(self._store_pages)
+        return bool(self._store_frames)
 
     @property
     def is_at_rest(self) -> bool:
@@ -121,9 +163,12 @@ class NvmeIo(TierIo):
         requests: list[DiskRequest] = []
         while self._outbox:
             try:
-                requests.append(self._outbox.popleft()())
+                begin = self._outbox.popleft()
             except IndexError:  # another thread has sent it
                 break
+            request = begin()
+            if request is not None:  # else it is sent when its payload is encoded
+                requests.append(request)
         self._disk.requests.submit(requests)
 
     def poll(self, timeout_s: float) -> bool:
@@ -136,7 +181,9 @@ class NvmeIo(TierIo):
         self._disk.requests.cancel_all()
 
     def close(self, timeout_s: float) -> bool:
-        return self.device.close(timeout_s)
+        is_closed = self.device.close(timeout_s)
+        has_ended = self._coders is None or self._coders.close(timeout_s)
+        return is_closed and has_ended
 
     # ---- NVMe -> DRAM ------------------------------------------------------------------
 
@@ -144,13 +191,14 @@ class NvmeIo(TierIo):
         self, chunk: Chunk, payload: memoryview, done: Loaded, late: Callable[[], None]
     ) -> None:
         slab, slot = self._disk.slab, chunk.at(NVME).slot
-        page, segment = self._load_pages.popleft(), slab.segment(slot)
+        frame, segment = self._load_frames.popleft(), slab.segment(slot)
+        read = payload if frame.encoded is None else frame.encoded[: self._disk.stored_bytes(slot)]
         request = DiskRequest(
             Op.READ,
-            partial(self._loaded, chunk, page, segment, done),
+            partial(self._loaded, chunk, frame, segment, payload, done, self._context.clock()),
             partial(self._give_up, late),
             offset=slab.offset(slot),
-            buffers=(page, payload),
+            buffers=(frame.page, read),
             checksum=True,
         )
         self._outbox.append(lambda: request)
@@ -158,11 +206,15 @@ class NvmeIo(TierIo):
     def _loaded(
         self,
         chunk: Chunk,
-        page: memoryview,
+        frame: _Frame,
         segment: SegmentHeader,
+        payload: memoryview,
         done: Loaded,
+        begun_at: float,
         completion: Completion,
     ) -> None:
+        read_at, before = self._context.clock(), self._read_ended_at
+        self._read_ended_at = read_at
         failure: DeviceError | CorruptRecordError | None = completion.error
         tokens = b""
         if completion.error is None:
@@ -170,12 +222,53 @@ class NvmeIo(TierIo):
             copy = chunk.at(NVME)
             where = self._disk.slab.where(copy.slot)
             try:
-                header = check_record(page, completion.checksum, chunk, segment, where)
+                header = check_record(frame.page, completion.checksum, chunk, segment, where)
                 tokens = header.name.tokens
+                if self._coders is not None:
+                    with self._context.progress:
+                        self._codec_cost.read(read_at - max(begun_at, before), header.stored_bytes)
+                    decode = partial(self._decode, frame, header, where, payload, done)
+                    self._coders.submit(decode)
+                    return
             except CorruptRecordError as error:
                 failure = error
+        self._end_load(frame, failure, tokens, done)
+
+    def _decode(
+        self, frame: _Frame, header: Header, where: str, payload: memoryview, done: Loaded
+    ) -> None:
+        """On a thread of the codec."""
+        assert self._coders is not None
+        assert frame.encoded is not None
+        assert header.encoding is not None
+        codec, size = self._coders.codec, header.encoding.num_bytes
+        failure, begun_at = None, self._context.clock()
+        if not codec.decode(frame.encoded[:size], payload):
+            failure = CorruptRecordError(where, "encoding", codec.name, "something else")
         with self._context.progress:
-            self._load_pages.append(page)
+            self._codec_cost.decoded(self._context.clock() - begun_at, len(payload))
+            says_later = self._codec_cost.is_later and not self._has_said_later
+            self._has_said_later |= says_later
+        if says_later:
+            logger.warning(
+                "nvme.codec: %s brings hits later than the disk alone would: %s reads %s GB/s, "
+                "and %s GB/s are decoded; set it to none, or give the server more processors",
+                codec.name,
+                self._disk.slab.path,
+                *(f"{speed / 1e9:.2f}" for speed in self._codec_cost.speeds),
+            )
+        self._end_load(frame, failure, header.name.tokens, done)
+        self.wake()
+
+    def _end_load(
+        self,
+        frame: _Frame,
+        failure: DeviceError | CorruptRecordError | None,
+        tokens: bytes,
+        done: Loaded,
+    ) -> None:
+        with self._context.progress:
+            self._load_frames.append(frame)
             done(failure, tokens)
         self.health.note_read(failure)
 
@@ -219,44 +312,76 @@ class NvmeIo(TierIo):
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
         self._sequence += 1
         slot = chunk.at(NVME).slot
-        page, segment = self._store_pages.popleft(), self._disk.slab.segment(slot)
-        self._outbox.append(
-            partial(self._store, chunk, slot, page, segment, self._sequence, payload, done)
-        )
-
-    def _store(
-        self,
-        chunk: Chunk,
-        slot: int,
-        page: memoryview,
-        segment: SegmentHeader,
-        sequence: int,
-        payload: memoryview,
-        done: Stored,
-    ) -> DiskRequest:
-        """The header is made without the lock."""
-        Header(
+        frame, segment = self._store_frames.popleft(), self._disk.slab.segment(slot)
+        header = Header(
             chunk.name,
             segment.namespace,
             segment.generation,
             slot,
-            sequence,
+            self._sequence,
             len(payload),
             bytes(CHECKSUM_BYTES),
             int(time.time()),
-        ).encode_into(page)
+            segment.encoding,
+        )
+        begin = self._store if self._coders is None else self._begin_encoding
+        self._outbox.append(partial(begin, frame, header, payload, done))
+
+    def _store(
+        self, frame: _Frame, header: Header, stored: memoryview, done: Stored
+    ) -> DiskRequest:
+        """The header is made without the lock."""
+        header.encode_into(frame.page)
         return DiskRequest(
             Op.WRITE,
-            partial(self._stored, page, done),
+            partial(self._stored, frame, header, done),
             self._disk.late(Op.WRITE),
-            offset=self._disk.slab.offset(slot),
-            buffers=(page, payload),
+            offset=self._disk.slab.offset(header.record),
+            buffers=(frame.page, stored),
             seals=_SEALS,
         )
 
-    def _stored(self, page: memoryview, done: Stored, completion: Completion) -> None:
+    def _begin_encoding(
+        self, frame: _Frame, header: Header, payload: memoryview, done: Stored
+    ) -> None:
+        assert self._coders is not None
+        self._coders.submit(partial(self._encode, frame, header, payload, done))
+
+    def _encode(self, frame: _Frame, header: Header, payload: memoryview, done: Stored) -> None:
+        """On a thread of the codec."""
+        assert self._coders is not None
+        assert frame.encoded is not None
+        assert header.encoding is not None
+        room = header.encoding.num_bytes
+        size = self._coders.codec.encode(payload, frame.encoded[:room])
+        if not size:
+            self._does_not_fit(frame, room, done)
+            return
+        end = pages(size)
+        frame.encoded[size:end] = bytes(end - size)  # what another chunk has left there
+        encoded = replace(header, encoding=header.encoding._replace(num_bytes=size))
+        self._disk.requests.submit([self._store(frame, encoded, frame.encoded[:end], done)])
+
+    def _does_not_fit(self, frame: _Frame, room: int, done: Stored) -> None:
         with self._context.progress:
-            self._store_pages.append(page)
+            counts = self._context.residency.counts
+            counts["does_not_fit"] += 1
+            is_first = counts["does_not_fit"] == 1
+            self._store_frames.append(frame)
+            done(None)
+        self.wake()
+        if is_first:
+            logger.warning(
+                "A chunk takes more than the %d bytes that records of %s have for what "
+                "nvme.codec makes of it; such chunks stay in DRAM only (event does_not_fit)",
+                room,
+                self._disk.slab.path,
+            )
+
+    def _stored(self, frame: _Frame, header: Header, done: Stored, completion: Completion) -> None:
+        with self._context.progress:
+            self._store_frames.append(frame)
+            self._disk.set_stored_bytes(header)
             done(completion.checksum if completion.error is None else None)
         self.health.note_write(completion.error)
 

@@ -124,6 +124,7 @@ class Recovery:
             disk.tier.open(records.start, len(records))
             if len(good):
                 slots = numbers[good].astype(np.uint32)
+                disk.adopt_stored_bytes(raw, slots)
                 adopted = disk.tier.adopt(raw, slots, size)
                 self.found += adopted.entered - adopted.superseded
                 self.gauges["recovery", "chunks"] = self.found

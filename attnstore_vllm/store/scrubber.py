@@ -69,6 +69,7 @@ class Scrubber:
                 return
             context.residency.begin_scrub(disk.tier, chunk)
             segment = disk.slab.segment(chunk.at(NVME).slot)
+            stored = self._payload[: disk.stored_bytes(chunk.at(NVME).slot)]
         self._slot = chunk.at(NVME).slot + 1
         self._is_reading = True
         disk.requests.submit(
@@ -78,7 +79,7 @@ class Scrubber:
                     partial(self._finish, chunk, segment),
                     disk.late(Op.READ),
                     offset=disk.slab.offset(chunk.at(NVME).slot),
-                    buffers=(self._page, self._payload),
+                    buffers=(self._page, stored),
                     checksum=True,
                 )
             ]

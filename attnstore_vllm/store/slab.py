@@ -31,7 +31,6 @@ from attnstore_vllm.store.format import (
     PAGE_BYTES,
     Root,
     SegmentHeader,
-    header_bytes,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class Slab:
 
     @property
     def header_bytes(self) -> int:
-        return header_bytes(self.shape.chunk_tokens)
+        return self.shape.header_bytes
 
     @property
     def record_bytes(self) -> int:
@@ -288,10 +287,11 @@ def _share_out(
 
 
 def _same_shape(found: SegmentHeader, shape: SegmentHeader) -> bool:
-    return (found.namespace, found.chunk_tokens, found.payload_bytes) == (
+    return (found.namespace, found.chunk_tokens, found.payload_bytes, found.encoding) == (
         shape.namespace,
         shape.chunk_tokens,
         shape.payload_bytes,
+        shape.encoding,
     )
 
 

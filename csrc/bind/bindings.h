@@ -5,5 +5,6 @@
 #include <pybind11/pybind11.h>
 
 void bind_checksum(pybind11::module_& m);
+void bind_codec(pybind11::module_& m);
 void bind_rotator(pybind11::module_& m);
 void bind_uring(pybind11::module_& m);

@@ -54,6 +54,7 @@ PYBIND11_MODULE(_native, m) {
           py::arg("copies"), py::arg("first_layer"), py::arg("stop_layer"),
           "Copy these layers of blocks ([n, 3] int64) into slots; complete on return.");
   bind_rotator(m);
+  bind_codec(m);
   m.def("omp_team_size", &attnstore::omp_team_size, py::call_guard<py::gil_scoped_release>(),
         "Threads that PageCopier's copies run on, if the calling thread calls it.");
 #if defined(ATTNSTORE_HAS_XXHASH)

@@ -177,6 +177,23 @@ def test_speed_brings_requests_nearer() -> None:
     assert [r.think_s for r in faster.requests] == [r.think_s for r in trace.requests]
 
 
+def test_smaller_records_on_nvme_are_more_room_and_a_faster_disk() -> None:
+    trace = chats(60, rate=1.0)
+    machine = replace(MACHINE, dram=4 * MACHINE.chunk_bytes, nvme=150 * MACHINE.chunk_bytes)
+    plain = run(trace, "attnstore", machine)
+    encoded = run(trace, "attnstore", replace(machine, nvme_record_size=0.75))
+    same = replace(
+        machine,
+        nvme=200 * MACHINE.chunk_bytes,
+        nvme_read=round(MACHINE.nvme_read / 0.75),
+        nvme_write=round(MACHINE.nvme_write / 0.75),
+    )
+    as_much = run(trace, "attnstore", same)
+    assert encoded.hit_tokens > plain.hit_tokens
+    assert encoded.hit_tokens == as_much.hit_tokens
+    assert encoded.bytes_written == pytest.approx(0.75 * as_much.bytes_written)
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_machines_can_be_read(path: Path) -> None:
     machine = Machine.read(path)

@@ -49,6 +49,7 @@ class EngineSpec:
     shape: ModelShape = TINY
     dram: str = "64MiB"
     nvme: str = "256MiB"
+    codec: str = "none"
     scrub: str = "off"
     """Reads that no request asked for would be among those that a test counts and holds up."""
     eager: bool = True
@@ -326,7 +327,12 @@ def _transfer(spec: EngineSpec) -> Any:
 
 
 def store_settings(spec: EngineSpec) -> dict[str, Any]:
-    nvme = {"path": str(spec.store), "capacity": spec.nvme, "scrub": spec.scrub}
+    nvme = {
+        "path": str(spec.store),
+        "capacity": spec.nvme,
+        "scrub": spec.scrub,
+        "codec": spec.codec,
+    }
     # The default deadline is for a machine that has nothing else to do.
     return {
         "dram": spec.dram, "nvme": nvme, "load_deadline_ms": 60_000,

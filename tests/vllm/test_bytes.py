@@ -28,7 +28,7 @@ STORED = PROMPT + ANSWER - 1
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mha": {"shape": MHA, "dram": "40MiB"},
     "gqa": {"shape": GQA, "dram": "20MiB"},
-    "mqa": {"shape": MQA, "dram": "10MiB"},
+    "mqa, lossless": {"shape": MQA, "dram": "10MiB", "codec": "lossless"},
     "gqa two ranks": {"shape": TINY, "dram": "10MiB", "tensor_parallel": 2},
 }
 

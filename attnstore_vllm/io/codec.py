@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs: how payloads become fewer bytes on their way to a tier behind, and bytes again.
+
+A codec is a class here, and its native half in csrc/codec. Its name and version are on the disk:
+whoever changes what it writes gives it another version.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from attnstore_vllm._native import lossless_decode, lossless_encode
+from attnstore_vllm.io.daemon_pool import DaemonPool
+
+logger = logging.getLogger(__name__)
+
+
+class Codec(ABC):
+    """Encodes and decodes with the GIL released. From any thread."""
+
+    name: str
+    """16 bytes at most."""
+    version: int
+
+    @abstractmethod
+    def room(self, payload_bytes: int, dtype: str) -> int:
+        """Bytes that a place on the disk has for a payload; one that takes more is not stored.
+
+        Args:
+            dtype: of the numbers of KV, as PyTorch or vLLM names it; "mixed": of several.
+        """
+
+    @abstractmethod
+    def encode(self, payload: memoryview, out: memoryview) -> int:
+        """The bytes written to `out`; 0: they have no room there."""
+
+    @abstractmethod
+    def decode(self, encoded: memoryview, out: memoryview) -> bool:
+        """Fill `out`. False: `encoded` is not of a payload of this size."""
+
+
+class Lossless(Codec):
+    """Every bit comes back. Sizes of numbers around zero: bf16 0.66, float16 0.85, float32 0.83."""
+
+    name = "lossless"
+    version = 1
+
+    def room(self, payload_bytes: int, dtype: str) -> int:
+        eighths = 6 if dtype == "bfloat16" else 7
+        return payload_bytes * eighths // 8
+
+    def encode(self, payload: memoryview, out: memoryview) -> int:
+        return lossless_encode(payload, out)
+
+    def decode(self, encoded: memoryview, out: memoryview) -> bool:
+        return lossless_decode(encoded, out)
+
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Lossless(),)}
+NONE = "none"
+CODEC_NAMES = (NONE, *CODECS)
+
+
+class Coders:
+    """Threads of our own that encode and decode, each job whole on one of them."""
+
+    def __init__(self, codec: Codec, num_threads: int) -> None:
+        self.codec = codec
+        self.num_threads = num_threads
+        self._threads = DaemonPool(num_threads, "attnstore-codec")
+        self._open: set[Future[None]] = set()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """From any thread; waits for nothing. As many are queued as there are requests."""
+        future = self._threads.submit(job)
+        self._open.add(future)
+        future.add_done_callback(self._ended)
+
+    def _ended(self, future: Future[None]) -> None:
+        self._open.discard(future)
+        error = future.exception()
+        if error is not None:
+            logger.error("a chunk is neither stored nor loaded: its codec failed", exc_info=error)
+
+    def close(self, timeout_s: float) -> bool:
+        """Returns False if a job still touches its buffers then."""
+        self._threads.shutdown()
+        return not wait(list(self._open), timeout_s).not_done

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lossless codec: how small KV becomes, and how fast.
+
+    python -m benchmarks.micro.codec [--model DIR] [--rounds 15] [--json]
+
+Sizes: KV of random models of 8 and 24 layers, and with --model of one that benchmarks.quality
+has trained. transformers computes it for 4,000 tokens, of a text where there is one. It stands as
+in a slot of the store: by layer and block of 128 tokens, K before V, in bf16.
+
+Speeds: raw bytes by processor time of one thread, the median of the rounds, on 32 MiB of KV and
+of numbers around zero. A round reads and writes other memory first, so that caches are cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from attnstore_vllm._native import lossless_bound, lossless_decode, lossless_encode
+from attnstore_vllm.bench.summary import table
+from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, make_model
+from benchmarks.quality import data
+from benchmarks.report import machine
+
+TOKENS, BLOCK_TOKENS = 4_000, 128
+SPEED_BYTES = 32 << 20
+COLD_BYTES = 96 << 20
+
+
+def kv_of(directory: Path, tokens: list[int]) -> bytes:
+    """KV of the tokens' whole blocks."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        cache = model(torch.tensor([tokens]), use_cache=True).past_key_values
+    pages = []
+    for layer in cache.layers:
+        for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            for kv in (layer.keys, layer.values):
+                block = kv[0, :, start : start + BLOCK_TOKENS].contiguous()
+                pages.append(block.view(torch.int16).numpy().tobytes())
+    return b"".join(pages)
+
+
+def all_kv(trained: Path | None) -> dict[str, bytes]:
+    random = np.random.default_rng(3)
+    found = {}
+    with TemporaryDirectory() as work:
+        for shape in (SMALL, MEDIUM):
+            directory = make_model(Path(work) / f"{shape.layers}", shape)
+            tokens = random.integers(20, shape.vocab, TOKENS).tolist()
+            found[f"random model, {shape.layers} layers"] = kv_of(directory, tokens)
+    if trained is not None:
+        text = next(iter(data.load_held_out(trained).values()))[:TOKENS].tolist()
+        window = json.loads((trained / "config.json").read_text())["max_position_embeddings"]
+        parts = [text[at : at + window] for at in range(0, len(text) - window + 1, window)]
+        found["trained model"] = b"".join(kv_of(trained, part) for part in parts)
+    return found
+
+
+def encoded(raw: bytes) -> bytes:
+    out = bytearray(lossless_bound(len(raw)))
+    size = lossless_encode(raw, out)
+    back = bytearray(len(raw))
+    assert lossless_decode(memoryview(out)[:size], back)
+    assert back == raw
+    return bytes(out[:size])
+
+
+def gigabytes_per_second(work: Callable[[], object], num_bytes: int, rounds: int) -> float:
+    cold = np.zeros(COLD_BYTES, np.uint8)
+    seconds = []
+    for _ in range(rounds):
+        cold += 1
+        started = time.thread_time()
+        work()
+        seconds.append(time.thread_time() - started)
+    return num_bytes / statistics.median(seconds) / 1e9
+
+
+def speeds(raw: bytes, rounds: int) -> dict[str, float]:
+    """Of encoding and decoding; memory is written to once before."""
+    room, back = bytearray(lossless_bound(len(raw))), bytearray(len(raw))
+    made = encoded(raw)
+    return {
+        "size": len(made) / len(raw),
+        "encode": gigabytes_per_second(lambda: lossless_encode(raw, room), len(raw), rounds),
+        "decode": gigabytes_per_second(lambda: lossless_decode(made, back), len(raw), rounds),
+    }
+
+
+def samples() -> dict[str, bytes]:
+    """Numbers around zero in each type, and noise."""
+    normal = np.random.default_rng(1).standard_normal(SPEED_BYTES // 2, np.float32)
+    types = {
+        "bf16": torch.bfloat16, "fp16": torch.float16, "fp8 e4m3": torch.float8_e4m3fn,
+        "fp8 e5m2": torch.float8_e5m2, "fp32": torch.float32,
+    }  # fmt: skip
+    found = {
+        f"normal, {name}": torch.from_numpy(normal[: SPEED_BYTES // dtype.itemsize])
+        .to(dtype)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+        for name, dtype in types.items()
+    }
+    return found | {"noise": np.random.default_rng(2).bytes(SPEED_BYTES)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, raw in (all_kv(args.model) | samples()).items():
+        rows[name] = speeds(raw[:SPEED_BYTES], args.rounds) | {"size": len(encoded(raw)) / len(raw)}
+    if args.json:
+        print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
+        return
+    print(machine())
+    columns = ["", "size over raw", "encode GB/s", "decode GB/s"]
+    told = [[n, *(f"{r[k]:.3f}" for k in ("size", "encode", "decode"))] for n, r in rows.items()]
+    print(table([columns, *told]))
+
+
+if __name__ == "__main__":
+    main()
