@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | check | package | sanitize | docs | docs-serve | bench
+# make setup | demo | test | check | lint-files | package | sanitize | docs | docs-serve | bench
 # make gpu-check
 PYTHON := .venv/bin/python
 CXX_FILES := $(foreach end,cpp cu h,$(wildcard csrc/*/*.$(end)))
 # The one that has PyTorch for CUDA and this package; .venv has PyTorch for the CPU.
 GPU_PYTHON ?= python3
 
-.PHONY: setup demo test check lint format package sanitize docs docs-serve bench gpu-check
+.PHONY: setup demo test check lint lint-files format package sanitize docs docs-serve bench gpu-check
 .PHONY: clean
 
 setup:
@@ -25,6 +25,9 @@ lint: setup
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/clang-format --dry-run --Werror $(CXX_FILES)
+
+lint-files:
+	@python3 tools/lint_files.py
 
 format: setup
 	@.venv/bin/ruff check --fix .
