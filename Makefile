@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | check | sanitize | docs | docs-serve | bench | gpu-check
+# make setup | demo | test | check | lint-files | package | sanitize | docs | docs-serve | bench
+# make gpu-check
 PYTHON := .venv/bin/python
 CXX_FILES := $(foreach end,cpp cu h,$(wildcard csrc/*/*.$(end)))
 # The one that has PyTorch for CUDA and this package; .venv has PyTorch for the CPU.
 GPU_PYTHON ?= python3
 
-.PHONY: setup demo test check lint format sanitize docs docs-serve bench gpu-check clean
+.PHONY: setup demo test check lint lint-files format package sanitize docs docs-serve bench gpu-check
+.PHONY: clean
 
 setup:
 	@python3 tools/setup_env.py
@@ -24,10 +26,16 @@ lint: setup
 	@.venv/bin/mypy
 	@.venv/bin/clang-format --dry-run --Werror $(CXX_FILES)
 
+lint-files:
+	@python3 tools/lint_files.py
+
 format: setup
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
 	@.venv/bin/clang-format -i $(CXX_FILES)
+
+package:
+	@python3 tools/check_package.py $(ARGS)
 
 sanitize:
 	@tools/sanitize.sh

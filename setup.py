@@ -3,9 +3,10 @@
 is in pyproject.toml.
 
 Two parts of _native are built where their headers are: checksums of many pages at once (xxhash.h)
-and the io_uring device (liburing as well). Without them the package works, more slowly. CUDA is
-not needed: _native_cuda opens the driver when it is used, and its kernels are in the package
-(tools/make_kernels.py).
+and the io_uring device (liburing as well). Without them the package works, more slowly. liburing
+is linked statically where there is a static one, so that a wheel needs none where it is installed.
+CUDA is not needed: _native_cuda opens the driver when it is used, and its kernels are in the
+package (tools/make_kernels.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 from setuptools.errors import CompileError, LinkError
 
@@ -46,6 +47,8 @@ URING_PROBE = """
 int main() { io_uring ring; return io_uring_queue_init(1, &ring, IORING_SETUP_CLAMP) > 0; }
 """
 
+URING_LIBRARIES = ["-l:liburing.a", "-luring"]  # the first that links
+
 CUDA_SOURCES = ["bind/cuda_module", "cuda/driver", "cuda/kernels", "cuda/batched_copy"]
 CUDA_SOURCES += ["cuda/cuda_copier", "cuda/copy_jobs", "cuda/cuda_rotator", "cuda/rotate_jobs"]
 CUDA_SOURCES += ["copy/page_runs", "rotate/moved_tokens"]
@@ -60,27 +63,31 @@ class Build(build_ext):
         super().build_extensions()
 
     def _find_headers(self) -> None:
-        if self._links(XXHASH_PROBE, []):
-            self._add("ATTNSTORE_HAS_XXHASH", XXHASH_SOURCES)
-            if self._links(URING_PROBE, ["uring"]):
-                self._add("ATTNSTORE_HAS_URING", URING_SOURCES)
-                native.libraries.append("uring")
-            else:
-                print("attnstore: no liburing (Debian: liburing-dev); built without io_uring")
-        else:
+        if not self._links(XXHASH_PROBE):
             print(
                 "attnstore: no xxhash.h (Debian: libxxhash-dev); built without io_uring and "
                 "without native checksums"
             )
+            return
+        self._add("ATTNSTORE_HAS_XXHASH", XXHASH_SOURCES)
+        for library in URING_LIBRARIES:
+            if self._links(URING_PROBE, library):
+                self._add("ATTNSTORE_HAS_URING", URING_SOURCES)
+                native.extra_link_args.append(library)
+                return
+        print("attnstore: no liburing (Debian: liburing-dev); built without io_uring")
 
-    def _links(self, program: str, libraries: list[str]) -> bool:
+    def _links(self, program: str, *libraries: str) -> bool:
+        """Whether it can be part of a shared object, as _native is one."""
         with tempfile.TemporaryDirectory() as directory:
             source = Path(directory) / "probe.cpp"
             source.write_text(program)
             try:
-                objects = self.compiler.compile([str(source)], output_dir=directory)
-                self.compiler.link_executable(
-                    objects, str(Path(directory) / "probe"), libraries=libraries
+                objects = self.compiler.compile(
+                    [str(source)], output_dir=directory, extra_postargs=["-fPIC"]
+                )
+                self.compiler.link_shared_object(
+                    objects, str(Path(directory) / "probe.so"), extra_postargs=[*libraries]
                 )
             except (CompileError, LinkError):
                 return False
@@ -108,6 +115,7 @@ def extension(name: str, sources: list[str]) -> Pybind11Extension:
     )
 
 
+ParallelCompile("ATTNSTORE_BUILD_JOBS", default=0).install()  # 0: one a processor
 native = extension("_native", SOURCES)
 cuda = extension("_native_cuda", CUDA_SOURCES)
 

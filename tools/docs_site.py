@@ -14,29 +14,17 @@ import re
 import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOLS = ROOT / ".cache" / "docs"
+sys.path.insert(0, str(ROOT))
+
+from tools.own_env import programs  # noqa: E402
+
 SOURCE = ROOT / ".cache" / "docs-source"
 PINS = ("mkdocs==1.6.1", "mkdocs-material==9.8.2")
 ADDRESS = "127.0.0.1:8001"
-
-
-def install() -> bool:
-    """Make the environment, once for these pins. False if that cannot be done here."""
-    done = TOOLS / "pins"
-    if done.is_file() and done.read_text(encoding="utf-8") == repr(PINS):
-        return True
-    venv.create(TOOLS, with_pip=True, clear=True)
-    command = [str(TOOLS / "bin" / "pip"), "install", "-qq", "--disable-pip-version-check", *PINS]
-    if subprocess.run(command, check=False).returncode != 0:
-        print("docs: MkDocs cannot be installed (no network?); the site is not built")
-        return False
-    done.write_text(repr(PINS), encoding="utf-8")
-    return True
 
 
 def stage() -> None:
@@ -69,10 +57,12 @@ def spaced(lines: list[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    if not install():
+    bin_folder = programs("docs", PINS)
+    if bin_folder is None:
+        print("docs: MkDocs cannot be installed (no network?); the site is not built")
         return 0
     stage()
-    command = [str(TOOLS / "bin" / "mkdocs")]
+    command = [str(bin_folder / "mkdocs")]
     is_served = sys.argv[1:] == ["--serve"]
     command += ["serve", "-a", ADDRESS] if is_served else ["build", "--strict", "-q"]
     try:

@@ -38,6 +38,7 @@ flags="-I. -std=c++17 -O1 -g -Wall -Wextra -Werror -pthread -fno-omit-frame-poin
 export ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1"
 export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1"
 export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1"
+# shellcheck disable=SC2048 # words
 for kind in ${*:-address,undefined thread}; do
   recover="-fno-sanitize=vptr -fno-sanitize-recover=all"
   # shellcheck disable=SC2086 # these are lists of words

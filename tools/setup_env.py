@@ -120,13 +120,12 @@ def main() -> None:
         venv.create(VENV, with_pip=True)
     native = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file())
     here = f"{platform.python_version()} {os.fspath(ROOT)}"
-    compilers = here + str(shutil.which("nvcc"))
     steps: list[tuple[str, Callable[[], None], str]] = [
         ("PyTorch", install_torch, digest(extra=TORCH + here)),
         ("vLLM's CPU build", install_vllm,
          digest("tools/vllm_metadata/pyproject.toml", extra=VLLM + here)),
         ("attnstore_vllm, its extension and the tools", install_project,
-         digest("pyproject.toml", "setup.py", *native, extra=compilers)),
+         digest("pyproject.toml", "setup.py", *native, extra=here)),
     ]  # fmt: skip
     stamps: dict[str, str] = json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
     for name, install, wanted in steps:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import platform
@@ -22,9 +21,10 @@ from attnstore_vllm.cli.settings_file import read_settings
 from attnstore_vllm.cli.slab_file import opened, slab_files
 from attnstore_vllm.cli.speeds import FILE_BYTES, disk_speed, memory_speed
 from attnstore_vllm.config import StoreConfig, format_size
-from attnstore_vllm.errors import AttnStoreError, ConfigError
+from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.store.format import SegmentHeader
+from attnstore_vllm.transfer.cuda_kernels import native_module
 
 State = Literal["ok", "warn", "bad", "note"]
 """`bad`: a start would be refused. `note`: a fact that is neither."""
@@ -111,12 +111,14 @@ def _native_parts(*, has_gpu: bool) -> Iterator[Check]:
             "warn",
             "not built in: install liburing-dev and libxxhash-dev, then install this package again",
         )
-    if has_gpu and importlib.util.find_spec("attnstore_vllm._native_cuda") is None:
-        yield Check(
-            "CUDA copies",
-            "bad",
-            "not built, but there is a GPU: install this package again where nvcc is found",
-        )
+    if not has_gpu:
+        return
+    try:
+        native_module()
+    except UnsupportedError as error:
+        yield Check("CUDA copies", "bad", str(error))
+    else:
+        yield Check("CUDA copies", "ok", "built in, and the driver answers")
 
 
 def _memory() -> str:

@@ -223,6 +223,7 @@ def _scheduler(
 ) -> Scheduler:
     """Args: zeroes: vLLM writes zeros to blocks that change hands, before any hook of ours."""
     ranks = _ranks(pool, geometry.num_ranks)
+    pool.keep(min(r.slots for r in ranks))
     rows = [r.rows for r in ranks]
     why_not_moved = next(filter(None, [r.why_not_moved for r in ranks]), None)
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)

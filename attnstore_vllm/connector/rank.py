@@ -54,6 +54,8 @@ class RankDescription:
     rows: int | None
     """Rows of the write buffer. None: copies do not run beside the model, and are over when
     begun."""
+    slots: int
+    """Slots of the pool, from the first on, that it can copy from and to."""
     is_alone: bool
     """No other connector writes to blocks."""
     own_files: str | None

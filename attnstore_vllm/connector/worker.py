@@ -146,6 +146,8 @@ class Worker:
                     others=_digest(tensors, every) if len(kinds) > 1 else "",
                 ),
                 rows=engine.num_rows if engine.overlaps else None,
+                # CudaEngine has those that the driver has page-locked.
+                slots=getattr(engine, "num_slots", self.pool.num_slots),
                 is_alone=self._is_alone,
                 own_files=self._own_files,
                 # CudaEngine has tried it.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatc
 from attnstore_vllm.transfer.cuda_kernels import load_kernels, native_module
 from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, Rules, choose
 from attnstore_vllm.transfer.cuda_moves import TokenMover
+from attnstore_vllm.transfer.cuda_pool import LockedPool
 from attnstore_vllm.transfer.cuda_selftest import check_engine, check_moves
 from attnstore_vllm.transfer.cuda_tables import PAGES_AT_ONCE, TableRing, pack
 from attnstore_vllm.transfer.engine import (
@@ -50,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 _NO_ROWS = np.empty(0, np.int64)
 _STREAMS_TRIED = 64
-LOCK_AT_ONCE_BYTES = 64 << 30
-"""Memory that is page-locked in one call of the driver."""
 
 
 class CudaEngine:
@@ -66,14 +65,14 @@ class CudaEngine:
 
     Args:
         slots_base: address of the pool's slot 0 in this process; the slots are page-locked from
-            here to close(), and mapped.
+            here to close(), and mapped: the first `num_slots` of them, if the driver refuses more.
         layouts: of the layers, in the order in which slots hold them; addresses on `device`.
         num_rows: of the write buffer, which take the bytes of a block in HBM each; 0: none.
         rules: which way copies go; may be assigned to at any time.
         rotations: of each group; empty where nothing is moved.
         borders: slots at which another file of the pool begins (SharedPool.borders).
     Raises: UnsupportedError if this machine, or this build, cannot copy, or copies wrongly;
-        ConfigError if there is too little memory that may be locked, or too little HBM.
+        ConfigError if there is too little HBM.
         IndexError from load(), move(), save(), gather() and drain(), before anything is copied, for
         a slot, token, block, row or layer that does not exist.
     """
@@ -104,16 +103,16 @@ class CudaEngine:
         self.rules = rules
         self._geometry = geometry
         self._slots_base = slots_base
-        self._borders = borders
-        self._locked: list[int] = []
-        """Addresses that are page-locked, as they were given to the driver."""
         self._is_closed = False
         with ExitStack() as undo:
             self._buffer = self._make_buffer(num_rows)
-            undo.callback(self._unregister)
-            seen = self._register(num_slots)
+            size = geometry.slot_bytes
+            pool = LockedPool(self._native, index, slots_base, num_slots, size, borders)
+            self._pool = pool
+            undo.callback(pool.close)
+            self.num_slots = num_slots = pool.num_slots
             self._kernels = load_kernels(self._native, index)
-            numbers = page_numbers(seen, num_slots, rank, geometry, layouts)
+            numbers = page_numbers(pool.seen, num_slots, rank, geometry, layouts)
             self._kinds = kinds_of(layouts)
             self._arrays = [self._array_of(of_kind) for of_kind in numbers]
             self._copiers = [self._make_copier(i, of_kind) for i, of_kind in enumerate(numbers)]
@@ -234,7 +233,7 @@ class CudaEngine:
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             logger.error("the GPU could not complete its copies: %s", error)
-        self._unregister()
+        self._pool.close()
         self._tables.clear()
         del self._buffer
 
@@ -322,48 +321,6 @@ class CudaEngine:
         return torch.cuda.current_stream(self._device)
 
     # ---- what it is made of ------------------------------------------------------------
-
-    def _register(self, num_slots: int) -> int:
-        """Page-lock the pool, some slots at a time; the address of slot 0 as the device sees it.
-
-        Drivers refuse some hundred GiB in one call, and say no more than that it is invalid. Nor
-        is it sure that they take two files in one.
-        """
-        size = self._geometry.slot_bytes
-        at_once = max(1, LOCK_AT_ONCE_BYTES // size)
-        firsts = sorted({*range(0, num_slots, at_once), *self._borders})
-        seen = 0
-        for first, end in pairwise([*firsts, num_slots]):
-            address, num_bytes = self._slots_base + first * size, (end - first) * size
-            try:
-                found = int(self._native.register_host(address, num_bytes, self._device.index))
-            except RuntimeError as error:
-                raise ConfigError(self._why_not_locked(first, num_slots, error)) from error
-            self._locked.append(address)
-            seen = seen or found
-            if found != seen + first * size:
-                raise UnsupportedError(
-                    f"the device sees slot {first} of the pool at {found:#x}, and not behind the "
-                    f"slots before it, at {seen + first * size:#x}; the store needs one range"
-                )
-        return seen
-
-    def _why_not_locked(self, first: int, num_slots: int, error: RuntimeError) -> str:
-        size = self._geometry.slot_bytes
-        return (
-            f"dram: {format_size(first * size)} of {format_size(num_slots * size)} of shared "
-            f"memory were page-locked for the GPU, and the driver refused more ({error}); raise "
-            "the limit on locked memory (ulimit -l unlimited, or docker run --ulimit memlock=-1), "
-            "or ask for less"
-        )
-
-    def _unregister(self) -> None:
-        """Also if the device has failed: another error is on its way then."""
-        while self._locked:
-            try:
-                self._native.unregister_host(self._locked.pop(), self._device.index)
-            except RuntimeError as error:
-                logger.error("the pool stays page-locked until the process ends: %s", error)
 
     def _make_buffer(self, num_rows: int) -> torch.Tensor:
         """[layers][rows][page bytes of the layer], flat; csrc/copy/page_map.h."""

@@ -122,6 +122,12 @@ class SharedPool:
         start = SLOTS_AT + slot * self.slot_bytes
         return self.buffer[start : start + self.slot_bytes]
 
+    def keep(self, num_slots: int) -> None:
+        """Use the first slots alone from now on, in this process; the memory of the others stays
+        taken."""
+        assert 0 < num_slots <= self.num_slots
+        self.num_slots = num_slots
+
     def publish(self, rank: int, description: Mapping[str, Any]) -> None:
         """Leave what `rank`'s KV tensors look like for the scheduler side.
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,18 @@ def test_doctor_says_all_that_a_start_would_refuse(settings: Path) -> None:
     assert said.returncode == 1
     bad = [each["found"] for each in json.loads(said.stdout)["checks"] if each["state"] == "bad"]
     assert [text.partition(" is ")[0] for text in bad] == ["dram", "nvme.capacity", "nvme.path"]
+
+
+@pytest.mark.skipif(find_library("cuda") is not None, reason="a driver is there")
+def test_doctor_says_what_the_cuda_half_lacks(tmp_path: Path) -> None:
+    """A GPU is there, as nvidia-smi says, and no driver answers."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho A GPU, 80 GiB, 580.1, 9.0\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    here = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    said = attnstore("doctor", "--json", env=here)
+    (found,) = (c for c in json.loads(said.stdout)["checks"] if c["check"] == "CUDA copies")
+    assert (said.returncode, found["state"]) == (1, "bad")
+    assert "libcuda.so.1" in found["found"]
 
 
 def test_doctor_counts_tokens_of_a_model(settings: Path, tmp_path: Path) -> None:

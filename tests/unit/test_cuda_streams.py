@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
-from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_tables
+from attnstore_vllm.transfer import cuda_events, cuda_tables
 from tests.cuda_helpers import METHODS, CudaRig
-from tests.engine_helpers import ALL, ORDERS, PAGE_BYTES, ROWS, SLOTS, Rig, table
+from tests.engine_helpers import ALL, ORDERS, PAGE_BYTES, ROWS, table
 from tests.fake_driver import native_module
 from tests.fake_gpu import BATCH, KERNEL, FakeGpu
 
@@ -195,7 +195,7 @@ def test_wrong_bytes_are_found_when_it_is_made(fake: FakeGpu, name: str) -> None
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        ("cuMemHostRegister", ConfigError, r"page-locked.*ulimit -l unlimited.*memlock=-1"),
+        ("cuMemHostRegister", UnsupportedError, r"0B of dram's .* page-locked.*refuses more"),
         ("cuMemAlloc_v2", ConfigError, r"write_buffer: 1\.\d+KiB of HBM are not free"),
         (KERNEL, UnsupportedError, "ARCHITECTURES"),
         (BATCH, UnsupportedError, "cannot copy"),
@@ -222,54 +222,3 @@ def test_it_closes_though_the_device_has_failed(fake: FakeGpu) -> None:
     fake.fail("cuMemHostUnregister")
     rig.engine.close()
     assert fake.registered
-
-
-# ---- the pool is page-locked ----------------------------------------------------------------
-
-
-def slot_bytes() -> int:
-    return Rig(ORDERS[0], None).geometry.slot_bytes
-
-
-@pytest.fixture
-def locks_two_slots(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """A driver that refuses more in one call, as real ones refuse some hundred GiB."""
-    monkeypatch.setattr(cuda_engine, "LOCK_AT_ONCE_BYTES", 2 * slot_bytes() + 1)
-    fake.set(register_max=2 * slot_bytes())
-    return fake
-
-
-def test_a_pool_is_locked_some_slots_at_a_time(locks_two_slots: FakeGpu) -> None:
-    rig = CudaRig(locks_two_slots)
-    before = rig.hbm()
-    for slot in range(SLOTS):
-        rig.save(table((slot, 0, slot)))
-    assert all(np.array_equal(rig.pages[slot, :, 0], before[:, slot]) for slot in range(SLOTS))
-    assert locks_two_slots.registered
-    rig.engine.close()
-    assert not locks_two_slots.registered
-
-
-def test_no_call_locks_slots_of_two_files(fake: FakeGpu) -> None:
-    fake.set(register_max=4 * slot_bytes())
-    with pytest.raises(ConfigError, match="refused more"):
-        CudaRig(fake)
-    rig = CudaRig(fake, borders=(3,))
-    rig.save(table((2, 0, 1), (3, 0, 4)))
-    assert np.array_equal(rig.pages[[2, 3], :, 0], rig.hbm()[:, [1, 4]].swapaxes(0, 1))
-    rig.engine.close()
-    assert not fake.registered
-
-
-def test_what_was_locked_before_a_refusal_is_let_go(locks_two_slots: FakeGpu) -> None:
-    locks_two_slots.set(register_total=3 * slot_bytes())
-    with pytest.raises(ConfigError, match=r"dram: .* of .* were page-locked .* refused more"):
-        CudaRig(locks_two_slots)
-    assert not locks_two_slots.registered
-
-
-def test_a_device_that_sees_the_slots_apart_is_refused(locks_two_slots: FakeGpu) -> None:
-    locks_two_slots.set(scattered=1)
-    with pytest.raises(UnsupportedError, match="slot 2 of the pool"):
-        CudaRig(locks_two_slots)
-    assert not locks_two_slots.registered

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source package has all that a build may want, and no build of a user ends at a warning."""
+"""The source package has all that a build may want, and no build of a user ends at a warning.
+
+tools/check_package.py builds it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,9 @@ from setuptools.command.build_ext import build_ext
 class Pybind11Extension(Extension):
     def __init__(self, name, sources, *, cxx_std, **options):
         super().__init__(name, sources, **options)
+class ParallelCompile:
+    def __init__(self, variable, default): pass
+    def install(self): pass
 """
 PRINT_FLAGS = """
 import sys, setuptools
@@ -28,14 +34,6 @@ found = {}
 exec(compile(open("setup.py").read(), "setup.py", "exec"), found)
 print(*found["native"].extra_compile_args)
 """
-USE = """
-import sys
-import attnstore_vllm._native as native
-assert native.__file__.startswith(sys.argv[1]), native.__file__
-from attnstore_vllm.transfer.pool import SharedPool
-print(sorted(name for name in dir(native) if name[0] != "_"))
-"""
-COMPILERS = {"g++": "gcc", "clang++": "clang", "clang++-19": "clang-19"}
 
 
 @pytest.fixture(scope="module")
@@ -121,31 +119,3 @@ def test_gpu_check_takes_the_package_that_is_installed(tmp_path: Path) -> None:
     ).stdout  # fmt: skip
     installed = tmp_path / "attnstore_vllm" / "__init__.py"
     assert found == f"{installed} {ROOT / 'benchmarks'} ['--small']\n"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_it_builds_and_is_used_outside_of_any_checkout(
-    package: Path, tmp_path: Path, compiler: str
-) -> None:
-    pytest.importorskip("pybind11", reason="make setup installs it")
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no {compiler}")
-    folder, target = tmp_path / "unpacked", tmp_path / "installed"
-    shutil.copytree(package, folder)
-    hidden = [path for path in os.environ["PATH"].split(":") if not (Path(path) / "nvcc").exists()]
-    environment = {
-        **os.environ, "CXX": compiler, "CC": COMPILERS[compiler], "PATH": ":".join(hidden),
-    }  # fmt: skip
-    environment.pop("PYTHONPATH", None)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps",
-         "--no-index", "--target", str(target), str(folder)],
-        cwd=tmp_path, env=environment, check=True,
-    )  # fmt: skip
-    used = subprocess.run(
-        [sys.executable, "-c", USE, str(target)],
-        cwd=tmp_path, env={**environment, "PYTHONPATH": str(target)}, check=True,
-        capture_output=True, text=True,
-    ).stdout  # fmt: skip
-    assert "PageCopier" in used

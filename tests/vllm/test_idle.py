@@ -34,6 +34,7 @@ from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.engine import Answer, Engine, EngineSpec, store_settings
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
+from tests.vllm.refusing import FEW
 
 TOKENS = random_tokens("idle", 600)
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
@@ -248,8 +249,14 @@ def ask_again(engine: Engine) -> list[Answer]:
     return [first, engine.ask(TOKENS, max_tokens=4)]
 
 
-def serve(tmp_path: Path, connector: dict[str, Any], **vllm: Any) -> tuple[list[Answer], str]:
-    """Two answers to one prompt, and the log. No region of ours must be left."""
+def ask_again_and_count(engine: Engine) -> tuple[list[Answer], int]:
+    return ask_again(engine), engine.store.residency.dram.num_slots
+
+
+def serve(
+    tmp_path: Path, connector: dict[str, Any], story: Any = ask_again, **vllm: Any
+) -> tuple[Any, str]:
+    """What a story returns, and the log. No region of ours must be left."""
     (tmp_path / "store").mkdir()
     spec = EngineSpec(store=tmp_path / "store", models=tmp_path, vllm=vllm)
     transfer = {
@@ -260,9 +267,9 @@ def serve(tmp_path: Path, connector: dict[str, Any], **vllm: Any) -> tuple[list[
     before = set(Path("/dev/shm").glob("attnstore-*"))
     log = tmp_path / "engine.log"
     with EngineHost(replace(spec, store=None, transfer=transfer), log) as host:
-        answers = host.call(ask_again)
+        told = host.call(story)
         assert set(Path("/dev/shm").glob("attnstore-*")) <= before
-    return answers, log.read_text()
+    return told, log.read_text()
 
 
 IDLE = "AttnStore is idle, the server runs as without it"
@@ -276,6 +283,16 @@ def test_a_worker_that_fails_makes_both_sides_idle(tmp_path: Path) -> None:
     assert IDLE in log and "rank 0 cannot: RuntimeError: planted" in log
     assert answers[0].content == answers[1].content
     assert answers[1].cached_tokens == 0
+
+
+def test_a_worker_that_reaches_few_slots_has_a_store_of_these(tmp_path: Path) -> None:
+    connector = {
+        "kv_connector": "FewSlotsConnector", "kv_connector_module_path": "tests.vllm.refusing",
+    }  # fmt: skip
+    (answers, slots), _ = serve(tmp_path, connector, ask_again_and_count, max_model_len=1024)
+    assert slots == FEW
+    assert answers[0].content == answers[1].content
+    assert answers[1].cached_tokens >= 512
 
 
 def test_two_stores_in_one_engine(tmp_path: Path) -> None:
