@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = ["what", "how", "value", "goal", "met", "detail"]
-PARTS = ["bytes", "speed", "beside", "moves", "logits"]
+PARTS = ["bytes", "rules", "speed", "beside", "moves", "logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ def parts(size: Size) -> dict[str, Callable[[], list[Row]]]:
         first_logits,
         moved_numbers,
         moves,
+        rules,
         transformer,
     )
     from benchmarks.gpu.rig import LLAMA_8B, LLAMA_70B_TP4  # noqa: PLC0415
@@ -87,6 +88,7 @@ def parts(size: Size) -> dict[str, Callable[[], list[Row]]]:
     shapes = (LLAMA_8B, LLAMA_70B_TP4)
     return {
         "bytes": lambda: correctness.measure(device, size.rounds),
+        "rules": lambda: rules.measure(size.tokens, size.rounds),
         "speed": lambda: [
             row for shape in shapes for row in bandwidth.measure(shape, size.tokens, size.rounds)
         ],

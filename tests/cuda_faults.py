@@ -25,6 +25,7 @@ from tests.fake_driver import BUILD_VARIABLE, ROOT
 
 ENGINE = "attnstore_vllm/transfer/cuda_engine.py"
 TABLES = "attnstore_vllm/transfer/cuda_tables.py"
+BATCHES = "attnstore_vllm/transfer/cuda_batches.py"
 _TIMEOUT_S = 600
 
 
@@ -40,9 +41,15 @@ FAULTS = (
     # ---- a wait that is missing
     Fault(
         "a load does not wait for the model", ENGINE,
-        "self._loads.wait_stream(self._model())\n            start = self._load_times.start("
-        "self._loads)\n            self._copy(",
-        "start = self._load_times.start(self._loads)\n            self._copy(",
+        "self._loads.wait_stream(self._model())\n                start = None",
+        "start = None",
+    ),
+    Fault(
+        "a load does not wait for its mark", ENGINE, "self._loads.wait_event(after.event)", "pass",
+    ),
+    Fault(
+        "a load takes an older mark for its own", ENGINE,
+        "elif after is not self._loads_after:", "elif self._loads_after is None:",
     ),
     Fault(
         "a move does not wait for the model", ENGINE,
@@ -91,13 +98,13 @@ FAULTS = (
         "oldest, start = self._taken[0][0], self._taken[-1][1] - 2",
     ),
     Fault(
-        "a drain has the table of another one", TABLES,
-        "return np.concatenate((pages.ravel(), rows))",
-        "return np.concatenate((pages.ravel(), np.sort(rows)))",
+        "a copy has the table of the one before", BATCHES,
+        "return self.pages is pages and self.rows is rows and self.rules is rules",
+        "return len(self.pages) == len(pages)",
     ),
     Fault(
         "a copy by layer is of the first layers", ENGINE,
-        "span = (layers.start, layers.stop)", "span = (0, len(layers))",
+        "of_kind = kind.within(layers)", "of_kind = kind.within(range(len(layers)))",
     ),
     # ---- C++
     Fault(
@@ -106,8 +113,14 @@ FAULTS = (
         "is_load ? kCuSourceInAnyOrder : kCuSourceInAnyOrder",
     ),
     Fault(
-        "a table goes over without its rows", "csrc/cuda/cuda_copier.cpp",
-        "sizeof(PageCopy) + row_bytes, stream", "sizeof(PageCopy) + 0 * row_bytes, stream",
+        "a table goes over without its end", "csrc/cuda/cuda_copier.cpp",
+        "batch.pages.size() * sizeof(Offsets), stream",
+        "(batch.pages.size() - 1) * sizeof(Offsets), stream",
+    ),
+    Fault(
+        "lists for DMA are of the layers before", "csrc/cuda/cuda_copier.cpp",
+        "const Offsets offset = offsets[static_cast<std::size_t>(layer)];",
+        "const Offsets offset = offsets[static_cast<std::size_t>(layer - layers.first)];",
     ),
     Fault(
         "a table of moves goes over without its end", "csrc/cuda/cuda_rotator.cpp",
@@ -120,14 +133,12 @@ FAULTS = (
     ),
     Fault(
         "words of a layer are the next one's", "csrc/cuda/copy_words.h",
-        "const std::uint32_t layer = job.first_layer + page / job.num_copies;",
-        "const std::uint32_t layer = job.first_layer + (page + 1) / job.num_copies;",
+        "const std::uint32_t layer = quotient(of_layers, job.num_pages);",
+        "const std::uint32_t layer = quotient(of_layers + 1, job.num_pages);",
     ),
     Fault(
         "the last words of a copy are left out", "csrc/cuda/copy_words.h",
-        "first += num_threads * kWordsInFlight) {\n    WordAddresses",
-        "first += num_threads * kWordsInFlight) {\n    if (first + 1 == job.num_words) break;\n"
-        "    WordAddresses",
+        "piece < job.num_pieces; piece += groups", "piece + 1 < job.num_pieces; piece += groups",
     ),
     Fault(
         "a page is taken for aligned that is not", "csrc/copy/page_runs.cpp",

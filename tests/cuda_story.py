@@ -46,9 +46,15 @@ class RankStory:
         """Event, its blocks, and whether they are read and not filled."""
         self.seen: list[tuple[torch.Tensor, Bytes]] = []
         self.value = 0
+        self.mark: Any = None
+        self.touched: set[int] = set()
+        """Blocks that the model was given work on since its mark."""
 
     def step(self) -> None:
-        acts = [self.compute, self.read, self.save, self.gather, self.load, self.load, self.poll]
+        acts = [
+            self.compute, self.read, self.save, self.gather, self.load, self.load, self.poll,
+            self.set_mark,
+        ]  # fmt: skip
         if self.shape.moves:
             acts.append(self.move)
         act = self.random.choice(acts)
@@ -65,6 +71,7 @@ class RankStory:
         self.put([block])
 
     def put(self, blocks: list[int]) -> None:
+        self.touched.update(blocks)
         self.value = (self.value + 1) % 100
         value, rank = self.value, self.rank
         for block in blocks:
@@ -76,6 +83,7 @@ class RankStory:
         block = self.random.randrange(self.shape.blocks)
         layer = self.random.randrange(self.shape.layers)
         self.wait_for({block}, fills=True)
+        self.touched.add(block)
         source = self.rank.blocks[layer]
         found = torch.zeros_like(source[block], memory_format=torch.contiguous_format)
         self.rank.gpu.model.run(lambda: found.copy_(source[block]))
@@ -97,6 +105,15 @@ class RankStory:
                 self.draining.remove(one)
         self.in_use = [one for one in self.in_use if not one[0].done()]
 
+    def set_mark(self) -> None:
+        self.mark, self.touched = self.engine.mark(), set()
+
+    def mark_for(self, blocks: list[int]) -> Any:
+        """A load comes after a mark behind which the model has nothing to do with its blocks."""
+        if self.mark is None or self.touched & set(blocks):
+            return self.random.choice((None, self.engine.mark()))
+        return self.mark
+
     # ---- copies ------------------------------------------------------------------------
 
     def load(self) -> None:
@@ -105,7 +122,8 @@ class RankStory:
         if not slots or len(blocks) < len(slots):
             return
         pages = self.pages(slots, blocks)
-        good, is_whole = self.give(lambda part: self.engine.load(pages, part))
+        mark = self.mark_for(blocks)
+        good, is_whole = self.give(lambda part: self.engine.load(pages, part, mark))
         self.filled(slots, blocks, good, is_whole)
         if is_whole:
             for layer, in_slots in enumerate(self.rank.in_slots):
@@ -161,6 +179,7 @@ class RankStory:
         blocks = self.random.sample(range(self.shape.blocks), len(slots))
         self.wait_for(set(blocks), fills=True)
         pages = self.pages(slots, blocks)
+        self.touched.update(blocks)
         rows = [self.rows.pop(self.random.randrange(len(self.rows))) for _ in slots]
         given = np.array(rows)
         parts = self.parts()

@@ -104,7 +104,7 @@ def draw_shape(random: Random) -> Shape:
         rows=random.randint(2, 8),
         ranks=random.choice([1, 1, 1, 2, 2, 3, 4, 8]),
         moves=moves and random.random() < 0.7,
-        ring_words=random.choice([None, 400, 700] if moves else [None, 16, 40]),
+        ring_words=random.choice([None, 400, 700] if moves else [None, 8, 20]),
     )
 
 

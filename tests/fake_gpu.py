@@ -267,6 +267,7 @@ class FakeGpu:
         cuda = SimpleNamespace(
             is_available=lambda: True,
             current_device=lambda: 0,
+            get_device_name=lambda device: "a fake",
             current_stream=lambda device=None: self.model,
             synchronize=self.synchronize,
             device=self._on_device,

@@ -80,6 +80,8 @@ class Worker:
         # With several groups a region is whole when the last of its layers is computed.
         self._by_layer = by_layer and len(geometry.groups) == 1
         self._is_alone = is_alone
+        # vLLM copies states that change hands after the hook of begin_step().
+        self._marks = all(group.reach != Reach.STATE.value for group in geometry.groups)
         self._engine: CopyEngine | None = None
         self._stats = StepStats()
         self._plan = StepPlan()
@@ -246,6 +248,9 @@ class Worker:
             plan.preempted,
             by_layer=self._by_layer and not self._whole,
         )
+        # Behind saves_before: they read blocks that loads of this step fill.
+        if self._marks and any(load.layers_before for load in plan.loads):
+            self.loads.mark()
 
     def start_load(self) -> None:
         self.loads.begin(self._plan.loads, whole=self._whole)

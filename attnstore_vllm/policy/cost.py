@@ -24,6 +24,10 @@ none of the others if (i - k + 1) * load <= i * compute for each i from k to L -
 read buffer of CachedAttention (ATC'24), section 3.2.1, S_buf = B * (T_load * L_hist - T_pref *
 L_new), counted in layers: B * T_load * L_hist are the bytes of the load, so S_buf is about
 L * (1 - compute / load) of its L layers. The blocks of the request itself are the buffer.
+
+A load ahead has a price: its request begins AHEAD_STEPS steps of the others later than its layers
+would let it. What it saves is the time for which the load would hold up its step, and all others in
+it. Who is alone pays nothing and saves nothing, so its loads are for their steps.
 """
 
 from __future__ import annotations
@@ -48,6 +52,13 @@ LOADS_KEPT = 64
 """As READS_MIN and READS_KEPT, of loads that are over."""
 FORGIVEN_AFTER = 16
 """Usual measurements after which an outlier is one that stands alone."""
+AHEAD_STEPS = 4
+"""Steps of others between a load ahead and its request's first one, where steps are planned while
+others are computed. The load comes behind the step before its own. A worker sees that it is over
+when it has launched a later step, whose output brings the news. The request's step is planned
+behind the one under way. Derived and not measured."""
+USUAL_STEPS = 8
+"""About so many count for how long a step takes now."""
 REFIT_STEPS = 8
 PROBE_EVERY = 32
 
@@ -150,15 +161,21 @@ class CopyCost:
         self._tokens += num_tokens - self._tokens / READS_KEPT
         self._seconds += seconds - self._seconds / READS_KEPT
 
-    def pays(self, start: int, stop: int, steps: StepCost) -> bool:
+    def pays(self, start: int, stop: int, steps: StepCost, ahead_s: float | None = None) -> bool:
         """Whether copying tokens [start, stop) costs no more than computing them, if known.
 
         Now and then it is said to pay without a look: only who copies sees what it costs.
+
+        Args:
+            ahead_s: what a load ahead of its step takes (ahead_seconds): no step waits for it, so
+                that none has told. None: the load is for its step.
         """
-        if len(self._first) < READS_MIN or not steps.is_known:
+        if not steps.is_known or (ahead_s is None and len(self._first) < READS_MIN):
             return True
         self._asked += 1
-        copying = (stop - start) * self._seconds / self._tokens
+        copying = ahead_s
+        if copying is None:
+            copying = (stop - start) * self._seconds / self._tokens
         return self._asked % PROBE_EVERY == 0 or copying <= steps.seconds(start, stop, 1.0)
 
 
@@ -325,6 +342,25 @@ def layers_before(load_s: float, compute_s: float, num_layers: int) -> int:
     compute, compute_unit = compute_s.as_integer_ratio()
     hidden = (num_layers - 1) * compute * load_unit // (load * compute_unit)
     return num_layers - hidden
+
+
+def ahead_pays(
+    load_s: float, compute_s: float, num_layers: int, others: int, step_s: float
+) -> bool:
+    """Whether a load ahead costs all requests together less than one that holds up its step.
+
+    Args:
+        load_s, compute_s, num_layers: as in layers_before().
+        others: requests that run.
+        step_s: how long their steps take.
+    """
+    exposed_s = load_s - compute_s * (num_layers - 1) / num_layers
+    return others * exposed_s > AHEAD_STEPS * step_s
+
+
+def ahead_seconds(load_s: float, layers: int, num_layers: int, step_s: float) -> float:
+    """Until a request begins of whose load so many layers come ahead of its first step."""
+    return load_s * layers / num_layers + AHEAD_STEPS * step_s
 
 
 def default_write_buffer_bytes(

@@ -20,6 +20,8 @@ from attnstore_vllm.policy.cost import (
     CopyCost,
     LoadRate,
     StepCost,
+    ahead_pays,
+    ahead_seconds,
     layers_before,
     pieces_to_wait_for,
 )
@@ -88,9 +90,25 @@ class Costs:
 
     # ---- decisions ---------------------------------------------------------------------
 
-    def copy_pays(self, start: int, stop: int) -> bool:
-        """Whether KV of tokens [start, stop) that is in DRAM should be loaded."""
-        return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps)
+    def copy_pays(self, start: int, stop: int, ahead_s: float | None = None) -> bool:
+        """Whether KV of tokens [start, stop) that is in DRAM should be loaded.
+
+        Args:
+            ahead_s: see CopyCost.pays().
+        """
+        return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps, ahead_s)
+
+    def ahead_s(self, num_bytes: int, layers: int, num_layers: int) -> float | None:
+        """How long a request waits for so many layers that are loaded ahead; None if there are
+        none, if copies do not run beside the model, or if nothing is known of them.
+
+        Args:
+            num_bytes: of all layers, and of loads that may be before them; a rank's.
+        """
+        if not (layers and self._ahead_layers and self._loads.is_known):
+            return None
+        step_s = self.times.usual_s if self.times.num_running else 0.0
+        return ahead_seconds(self._loads.seconds(num_bytes), layers, num_layers, step_s)
 
     def state_pays(self, start: int, stop: int, num_groups: int) -> bool:
         """Whether computing tokens [start, stop) takes longer than reading the states behind them
@@ -102,7 +120,8 @@ class Costs:
 
     def layers_before(self, num_bytes: int, queued_bytes: int, stop: int, end: int) -> int:
         """How many layers of a load should be in HBM before the step that computes from `stop` on;
-        0: the step itself hides it, or nothing is known of it.
+        0: the step itself hides it, or those that run lose less by waiting for it, or nothing is
+        known of it.
 
         By the means, with no margin for doubt: a layer too many keeps the request waiting for it,
         while one too few is waited for in the forward pass, which ends no later for it.
@@ -115,6 +134,9 @@ class Costs:
             return 0
         load_s = self._loads.seconds(num_bytes + queued_bytes)
         compute_s = self._steps.step_seconds(stop, min(end, stop + self._step_tokens))
+        others, step_s = self.times.num_running, self.times.usual_s
+        if not ahead_pays(load_s, compute_s, self._ahead_layers, others, step_s):
+            return 0
         return layers_before(load_s, compute_s, self._ahead_layers)
 
     def deadline(self, state: RequestState, now: float) -> float:
@@ -285,7 +307,7 @@ class Offers:
         self._costs.end_wait(state, stats)
         self._waits.answered(state)
         num_tokens = ready_stop - local
-        if held and not self._costs.copy_pays(local, ready_stop):
+        if held and not self._costs.copy_pays(local, ready_stop, self._ahead_s(state, held)):
             cause, num_tokens = "slower", 0
         state.computing.first = local
         if not state.counted.offered:  # the request's first answer
@@ -317,13 +339,22 @@ class Offers:
         # step vLLM 0.32 counts one block of each recurrent group too few, and may stop for it.
         if any(need.reach is Reach.STATE for need in self._needs.values()):
             return self._geometry.num_layers
-        stop = held[-1].stop
         return self._costs.layers_before(
-            (stop - held[0].start) * self._rank_token_bytes,
-            self._plans.loading_blocks() * self._geometry.block_tokens * self._rank_token_bytes,
-            stop,
-            state.request.num_tokens,
+            *self._load_bytes(held), held[-1].stop, state.request.num_tokens
         )
+
+    def _ahead_s(self, state: RequestState, held: Sequence[Piece]) -> float | None:
+        """How long a request would wait for a load ahead of its step; None: it is for its step."""
+        if state.finds_moved:
+            return None
+        layers = self._layers_before(state, held)
+        return self._costs.ahead_s(sum(self._load_bytes(held)), layers, self._geometry.num_layers)
+
+    def _load_bytes(self, held: Sequence[Piece]) -> tuple[int, int]:
+        """A rank's, of a load and of those that may be before it."""
+        num_tokens = held[-1].stop - held[0].start
+        queued = self._plans.loading_blocks() * self._geometry.block_tokens
+        return num_tokens * self._rank_token_bytes, queued * self._rank_token_bytes
 
     def take(self, state: RequestState, tables: Tables, num_tokens: int, stats: StepStats) -> bool:
         """vLLM takes so many tokens of the offer, for these blocks: their load is planned.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from attnstore_vllm.policy.cost import StepCost
+from attnstore_vllm.policy.cost import OUTLIER, USUAL_STEPS, StepCost
 from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, RequestState
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput
@@ -260,11 +260,17 @@ class StepTimes:
         self._ended_at = 0.0
         self.load_tokens = 0
         """Tokens that the step loads which is being planned."""
+        self.num_running = 0
+        """Requests of which the step computes something that was planned last."""
+        self.usual_s = 0.0
+        """How long a step has taken lately, whatever it computed. One that is far longer counts in
+        part."""
 
     def planned(self, output: SchedulerOutput) -> int:
         """A step was planned. Returns its number, which its output is to come back with."""
         number = next(self._numbers)
         loads, self.load_tokens = self.load_tokens, 0
+        self.num_running = len(output.num_scheduled_tokens)
         if not output.total_num_scheduled_tokens:
             return number
         prompts, num_generating = [], 0
@@ -298,5 +304,7 @@ class StepTimes:
         seconds = now - max(step.planned_at, before) - load_wait_s
         if seconds <= 0:  # seen too late: it says nothing
             return None, step.num_loaded
+        counted = min(seconds, OUTLIER * self.usual_s) if self.usual_s else seconds
+        self.usual_s += (counted - self.usual_s) / (USUAL_STEPS if self.usual_s else 1)
         wrong = self._cost.observe(seconds, step.prompts, step.num_generating)
         return wrong, step.num_loaded

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm.testing.copy_streams import SteppedStream, Stream, StreamPiece, ThrottledStream
-from attnstore_vllm.transfer.engine import Event, Pages, Rows, bytes_of, check_layers
+from attnstore_vllm.transfer.engine import Event, Over, Pages, Rows, bytes_of, check_layers
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.plan import Moved
@@ -112,7 +112,11 @@ class MemoryEngine:
         self._waited_s = 0.0
         self._unmeasured: deque[StreamPiece] = deque(maxlen=MEASURED_MAX)  # loads, in their order
 
-    def load(self, pages: Pages, layers: range) -> StreamPiece:
+    def mark(self) -> Event:
+        """Over when it is made, as all that runs on the calling thread."""
+        return Over()
+
+    def load(self, pages: Pages, layers: range, after: Event | None = None) -> StreamPiece:
         slots, within, blocks = self._checked(pages, layers)
         if self._poison:
             for layer in layers:

@@ -25,13 +25,14 @@ import torch
 
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
+from attnstore_vllm.transfer.cuda_batches import Batch, make_batch
 from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatch, copy_error
 from attnstore_vllm.transfer.cuda_kernels import load_kernels, native_module
-from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, Rules, choose
+from attnstore_vllm.transfer.cuda_methods import Copy, Method, Rules, find_rules
 from attnstore_vllm.transfer.cuda_moves import TokenMover
 from attnstore_vllm.transfer.cuda_pool import LockedPool
 from attnstore_vllm.transfer.cuda_selftest import check_engine, check_moves
-from attnstore_vllm.transfer.cuda_tables import PAGES_AT_ONCE, TableRing, pack
+from attnstore_vllm.transfer.cuda_tables import TableRing
 from attnstore_vllm.transfer.engine import (
     Event,
     Pages,
@@ -49,6 +50,8 @@ from attnstore_vllm.transfer.plan import Moved
 
 logger = logging.getLogger(__name__)
 
+_LOADS, _SAVES, _MODEL = "loads", "saves", "model"
+"""Lanes of events."""
 _NO_ROWS = np.empty(0, np.int64)
 _STREAMS_TRIED = 64
 
@@ -68,7 +71,7 @@ class CudaEngine:
             here to close(), and mapped: the first `num_slots` of them, if the driver refuses more.
         layouts: of the layers, in the order in which slots hold them; addresses on `device`.
         num_rows: of the write buffer, which take the bytes of a block in HBM each; 0: none.
-        rules: which way copies go; may be assigned to at any time.
+        rules: which way copies go; may be assigned to at any time. None: find_rules().
         rotations: of each group; empty where nothing is moved.
         borders: slots at which another file of the pool begins (SharedPool.borders).
     Raises: UnsupportedError if this machine, or this build, cannot copy, or copies wrongly;
@@ -91,7 +94,7 @@ class CudaEngine:
         layouts: Sequence[LayerLayout],
         device: torch.device,
         num_rows: int,
-        rules: Rules = RULES,
+        rules: Rules | None = None,
         rotations: Sequence[Rotation] = (),
         borders: Sequence[int] = (),
     ) -> None:
@@ -100,7 +103,9 @@ class CudaEngine:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self.num_rows = num_rows
-        self.rules = rules
+        self.rules = rules or find_rules(
+            torch.cuda.get_device_name(index), self._native.driver_version()
+        )
         self._geometry = geometry
         self._slots_base = slots_base
         self._is_closed = False
@@ -114,7 +119,8 @@ class CudaEngine:
             self._kernels = load_kernels(self._native, index)
             numbers = page_numbers(pool.seen, num_slots, rank, geometry, layouts)
             self._kinds = kinds_of(layouts)
-            self._arrays = [self._array_of(of_kind) for of_kind in numbers]
+            self._arrays: list[torch.Tensor] = []
+            """Numbers that native code reads in HBM."""
             self._copiers = [self._make_copier(i, of_kind) for i, of_kind in enumerate(numbers)]
             self._loads, self._saves = self._make_streams()
             self._tables = {copy: TableRing(self._device) for copy in (Copy.LOAD, Copy.SAVE)}
@@ -129,7 +135,12 @@ class CudaEngine:
             """The model's stream: behind its latest gather."""
             self._spoilt: set[tuple[int, int]] = set()
             """(row, layer) that a failed gather was to fill."""
-            self._chosen: dict[tuple[Copy, int], tuple[Pages, Rows, Rules, Rule]] = {}
+            self._batches: dict[Copy, Batch] = {}
+            """The latest of each."""
+            self._loads_after: Event | None = None
+            """The mark that the stream of loads has waited for last."""
+            self._load_ended: torch.cuda.Event | None = None
+            """Behind the latest load, if nothing was given to its stream since."""
             place = (geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
             check_engine(self, *place)
             self.token_movers = self._make_token_movers(numbers[0], rotations)
@@ -140,13 +151,27 @@ class CudaEngine:
 
     # ---- transfer.engine.CopyEngine ----------------------------------------------------
 
-    def load(self, pages: Pages, layers: range) -> Event:
-        num_bytes = len(pages) * bytes_of(self._geometry, layers)
+    def mark(self) -> Event:
         try:
-            self._loads.wait_stream(self._model())
-            start = self._load_times.start(self._loads)
+            return CudaEvent(self._model().record_event(), _MODEL, next(self._numbers))
+        except RuntimeError as error:
+            return FailedEvent(copy_error(error))
+
+    def load(self, pages: Pages, layers: range, after: Event | None = None) -> Event:
+        num_bytes = len(pages) * bytes_of(self._geometry, layers)
+        start, self._load_ended = self._load_ended, None
+        try:
+            if not isinstance(after, CudaEvent):  # a mark that was refused too
+                self._loads.wait_stream(self._model())
+                start = None
+            elif after is not self._loads_after:
+                self._loads.wait_event(after.event)
+                self._loads_after, start = after, None
+            if start is None:
+                start = self._load_times.start(self._loads)
             self._copy(Copy.LOAD, pages, _NO_ROWS, layers, self._loads)
             stop = self._load_times.stop(start, self._loads, num_bytes)
+            self._load_ended = stop
             return self._event(Copy.LOAD, stop)
         except RuntimeError as error:
             return self._failed(self._loads, error)
@@ -155,6 +180,7 @@ class CudaEngine:
         assert self.token_movers, "nobody has said how K is rotated"
         layers = self._geometry.layers_of(group) if layers is None else layers
         num_bytes = bytes_moved(self._geometry, moved, layers, group)
+        self._load_ended = None
         try:
             self._loads.wait_stream(self._model())
             start = self._load_times.start(self._loads)
@@ -206,9 +232,9 @@ class CudaEngine:
         if event.number <= self._has_waited.get(key, 0):
             return  # a stream that waited for a later event of that lane is behind this one as well
         try:
-            start = self._model_waits.start(model)
+            if event.lane == _LOADS:  # its event has a time
+                self._model_waits.add(self._model_waits.start(model), event.event, 0)
             model.wait_event(event.event)
-            self._model_waits.stop(start, model, 0)
         except RuntimeError as error:
             raise copy_error(error) from error
         self._has_waited[key] = event.number
@@ -218,7 +244,7 @@ class CudaEngine:
         event.wait()
 
     def waited_s(self) -> float:
-        """A wait for what is over already counts with the microseconds between its two marks."""
+        """For loads only: from when the model came to each wait until its load was over."""
         return sum(seconds for _, seconds in self._model_waits.take())
 
     def measured(self) -> list[tuple[int, float]]:
@@ -245,42 +271,38 @@ class CudaEngine:
         """Append a copy to `stream`, kind by kind. Raises RuntimeError if CUDA refuses it."""
         assert layers.step == 1
         check_layers(layers, self._geometry.num_layers)
-        for number, kind in enumerate(self._kinds):
+        batch, ring, handle = self._batch(copy, pages, rows), self._tables[copy], stream.cuda_stream
+        for kind, copier, (rule, parts) in zip(
+            self._kinds, self._copiers, batch.kinds, strict=True
+        ):
             of_kind = kind.within(layers)
-            if of_kind or len(self._kinds) == 1:
-                self._copy_kind(copy, pages, rows, number, of_kind, stream)
+            for part in parts if of_kind else ():
+                if rule.method is Method.DMA:
+                    copier.by_dma(part.native, of_kind.start, of_kind.stop, handle)
+                    continue
+                staged = ring.stage(part.words, handle)
+                copier.by_kernel(
+                    part.native,
+                    of_kind.start,
+                    of_kind.stop,
+                    staged.device,
+                    staged.host,
+                    rule.thread_blocks,
+                    handle,
+                )
+                ring.was_given()
 
-    def _copy_kind(
-        self,
-        copy: Copy,
-        pages: Pages,
-        rows: Rows,
-        number: int,
-        layers: range,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """Args: layers: counted from the kind's first."""
-        handle, native_copy = stream.cuda_stream, getattr(self._native.Copy, copy.name)
-        copier, rule = self._copiers[number], self._rule(copy, pages, rows, number)
-        span = (layers.start, layers.stop)
-        if rule.method is Method.DMA:
-            copier.by_dma(native_copy, pages, rows, *span, handle)
-            return
-        ring = self._tables[copy]
-        for first in range(0, len(pages), PAGES_AT_ONCE):
-            some = slice(first, first + PAGES_AT_ONCE)
-            staged = ring.stage(pack(pages[some], rows[some] if len(rows) else None), handle)
-            copier.by_kernel(
-                native_copy,
-                pages[some],
-                rows[some],
-                *span,
-                staged.device,
-                staged.host,
-                rule.thread_blocks,
-                handle,
-            )
-            ring.was_given()
+    def _batch(self, copy: Copy, pages: Pages, rows: Rows) -> Batch:
+        """Copies layer by layer come with the same arrays, of which all is worked out once.
+
+        Raises: IndexError for what does not exist.
+        """
+        last = self._batches.get(copy)
+        if last is None or not last.is_of(pages, rows, self.rules):
+            native_copy = getattr(self._native.Copy, copy.name)
+            last = make_batch(copy, native_copy, pages, rows, self.rules, self._copiers)
+            self._batches[copy] = last
+        return last
 
     def _failed(self, stream: torch.cuda.Stream, error: RuntimeError) -> FailedEvent:
         """Work given to `stream` before the failure may still write, so it is waited for."""
@@ -293,29 +315,7 @@ class CudaEngine:
     def _event(self, copy: Copy, event: torch.cuda.Event) -> CudaEvent:
         """`event` was just recorded on the copy's stream."""
         self._tables[copy].used_until(event)
-        lane = "loads" if copy is Copy.LOAD else "saves"
-        return CudaEvent(event, lane, next(self._numbers))
-
-    def _rule(self, copy: Copy, pages: Pages, rows: Rows, number: int) -> Rule:
-        """Loads come layer by layer with the same pages, so the last answer is kept.
-
-        Args:
-            number: of the kind of pages.
-        """
-        last = self._chosen.get((copy, number))
-        if (
-            last is not None
-            and last[2] is self.rules
-            and np.array_equal(last[0], pages)
-            and np.array_equal(last[1], rows)
-        ):
-            return last[3]
-        native_copy = getattr(self._native.Copy, copy.name)
-        runs = self._copiers[number].count_runs(native_copy, pages, rows)
-        run_bytes = len(pages) * self._kinds[number].page_bytes / max(1, runs)
-        rule = choose(self.rules, copy, run_bytes)
-        self._chosen[copy, number] = (pages.copy(), rows.copy(), self.rules, rule)
-        return rule
+        return CudaEvent(event, _LOADS if copy is Copy.LOAD else _SAVES, next(self._numbers))
 
     def _model(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
@@ -338,28 +338,26 @@ class CudaEngine:
         before = sum(self._geometry.regions[: self._kinds[number].first])
         rows_base = self._buffer.data_ptr() + self.num_rows * before
         shape = self._native.PageShape(**numbers, rows_base=rows_base, num_rows=self.num_rows)
-        return self._native.PageCopier(shape, **self._on_device(number))
+        arrays = self._native.PageCopier.arrays_of(shape)
+        return self._native.PageCopier(shape, **self._on_device(arrays))
 
-    def _array_of(self, numbers: dict[str, Any]) -> torch.Tensor:
-        """Bases and offsets that the native code reads in HBM."""
-        found = [*numbers["layer_bases"], *numbers["run_offsets"]]
-        return torch.tensor(found, dtype=torch.int64, device=self._device)
-
-    def _on_device(self, number: int = 0) -> dict[str, Any]:
-        """The kernels, and where the native code's array of a kind is on their device."""
-        return {"kernels": self._kernels, "arrays": self._arrays[number].data_ptr()}
+    def _on_device(self, numbers: list[int]) -> dict[str, Any]:
+        """The kernels, and where these numbers are from now on in their device's memory."""
+        self._arrays.append(torch.tensor(numbers, dtype=torch.int64, device=self._device))
+        return {"kernels": self._kernels, "arrays": self._arrays[-1].data_ptr()}
 
     def _make_token_movers(
         self, numbers: dict[str, Any], rotations: Sequence[Rotation]
     ) -> list[TokenMover]:
         """One for each group; none if a rotation does not go with these pages."""
         native, movers = self._native, []
+        on_device = self._on_device([*numbers["layer_bases"], *numbers["run_offsets"]])
         assert len(self._kinds) == 1 or not rotations, "nobody rotates K of several kinds"
         for group, rotation in zip(self._geometry.groups, rotations, strict=False):
             turned = rotation_numbers(rotation, group.block_tokens)
             shapes = native.PageShape(**numbers), native.RotationShape(**turned)
             try:
-                rotator = native.PageRotator(*shapes, **self._on_device())
+                rotator = native.PageRotator(*shapes, **on_device)
             except ValueError as error:
                 self.why_not_moved = str(error)
                 return []

@@ -66,14 +66,16 @@ class FailedEvent:
 
 
 class StopWatch:
-    """Times between pairs of points in one stream, read when the stream has come past them.
+    """Times between pairs of points in streams, read when these have come past them; 0 for a pair
+    whose end came first.
 
     At most so many pairs are kept unread; what is beyond them is not measured.
     """
 
     def __init__(self, pairs_max: int = _PAIRS_MAX) -> None:
         self._pairs_max = pairs_max
-        self._pairs: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._pairs: deque[tuple[int, torch.cuda.Event, torch.cuda.Event, bool]] = deque()
+        """Tag, start, end, and whether the end may come first."""
 
     def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -83,11 +85,15 @@ class StopWatch:
     def stop(
         self, start: torch.cuda.Event, stream: torch.cuda.Stream, tag: int
     ) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
+        event = self.start(stream)
         if len(self._pairs) < self._pairs_max:
-            self._pairs.append((tag, start, event))
+            self._pairs.append((tag, start, event, False))
         return event
+
+    def add(self, start: torch.cuda.Event, end: torch.cuda.Event, tag: int) -> None:
+        """Both are recorded, in two streams; `end` may come first."""
+        if len(self._pairs) < self._pairs_max:
+            self._pairs.append((tag, start, end, True))
 
     def take(self) -> list[tuple[int, float]]:
         """Tag and seconds of each pair that is over, once. Never waits.
@@ -96,9 +102,12 @@ class StopWatch:
         """
         found: list[tuple[int, float]] = []
         try:
-            while self._pairs and self._pairs[0][2].query():
-                tag, begun, ended = self._pairs.popleft()
-                found.append((tag, begun.elapsed_time(ended) / 1000))
+            while self._pairs:
+                tag, begun, ended, is_across = self._pairs[0]
+                if not ended.query() or (is_across and not begun.query()):
+                    break
+                self._pairs.popleft()
+                found.append((tag, max(0.0, begun.elapsed_time(ended) / 1000)))
         except RuntimeError:
             self._pairs.clear()
         return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of its two ways CUDA copies pages by, chosen by data: RULES.
+"""Which of its two ways CUDA copies pages by, chosen by data: a table of rules.
 
 KERNEL  threads of the device read and write page-locked memory in place (csrc/cuda/copy_words.h).
         Any layout at the same speed, but it takes multiprocessors from the model, and waits for
@@ -7,19 +7,30 @@ KERNEL  threads of the device read and write page-locked memory in place (csrc/c
 DMA     the copy engines, one call of the driver for many runs. Takes nothing from the model; each
         run costs time of its own, so short runs are slow.
 
-What decides is how long the contiguous runs are, neighbours on both sides counted as one.
+What decides is how long the contiguous runs are, neighbours on both sides counted as one. What goes
+to DRAM goes by DMA: nobody waits for it, and the multiprocessors are the model's.
+
+`make gpu-check` measures the table of a device and keeps it in rules_path(). Engines on a device of
+that name have it from then on; others have what is built in, which nobody has measured.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 KIB = 1024
 
 
-class Copy(Enum):
+class Copy(StrEnum):
     """The four copies. The native module names them alike (csrc/cuda/cuda_copier.h)."""
 
     LOAD = "slots to blocks"
@@ -39,8 +50,8 @@ class Rule:
 
     from_run_bytes: int
     method: Method
-    thread_blocks: int = 16
-    """CTAs of 256 threads each; up to eight of them go on one multiprocessor."""
+    thread_blocks: int = 24
+    """CTAs of 128 threads each; up to sixteen of them go on one multiprocessor."""
 
     def __post_init__(self) -> None:
         assert self.from_run_bytes >= 0
@@ -50,20 +61,28 @@ class Rule:
 Rules = Mapping[Copy, Sequence[Rule]]
 """The longest `from_run_bytes` first; the last is 0."""
 
-_ACROSS = (Rule(64 * KIB, Method.DMA), Rule(0, Method.KERNEL))
-
 # NEVER MEASURED: no GPU has run this. The numbers are guesses, and to be replaced by what
 # `make gpu-check` finds, with the table that it prints kept in results/.
-# - 64 KiB: at 55 GB/s a run of 64 KiB takes 1.2 us, about what a run costs the driver.
-# - 16 blocks: 16 * 256 threads * 64 bytes on their way at once are 256 KiB; 55 GB/s times
+# - 28 KiB: where vLLM's own copies (swap_blocks) change from a kernel to DMA on an H100.
+# - 24 blocks: 24 * 128 threads * 64 bytes on their way at once are 192 KiB; 55 GB/s times
 #   2 us of latency are 110 KiB.
 # - A gather moves within HBM, where the copy engines are slow, and the model's stream waits for it.
+_DMA = (Rule(0, Method.DMA),)
 RULES: Rules = {
-    Copy.LOAD: _ACROSS,
-    Copy.SAVE: _ACROSS,
-    Copy.GATHER: (Rule(0, Method.KERNEL, thread_blocks=512),),
-    Copy.DRAIN: _ACROSS,
+    Copy.LOAD: (Rule(28 * KIB, Method.DMA), Rule(0, Method.KERNEL)),
+    Copy.SAVE: _DMA,
+    Copy.GATHER: (Rule(0, Method.KERNEL, thread_blocks=1024),),
+    Copy.DRAIN: _DMA,
 }
+
+# A driver that knows no batches takes a call for each run. At 55 GB/s a run of 64 KiB takes 1.2 us,
+# about what a call costs.
+_ONE_BY_ONE = (Rule(64 * KIB, Method.DMA), Rule(0, Method.KERNEL))
+RULES_WITHOUT_BATCHES: Rules = {
+    **dict.fromkeys(Copy, _ONE_BY_ONE), Copy.GATHER: RULES[Copy.GATHER]
+}  # fmt: skip
+BATCHES_SINCE = 12080
+"""The CUDA version of the first driver that copies many runs in one call."""
 
 
 def choose(rules: Rules, copy: Copy, run_bytes: float) -> Rule:
@@ -71,7 +90,83 @@ def choose(rules: Rules, copy: Copy, run_bytes: float) -> Rule:
     return next(rule for rule in rules[copy] if run_bytes >= rule.from_run_bytes)
 
 
-def only(method: Method, thread_blocks: int = 16) -> Rules:
+def only(method: Method, thread_blocks: int = 24) -> Rules:
     """Rules that move everything by `method`, except gathers, which stay as they are."""
     across = (Rule(0, method, thread_blocks),)
     return {**dict.fromkeys(Copy, across), Copy.GATHER: RULES[Copy.GATHER]}
+
+
+# ---- measured tables -------------------------------------------------------------------
+
+
+def rules_path() -> Path:
+    """The file of this user's measured tables: {name of the device: {name of the copy: [[from run
+    bytes, method, thread blocks], ...]}}."""
+    return Path.home() / ".config" / "attnstore" / "copy_rules.json"
+
+
+def find_rules(device: str, driver_version: int, path: Path | None = None) -> Rules:
+    """The table of a device: the measured one if there is one, else what is built in.
+
+    Args:
+        device: its name, as CUDA says it.
+        driver_version: the CUDA version that the driver is of: 12040 is 12.4.
+    """
+    path = rules_path() if path is None else path
+    try:
+        found = json.loads(path.read_text()).get(device)
+        if found is not None:
+            rules = rules_of(found)
+            logger.info("copies on %s go by the rules measured there, from %s", device, path)
+            return rules
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, AttributeError) as error:
+        logger.warning(
+            "%s has no rules that can be read (%s); the built-in ones hold. make gpu-check writes "
+            "it anew",
+            path,
+            error,
+        )
+    logger.info(
+        "copies on %s go by built-in rules, which were not measured; make gpu-check measures them",
+        device,
+    )
+    return RULES if driver_version >= BATCHES_SINCE else RULES_WITHOUT_BATCHES
+
+
+def keep_rules(device: str, rules: Rules, path: Path | None = None) -> Path:
+    """Write a device's measured table into the file, beside those of others; the file's path."""
+    path = rules_path() if path is None else path
+    try:
+        every = json.loads(path.read_text())
+        assert isinstance(every, dict)
+    except (OSError, ValueError, AssertionError):
+        every = {}
+    every[device] = {
+        copy.name: [[rule.from_run_bytes, rule.method.value, rule.thread_blocks] for rule in some]
+        for copy, some in rules.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(every, indent=1) + "\n")
+    partial.replace(path)
+    return path
+
+
+def rules_of(found: Any) -> Rules:
+    """A table as the file has it. Raises: ValueError that says what is wrong."""
+    if not isinstance(found, dict) or found.keys() != Copy.__members__.keys():
+        raise ValueError(f"rules are expected for {', '.join(Copy.__members__)}")
+    rules = {}
+    for name, some in found.items():
+        try:
+            rules[Copy[name]] = tuple(
+                Rule(int(length), Method(method), int(blocks)) for length, method, blocks in some
+            )
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ValueError(f"{name}: {some} are no rules") from error
+        lengths = [rule.from_run_bytes for rule in rules[Copy[name]]]
+        if lengths != sorted(set(lengths), reverse=True) or lengths[-1:] != [0]:
+            raise ValueError(f"{name}: the lengths {lengths} do not fall to 0")
+    return rules

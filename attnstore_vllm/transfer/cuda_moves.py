@@ -13,9 +13,9 @@ from typing import Any
 from attnstore_vllm.transfer.cuda_tables import TableRing
 from attnstore_vllm.transfer.plan import Moved
 
-# NEVER MEASURED: no GPU has run this. Twice the copy kernel's, since it computes as well.
-THREAD_BLOCKS = 32
-"""CTAs of 256 threads each."""
+# NEVER MEASURED: no GPU has run this. More than the copy kernel's, since it computes as well.
+THREAD_BLOCKS = 64
+"""CTAs of 128 threads each."""
 WORDS_AT_ONCE = 1 << 16
 """The most that one table may have; a quarter of the ring."""
 _WORDS_PER_TOKEN = 3

@@ -12,13 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnstore_vllm.transfer.engine import Pages, Rows
-
-PAGES_AT_ONCE = 1 << 14
-"""The most pages that one table may have."""
-_WORDS_PER_PAGE = 4
 _WORD_BYTES = 8
-_RING_WORDS = 4 * PAGES_AT_ONCE * _WORDS_PER_PAGE
+_RING_WORDS = 1 << 18
+"""Room for some of the largest tables (cuda_batches.py, cuda_moves.py)."""
 _ALIGNED_WORDS = 2
 """Tables begin at multiples of 16 bytes, which a thread reads at once."""
 
@@ -63,6 +59,10 @@ class _Table(NamedTuple):
     words: npt.NDArray[np.int64]
     start: int
 
+    def has(self, words: npt.NDArray[np.int64]) -> bool:
+        """Layers come with the same object; moves with another of the same words."""
+        return self.words is words or np.array_equal(self.words, words)
+
 
 class TableRing:
     """Tables on their way to the device."""
@@ -91,8 +91,8 @@ class TableRing:
             words: flat; not changed afterwards.
         """
         newest, self._newest = self._newest, None
-        if newest is not None and newest.stream == stream and np.array_equal(newest.words, words):
-            self._staged, self._until[-1] = newest, None
+        if newest is not None and newest.stream == stream and newest.has(words):
+            self._staged, self._until[-1] = newest._replace(words=words), None
             return Staged(self._address(self._twin, newest.start), 0)
         num_words = -(-len(words) // _ALIGNED_WORDS) * _ALIGNED_WORDS
         while (start := self._spans.take(num_words)) is None:
@@ -123,11 +123,3 @@ class TableRing:
     @staticmethod
     def _address(memory: torch.Tensor, start: int) -> int:
         return int(memory.data_ptr()) + start * _WORD_BYTES
-
-
-def pack(pages: Pages, rows: Rows | None) -> npt.NDArray[np.int64]:
-    """The table as the kernel reads it: slot, block of the chunk and block id of each page, one
-    after the other, and then the rows, if rows take part. A copy, flat."""
-    if rows is None:
-        return pages.flatten()
-    return np.concatenate((pages.ravel(), rows))

@@ -65,8 +65,13 @@ class CopyEngine(Protocol):
     num_rows: int
     """Rows of the write buffer in HBM; one holds one block, all layers. 0: there is none."""
 
-    def load(self, pages: Pages, layers: range) -> Event:
-        """Begin to fill blocks from slots: after the model's order so far and earlier loads."""
+    def mark(self) -> Event:
+        """A point in the model's order: behind all that the model was given so far."""
+
+    def load(self, pages: Pages, layers: range, after: Event | None = None) -> Event:
+        """Begin to fill blocks from slots: after earlier loads and the mark() `after`; None: after
+        the model's order so far. A caller that loads layer by layer hands over the same arrays,
+        which are not changed any more; so for gather(), drain() and save()."""
 
     def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
         """Begin to fill single tokens of a group's blocks, K rotated as that group's is: after
@@ -140,7 +145,10 @@ class CpuEngine:
         self._measured: list[tuple[int, float]] = []
         logger.info("copies between HBM and DRAM run on %d threads", omp_team_size())
 
-    def load(self, pages: Pages, layers: range) -> Event:
+    def mark(self) -> Event:
+        return Over()
+
+    def load(self, pages: Pages, layers: range, after: Event | None = None) -> Event:
         began = time.perf_counter()
         self._pages.load(pages, layers.start, layers.stop)
         num_bytes = len(pages) * bytes_of(self._geometry, layers)
@@ -199,8 +207,11 @@ class LoadsOnly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def load(self, pages: Pages, layers: range) -> Event:
-        return self._engine.load(pages, layers)
+    def mark(self) -> Event:
+        return self._engine.mark()
+
+    def load(self, pages: Pages, layers: range, after: Event | None = None) -> Event:
+        return self._engine.load(pages, layers, after)
 
     def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
         return self._engine.move(moved, layers, group=group)

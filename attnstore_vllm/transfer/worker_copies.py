@@ -63,6 +63,8 @@ class Loads:
         self._engine = engine
         self._all = range(num_layers)
         self._open: list[_Load] = []
+        self._mark: Event | None = None
+        """The point that loads ahead of this step come after."""
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._finished: list[int] = []
@@ -84,23 +86,30 @@ class Loads:
             if whole and load.gates:
                 self._engine.model_waits(load.layers[-1])
 
+    def mark(self) -> None:
+        """Loads ahead of this step come after what the model has been given by now, and not after
+        the forward pass: vLLM begins them when that was launched."""
+        self._mark = self._engine.mark()
+
     def begin(self, plans: Sequence[LoadPlan], *, whole: bool) -> None:
         """Begin to fill blocks from slots."""
         began = time.perf_counter()
+        mark, self._mark = self._mark, None
         now = [plan for plan in plans if not plan.layers_before]
         # Moved KV fills single tokens of blocks that others of them, and new ones, are written to.
         whole = whole or any(plan.moves for plan in now)
         if now:
             load = _Load(now, gates=True)
             self._open.append(load)
-            self._submit(load, together=whole or not self._engine.overlaps)
+            self._submit(load, self._engine.mark(), together=whole or not self._engine.overlaps)
             if whole:
                 self._engine.model_waits(load.layers[-1])
         for plan in plans:
             if plan.layers_before:
                 load = _Load([plan])
                 self._open.append(load)
-                self._submit(load, together=not self._engine.overlaps)
+                mark = mark or self._engine.mark()
+                self._submit(load, mark, together=not self._engine.overlaps)
         if plans and not self._engine.overlaps:
             self._host_wait_s += time.perf_counter() - began
 
@@ -142,11 +151,11 @@ class Loads:
                 logger.error("a load failed while the worker stopped: %s", error)
         self._open.clear()
 
-    def _submit(self, load: _Load, *, together: bool) -> None:
+    def _submit(self, load: _Load, mark: Event, *, together: bool) -> None:
         table = pages(copy for plan in load.plans for copy in plan.copies)
         if together:
             moves = [run for plan in load.plans for run in plan.moves]
-            begun = [self._engine.load(table, self._all)] if len(table) else []
+            begun = [self._engine.load(table, self._all, mark)] if len(table) else []
             # Behind the copies: they fill whole blocks.
             for group, some in tables_by_group(moves).items() if moves else ():
                 begun.append(self._engine.move(some, group=group))
@@ -160,9 +169,9 @@ class Loads:
         # may write them before it waits for the layer.
         partial, rest = _split(table, load.plans)
         if len(partial):
-            load.first = self._engine.load(partial, self._all)
+            load.first = self._engine.load(partial, self._all, mark)
         if len(rest):
-            load.layers = [self._engine.load(rest, range(i, i + 1)) for i in self._all]
+            load.layers = [self._engine.load(rest, range(i, i + 1), mark) for i in self._all]
         else:
             assert load.first is not None
             load.layers = [load.first] * len(self._all)

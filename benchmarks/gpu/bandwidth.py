@@ -20,7 +20,7 @@ AT_LEAST = 0.95
 WAYS: dict[str, Rules] = {
     "rules": RULES,
     "DMA": only(Method.DMA),
-    **{f"kernel, {n} SMs": only(Method.KERNEL, n) for n in (2, 4, 8, 16)},
+    **{f"kernel, {n} blocks": only(Method.KERNEL, n) for n in (8, 16, 24, 48)},
 }
 """`rules` is what the engine does if it is not told otherwise."""
 
@@ -48,7 +48,7 @@ def _saves(rig: KvRig) -> dict[str, Callable[[], object]]:
     for name, rules in WAYS.items():
         works[name] = _by(rig, rules, partial(_gather_and_drain, rig))
     works["rules, by layer"] = _by(rig, RULES, partial(_drain_by_layer, rig))
-    for name in ("DMA", "kernel, 4 SMs"):
+    for name in ("DMA", "kernel, 16 blocks"):
         works[f"{name}, no buffer"] = _by(
             rig, WAYS[name], partial(rig.engine.save, rig.pages, rig.layers)
         )

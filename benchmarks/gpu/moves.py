@@ -50,7 +50,7 @@ def _rows(rig: KvRig, loaded_tokens: int, rounds: int) -> list[Row]:
         speed = rig.num_bytes * tokens[name] / loaded_tokens / took_s / 1e9
         rows.append(
             Row(
-                what, f"cut by {name}, {thread_blocks} SMs", per_token,
+                what, f"cut by {name}, {thread_blocks} blocks", per_token,
                 AT_MOST if thread_blocks == THREAD_BLOCKS else None, at_most=True,
                 detail=f"{speed:.1f} GB/s, begun in {begin_seconds(work) * 1000:.2f} ms",
             )

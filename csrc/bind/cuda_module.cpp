@@ -35,6 +35,7 @@ using attnstore::InContext;
 using attnstore::Kernels;
 using attnstore::Moved;
 using attnstore::MoveTable;
+using attnstore::PageBatch;
 using attnstore::PageShape;
 using attnstore::PageTable;
 using attnstore::RotationShape;
@@ -109,6 +110,18 @@ void bind_copier(py::module_& m) {
       .value("SAVE", Copy::kSave)
       .value("GATHER", Copy::kGather)
       .value("DRAIN", Copy::kDrain);
+  py::class_<PageBatch>(m, "PageBatch", "Pages that are copied together, in some layers at a time.")
+      .def_property_readonly(
+          "words",
+          [](const PageBatch& self) {
+            const auto* const words = reinterpret_cast<const std::int64_t*>(self.pages.data());
+            return py::array_t<std::int64_t>(static_cast<py::ssize_t>(2 * self.pages.size()),
+                                             words);
+          },
+          "What has to lie, 16 bytes aligned, where the kernel reads it; a copy.")
+      .def_property_readonly(
+          "num_runs", [](const PageBatch& self) { return self.runs.size(); },
+          "Contiguous runs in a layer, neighbours counted as one.");
   py::class_<CudaPageCopier>(
       m, "PageCopier",
       "Appends copies of KV pages to streams. The memory behind the addresses\n"
@@ -119,39 +132,46 @@ void bind_copier(py::module_& m) {
            }),
            py::arg("pages"), py::kw_only(), py::arg("kernels"), py::arg("arrays"))
       .def(
-          "by_kernel",
-          [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows,
-             std::int64_t first_layer, std::int64_t stop_layer, std::uint64_t table_device,
-             std::uint64_t table_host, std::uint32_t thread_blocks, std::uint64_t stream) {
+          "prepare",
+          [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows) {
             const PageTable table{as_copies(copies), as_rows(rows)};
             const py::gil_scoped_release release;
-            self.by_kernel(copy, table, {first_layer, stop_layer}, {table_device, table_host},
+            return std::make_unique<PageBatch>(self.prepare(copy, table));
+          },
+          py::arg("copy"), py::arg("copies"), py::arg("rows"),
+          "Pages ([n, 3] int64) and rows ([n], or none where none take part) for copies of one\n"
+          "kind. IndexError if one of them does not exist.")
+      .def(
+          "by_kernel",
+          [](const CudaPageCopier& self, const PageBatch& batch, std::int64_t first_layer,
+             std::int64_t stop_layer, std::uint64_t table_device, std::uint64_t table_host,
+             std::uint32_t thread_blocks, std::uint64_t stream) {
+            const py::gil_scoped_release release;
+            self.by_kernel(batch, {first_layer, stop_layer}, {table_device, table_host},
                            thread_blocks, as_stream(stream));
           },
-          py::arg("copy"), py::arg("copies"), py::arg("rows"), py::arg("first_layer"),
-          py::arg("stop_layer"), py::arg("table_device"), py::arg("table_host"),
-          py::arg("thread_blocks"), py::arg("stream"),
+          py::arg("batch"), py::arg("first_layer"), py::arg("stop_layer"), py::arg("table_device"),
+          py::arg("table_host"), py::arg("thread_blocks"), py::arg("stream"),
           "Copy by the kernel, which reads its table at `table_device`; it is brought there from\n"
           "page-locked memory at `table_host` unless that is 0.")
       .def(
           "by_dma",
-          [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows,
-             std::int64_t first_layer, std::int64_t stop_layer, std::uint64_t stream) {
-            const PageTable table{as_copies(copies), as_rows(rows)};
+          [](const CudaPageCopier& self, PageBatch& batch, std::int64_t first_layer,
+             std::int64_t stop_layer, std::uint64_t stream) {
             const py::gil_scoped_release release;
-            self.by_dma(copy, table, {first_layer, stop_layer}, as_stream(stream));
+            self.by_dma(&batch, {first_layer, stop_layer}, as_stream(stream));
           },
-          py::arg("copy"), py::arg("copies"), py::arg("rows"), py::arg("first_layer"),
-          py::arg("stop_layer"), py::arg("stream"), "Copy by the copy engines.")
-      .def(
-          "count_runs",
-          [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows) {
-            const PageTable table{as_copies(copies), as_rows(rows)};
-            const py::gil_scoped_release release;
-            return self.count_runs(copy, table);
+          py::arg("batch"), py::arg("first_layer"), py::arg("stop_layer"), py::arg("stream"),
+          "Copy by the copy engines.")
+      .def_static(
+          "arrays_of",
+          [](const PageShape& pages) {
+            const auto all = CudaPageCopier::arrays_of(pages);
+            const auto* const words = reinterpret_cast<const std::int64_t*>(all.data());
+            return std::vector<std::int64_t>(words, words + 2 * all.size());
           },
-          py::arg("copy"), py::arg("copies"), py::arg("rows"),
-          "Contiguous runs of one layer of these pages, neighbours counted as one.");
+          py::arg("pages"), "What has to lie, 16 bytes aligned, at `arrays` on the device.")
+      .def_property_readonly("page_bytes", &CudaPageCopier::page_bytes);
 }
 
 void bind_rotator(py::module_& m) {

@@ -6,32 +6,80 @@
 
 namespace attnstore {
 
-std::vector<CopyJob> make_jobs(const PageMap& map, Place source, Place target,
-                               const TableView& table, LayerRange layers, std::uint32_t word_bytes,
-                               std::uint32_t words_max) {
-  const std::uint64_t words_per_page = map.page_bytes / word_bytes;
-  if (words_per_page > words_max) throw std::invalid_argument("a page is too large for one job");
+namespace {
+
+std::uint32_t piece_words(std::uint32_t word_bytes) {
+  if (word_bytes == sizeof(Word16)) return kPieceWords<Word16>;
+  return word_bytes == sizeof(Word4) ? kPieceWords<Word4> : kPieceWords<Word1>;
+}
+
+// Of a page that is the first one at each place.
+Offsets run_of(const PageMap& map, Place source, Place target, std::uint64_t layer,
+               std::uint64_t run) {
+  const PageCopy first = {};
+  return {run_address(map, source, first, 0, layer, run),
+          run_address(map, target, first, 0, layer, run)};
+}
+
+Offsets operator-(const Offsets& a, const Offsets& b) {
+  return {a.source - b.source, a.target - b.target};
+}
+
+}  // namespace
+
+CopyOffsets offsets_of(const PageShape& shape, Place source, Place target) {
+  const PageMap map = shape.map();
+  CopyOffsets found;
+  if (shape.layer_bases.empty()) return found;
+  const Offsets first = run_of(map, source, target, 0, 0);
+  for (std::uint64_t layer = 0; layer < shape.layer_bases.size(); ++layer) {
+    found.layers.push_back(run_of(map, source, target, layer, 0) - first);
+  }
+  for (std::uint64_t run = 0; run < shape.run_offsets.size(); ++run) {
+    found.runs.push_back(run_of(map, source, target, 0, run) - first);
+  }
+  return found;
+}
+
+std::vector<Offsets> first_runs(const PageShape& shape, Place source, Place target,
+                                const PageTable& table) {
+  const PageMap map = shape.map();
+  std::vector<Offsets> found;
+  found.reserve(table.copies.size());
+  for (std::size_t i = 0; i < table.copies.size(); ++i) {
+    const std::int64_t row = table.rows.empty() ? 0 : table.rows[i];
+    found.push_back({run_address(map, source, table.copies[i], row, 0, 0),
+                     run_address(map, target, table.copies[i], row, 0, 0)});
+  }
+  return found;
+}
+
+std::vector<CopyJob> make_jobs(const PageShape& shape, const CopyArrays& arrays,
+                               std::uint32_t num_pages, LayerRange layers, std::uint32_t word_bytes,
+                               std::uint32_t pieces_max) {
+  const std::uint64_t words_per_run = shape.run_bytes / word_bytes;
+  const std::uint64_t pieces_per_run = (words_per_run - 1) / piece_words(word_bytes) + 1;
+  const std::uint64_t pieces_per_page = pieces_per_run * shape.run_offsets.size();
+  if (pieces_per_page > pieces_max) throw std::invalid_argument("a page is too large for one job");
   std::vector<CopyJob> jobs;
-  if (table.num_copies == 0) return jobs;
-  const auto pages_max = static_cast<std::uint32_t>(words_max / words_per_page);
-  const std::uint32_t pages_at_once = std::min(table.num_copies, pages_max);
+  if (num_pages == 0) return jobs;
+  const auto pages_max = static_cast<std::uint32_t>(pieces_max / pieces_per_page);
+  const std::uint32_t pages_at_once = std::min(num_pages, pages_max);
   // Whole layers go together as long as all their pages fit.
-  const std::int64_t layers_at_once = std::max(1U, pages_max / table.num_copies);
+  const std::int64_t layers_at_once = std::max(1U, pages_max / num_pages);
   for (std::int64_t layer = layers.first; layer < layers.stop; layer += layers_at_once) {
     const std::int64_t num_layers = std::min(layers_at_once, layers.stop - layer);
-    for (std::uint32_t first = 0; first < table.num_copies; first += pages_at_once) {
-      const std::uint32_t num_copies = std::min(pages_at_once, table.num_copies - first);
+    for (std::uint32_t first = 0; first < num_pages; first += pages_at_once) {
+      const std::uint32_t count = std::min(pages_at_once, num_pages - first);
       CopyJob job;
-      job.map = map;
-      job.source = source;
-      job.target = target;
-      job.copies = table.copies + first;
-      job.rows = table.rows == nullptr ? nullptr : table.rows + first;
-      job.num_copies = num_copies;
-      job.first_layer = static_cast<std::uint32_t>(layer);
-      job.words_per_run = static_cast<std::uint32_t>(map.run_bytes / word_bytes);
-      job.words_per_page = static_cast<std::uint32_t>(words_per_page);
-      job.num_words = static_cast<std::uint32_t>(num_layers) * num_copies * job.words_per_page;
+      job.pages = arrays.pages + first;
+      job.layers = arrays.layers + layer;
+      job.runs = arrays.runs;
+      job.num_pages = divide_by(count);
+      job.pieces_per_page = divide_by(static_cast<std::uint32_t>(pieces_per_page));
+      job.pieces_per_run = divide_by(static_cast<std::uint32_t>(pieces_per_run));
+      job.words_per_run = static_cast<std::uint32_t>(words_per_run);
+      job.num_pieces = static_cast<std::uint32_t>(num_layers) * count * job.pieces_per_page.divisor;
       jobs.push_back(job);
     }
   }

@@ -3,9 +3,6 @@
 
 #include <utility>
 
-#include "cuda/batched_copy.h"
-#include "cuda/copy_jobs.h"
-
 namespace attnstore {
 
 namespace {
@@ -37,60 +34,83 @@ CudaPageCopier::CudaPageCopier(std::shared_ptr<const Kernels> kernels, PageShape
                                std::uint64_t arrays)
     : kernels_(std::move(kernels)),
       shape_(std::move(shape)),
-      arrays_(reinterpret_cast<const std::uint64_t*>(arrays)) {
+      arrays_(reinterpret_cast<const Offsets*>(arrays)) {
   check_shape(shape_);
+  for (std::size_t i = 0; i < kNumCopies; ++i) {
+    const auto [source, target] = places_of(static_cast<Copy>(i));
+    offsets_[i] = offsets_of(shape_, source, target);
+  }
 }
 
-void CudaPageCopier::check(Copy copy, const PageTable& table, LayerRange layers) const {
-  check_copies(shape_, table.copies, layers);
+std::vector<Offsets> CudaPageCopier::arrays_of(const PageShape& shape) {
+  std::vector<Offsets> all;
+  for (std::size_t i = 0; i < kNumCopies; ++i) {
+    const auto [source, target] = places_of(static_cast<Copy>(i));
+    const CopyOffsets found = offsets_of(shape, source, target);
+    all.insert(all.end(), found.layers.begin(), found.layers.end());
+    all.insert(all.end(), found.runs.begin(), found.runs.end());
+  }
+  return all;
+}
+
+PageBatch CudaPageCopier::prepare(Copy copy, const PageTable& table) const {
+  check_copies(shape_, table.copies, {0, 0});
   if (has_rows(copy)) check_rows(shape_, table);
+  const auto [source, target] = places_of(copy);
+  PageBatch batch;
+  batch.copy = copy;
+  batch.pages = first_runs(shape_, source, target, table);
+  add_runs(shape_, source, target, table, 0, &batch.runs);
+  merge_runs(&batch.runs);
+  return batch;
 }
 
-void CudaPageCopier::by_kernel(Copy copy, const PageTable& table, LayerRange layers,
-                               StagedTable staged, std::uint32_t thread_blocks,
-                               CuStream stream) const {
-  check(copy, table, layers);
-  if (table.copies.empty()) return;
+void CudaPageCopier::by_kernel(const PageBatch& batch, LayerRange layers, StagedTable staged,
+                               std::uint32_t thread_blocks, CuStream stream) const {
+  check_copies(shape_, {}, layers);
+  if (batch.pages.empty()) return;
   const InContext in_context(loaded(kernels_).context());
-  auto* const copies = reinterpret_cast<PageCopy*>(staged.device);
-  auto* const rows = reinterpret_cast<std::int64_t*>(copies + table.copies.size());
-  const std::size_t row_bytes = has_rows(copy) ? table.rows.size() * sizeof(std::int64_t) : 0;
-  bring_table(staged, table.copies.size() * sizeof(PageCopy) + row_bytes, stream);
-  PageMap map = shape_.map();
-  map.layer_bases = arrays_;
-  map.run_offsets = arrays_ + shape_.layer_bases.size();
-  const auto [source, target] = places_of(copy);
-  const TableView view{copies, has_rows(copy) ? rows : nullptr,
-                       static_cast<std::uint32_t>(table.copies.size())};
+  bring_table(staged, batch.pages.size() * sizeof(Offsets), stream);
+  const auto [source, target] = places_of(batch.copy);
+  const std::size_t num_layers = shape_.layer_bases.size();
+  const Offsets* const arrays =
+      arrays_ + static_cast<std::size_t>(batch.copy) * (num_layers + shape_.run_offsets.size());
+  const CopyArrays on_device{reinterpret_cast<const Offsets*>(staged.device), arrays,
+                             arrays + num_layers};
   const std::uint32_t width = word_bytes(shape_, source, target);
-  for (const CopyJob& job : make_jobs(map, source, target, view, layers, width)) {
+  const auto num_pages = static_cast<std::uint32_t>(batch.pages.size());
+  for (const CopyJob& job : make_jobs(shape_, on_device, num_pages, layers, width)) {
     kernels_->copy(job, width, thread_blocks, stream);
   }
 }
 
-void CudaPageCopier::by_dma(Copy copy, const PageTable& table, LayerRange layers,
-                            CuStream stream) const {
-  check(copy, table, layers);
+void CudaPageCopier::by_dma(PageBatch* batch, LayerRange layers, CuStream stream) const {
+  check_copies(shape_, {}, layers);
   const InContext in_context(loaded(kernels_).context());
-  const auto [source, target] = places_of(copy);
-  std::vector<Run> runs;
-  for (std::int64_t layer = layers.first; layer < layers.stop; ++layer) {
-    add_runs(shape_, source, target, table, static_cast<std::size_t>(layer), &runs);
+  const std::vector<Offsets>& offsets = offsets_[static_cast<std::size_t>(batch->copy)].layers;
+  RunLists& lists = batch->lists;
+  const auto num_layers = static_cast<std::size_t>(layers.stop - layers.first);
+  const std::size_t count = num_layers * batch->runs.size();
+  if (lists.sizes.size() != count) {
+    lists.sources.resize(count);
+    lists.targets.resize(count);
+    lists.sizes.clear();
+    for (std::size_t layer = 0; layer < num_layers; ++layer) {
+      for (const Run& run : batch->runs) lists.sizes.push_back(run.num_bytes);
+    }
   }
-  merge_runs(&runs);
+  std::size_t at = 0;
+  for (std::int64_t layer = layers.first; layer < layers.stop; ++layer) {
+    const Offsets offset = offsets[static_cast<std::size_t>(layer)];
+    for (const Run& run : batch->runs) {
+      lists.sources[at] = reinterpret_cast<CuAddress>(run.source) + offset.source;
+      lists.targets[at++] = reinterpret_cast<CuAddress>(run.target) + offset.target;
+    }
+  }
   // Slots are loaded from when their saves are over. A save or a drain reads what the model or a
   // gather has just been given to write.
-  const bool is_load = copy == Copy::kLoad;
-  copy_batch(runs, is_load ? kCuSourceInAnyOrder : kCuSourceInStreamOrder, stream);
-}
-
-std::size_t CudaPageCopier::count_runs(Copy copy, const PageTable& table) const {
-  check(copy, table, {0, 0});
-  const auto [source, target] = places_of(copy);
-  std::vector<Run> runs;
-  add_runs(shape_, source, target, table, 0, &runs);
-  merge_runs(&runs);
-  return runs.size();
+  const bool is_load = batch->copy == Copy::kLoad;
+  copy_batch(&lists, is_load ? kCuSourceInAnyOrder : kCuSourceInStreamOrder, stream);
 }
 
 }  // namespace attnstore

@@ -98,8 +98,9 @@ void Kernels::find_functions() {
 
 void Kernels::copy(CopyJob job, std::uint32_t word_bytes, std::uint32_t thread_blocks,
                    CuStream stream) const {
-  launch(copies_[place_of(kCopyWords, word_bytes)], &job, job.num_words, kWordsInFlight,
-         thread_blocks, stream);
+  const std::uint64_t lanes = word_bytes == sizeof(Word16) ? kLanes<Word16> : kLanesMax;
+  launch(copies_[place_of(kCopyWords, word_bytes)], &job, job.num_pieces * lanes, 1, thread_blocks,
+         stream);
 }
 
 void Kernels::rotate(RotateJob job, ElementType type, bool is_wide, std::uint32_t thread_blocks,

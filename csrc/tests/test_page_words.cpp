@@ -152,17 +152,19 @@ void copy_by_words(const World& world, Route route, const PageTable& table, Laye
   const PageShape& shape = world.shape;
   std::uint32_t width = attnstore::word_bytes(shape, route.source, route.target);
   if (random() % 4 == 0) width = 1;
-  const bool has_rows = route.source == Place::kRow || route.target == Place::kRow;
-  const attnstore::TableView view{table.copies.data(), has_rows ? table.rows.data() : nullptr,
-                                  static_cast<std::uint32_t>(table.copies.size())};
-  const auto per_page = static_cast<std::uint32_t>(shape.page_bytes / width);
-  const std::uint32_t words_max = random() % 2 == 0
-                                      ? attnstore::kWordsMax
-                                      : per_page + static_cast<std::uint32_t>(random() % 4000);
-  const auto num_threads = static_cast<std::uint32_t>(up_to(70, random));
-  for (const CopyJob& job : attnstore::make_jobs(shape.map(), route.source, route.target, view,
-                                                 layers, width, words_max)) {
-    CHECK(job.num_words > 0 && job.num_words <= words_max);
+  const std::vector<attnstore::Offsets> pages =
+      attnstore::first_runs(shape, route.source, route.target, table);
+  const attnstore::CopyOffsets offsets = attnstore::offsets_of(shape, route.source, route.target);
+  const attnstore::CopyArrays arrays{pages.data(), offsets.layers.data(), offsets.runs.data()};
+  const auto per_page = static_cast<std::uint32_t>(shape.page_bytes);  // more than its pieces
+  const std::uint32_t pieces_max = random() % 2 == 0
+                                       ? attnstore::kPiecesMax
+                                       : per_page + static_cast<std::uint32_t>(random() % 4000);
+  const auto num_threads = attnstore::kLanesMax * static_cast<std::uint32_t>(up_to(5, random));
+  const auto num_pages = static_cast<std::uint32_t>(pages.size());
+  for (const CopyJob& job :
+       attnstore::make_jobs(shape, arrays, num_pages, layers, width, pieces_max)) {
+    CHECK(job.num_pieces > 0 && job.num_pieces <= pieces_max);
     if (width == 16) run_grid<attnstore::Word16>(job, num_threads);
     if (width == 4) run_grid<attnstore::Word4>(job, num_threads);
     if (width == 1) run_grid<attnstore::Word1>(job, num_threads);
@@ -237,6 +239,20 @@ void neighbours_are_one_run() {
   CHECK(none.empty());
 }
 
+void quotients_are_exact() {
+  std::mt19937_64 random(9);
+  const std::uint32_t most = (1U << 31) - 1;
+  for (int round = 0; round < 200'000; ++round) {
+    const auto by = static_cast<std::uint32_t>(1 + (random() % most >> random() % 31));
+    const auto divisor = attnstore::divide_by(by);
+    const auto number = static_cast<std::uint32_t>(random() % most >> random() % 31);
+    const std::uint32_t multiple = most / by * by;
+    for (const std::uint32_t one : {number, multiple, multiple - 1, most}) {
+      CHECK(attnstore::quotient(one, divisor) == one / by);
+    }
+  }
+}
+
 void what_does_not_exist_is_refused() {
   std::mt19937_64 random(1);
   const World world(random);
@@ -262,6 +278,7 @@ void what_does_not_exist_is_refused() {
 int main() {
   std::mt19937_64 random(2);
   for (int round = 0; round < 1500; ++round) every_byte_arrives(random);
+  quotients_are_exact();
   neighbours_are_one_run();
   what_does_not_exist_is_refused();
   std::puts("page words: well");

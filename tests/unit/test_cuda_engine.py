@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.transfer import cuda_engine, cuda_tables
+from attnstore_vllm.transfer import cuda_batches, cuda_tables
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.layout import describe
 from tests.cuda_helpers import METHODS, Opens, Story, rigs
@@ -167,7 +167,7 @@ def test_a_table_is_not_overwritten_while_a_copy_may_read_it(
 
 
 def test_more_pages_than_a_table_has(open_rig: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_engine, "PAGES_AT_ONCE", 4)
+    monkeypatch.setattr(cuda_batches, "PAGES_AT_ONCE", 4)
     rig = open_rig(rules=METHODS["kernel"])
     before = rig.hbm()
     rig.save(table(*((i // WITHIN, i % WITHIN, i) for i in range(18))))

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,8 +15,20 @@ import pytest
 import torch
 
 from attnstore_vllm._native import PageCopier, PageShape
-from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, choose, only
-from attnstore_vllm.transfer.cuda_tables import Spans, pack
+from attnstore_vllm.transfer.cuda_batches import PAGES_AT_ONCE, make_batch
+from attnstore_vllm.transfer.cuda_methods import (
+    RULES,
+    RULES_WITHOUT_BATCHES,
+    Copy,
+    Method,
+    Rule,
+    choose,
+    find_rules,
+    keep_rules,
+    only,
+    rules_path,
+)
+from attnstore_vllm.transfer.cuda_tables import Spans
 from attnstore_vllm.transfer.layout import LayerLayout, describe
 from tests.engine_helpers import table
 
@@ -143,36 +157,36 @@ def test_what_does_not_exist_is_refused_before_cuda_is_asked(
     pages, rows = table((0, 0, 0), page), np.array([1, row])
     for move in (native.Copy.GATHER, native.Copy.DRAIN):
         with pytest.raises(IndexError, match="does not exist"):
-            mover.by_dma(move, pages, rows, *layers, 0)
+            mover.by_dma(mover.prepare(move, pages, rows), *layers, 0)
         with pytest.raises(IndexError, match="does not exist"):
-            mover.by_kernel(move, pages, rows, *layers, 0, 0, 1, 0)
+            mover.by_kernel(mover.prepare(move, pages, rows), *layers, 0, 0, 1, 0)
     if 0 <= row < 5:
         for move in (native.Copy.LOAD, native.Copy.SAVE):
             with pytest.raises(IndexError, match="does not exist"):
-                mover.by_dma(move, pages, np.empty(0, np.int64), *layers, 0)
+                mover.by_dma(mover.prepare(move, pages, np.empty(0, np.int64)), *layers, 0)
 
 
 def test_pages_and_rows_go_together(native: Any) -> None:
     mover = _mover(native)
     with pytest.raises(IndexError, match="2 pages, but 1 rows"):
-        mover.count_runs(native.Copy.DRAIN, table((0, 0, 0), (0, 1, 1)), np.array([0]))
+        mover.prepare(native.Copy.DRAIN, table((0, 0, 0), (0, 1, 1)), np.array([0]))
     with pytest.raises(IndexError, match="row 0 of 0"):
-        _mover(native, 0).count_runs(native.Copy.GATHER, table((0, 0, 0)), np.array([0]))
+        _mover(native, 0).prepare(native.Copy.GATHER, table((0, 0, 0)), np.array([0]))
     with pytest.raises(ValueError, match="slot, block in the chunk, block id"):
-        mover.count_runs(native.Copy.LOAD, np.zeros((2, 4), np.int64), np.array([0, 1]))
+        mover.prepare(native.Copy.LOAD, np.zeros((2, 4), np.int64), np.array([0, 1]))
 
 
 def test_neighbours_are_one_run(native: Any) -> None:
     mover, move = _mover(native), native.Copy
     apart, close = table((0, 0, 5), (0, 1, 7), (0, 2, 2)), table((0, 0, 5), (0, 1, 6), (0, 2, 7))
     up, down = np.arange(3), np.arange(3)[::-1].copy()
-    assert mover.count_runs(move.LOAD, apart, up) == 3
-    assert mover.count_runs(move.SAVE, close, up) == 1
-    assert mover.count_runs(move.DRAIN, apart, up) == 1
-    assert mover.count_runs(move.DRAIN, apart, down) == 3
-    assert mover.count_runs(move.GATHER, close, up) == 1
-    assert mover.count_runs(move.GATHER, close, np.array([0, 1, 3])) == 2
-    assert mover.count_runs(move.LOAD, table(), np.empty(0, np.int64)) == 0
+    assert mover.prepare(move.LOAD, apart, up).num_runs == 3
+    assert mover.prepare(move.SAVE, close, up).num_runs == 1
+    assert mover.prepare(move.DRAIN, apart, up).num_runs == 1
+    assert mover.prepare(move.DRAIN, apart, down).num_runs == 3
+    assert mover.prepare(move.GATHER, close, up).num_runs == 1
+    assert mover.prepare(move.GATHER, close, np.array([0, 1, 3])).num_runs == 2
+    assert mover.prepare(move.LOAD, table(), np.empty(0, np.int64)).num_runs == 0
 
 
 def test_the_moves_have_the_same_names(native: Any) -> None:
@@ -182,8 +196,10 @@ def test_the_moves_have_the_same_names(native: Any) -> None:
 def test_without_a_gpu_copies_fail_and_say_why(native: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    mover = _mover(native)
+    batch = mover.prepare(native.Copy.LOAD, table((0, 0, 0)), np.empty(0, np.int64))
     with pytest.raises(RuntimeError, match="driver"):
-        _mover(native).by_dma(native.Copy.LOAD, table((0, 0, 0)), np.empty(0, np.int64), 0, 1, 0)
+        mover.by_dma(batch, 0, 1, 0)
     with pytest.raises(RuntimeError, match="driver"):
         native.register_host(1 << 20, 4096, 0)
 
@@ -191,15 +207,37 @@ def test_without_a_gpu_copies_fail_and_say_why(native: Any) -> None:
 # ---- tables and rules ------------------------------------------------------------------
 
 
-def test_a_table_is_pages_and_then_rows() -> None:
-    pages = table((7, 1, 30), (2, 0, 4))
-    assert pack(pages, np.array([9, 3])).tolist() == [7, 1, 30, 2, 0, 4, 9, 3]
-    words = pack(pages, None)
-    assert words.tolist() == [7, 1, 30, 2, 0, 4]
-    pages[:] = 0
-    assert words.tolist() == [7, 1, 30, 2, 0, 4], "it is a copy"
-    columns = np.asfortranarray(table((7, 1, 30), (2, 0, 4)))
-    assert pack(columns, None).tolist() == [7, 1, 30, 2, 0, 4]
+def test_a_table_is_where_pages_are_on_both_sides(native: Any) -> None:
+    pages, rows = table((3, 1, 7), (2, 0, 4)), np.array([4, 3])
+    slots, blocks = [(1 << 20) + 3 * 4096 + 64, (1 << 20) + 2 * 4096], [7 * 64, 4 * 64]
+    at_blocks, at_rows = [(1 << 30) + at for at in blocks], [(1 << 40) + row * 64 for row in rows]
+    for move, sources, targets in (
+        (native.Copy.LOAD, slots, at_blocks), (native.Copy.SAVE, at_blocks, slots),
+        (native.Copy.GATHER, at_blocks, at_rows), (native.Copy.DRAIN, at_rows, slots),
+    ):  # fmt: skip
+        words = _mover(native).prepare(move, pages, rows).words
+        assert words.reshape(-1, 2).tolist() == [[*at] for at in zip(sources, targets, strict=True)]
+
+
+def test_arrays_that_were_handed_over_cannot_be_changed(native: Any) -> None:
+    """They are known by their identity, so that layers cost no look at them."""
+    pages, rows = table((3, 1, 7), (2, 0, 4)), np.array([4, 3])
+    batch = make_batch(Copy.DRAIN, native.Copy.DRAIN, pages, rows, RULES, [_mover(native)])
+    assert batch.is_of(pages, rows, RULES)
+    assert not batch.is_of(pages.copy(), rows, RULES)
+    assert not batch.is_of(pages, rows.copy(), RULES)
+    assert not batch.is_of(pages, rows, only(Method.DMA))
+    for array in (pages, rows):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def test_many_pages_have_several_tables(native: Any) -> None:
+    pages = np.tile(table((3, 1, 7)), (2 * PAGES_AT_ONCE + 1, 1))
+    none = np.empty(0, np.int64)
+    batch = make_batch(Copy.LOAD, native.Copy.LOAD, pages, none, RULES, [_mover(native)])
+    ((_, parts),) = batch.kinds
+    assert [len(part.words) // 2 for part in parts] == [PAGES_AT_ONCE, PAGES_AT_ONCE, 1]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -248,10 +286,64 @@ def test_the_rule_for_a_length_of_runs() -> None:
     assert choose(rules, Copy.LOAD, 0.5).method is Method.DMA
 
 
-@pytest.mark.parametrize("rules", [RULES, only(Method.DMA), only(Method.KERNEL, 2)])
+@pytest.mark.parametrize(
+    "rules", [RULES, RULES_WITHOUT_BATCHES, only(Method.DMA), only(Method.KERNEL, 2)]
+)
 def test_there_is_a_rule_for_every_copy(rules: Any) -> None:
     for move in Copy:
         lengths = [rule.from_run_bytes for rule in rules[move]]
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[-1] == 0
     assert choose(rules, Copy.GATHER, 1 << 20).method is Method.KERNEL
+
+
+def test_what_goes_to_dram_takes_no_multiprocessor() -> None:
+    for move in (Copy.SAVE, Copy.DRAIN):
+        assert {rule.method for rule in RULES[move]} == {Method.DMA}
+    assert choose(RULES, Copy.LOAD, 28 * KIB - 1).method is Method.KERNEL
+    assert choose(RULES, Copy.LOAD, 28 * KIB).method is Method.DMA
+
+
+def test_a_device_has_the_rules_that_were_measured_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert rules_path() == tmp_path / ".config" / "attnstore" / "copy_rules.json"
+    assert find_rules("H200", 13000) is RULES
+    assert find_rules("H200", 12040) is RULES_WITHOUT_BATCHES
+    assert "not measured" in caplog.text
+    measured = {**RULES, Copy.LOAD: (Rule(4 * KIB, Method.DMA, 12), Rule(0, Method.KERNEL, 12))}
+    keep_rules("H200", only(Method.KERNEL))
+    keep_rules("B200", only(Method.DMA))
+    assert keep_rules("H200", measured) == rules_path()
+    caplog.clear()
+    assert find_rules("H200", 12040) == measured
+    assert str(rules_path()) in caplog.text
+    assert find_rules("B200", 13000) == only(Method.DMA)
+    assert find_rules("A100", 13000) is RULES
+
+
+def _all(rules: list[Any]) -> str:
+    return json.dumps({"H200": dict.fromkeys(Copy.__members__, rules)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", '{"H200": 1}', '{"H200": {"LOAD": [[0, "dma", 1]]}}',
+        _all([[0, "train", 1]]),
+        _all([[9, "dma", 1]]),
+        _all([[0, "dma", 1], [0, "kernel", 1]]),
+        _all([[0, "dma", 0]]),
+    ],
+)  # fmt: skip
+def test_rules_that_cannot_be_read_are_said_and_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    path = tmp_path / "rules.json"
+    path.write_text(text)
+    assert find_rules("H200", 13000, path) is RULES
+    assert str(path) in caplog.text
+    keep_rules("H200", only(Method.DMA), path)
+    assert find_rules("H200", 13000, path) == only(Method.DMA)

@@ -8,6 +8,8 @@ import pytest
 
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer import cuda_events, cuda_tables
+from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan
+from attnstore_vllm.transfer.worker_copies import Loads
 from tests.cuda_helpers import METHODS, CudaRig
 from tests.engine_helpers import ALL, ORDERS, PAGE_BYTES, ROWS, table
 from tests.fake_driver import native_module
@@ -30,7 +32,7 @@ def test_the_layers_of_a_load_have_one_table(fake: FakeGpu) -> None:
 def test_a_full_ring_waits_for_the_oldest_copy_only(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_tables.TableRing.__init__, "__defaults__", (10,))
+    monkeypatch.setattr(cuda_tables.TableRing.__init__, "__defaults__", (4,))
     rig = CudaRig(fake, rules=METHODS["kernel"])
     for begin in (rig.engine.load, rig.engine.save):
         events = []
@@ -50,8 +52,8 @@ def test_a_full_ring_waits_for_the_oldest_copy_only(
 def test_a_full_ring_waits_for_all_where_a_copy_was_refused(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Its kernel may still read a table, and would take a number of the next one for a row."""
-    monkeypatch.setattr(cuda_tables.TableRing.__init__, "__defaults__", (16,))
+    """Its kernel may still read a table, and would go where the next one says."""
+    monkeypatch.setattr(cuda_tables.TableRing.__init__, "__defaults__", (8,))
     rig = CudaRig(fake)
     before = rig.hbm()
     fake.set(seed=seed)
@@ -59,7 +61,7 @@ def test_a_full_ring_waits_for_all_where_a_copy_was_refused(
     event = rig.engine.drain(table((0, 0, 1)), np.array([2]), ALL)
     fake.fail("cuEventRecord")
     rig.engine.gather(table((1, 0, 4)), np.array([3]), ALL)
-    pages = table((3, 0, 5), (4, 0, 6), (5, 2, 7), (6, 2, 2))  # block 2 would be row 2
+    pages = table((3, 0, 5), (4, 0, 6), (5, 2, 7), (6, 2, 2))
     rig.engine.gather(pages, np.array([0, 1, 3, 4]), ALL)
     rig.engine.wait(event)
     assert np.array_equal(rig.pages[0, :, 0], before[:, 1])
@@ -71,10 +73,10 @@ def test_rules_are_asked_for_what_is_contiguous(fake: FakeGpu) -> None:
     mover, copy = rig.cuda._copiers[0], native_module().Copy
     rows = np.arange(3)
     apart, close = table((0, 0, 5), (0, 1, 7), (0, 2, 9)), table((0, 0, 5), (0, 1, 6), (0, 2, 7))
-    assert mover.count_runs(copy.LOAD, apart, rows) == 3
-    assert mover.count_runs(copy.LOAD, close, rows) == 1
-    assert mover.count_runs(copy.DRAIN, apart, rows) == 1
-    assert mover.count_runs(copy.DRAIN, apart, rows[::-1]) == 3
+    assert mover.prepare(copy.LOAD, apart, rows).num_runs == 3
+    assert mover.prepare(copy.LOAD, close, rows).num_runs == 1
+    assert mover.prepare(copy.DRAIN, apart, rows).num_runs == 1
+    assert mover.prepare(copy.DRAIN, apart, rows[::-1]).num_runs == 3
 
 
 def test_the_model_waits_once_for_a_stretch_of_loads(fake: FakeGpu) -> None:
@@ -84,10 +86,10 @@ def test_the_model_waits_once_for_a_stretch_of_loads(fake: FakeGpu) -> None:
     second = rig.engine.load(table((0, 0, 2)), ALL)
     work = fake.model.pending
     rig.engine.model_waits(second)
-    assert fake.model.pending == work + 3, "two marks and the wait"
+    assert fake.model.pending == work + 2, "a mark and the wait"
     rig.engine.model_waits(first)
     rig.engine.model_waits(second)
-    assert fake.model.pending == work + 3
+    assert fake.model.pending == work + 2
     assert rig.engine.waited_s() == 0.0, "not known yet"
     fake.synchronize()
     assert rig.engine.waited_s() > 0.0
@@ -111,6 +113,66 @@ def test_loads_are_measured_without_the_wait_before_them(fake: FakeGpu) -> None:
     assert num_bytes == 4 * PAGE_BYTES
     assert 0 < seconds < 0.1  # in pieces of work that are a millisecond each
     assert rig.engine.measured() == []
+
+
+def _launch(rig: CudaRig) -> None:
+    """A forward pass that takes much longer than a load."""
+    for _ in range(2000):
+        rig.compute(lambda: None)
+
+
+def test_a_load_comes_after_its_mark_and_not_after_the_model(fake: FakeGpu) -> None:
+    rig = CudaRig(fake)
+    before: list[str] = []
+    rig.compute(lambda: before.append("before"))
+    mark = rig.engine.mark()
+    _launch(rig)
+    pages = table((0, 0, 2))
+    for layer in ALL:
+        waits = fake.count("cuStreamWaitEvent")
+        event = rig.engine.load(pages, range(layer, layer + 1), mark)
+        assert fake.count("cuStreamWaitEvent") == waits + (layer == 0), "one wait for all layers"
+    rig.engine.wait(event)
+    assert before and fake.model.pending
+    rig.engine.wait(rig.engine.load(pages, ALL))
+    assert not fake.model.pending, "without a mark it comes after all"
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_load_ahead_does_not_wait_for_the_forward_pass_of_its_step(
+    fake: FakeGpu, is_marked: bool
+) -> None:
+    rig = CudaRig(fake)
+    loads = Loads(rig.engine, len(ALL))
+    for number, (ahead, waits) in enumerate([(1, not is_marked), (0, True), (1, not is_marked)]):
+        loads.begin_step((), whole=False)
+        if is_marked:
+            loads.mark()
+        _launch(rig)
+        plan = LoadPlan(number, "request", (ChunkCopy(0, 0, (2,)),), layers_before=ahead)
+        loads.begin([plan], whole=False)
+        loads.close()
+        assert bool(fake.model.pending) is not waits
+        fake.synchronize()
+
+
+def test_layers_of_a_load_are_measured_one_by_one(fake: FakeGpu) -> None:
+    rig = CudaRig(fake)
+    rig.engine.measured()
+    pages, mark = table((0, 0, 2)), rig.engine.mark()
+    events = [rig.engine.load(pages, range(i, i + 1), mark) for i in ALL]
+    rig.engine.wait(events[-1])
+    assert [num_bytes for num_bytes, _ in rig.engine.measured()] == [PAGE_BYTES] * len(ALL)
+
+
+def test_a_mark_that_cuda_refuses_is_all_of_the_models_order(fake: FakeGpu) -> None:
+    rig = CudaRig(fake)
+    fake.fail("cuEventRecord")
+    mark = rig.engine.mark()
+    fake.forgive()
+    _launch(rig)
+    rig.engine.wait(rig.engine.load(table((0, 0, 2)), ALL, mark))
+    assert not fake.model.pending
 
 
 def test_unread_measurements_are_bounded(fake: FakeGpu) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from attnstore_vllm.transfer import cuda_engine
+from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, find_rules
 from benchmarks import gpu_check
 from benchmarks.gpu import (
     bandwidth,
@@ -23,6 +24,7 @@ from benchmarks.gpu import (
     moved_numbers,
     moves,
     rig,
+    rules,
 )
 from benchmarks.gpu.rig import KvShape, Row
 from benchmarks.gpu.transformer import BLOCK_TOKENS, ModelShape, Transformer
@@ -103,7 +105,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     event = cuda.Event
     cuda.Event = lambda enable_timing=False: _OnModel(event(enable_timing), gpu.model)
     fake.cuda = cuda
-    for module in (bandwidth, beside, correctness, first_logits, moved_numbers, rig):
+    for module in (bandwidth, beside, correctness, first_logits, moved_numbers, rig, rules):
         monkeypatch.setattr(module, "torch", fake)
     monkeypatch.setattr(cuda_engine, "_refuse_without_gpu", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
@@ -126,10 +128,11 @@ class _OnModel(SimpleNamespace):
 
 
 @pytest.mark.usefixtures("eager")
-def test_every_part_runs() -> None:
+def test_every_part_runs(tmp_path: Path) -> None:
     """Of the values nothing is meant; that bytes are right is."""
     shape = KvShape("tiny", layers=2, kv_heads=1, head_dim=8)
     rows = correctness.measure(CPU, rounds=1)
+    rows += rules.measure(512, 1, tmp_path / "copy_rules.json", [shape])
     rows += bandwidth.measure(shape, 512, rounds=1)
     rows += first_logits.measure(TINY, history=256, new=32, rounds=1)
     rows += moved_numbers.measure(CPU, rounds=1)
@@ -138,9 +141,35 @@ def test_every_part_runs() -> None:
     assert {row.goal for row in rows} == {None, 1.0, 0.95, 1.10, 1.02}
     assert len({(row.what, row.how) for row in rows}) == len(rows)
     json.dumps([row.to_json() for row in rows], allow_nan=False)
+    kept = find_rules("a fake", 13000, tmp_path / "copy_rules.json")
+    assert kept.keys() == RULES.keys() and kept is not RULES
     assert correctness.LAYOUTS.keys() and all(
         len(row.cells()) == len(gpu_check.HEAD) for row in rows
     )
+
+
+@pytest.mark.parametrize(
+    ("dma", "loads"),
+    [
+        ([9, 9, 9], (Rule(0, Method.KERNEL, 16),)),
+        ([1, 1, 1], (Rule(0, Method.DMA),)),
+        ([9, 1, 1], (Rule(200, Method.DMA), Rule(0, Method.KERNEL, 8))),
+        ([1, 9, 1], (Rule(300, Method.DMA), Rule(0, Method.KERNEL, 16))),
+    ],
+)
+def test_the_measured_table_goes_by_what_is_never_slower(
+    dma: list[float], loads: tuple[Rule, ...]
+) -> None:
+    """The kernel takes 3 s, but 4 s on the fewest thread blocks where runs have 200 bytes."""
+    kernel: dict[int, list[float]] = {
+        100: [3.1, 3, 3, 3, 3], 200: [4, 3, 3, 3, 3], 300: [3, 3, 3, 3, 3],
+    }  # fmt: skip
+    times = {length: [dma[i], *kernel[length]] for i, length in enumerate(kernel)}
+    found = rules.rules_from(times)
+    assert found[Copy.LOAD] == loads
+    assert {copy: some for copy, some in found.items() if copy is not Copy.LOAD} == {
+        copy: some for copy, some in RULES.items() if copy is not Copy.LOAD
+    }
 
 
 @pytest.mark.usefixtures("eager")

@@ -84,3 +84,15 @@ def test_steps_that_never_come_back_are_forgotten(times: Any) -> None:
         clock.now += 1.0
         steps.ended(number, 0.0)
     assert len(heard.steps) == OPEN_MAX
+
+
+def test_how_long_steps_take_and_how_many_run(times: Any) -> None:
+    steps, _, clock = times
+    for seconds, usual in ((0.5, 0.5), (0.5, 0.5), (1.3, 0.6), (60.0, 0.6 + 1.8 / 8)):
+        number = steps.planned(output({"a": (0, 100)}, {"b": (90, 1)}))
+        assert steps.num_running == 2
+        clock.now += seconds
+        steps.ended(number, 0.0)
+        assert steps.usual_s == pytest.approx(usual), "one that is far longer counts in part"
+    steps.planned(output({}, {}))
+    assert steps.num_running == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from attnstore_vllm.policy.cost import PROBE_EVERY
 from attnstore_vllm.scheduler.messages import StepReport, StepStats
 from attnstore_vllm.scheduler.offer import Costs
 from attnstore_vllm.scheduler.request import RequestState
@@ -155,6 +156,11 @@ def teach(costs: Costs, *, load_s: float | None, token_s: float | None) -> None:
         costs._steps.observe(0.001 + token_s * count, [(0, count)], 0)
 
 
+def run_others(costs: Costs, number: int, step_s: float = 1e-6) -> None:
+    """So many requests run, in steps of this length."""
+    costs.times.num_running, costs.times.usual_s = number, step_s
+
+
 @pytest.mark.parametrize(
     ("load_s", "layers"),
     # Computing 1,000 tokens takes a second: 9 tenths of it hide 9 of 10 layers behind the first.
@@ -163,6 +169,7 @@ def teach(costs: Costs, *, load_s: float | None, token_s: float | None) -> None:
 def test_a_load_that_its_step_does_not_hide_begins_before_it(load_s: float, layers: int) -> None:
     costs = make_costs()
     teach(costs, load_s=load_s, token_s=0.001)
+    run_others(costs, 1)
     assert costs.layers_before(BYTES, 0, 5000, 6000) == layers
 
 
@@ -176,9 +183,50 @@ def test_a_state_pays_where_computing_takes_longer_than_reading_it(clock: Clock)
     assert rig.costs.state_pays(1000, 1500, 2)
 
 
+@pytest.mark.parametrize(
+    ("others", "step_s", "layers"),
+    # In its step the load would hold up all for 1.1 s.
+    [
+        (0, 0.1, 0), (1, 0.27, 6), (1, 0.28, 0), (2, 0.54, 6), (2, 0.56, 0), (9, 2.4, 6),
+        (9, 2.5, 0),
+    ],
+)  # fmt: skip
+def test_a_load_ahead_is_worth_the_steps_that_it_costs(
+    others: int, step_s: float, layers: int
+) -> None:
+    costs = make_costs()
+    teach(costs, load_s=2.0, token_s=0.001)
+    run_others(costs, others, step_s)
+    assert costs.layers_before(BYTES, 0, 5000, 6000) == layers
+
+
+def test_a_load_ahead_that_takes_longer_than_computing_does_not_pay() -> None:
+    """No step waits for such loads, so that none tells what they cost."""
+    costs = make_costs()
+    teach(costs, load_s=2.0, token_s=0.001)
+    run_others(costs, 1, 0.2)
+    layers = costs.layers_before(BYTES, 0, 5000, 6000)
+    assert layers == 6
+    ahead_s = costs.ahead_s(BYTES, layers, LAYERS)
+    assert ahead_s == pytest.approx(2.0 * 6 / 10 + 4 * 0.2)
+    for tokens, pays in ((1900, False), (2100, True)):
+        told = [costs.copy_pays(0, tokens, ahead_s) for _ in range(PROBE_EVERY - 1)]
+        assert told == [pays] * len(told), tokens
+        assert costs.copy_pays(0, tokens, ahead_s), "now and then one is tried"
+    assert costs.ahead_s(BYTES, 0, LAYERS) is None, "it is for its step"
+    run_others(costs, 0, 0.2)
+    assert costs.ahead_s(BYTES, layers, LAYERS) == pytest.approx(1.2), "steps are empty"
+    unknown = make_costs()
+    assert unknown.ahead_s(BYTES, layers, LAYERS) is None
+    beside = make_costs(ahead_layers=0)
+    teach(beside, load_s=2.0, token_s=0.001)
+    assert beside.ahead_s(BYTES, layers, LAYERS) is None
+
+
 def test_loads_that_are_before_it_count() -> None:
     costs = make_costs()
     teach(costs, load_s=0.9, token_s=0.001)
+    run_others(costs, 1)
     assert costs.layers_before(BYTES, 0, 5000, 6000) == 0
     assert costs.layers_before(BYTES, 9 * BYTES, 5000, 6000) >= 8
 
@@ -186,6 +234,7 @@ def test_loads_that_are_before_it_count() -> None:
 def test_only_the_first_step_of_a_long_prompt_counts() -> None:
     costs = make_costs(step_tokens=100)
     teach(costs, load_s=0.9, token_s=0.001)
+    run_others(costs, 1)
     assert costs.layers_before(BYTES, 0, 5000, 6000) >= 8
 
 
@@ -193,10 +242,12 @@ def test_without_measurements_every_load_is_for_its_step() -> None:
     for load_s, token_s in ((None, 0.001), (5.0, None)):
         costs = make_costs()
         teach(costs, load_s=load_s, token_s=token_s)
+        run_others(costs, 1)
         assert costs.layers_before(BYTES, 0, 5000, 6000) == 0
 
 
 def test_where_copies_do_not_run_beside_the_model() -> None:
     costs = make_costs(ahead_layers=0)
     teach(costs, load_s=5.0, token_s=0.001)
+    run_others(costs, 1)
     assert costs.layers_before(BYTES, 0, 5000, 6000) == 0

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from attnstore_vllm.connector import worker as worker_module
 from attnstore_vllm.connector.worker import Worker
-from attnstore_vllm.scheduler.messages import StepStats
+from attnstore_vllm.scheduler.messages import StepPlan, StepStats
 from attnstore_vllm.scheduler.open_plans import KEPT_S
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import describe
+from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan
 from attnstore_vllm.types import Flow
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV
@@ -122,6 +125,48 @@ def test_a_model_that_cannot_be_looked_at_is_not_moved() -> None:
         turns, why = worker._find_rotations({"l0": kv}, [describe("l0", kv, 2)])
         assert turns == []
         assert why is not None and type(error).__name__ in why
+
+
+class Heard:
+    """Loads or Saves that do nothing but say what they were asked for."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def begin_step(self, *_: object, **__: object) -> None:
+        self.calls.append(f"{self.name} begin the step")
+
+    def mark(self) -> None:
+        self.calls.append(f"{self.name} mark")
+
+
+class NoPool:
+    """A pool of which nothing is copied."""
+
+    address, num_slots = 0, 2
+
+    def publish(self, rank: int, text: str) -> None:
+        """Nobody reads it."""
+
+
+@pytest.mark.parametrize("reach", ["full", "state"])
+@pytest.mark.parametrize("layers_before", [0, 1])
+def test_loads_ahead_come_after_what_is_gathered_for_others(
+    monkeypatch: pytest.MonkeyPatch, reach: str, layers_before: int
+) -> None:
+    """Recurrent states are copied by vLLM itself when the step has begun; loads wait for that."""
+    groups = (Group(16, ("l0",)), Group(16, ("l0",), 1, reach))
+    calls: list[str] = []
+    for name in ("Loads", "Saves"):
+        heard = Heard(name.lower(), calls)
+        monkeypatch.setattr(worker_module, name, lambda *_, heard=heard, **__: heard)
+    pool: Any = NoPool()
+    worker = Worker(pool, 0, Geometry(1, (512,), groups, 16), 2, write_buffer_bytes=lambda _: 0)
+    worker.register_kv_caches({"l0": torch.zeros(2, 1, 16, 8)}, "a kernel")
+    plan = LoadPlan(1, "a", (ChunkCopy(0, 0, (1,)),), layers_before=layers_before)
+    worker.begin_step(StepPlan(loads=[plan]))
+    marks = ["loads mark"] if layers_before and reach == "full" else []
+    assert calls == ["loads begin the step", "saves begin the step", *marks]
 
 
 @pytest.mark.parametrize(("groups", "page_bytes", "why"), [
