@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import math
 import os
@@ -39,6 +40,7 @@ from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.format import LABEL_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
@@ -226,7 +228,7 @@ def _scheduler(
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
     pinning, truncation = config.pinning, config.truncation
-    store = _store(vllm_config, config, geometry, pool, namespace)
+    store, disk = _store(vllm_config, config, geometry, pool, namespace)
     return Scheduler(
         store,
         geometry,
@@ -252,6 +254,8 @@ def _scheduler(
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         serves_adapters=_serves_adapters(vllm_config, geometry),
+        info=(own_version(), vllm.__version__, disk, config.eviction),
+        board=_board(vllm_config),
     )
 
 
@@ -279,8 +283,8 @@ def _store(
     geometry: Geometry,
     pool: SharedPool,
     namespace: bytes,
-) -> Store:
-    """The store, on the slab file of the settings' directory."""
+) -> tuple[Store, str]:
+    """The store, on the slab file of the settings' directory; and what serves the file."""
     shape = SegmentHeader(
         number=-1,
         chunk_tokens=geometry.chunk_tokens,
@@ -303,7 +307,7 @@ def _store(
         kind,
     )
     pinning, truncation = config.pinning, config.truncation
-    return Store(
+    store = Store(
         pool,
         slab,
         device,
@@ -318,6 +322,25 @@ def _store(
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
     )
+    return store, kind
+
+
+def own_version() -> str:
+    try:
+        return importlib.metadata.version("attnstore-vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _board(vllm_config: VllmConfig) -> Board | None:
+    """The board for figures while the engine sleeps. Without it they come with the next step."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None and transfer.engine_id is not None
+    try:
+        return Board(transfer.engine_id)
+    except OSError as error:
+        logger.warning("figures stand still while the engine is idle: %s", error)
+        return None
 
 
 def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:

@@ -80,13 +80,17 @@ class Costs:
     def step_ended(self, report: StepReport, stats: StepStats) -> None:
         wrong, loaded = self.times.ended(report.number, report.load_wait_s)
         if wrong is not None:
-            stats.observe("step_over_forecast", 1 + wrong)
+            stats.observe("step_forecast_ratio", 1 + wrong)
         if loaded and report.load_wait_s:
             self._copies.observe(loaded, report.load_wait_s)
         for num_bytes, seconds in report.measured:
             self._loads.observe(num_bytes, seconds)
 
     # ---- decisions ---------------------------------------------------------------------
+
+    def computing_s(self, start: int, stop: int) -> float:
+        """Seconds that computing tokens [start, stop) would take; 0 before that is known."""
+        return self._steps.seconds(start, stop) if self._steps.is_known else 0.0
 
     def copy_pays(self, start: int, stop: int) -> bool:
         """Whether KV of tokens [start, stop) that is in DRAM should be loaded."""
@@ -143,7 +147,7 @@ class Costs:
         stats.observe("wait_seconds", now - state.waiting.since)
         if state.waiting.forecast is not None:
             said_at, seconds = state.waiting.forecast
-            stats.observe("wait_over_forecast", (now - said_at) / max(seconds, 1e-6))
+            stats.observe("wait_forecast_ratio", (now - said_at) / max(seconds, 1e-6))
         state.waiting.since = state.waiting.forecast = None
 
 
@@ -288,8 +292,12 @@ class Offers:
                 stats.add("recomputations", cause, 1)
             for group in sequence.short_of:
                 self._counts.add("shortened_hits", group, 1)
-            for tier, number in self._store.tiers(held if num_tokens else (), local).items():
-                stats.add("offered_tokens", tier, number)
+            offers = num_tokens >= MIN_LOAD_TOKENS
+            offered = self._store.tiers(held if offers else (), local)
+            for source, number in {
+                "hbm": local, **offered, "computed": request.num_tokens - local - offered.total()
+            }.items():  # fmt: skip
+                stats.add("prompt_tokens", source, number)
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
             return 0, False
@@ -345,8 +353,10 @@ class Offers:
         if self._needs:
             self._count_loaded((*used, *sections, *states), stop)
         state.counted.sources = self._store.tiers(used, start)
+        saved_s = self._costs.computing_s(start, stop)
         for tier, tokens in state.counted.sources.items():
             stats.add("loaded_tokens", tier, tokens)
+            stats.add("prefill_seconds_saved", tier, saved_s * tokens / num_tokens)
         if moved:  # tokens count once, in whatever groups
             stats.add("moved_tokens", DRAM, sum(run.num_tokens for run in planned[0][1]))
         if not offered.layers_before:

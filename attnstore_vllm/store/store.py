@@ -551,10 +551,16 @@ class Store:
     def figures(self) -> Figures:
         with self._lock:
             dram = self.residency.dram
-            gauges = {("held_bytes", DRAM): float(dram.num_used * self._pool.slot_bytes)}
+            slot_bytes = self._pool.slot_bytes
+            gauges = {
+                ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
+                ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
+            }
             for io in self.thread.tiers:
                 name, health = io.tier.name, io.health
                 gauges["held_bytes", name] = float(io.tier.num_used * io.record_bytes)
+                gauges["capacity_bytes", name] = float(io.tier.num_slots * io.record_bytes)
+                gauges["dirty_bytes", name] = float(len(io.tier.waiting) * slot_bytes)
                 gauges[f"{name}_in_use", "reads"] = float(health.reads.in_use)
                 gauges[f"{name}_in_use", "writes"] = float(health.writes.in_use)
                 gauges |= io.gauges
@@ -564,6 +570,12 @@ class Store:
                 self.residency.first_written_tokens,
                 gauges,
             )
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """Seconds of transfers that have ended since the last call, by the metric that shows
+        them. Of more than are kept (disk_requests.py: TIMES_KEPT) the newest."""
+        kept = [item for io in self.thread.tiers for item in io.seconds.items()]
+        return {name: [times.popleft() for _ in range(len(times))] for name, times in kept if times}
 
     def is_idle(self) -> bool:
         """Nothing dirty, nothing in flight, nothing held."""

@@ -72,9 +72,9 @@ def test_a_wait_and_its_forecast(clock: Clock) -> None:
     assert rig.ask([0.1, 0.9, 1.5]) is None
     clock.now += 0.2
     observed = rig.end_wait()
-    assert observed.keys() == {"wait_seconds", "wait_over_forecast"}
+    assert observed.keys() == {"wait_seconds", "wait_forecast_ratio"}
     assert observed["wait_seconds"] == pytest.approx([0.3])
-    assert observed["wait_over_forecast"] == pytest.approx([1.5])
+    assert observed["wait_forecast_ratio"] == pytest.approx([1.5])
     assert rig.end_wait() == {}, "a wait ends once"
 
 
@@ -89,7 +89,7 @@ def test_a_wait_before_its_forecast(clock: Clock) -> None:
     clock.now += 0.25
     observed = rig.end_wait()
     assert observed["wait_seconds"] == pytest.approx([1.5])
-    assert observed["wait_over_forecast"] == pytest.approx([0.5])
+    assert observed["wait_forecast_ratio"] == pytest.approx([0.5])
 
 
 def test_a_wait_without_a_forecast(clock: Clock) -> None:
@@ -127,7 +127,7 @@ def test_a_step_and_its_forecast(clock: Clock) -> None:
         number = rig.costs.times.planned(output({name: (0, tokens)}, {}))
         clock.now += seconds + wait_s
         rig.costs.step_ended(StepReport(number, load_wait_s=wait_s), rig.stats)
-        found = rig.stats.data["observed"].get("step_over_forecast", [])
+        found = rig.stats.data["observed"].get("step_forecast_ratio", [])
         assert found == pytest.approx(observed, rel=0.01), name
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.prefix import whole_blocks
@@ -90,6 +91,25 @@ def test_a_repeated_chat_comes_from_dram(servers: Servers) -> None:
     again, tokens = ask_and_count(server, story("dram"))
     assert again == computed
     assert tokens == {"dram": whole_blocks(computed.prompt_tokens - 1), "nvme": 0}
+
+
+def test_figures_move_while_the_engine_is_idle(servers: Servers) -> None:
+    """What is written after the last step is seen without another one."""
+    server = servers.get("yaml")
+    ask(server, story("idle", 700))
+
+    def figures() -> tuple[float, float, float]:
+        saved = serving.count(server, "chunks", event="saved")
+        written = serving.count(server, "chunks", event="written")
+        return written, saved, total(server.metrics(), "vllm:attnstore_dirty_bytes")
+
+    serving.wait_until(lambda: figures()[0] >= figures()[1] > 0, "what was saved is written")
+    serving.wait_until(lambda: figures()[2] == 0, "nothing is dirty")
+    metrics = server.metrics()
+    assert total(metrics, "vllm:attnstore_nvme_write_seconds_count") >= figures()[0]
+    assert total(metrics, "vllm:attnstore_info", eviction="attnstore") == 1
+    capacity = total(metrics, "vllm:attnstore_capacity_bytes", tier="dram")
+    assert 0 < total(metrics, "vllm:attnstore_held_bytes", tier="dram") <= capacity <= 32 << 20
 
 
 def test_all_series_of_the_runbook_are_there(servers: Servers) -> None:
