@@ -144,6 +144,7 @@ class Costs:
         if state.waiting.since is None:
             return
         now = self._clock()
+        state.counted.waited_s += now - state.waiting.since
         stats.observe("wait_seconds", now - state.waiting.since)
         if state.waiting.forecast is not None:
             said_at, seconds = state.waiting.forecast
@@ -286,10 +287,12 @@ class Offers:
         state.computing.first = local
         if not state.counted.offered:  # the request's first answer
             state.counted.offered = True
+            state.counted.in_hbm = local
             # A rest that is too short to be loaded is computed in any case.
             computed = state.counted.stored_stop - local - num_tokens
             if computed >= MIN_LOAD_TOKENS:
                 stats.add("recomputations", cause, 1)
+                state.counted.why_computed = cause
             for group in sequence.short_of:
                 self._counts.add("shortened_hits", group, 1)
             offers = num_tokens >= MIN_LOAD_TOKENS

@@ -402,7 +402,7 @@ class Scheduler:
         if state.finds_moved:
             self._truncation.finished(state)
         keeps = self.plans.finished(request.request_id)
-        said = {SECTION: {"moved_tokens": state.moved_tokens}} if state.hints.report else None
+        said = {SECTION: state.report()} if state.hints.report else None
         return keeps, said
 
     # ---- the rest ----------------------------------------------------------------------

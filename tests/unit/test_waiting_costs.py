@@ -186,3 +186,23 @@ def test_where_copies_do_not_run_beside_the_model() -> None:
     costs = make_costs(ahead_layers=0)
     teach(costs, load_s=5.0, token_s=0.001)
     assert costs.layers_before(BYTES, 0, 5000, 6000) == 0
+
+
+def test_what_a_request_waited_is_in_its_report() -> None:
+    clock = Clock()
+    rig = Rig(clock)
+    rig.state.request.num_prompt_tokens = 3000
+    rig.ask([0.1, 0.2, 0.3])
+    clock.now += 0.25
+    rig.end_wait()
+    rig.ask([0.1, 0.2, 0.3])
+    clock.now += 0.5
+    rig.end_wait()
+    rig.state.counted.sources, rig.state.counted.in_hbm = {"dram": 1000, "nvme": 500}, 200
+    rig.state.counted.why_computed = "deadline"
+    assert rig.state.report() == {
+        "prompt_tokens": 3000, "hbm_tokens": 200, "dram_tokens": 1000, "nvme_tokens": 500,
+        "moved_tokens": 0, "computed_tokens": 1300, "why_computed": "deadline", "waited_ms": 750,
+    }  # fmt: skip
+    rig.state.load_failed = True
+    assert rig.state.report()["why_computed"] == "copy_failed"
