@@ -37,6 +37,7 @@ from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
+from attnstore_vllm.scheduler.start_log import start_lines
 from attnstore_vllm.store.format import LABEL_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
@@ -297,15 +298,8 @@ def _store(
     slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
     region = (pool.address, pool.num_slots * pool.slot_bytes)
     device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
-    logger.info(
-        "AttnStore keeps %d tokens in DRAM and up to %d on NVMe (%s a token, chunks of %d tokens; "
-        "%s)",
-        pool.num_slots * geometry.chunk_tokens,
-        slab.num_segments * slab.records_per_segment * geometry.chunk_tokens,
-        format_size(round(geometry.token_bytes())),
-        geometry.chunk_tokens,
-        kind,
-    )
+    lines = start_lines(own_version(), config, geometry, pool.num_slots, slab, kind)
+    logger.info("%s", "\n".join(lines))
     pinning, truncation = config.pinning, config.truncation
     store = Store(
         pool,

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.scheduler.figures import ERROR_EVENTS
+from attnstore_vllm.scheduler.figures import ERROR_EVENTS, in_words
 from attnstore_vllm.scheduler.messages import StepStats, add_stats
 from attnstore_vllm.transfer.board import PERIOD_S, BoardReader
 from attnstore_vllm.types import Flow
@@ -178,13 +178,9 @@ class AttnStoreStats(KVConnectorStats):
         add_stats(self.data, other.data)
         return self
 
-    def reduce(self) -> dict[str, int | float]:
-        """One line of vLLM's periodic log."""
-        line: dict[str, int | float] = dict(sorted(self.data["counters"].items()))
-        line.update(self.data["gauges"])
-        for name, values in self.data["observed"].items():
-            line[f"{name}_median"] = round(sorted(values)[len(values) // 2], 5)
-        return line
+    def reduce(self) -> dict[str, Any]:
+        """One line of vLLM's periodic log, which writes `name=value`."""
+        return {"AttnStore": in_words(self.data)}
 
     def is_empty(self) -> bool:
         return not any(self.data.values())

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store's own figures, and who takes them: each step, or the board while no step is planned."""
+"""The store's own figures, and who takes them: each step, or the board while no step is planned;
+and what they say to a reader of the log."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from attnstore_vllm.config import format_size
 from attnstore_vllm.scheduler.messages import StepStats
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import PERIOD_S, Board
@@ -60,6 +64,39 @@ class StoreFigures:
 
 def _metric_of(event: str) -> str:
     return "errors" if event in ERROR_EVENTS else "chunks"
+
+
+def in_words(data: Mapping[str, Any]) -> str:
+    """One line for the log. `data` is that of StepStats, over the time since the last line."""
+    return "; ".join(_parts(data["counters"], data["observed"])) or "nothing was asked for"
+
+
+def _parts(counts: Mapping[str, float], observed: Mapping[str, list[float]]) -> Iterator[str]:
+    def of(name: str) -> dict[str, float]:
+        found = (key.partition(":") for key in counts)
+        return {label: counts[f"{n}:{label}"] for n, _, label in found if n == name}
+
+    prompts = of("prompt_tokens")
+    if total := sum(prompts.values()):
+        names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe", "computed": "computed"}
+        shares = (f"{name} {prompts.get(s, 0) / total:.0%}" for s, name in names.items())
+        yield f"{total:,.0f} prompt tokens: {', '.join(shares)}"
+    if saved := sum(of("prefill_seconds_saved").values()):
+        yield f"{saved:,.1f} s of prefill saved"
+    if waits := observed.get("wait_seconds"):
+        yield f"{len(waits)} waited for NVMe, {1000 * max(waits):,.0f} ms at most"
+    if causes := of("recomputations"):
+        why = ", ".join(f"{n:,.0f} {cause}" for cause, n in sorted(causes.items()))
+        yield f"computed though stored: {why}"
+    chunks, moved = of("chunks"), of("bytes")
+    if saved_chunks := chunks.get("saved", 0):
+        yield f"{saved_chunks:,.0f} chunks kept"
+    if written := moved.get("dram_to_nvme", 0):
+        yield f"{format_size(int(written))} written to NVMe"
+    if lost := chunks.get("dropped", 0) + chunks.get("lost", 0):
+        yield f"{lost:,.0f} chunks had no room"
+    if errors := of("errors"):
+        yield "ERRORS: " + ", ".join(f"{n:,.0f} {kind}" for kind, n in sorted(errors.items()))
 
 
 class IdleFigures:
