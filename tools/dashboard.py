@@ -128,6 +128,9 @@ PANELS: dict[str, list[Panel]] = {
         Panel("Full", "Share of slots in use.", "percentunit", {
             "{{instance}} {{tier}}": f"{of('held_bytes')} / {of('capacity_bytes')}",
         }, most=1),
+        Panel("DRAM of other sizes", "Share of prompt tokens that DRAM of so many times its size "
+              "would have had.", "percentunit",
+              {"{{times}} x": f"avg by (times) ({of('dram_curve_ratio')})"}, most=1),
         Panel("Leaves", "Chunks that gave their place to another, or found none.", "short", {
             "{{event}}": rate(
                 of("chunks_total", event="evicted_dram|evicted_nvme|given_up|lost|dropped|refused"),

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.policy.hit_curve import CURVE_TIMES
 from attnstore_vllm.scheduler.figures import ERROR_EVENTS, in_words
 from attnstore_vllm.scheduler.messages import StepStats, add_stats
 from attnstore_vllm.transfer.board import PERIOD_S, BoardReader
@@ -108,6 +109,11 @@ GAUGES = {
     "recovery_seconds": ("", "Time that the last start took to find what earlier runs left."),
     "recovery_records": ("", "Records that it read for that."),
     "recovered_chunks": ("", "Chunks that it found."),
+    "dram_curve_ratio": (
+        "times",
+        "Share of prompt tokens that DRAM of so many times its size would have had, by a sample "
+        "of chunks, if the least recently used left first.",
+    ),
     "info": ("version vllm io eviction", "1. The labels say what serves."),
 }
 """By name: labels of ours, and the text."""
@@ -141,6 +147,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "nvme_in_use": ("reads", "writes"),
     "capacity_bytes": _TIERS,
     "dirty_bytes": ("nvme",),
+    "dram_curve_ratio": tuple(f"{times:g}" for times in CURVE_TIMES),
     "recovery_seconds": _NO_LABEL,
     "recovery_records": _NO_LABEL,
     "recovered_chunks": _NO_LABEL,

@@ -33,6 +33,7 @@ from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
+from attnstore_vllm.policy.hit_curve import HitCurve
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import NO_TERMS, Run, Terms, Visit, visit_of
 from attnstore_vllm.store.context import Context, Pool
@@ -134,6 +135,7 @@ class Store:
             sinks=moved[1],
             seed=secrets.randbits(63),
         )
+        self._curve = HitCurve.around(pool.num_slots, slab.shape.chunk_tokens)
         self._clock = clock
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
@@ -185,6 +187,7 @@ class Store:
         marks = [int.from_bytes(key[:8], "big") for key in keys]
         with self._lock:
             now = self.residency.now = self._clock()
+            self._curve.use(marks, num_tokens)
             pieces = self._match(sequence, 0, stop, min_tokens)
             last_runs = self._last_runs(pieces, sequence.chunk_tokens)
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
@@ -459,6 +462,8 @@ class Store:
         with self._lock:
             now = self.residency.now = self._clock()
             chunk = self.residency.begin_save(name, run, again=again, stays=stays)
+            if not self.needs:  # else it may be another group's
+                self._curve.store(name.key, name.num_tokens)
             if pin_s is not None:
                 kept = chunk or self.residency.index.get(name.key)
                 if kept is not None:
@@ -556,6 +561,7 @@ class Store:
                 ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
                 ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
             }
+            gauges |= {("dram_curve_ratio", n): share for n, share in self._curve.by_times()}
             for io in self.thread.tiers:
                 name, health = io.tier.name, io.health
                 gauges["held_bytes", name] = float(io.tier.num_used * io.record_bytes)
