@@ -6,7 +6,7 @@ body.
     priority: low|normal|high
     ttl: 600, "10m", "1h"   after so long without use its KV is not found any more
     truncation: true        its prompt may be served with stored KV that is moved to other positions
-    report: true            the response says how many tokens were
+    report: true            the response says where its prompt's KV came from
     ended: true             the conversation is over: its KV leaves before all other KV
     pin: true               its prompt's KV is not evicted until that time is over, within a share
 

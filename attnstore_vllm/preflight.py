@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.metadata
 import os
 import resource
 import subprocess
@@ -31,6 +32,18 @@ _UNLIMITED = 1 << 62
 
 
 TESTED_VLLM = ("0.30.0", "0.31.0", "0.32.0")
+
+
+def wrong_vllm(error: ImportError) -> UnsupportedError:
+    """The error of a start on a vLLM that lacks what the connector imports."""
+    try:
+        found = f"vLLM {importlib.metadata.version('vllm')}"
+    except importlib.metadata.PackageNotFoundError:
+        found = "this vLLM"
+    return UnsupportedError(
+        f"AttnStore cannot be used with {found}: {error}. It works with {', '.join(TESTED_VLLM)}; "
+        "install one of them, or start vLLM without --kv-transfer-config"
+    )
 
 
 def check_machine(

@@ -72,6 +72,7 @@ class Request:
     cache_salt: str | None = None
     lora_request: None = None
     resumable: bool = False
+    num_prompt_tokens: int = 0
 
 
 def request(name: str, tokens: Sequence[int] = ()) -> Any:

@@ -64,7 +64,7 @@ def traffic(before: Metrics, after: Metrics) -> Traffic:
     return Traffic(
         prompt_tokens=prompt_tokens,
         moved_bytes=by_label("bytes", "direction"),
-        chunks=by_label("chunks", "event"),
+        chunks=by_label("chunks", "event") | by_label("errors", "kind"),
         recomputations=by_label("recomputations", "cause"),
         loads=int(grown(f"{_STORE}load_seconds_count")),
         load_seconds=grown(f"{_STORE}load_seconds_sum"),

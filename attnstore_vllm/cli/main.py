@@ -23,10 +23,11 @@ from attnstore_vllm.cli import (
     simulate,
     simulate_server,
     size_plan,
+    top,
     verify,
 )
-from attnstore_vllm.config import SIZE_MIN, parse_size
-from attnstore_vllm.errors import AttnStoreError
+from attnstore_vllm.config import SIZE_MIN, parse_size, seconds_of
+from attnstore_vllm.errors import AttnStoreError, ConfigError
 
 EXIT_OK, EXIT_BAD, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
@@ -63,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     sizes = commands.add_parser("plan", help="how much DRAM and NVMe a load wants, for a budget")
     size_plan.add_arguments(sizes)
     simulate.add_trace_arguments(sizes)
+    live = commands.add_parser("top", help="live view of servers by their /metrics")
+    live.add_argument("url", nargs="+", metavar="URL", help="of a vLLM server, as localhost:8000")
+    live.add_argument("--once", action="store_true", help="print figures since the start, and end")
+    live.add_argument("--json", action="store_true", help="print JSON, a line for each look")
+    live.add_argument(
+        "--interval", metavar="TIME", default="2s", help="between looks (%(default)s)"
+    )
     benches = commands.add_parser("bench", help="measure servers").add_subparsers(
         dest="bench", required=True
     )
@@ -140,6 +148,7 @@ def _run(args: argparse.Namespace) -> int:
         "simulate": _simulate,
         "bench": bench.run,
         "gc": _gc,
+        "top": _top,
     }
     if args.command in handlers:
         return handlers[args.command](args)
@@ -215,6 +224,14 @@ def _simulate(args: argparse.Namespace) -> int:
         simulate.show(trace, runs)
     if args.plot:
         simulate.plot(trace, runs, args.plot)
+    return EXIT_OK
+
+
+def _top(args: argparse.Namespace) -> int:
+    interval_s = seconds_of(args.interval)
+    if not interval_s:
+        raise ConfigError(f"--interval is {args.interval!r}; expected a time, as 2s")
+    top.run(args.url, interval_s, once=args.once, as_json=args.json)
     return EXIT_OK
 
 

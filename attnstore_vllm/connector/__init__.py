@@ -4,6 +4,6 @@
 `kv_connector_module_path: attnstore_vllm.connector` finds the class here, without the plugin.
 """
 
-from attnstore_vllm.connector.connector import AttnStoreConnector
+from attnstore_vllm.connector.loading import AttnStoreConnector
 
 __all__ = ["AttnStoreConnector"]

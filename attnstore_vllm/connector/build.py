@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import math
 import os
@@ -38,9 +39,11 @@ from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
+from attnstore_vllm.scheduler.start_log import start_lines
 from attnstore_vllm.store.format import LABEL_BYTES, Encoding, SegmentHeader, pages
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
@@ -229,7 +232,7 @@ def _scheduler(
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
     pinning, truncation = config.pinning, config.truncation
-    store = _store(vllm_config, config, geometry, pool, namespace)
+    store, disk = _store(vllm_config, config, geometry, pool, namespace)
     return Scheduler(
         store,
         geometry,
@@ -256,6 +259,8 @@ def _scheduler(
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         serves_adapters=_serves_adapters(vllm_config, geometry),
+        info=(own_version(), vllm.__version__, disk, config.eviction),
+        board=_board(vllm_config),
     )
 
 
@@ -283,8 +288,8 @@ def _store(
     geometry: Geometry,
     pool: SharedPool,
     namespace: bytes,
-) -> Store:
-    """The store, on the slab file of the settings' directory."""
+) -> tuple[Store, str]:
+    """The store, on the slab file of the settings' directory; and what serves the file."""
     shape = SegmentHeader(
         number=-1,
         chunk_tokens=geometry.chunk_tokens,
@@ -298,17 +303,10 @@ def _store(
     slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
     region = (pool.address, pool.num_slots * pool.slot_bytes)
     device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
-    logger.info(
-        "AttnStore keeps %d tokens in DRAM and up to %d on NVMe (%s a token, chunks of %d tokens; "
-        "%s)",
-        pool.num_slots * geometry.chunk_tokens,
-        slab.num_segments * slab.records_per_segment * geometry.chunk_tokens,
-        format_size(round(geometry.token_bytes())),
-        geometry.chunk_tokens,
-        kind,
-    )
+    lines = start_lines(own_version(), config, geometry, pool.num_slots, slab, kind)
+    logger.info("%s", "\n".join(lines))
     pinning, truncation = config.pinning, config.truncation
-    return Store(
+    store = Store(
         pool,
         slab,
         device,
@@ -323,6 +321,25 @@ def _store(
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
     )
+    return store, kind
+
+
+def own_version() -> str:
+    try:
+        return importlib.metadata.version("attnstore-vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _board(vllm_config: VllmConfig) -> Board | None:
+    """The board for figures while the engine sleeps. Without it they come with the next step."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None and transfer.engine_id is not None
+    try:
+        return Board(transfer.engine_id)
+    except OSError as error:
+        logger.warning("figures stand still while the engine is idle: %s", error)
+        return None
 
 
 def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:

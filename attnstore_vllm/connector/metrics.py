@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures that /metrics shows. Counters travel as differences, gauges as values, once a step.
+"""The figures that /metrics shows. Counters travel as differences, gauges as values.
 
 Everything is `vllm:attnstore_<name>`, with vLLM's own labels (model, engine) and at most one of
-ours. A gauge or a write-back that changes while the engine sleeps is seen with the next step.
+ours; `info` has several. Figures come with each step, and while the engine sleeps by a board
+(transfer/board.py), which is read once a second.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.policy.hit_curve import CURVE_TIMES
+from attnstore_vllm.scheduler.figures import ERROR_EVENTS, in_words
 from attnstore_vllm.scheduler.messages import StepStats, add_stats
+from attnstore_vllm.transfer.board import PERIOD_S, BoardReader
 from attnstore_vllm.types import Flow
 
 COUNTERS = {
@@ -26,10 +33,20 @@ COUNTERS = {
         "Tokens whose KV was stored, and not in HBM, when vLLM first had a place for the request, "
         "by the tier it was in then: look-ahead is to bring all of it to DRAM before.",
     ),
-    "offered_tokens": ("tier", "Tokens whose KV the store offered, by the tier it was in."),
+    "prompt_tokens": (
+        "source",
+        "Prompt tokens of requests when vLLM was first told what the store has of them: in HBM "
+        "already (hbm), offered from a tier, or to be computed.",
+    ),
     "loaded_tokens": ("tier", "Tokens whose KV was loaded into HBM, by the tier it was in."),
     "moved_tokens": ("tier", "Tokens among those whose KV was moved to another position."),
+    "prefill_seconds_saved": (
+        "tier",
+        "Seconds that computing the loaded tokens would have taken, as measured on this server's "
+        "own steps, by the tier their KV was in.",
+    ),
     "chunks": ("event", "What happened to chunks."),
+    "errors": ("kind", "What failed: each costs a prefill at most."),
     "bytes": ("direction", "Bytes moved between the tiers."),
     "first_written_bytes": (
         "tier",
@@ -76,29 +93,45 @@ COUNTERS = {
 CHUNK_EVENTS = (
     "saved", "saved_again", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up",
     "lost", "superseded", "written",
-    "write_failed", "read_failed", "read_late", "corrupt", "recovered", "scrubbed",
-    "device_late", "device_out", "unsaved", "expired", "pinned", "pin_refused",
+    "read_late", "recovered", "scrubbed", "unsaved", "expired", "pinned", "pin_refused",
     "does_not_fit",
 )  # fmt: skip
 """`saved_again`: computed though NVMe has it, and kept in DRAM. `dropped`: not saved for want of
 room. `refused`: not written, since a full NVMe has nothing that is worth less. `given_up`: left
 DRAM though a request far back in the queue wants it. `lost`: evicted from its last tier.
-`read_late`: not waited for any longer. `device_late`, `device_out`: the disk did not answer in
-time, or failed again and again, and was left alone for a while. `expired`: looked for after its
-ttl, and dropped. `pinned`, `pin_refused`: a slot was pinned, or not, since its tenant or all have
-their share. `does_not_fit`: encoded it takes more than its place on NVMe has, and stays in DRAM.
-`unsaved`: its copy from HBM was given up for want of room in the write buffer, or failed."""
+`read_late`: not waited for any longer. `expired`: looked for after its ttl, and dropped. `pinned`,
+`pin_refused`: a slot was pinned, or not, since its tenant or all have their share. `does_not_fit`:
+encoded it takes more than its place on NVMe has, and stays in DRAM. `unsaved`: its copy from HBM
+was given up for want of room in the write buffer, or failed."""
 GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
+    "capacity_bytes": ("tier", "Bytes of all slots that there can be."),
+    "dirty_bytes": ("tier", "Bytes in DRAM that wait to be written to this tier."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),
-    "recovery": ("figure", "Of the last start: seconds, records read, chunks found."),
+    "recovery_seconds": ("", "Time that the last start took to find what earlier runs left."),
+    "recovery_records": ("", "Records that it read for that."),
+    "recovered_chunks": ("", "Chunks that it found."),
+    "dram_curve_ratio": (
+        "times",
+        "Share of prompt tokens that DRAM of so many times its size would have had, by a sample "
+        "of chunks, if the least recently used left first.",
+    ),
+    "info": ("version vllm io eviction", "1. The labels say what serves."),
 }
+"""By name: labels of ours, and the text."""
+ERROR_KINDS = tuple(sorted(ERROR_EVENTS))
+"""`read_failed`, `write_failed`: the disk said so. `corrupt`: bytes are not what was written.
+`device_late`, `device_out`: the disk did not answer in time, or failed again and again, and was
+left alone for a while."""
 _TIERS = ("dram", "nvme")
+_NO_LABEL = ("",)
 _KINDS = tuple(reach.value for reach in Reach)
 LABELS: dict[str, tuple[str, ...]] = {
     "chunks": CHUNK_EVENTS,
     "wanted_tokens": _TIERS,
-    "offered_tokens": _TIERS,
+    "prompt_tokens": ("hbm", *_TIERS, "computed"),
+    "prefill_seconds_saved": _TIERS,
+    "errors": ERROR_KINDS,
     "loaded_tokens": _TIERS,
     "moved_tokens": ("dram",),
     "prefetch_tokens": _TIERS,
@@ -114,10 +147,16 @@ LABELS: dict[str, tuple[str, ...]] = {
     "sections_dropped": _KINDS,
     "prefetches": ("hit", "miss"),
     "nvme_in_use": ("reads", "writes"),
-    "recovery": ("seconds", "records", "chunks"),
+    "capacity_bytes": _TIERS,
+    "dirty_bytes": ("nvme",),
+    "dram_curve_ratio": tuple(f"{times:g}" for times in CURVE_TIMES),
+    "recovery_seconds": _NO_LABEL,
+    "recovery_records": _NO_LABEL,
+    "recovered_chunks": _NO_LABEL,
 }
-"""All that there are."""
+"""All that there are; of `info` the engine says them."""
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_DISK_SECONDS = (0.0001, 0.0002, 0.0005, *_SECONDS[1:])
 _RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.6, 2.5, 5.0, 10.0)
 # No bucket below zero: prometheus_client leaves the sum of such a histogram out, and then vLLM's
 # LLM.get_metrics() fails.
@@ -128,8 +167,10 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     ),
     "load_wait_seconds": ("Time that a forward pass waited for them, all layers.", _SECONDS),
     "wait_seconds": ("Time that a request waited for its KV to come up from NVMe.", _SECONDS),
-    "wait_over_forecast": ("That time over its forecast.", _RATIOS),
-    "step_over_forecast": (
+    "wait_forecast_ratio": ("That time over its forecast.", _RATIOS),
+    "nvme_read_seconds": ("Time of one read of a record, from its submission on.", _DISK_SECONDS),
+    "nvme_write_seconds": ("Time of one write of a record, from its submission on.", _DISK_SECONDS),
+    "step_forecast_ratio": (
         "Length of a step that computed prompts over its forecast.",
         _RATIOS,
     ),
@@ -146,13 +187,9 @@ class AttnStoreStats(KVConnectorStats):
         add_stats(self.data, other.data)
         return self
 
-    def reduce(self) -> dict[str, int | float]:
-        """One line of vLLM's periodic log."""
-        line: dict[str, int | float] = dict(sorted(self.data["counters"].items()))
-        line.update(self.data["gauges"])
-        for name, values in self.data["observed"].items():
-            line[f"{name}_median"] = round(sorted(values)[len(values) // 2], 5)
-        return line
+    def reduce(self) -> dict[str, Any]:
+        """One line of vLLM's periodic log, which writes `name=value`."""
+        return {"AttnStore": in_words(self.data)}
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
@@ -170,6 +207,7 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
+        self._lock = threading.Lock()
         for name, (label, text) in COUNTERS.items():
             self._metrics[name] = metric_types[Counter](
                 name=f"vllm:attnstore_{name}", documentation=text, labelnames=[*labelnames, label]
@@ -178,7 +216,7 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = metric_types[Gauge](
                 name=f"vllm:attnstore_{name}",
                 documentation=text,
-                labelnames=[*labelnames, label],
+                labelnames=[*labelnames, *label.split()],
                 multiprocess_mode="mostrecent",
             )
         for name, (text, buckets) in HISTOGRAMS.items():
@@ -194,17 +232,54 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
                     self._child(name, engine, label)
             for name in HISTOGRAMS:
                 self._child(name, engine)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.engine_id:
+            readers = {
+                engine: BoardReader(names_of_engine(transfer.engine_id, engine))
+                for engine in per_engine_labelvalues
+            }
+            threading.Thread(
+                target=_read_boards, args=(weakref.ref(self), readers), name="attnstore-boards",
+                daemon=True,
+            ).start()  # fmt: skip
 
-    def _child(self, name: str, engine: int, *label: str) -> Any:
-        return self._metrics[name].labels(*self.per_engine_labelvalues[engine], *label)
+    def _child(self, name: str, engine: int, label: str = "") -> Any:
+        """Args: label: several are apart by "|"; "": it has none."""
+        own = label.split("|") if label else ()
+        return self._metrics[name].labels(*self.per_engine_labelvalues[engine], *own)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for key, amount in transfer_stats_data["counters"].items():
-            name, label = key.split(":")
-            self._child(name, engine_idx, label).inc(amount)
-        for key, value in transfer_stats_data["gauges"].items():
-            name, label = key.split(":")
-            self._child(name, engine_idx, label).set(value)
-        for name, values in transfer_stats_data["observed"].items():
-            for value in values:
-                self._child(name, engine_idx).observe(value)
+        """From vLLM's thread, and from the one that reads boards."""
+        with self._lock:
+            for key, amount in transfer_stats_data["counters"].items():
+                name, _, label = key.partition(":")
+                self._child(name, engine_idx, label).inc(amount)
+            for key, value in transfer_stats_data["gauges"].items():
+                name, _, label = key.partition(":")
+                self._child(name, engine_idx, label).set(value)
+            for name, values in transfer_stats_data["observed"].items():
+                for value in values:
+                    self._child(name, engine_idx).observe(value)
+
+
+def names_of_engine(engine_id: str, number: int) -> tuple[str, ...]:
+    """Names that vLLM may have given the engine: under data parallelism each has a suffix."""
+    return f"{engine_id}_dp{number}", engine_id
+
+
+def _read_boards(
+    metrics: weakref.ref[AttnStorePromMetrics], readers: Mapping[int, BoardReader]
+) -> None:
+    """The thread that shows what changes while engines sleep. It ends with its metrics."""
+    while True:
+        time.sleep(PERIOD_S)
+        shown = metrics()
+        if shown is None:
+            break
+        for engine, reader in readers.items():
+            data = reader.take()
+            if data is not None:
+                shown.observe(data, engine)
+        del shown
+    for reader in readers.values():
+        reader.close()

@@ -82,13 +82,18 @@ class Costs:
     def step_ended(self, report: StepReport, stats: StepStats) -> None:
         wrong, loaded = self.times.ended(report.number, report.load_wait_s)
         if wrong is not None:
-            stats.observe("step_over_forecast", 1 + wrong)
+            stats.observe("step_forecast_ratio", 1 + wrong)
         if loaded and report.load_wait_s:
             self._copies.observe(loaded, report.load_wait_s)
         for num_bytes, seconds in report.measured:
             self._loads.observe(num_bytes, seconds)
 
     # ---- decisions ---------------------------------------------------------------------
+
+    def computing_s(self, start: int, stop: int) -> float | None:
+        """Seconds for tokens [start, stop) of a prompt, on the mean; None before it is known. From
+        any thread."""
+        return self._steps.seconds(start, stop) if self._steps.is_known else None
 
     def copy_pays(self, start: int, stop: int, ahead_s: float | None = None) -> bool:
         """Whether KV of tokens [start, stop) that is in DRAM should be loaded.
@@ -170,10 +175,11 @@ class Costs:
         if state.waiting.since is None:
             return
         now = self._clock()
+        state.counted.waited_s += now - state.waiting.since
         stats.observe("wait_seconds", now - state.waiting.since)
         if state.waiting.forecast is not None:
             said_at, seconds = state.waiting.forecast
-            stats.observe("wait_over_forecast", (now - said_at) / max(seconds, 1e-6))
+            stats.observe("wait_forecast_ratio", (now - said_at) / max(seconds, 1e-6))
         state.waiting.since = state.waiting.forecast = None
 
 
@@ -312,14 +318,20 @@ class Offers:
         state.computing.first = local
         if not state.counted.offered:  # the request's first answer
             state.counted.offered = True
+            state.counted.in_hbm = local
             # A rest that is too short to be loaded is computed in any case.
             computed = state.counted.stored_stop - local - num_tokens
             if computed >= MIN_LOAD_TOKENS:
                 stats.add("recomputations", cause, 1)
+                state.counted.why_computed = cause
             for group in sequence.short_of:
                 self._counts.add("shortened_hits", group, 1)
-            for tier, number in self._store.tiers(held if num_tokens else (), local).items():
-                stats.add("offered_tokens", tier, number)
+            offers = num_tokens >= MIN_LOAD_TOKENS
+            offered = self._store.tiers(held if offers else (), local)
+            for source, number in {
+                "hbm": local, **offered, "computed": request.num_tokens - local - offered.total()
+            }.items():  # fmt: skip
+                stats.add("prompt_tokens", source, number)
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
             return 0, False
@@ -384,8 +396,10 @@ class Offers:
         if self._needs:
             self._count_loaded((*used, *sections, *states), stop)
         state.counted.sources = self._store.tiers(used, start)
+        saved_s = self._costs.computing_s(start, stop) or 0.0
         for tier, tokens in state.counted.sources.items():
             stats.add("loaded_tokens", tier, tokens)
+            stats.add("prefill_seconds_saved", tier, saved_s * tokens / num_tokens)
         if moved:  # tokens count once, in whatever groups
             stats.add("moved_tokens", DRAM, sum(run.num_tokens for run in planned[0][1]))
         if not offered.layers_before:

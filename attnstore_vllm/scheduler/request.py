@@ -23,7 +23,7 @@ from attnstore_vllm.index.sections import Need
 from attnstore_vllm.policy.runs import Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.vllm_types import Request
-from attnstore_vllm.types import Key
+from attnstore_vllm.types import DRAM, NVME, Key
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +175,12 @@ class Counted:
     """Tokens of its last load, by the tier they were in."""
     stored_stop: int = 0
     """Up to which token the store had KV at some time since the request came."""
+    in_hbm: int = 0
+    """Tokens of the prompt that were in HBM when it had its first answer."""
+    waited_s: float = 0.0
+    """That it waited for KV to come up, all waits together."""
+    why_computed: str | None = None
+    """Why it computed what the store had: a cause of the metric `recomputations`."""
 
 
 @dataclass(slots=True)
@@ -226,6 +232,25 @@ class RequestState:
         """Note what a lookup found: an offer that falls short of it is a recomputation."""
         if pieces:
             self.counted.stored_stop = max(self.counted.stored_stop, pieces[-1].stop)
+
+    def report(self) -> dict[str, int | str | None]:
+        """Where its prompt's KV came from, for who has sent it (docs/hints.md)."""
+        prompt, found = self.request.num_prompt_tokens, self.counted
+        dram, nvme = (found.sources.get(tier, 0) for tier in (DRAM, NVME))
+        computed = prompt - found.in_hbm - sum(found.sources.values())
+        why = "copy_failed" if self.load_failed else found.why_computed
+        if why is None and computed > MIN_LOAD_TOKENS:
+            why = "not_stored"
+        return {
+            "prompt_tokens": prompt,
+            "hbm_tokens": found.in_hbm,
+            "dram_tokens": dram,
+            "nvme_tokens": nvme,
+            "moved_tokens": self.moved_tokens,
+            "computed_tokens": computed,
+            "why_computed": why,
+            "waited_ms": round(1000 * found.waited_s),
+        }
 
     def begin_anew(self) -> None:
         """It was preempted: it may wait again, and will have other blocks."""

@@ -21,6 +21,7 @@ from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
+from attnstore_vllm.scheduler.figures import IdleFigures, StoreFigures
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport, StepStats
 from attnstore_vllm.scheduler.offer import Costs, Offers, Waits
 from attnstore_vllm.scheduler.open_plans import OpenPlans
@@ -42,8 +43,8 @@ from attnstore_vllm.scheduler.vllm_view import (
     hide_session,
 )
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.types import NVME
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class Scheduler:
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
         has_prefix_cache: vLLM has one, which is reset when weights are updated.
         serves_adapters: requests with a LoRA adapter use and leave KV as others do.
+        info: of the metric of that name, by label.
+        board: shows figures that change while no step is planned.
         clock: monotonic seconds.
     """
 
@@ -106,6 +109,8 @@ class Scheduler:
         overcounts_drafts: bool = False,
         has_prefix_cache: bool = True,
         serves_adapters: bool = True,
+        info: tuple[str, ...] = (),
+        board: Board | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
@@ -130,7 +135,8 @@ class Scheduler:
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
         self._stats = StepStats()
-        self._figures = StoreFigures(store, geometry.token_bytes())
+        self._figures = StoreFigures(store, geometry.token_bytes(), info)
+        self._idle = IdleFigures(self._figures, board) if board is not None else None
         self._kv_cache_manager: KVCacheManager | None = None
         self._queue = VllmQueue(store, by_priority=by_priority) if looks_ahead else None
         self.costs = Costs(
@@ -402,7 +408,7 @@ class Scheduler:
         if state.finds_moved:
             self._truncation.finished(state)
         keeps = self.plans.finished(request.request_id)
-        said = {SECTION: {"moved_tokens": state.moved_tokens}} if state.hints.report else None
+        said = {SECTION: state.report()} if state.hints.report else None
         return keeps, said
 
     # ---- the rest ----------------------------------------------------------------------
@@ -433,6 +439,8 @@ class Scheduler:
 
     def close(self) -> None:
         self.names.close()
+        if self._idle is not None:
+            self._idle.close()
         self.store.close()
         if self._lock >= 0:
             os.close(self._lock)
@@ -444,37 +452,6 @@ class Scheduler:
         assert not any(state.offered for state in self.requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0
-
-
-class StoreFigures:
-    """The store's own counts and gauges, as differences.
-
-    Args:
-        token_bytes: KV bytes of a token, all ranks.
-    """
-
-    def __init__(self, store: Store, token_bytes: float) -> None:
-        self._store = store
-        self._token_bytes = token_bytes
-        self._reported: dict[tuple[str, str], float] = {}
-
-    def add_to(self, stats: StepStats) -> None:
-        """Add what has changed since the last call."""
-        figures = self._store.figures()
-        totals: dict[tuple[str, str], float] = {
-            **{("chunks", event): count for event, count in figures.counts.items()},
-            **{("bytes", flow.value): n for flow, n in figures.moved_bytes.items()},
-            ("first_written_bytes", NVME): int(figures.first_written_tokens * self._token_bytes),
-        }
-        for (name, label), total in totals.items():
-            more = total - self._reported.get((name, label), 0)
-            if more:
-                stats.add(name, label, more)
-        self._reported.update(totals)
-        for (name, label), value in figures.gauges.items():
-            if self._reported.get((name, label)) != value:
-                self._reported[name, label] = value
-                stats.set(name, label, value)
 
 
 def prefetch(

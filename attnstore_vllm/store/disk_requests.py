@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.device import Completion, Device, IoRequest, Op, Seal
+
+TIMES_KEPT = 1024
+"""Seconds of so many requests are kept, of each kind, until somebody takes them."""
 
 
 @dataclass(slots=True)
@@ -50,6 +54,8 @@ class DiskRequests:
         self._tags = itertools.count(1)
         self._open: dict[int, DiskRequest] = {}
         self._lock = threading.Lock()
+        self.seconds = {op: deque[float](maxlen=TIMES_KEPT) for op in (Op.READ, Op.WRITE)}
+        """Times of reads and writes of a header with its payload, from submit() on."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -101,6 +107,9 @@ class DiskRequests:
     def _end(self, completion: Completion) -> None:
         with self._lock:
             request = self._open.pop(completion.tag)
+        if len(request.buffers) > 1 and not request.stride and request.op in self.seconds:
+            began = request.deadline - self._deadline_s
+            self.seconds[request.op].append(self._clock() - began)
         request.done(completion)
 
     def _check_deadlines(self) -> None:

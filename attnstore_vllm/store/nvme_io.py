@@ -134,6 +134,9 @@ class NvmeIo(TierIo):
             self._disk.tier.open(records.start, len(records))
         self.recovery = Recovery(disk)
         self.gauges = self.recovery.gauges
+        self.seconds = {
+            f"{NVME}_{op.value}_seconds": times for op, times in requests.seconds.items()
+        }
         budget = Budget(scrub_rate, SCRUB_BURST_S)
         self._scrubber = Scrubber(disk, budget) if scrub_rate else None
 

@@ -58,7 +58,9 @@ class Recovery:
         self.seconds = 0.0
         self.found = 0
         self.damaged = 0
-        self.gauges = {("recovery", name): 0.0 for name in ("seconds", "records", "chunks")}
+        self.gauges = {
+            (name, ""): 0.0 for name in ("recovery_seconds", "recovery_records", "recovered_chunks")
+        }
         self.is_over = not self._todo
         """Set with the store's lock held, after the last batch was entered."""
 
@@ -127,7 +129,7 @@ class Recovery:
                 disk.adopt_stored_bytes(raw, slots)
                 adopted = disk.tier.adopt(raw, slots, size)
                 self.found += adopted.entered - adopted.superseded
-                self.gauges["recovery", "chunks"] = self.found
+                self.gauges["recovered_chunks", ""] = self.found
             context.progress.notify_all()
 
     def _end(self) -> None:
@@ -137,8 +139,8 @@ class Recovery:
         with context.progress:
             disk.tier.all_adopted(order, context.clock())
             context.residency.counts["recovered"] += self.found
-            self.gauges["recovery", "seconds"] = self.seconds
-            self.gauges["recovery", "records"] = self.num_records
+            self.gauges["recovery_seconds", ""] = self.seconds
+            self.gauges["recovery_records", ""] = self.num_records
             self.is_over = True
             context.progress.notify_all()
         if self.num_records:

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
@@ -33,14 +32,15 @@ from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
+from attnstore_vllm.policy.hit_curve import HitCurve
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import NO_TERMS, Run, Terms, Visit, visit_of
-from attnstore_vllm.store.context import Context, Pool
+from attnstore_vllm.store.context import Context, Figures, Pool
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.store.tier_io import MakeTier
-from attnstore_vllm.types import DRAM, Flow, Key
+from attnstore_vllm.types import DRAM, Key
 
 STATE_LOOKS_MAX = 8
 LOW_PRIORITY = -1
@@ -50,19 +50,6 @@ CLOSE_DEADLINE_S = 3.0
 
 def _is_ready(chunk: Chunk) -> bool:
     return chunk.dram.state is State.READY and not chunk.dropped
-
-
-class Figures(NamedTuple):
-    """The store's figures at one moment."""
-
-    counts: dict[str, int]
-    """Events since the start, by name."""
-    moved_bytes: dict[Flow, int]
-    """Bytes moved between DRAM and NVMe since the start."""
-    first_written_tokens: int
-    """Tokens written to NVMe that were not there before."""
-    gauges: dict[tuple[str, str], float]
-    """Values as they are now, as (name, label): value."""
 
 
 class Store:
@@ -135,6 +122,7 @@ class Store:
             sinks=moved[1],
             seed=secrets.randbits(63),
         )
+        self._curve = HitCurve.around(pool.num_slots, slab.shape.chunk_tokens)
         self._clock = clock
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
@@ -186,6 +174,7 @@ class Store:
         marks = [int.from_bytes(key[:8], "big") for key in keys]
         with self._lock:
             now = self.residency.now = self._clock()
+            self._curve.use(marks, num_tokens)
             pieces = self._match(sequence, 0, stop, min_tokens)
             last_runs = self._last_runs(pieces, sequence.chunk_tokens)
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
@@ -469,6 +458,8 @@ class Store:
             chunk = self.residency.begin_save(
                 name, run, again=again, stays=stays, is_alone=is_alone
             )
+            if not self.needs:  # else it may be another group's
+                self._curve.store(name.key, name.num_tokens)
             if pin_s is not None:
                 kept = chunk or self.residency.index.get(name.key)
                 if kept is not None:
@@ -573,19 +564,27 @@ class Store:
     def figures(self) -> Figures:
         with self._lock:
             dram = self.residency.dram
-            gauges = {("held_bytes", DRAM): float(dram.num_used * self._pool.slot_bytes)}
+            slot_bytes = self._pool.slot_bytes
+            gauges = {
+                ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
+                ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
+            }
+            gauges |= {("dram_curve_ratio", n): share for n, share in self._curve.by_times()}
             for io in self.thread.tiers:
-                name, health = io.tier.name, io.health
-                gauges["held_bytes", name] = float(io.tier.num_used * io.record_bytes)
-                gauges[f"{name}_in_use", "reads"] = float(health.reads.in_use)
-                gauges[f"{name}_in_use", "writes"] = float(health.writes.in_use)
-                gauges |= io.gauges
+                gauges |= io.gauges_now()
+                gauges["dirty_bytes", io.tier.name] = float(len(io.tier.waiting) * slot_bytes)
             return Figures(
                 dict(self.residency.counts),
                 dict(self._context.moved_bytes),
                 self.residency.first_written_tokens,
                 gauges,
             )
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """Seconds of transfers that have ended since the last call, by the metric that shows
+        them. Of more than are kept (disk_requests.py: TIMES_KEPT) the newest."""
+        kept = [item for io in self.thread.tiers for item in io.seconds.items()]
+        return {name: [times.popleft() for _ in range(len(times))] for name, times in kept if times}
 
     def is_idle(self) -> bool:
         """Nothing dirty, nothing in flight, nothing held."""

@@ -9,6 +9,7 @@ them. Whatever fails here costs a chunk or the tier, and never the server: a fai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -61,6 +62,8 @@ class TierIo(ABC):
         """Locked. On the store's clock."""
         self.gauges: dict[tuple[str, str], float] = {}
         """Locked. Values as they are now, as (name, label): value, of this tier alone."""
+        self.seconds: dict[str, deque[float]] = {}
+        """Seconds of transfers that have ended, by the metric that shows them. Any thread."""
 
     @property
     @abstractmethod

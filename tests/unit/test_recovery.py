@@ -101,7 +101,7 @@ def test_every_record_is_found_and_served(num_records: int) -> None:
     with next_start(device.image, device) as rig:
         assert slots(rig) == {record: name(record).key for record in range(num_records)}
         assert rig.store.figures().counts["recovered"] == num_records
-        assert rig.store.figures().gauges["recovery", "records"] == num_records
+        assert rig.store.figures().gauges["recovery_records", ""] == num_records
         for record in (0, num_records - 1):
             assert rig.check_read(sequence_of(tokens_of(record, CHUNK_TOKENS))) == 1
 

@@ -77,9 +77,9 @@ def test_a_wait_and_its_forecast(clock: Clock) -> None:
     assert rig.ask([0.1, 0.9, 1.5]) is None
     clock.now += 0.2
     observed = rig.end_wait()
-    assert observed.keys() == {"wait_seconds", "wait_over_forecast"}
+    assert observed.keys() == {"wait_seconds", "wait_forecast_ratio"}
     assert observed["wait_seconds"] == pytest.approx([0.3])
-    assert observed["wait_over_forecast"] == pytest.approx([1.5])
+    assert observed["wait_forecast_ratio"] == pytest.approx([1.5])
     assert rig.end_wait() == {}, "a wait ends once"
 
 
@@ -94,7 +94,7 @@ def test_a_wait_before_its_forecast(clock: Clock) -> None:
     clock.now += 0.25
     observed = rig.end_wait()
     assert observed["wait_seconds"] == pytest.approx([1.5])
-    assert observed["wait_over_forecast"] == pytest.approx([0.5])
+    assert observed["wait_forecast_ratio"] == pytest.approx([0.5])
 
 
 def test_a_wait_without_a_forecast(clock: Clock) -> None:
@@ -132,7 +132,7 @@ def test_a_step_and_its_forecast(clock: Clock) -> None:
         number = rig.costs.times.planned(output({name: (0, tokens)}, {}))
         clock.now += seconds + wait_s
         rig.costs.step_ended(StepReport(number, load_wait_s=wait_s), rig.stats)
-        found = rig.stats.data["observed"].get("step_over_forecast", [])
+        found = rig.stats.data["observed"].get("step_forecast_ratio", [])
         assert found == pytest.approx(observed, rel=0.01), name
 
 
@@ -251,3 +251,23 @@ def test_where_copies_do_not_run_beside_the_model() -> None:
     teach(costs, load_s=5.0, token_s=0.001)
     run_others(costs, 1)
     assert costs.layers_before(BYTES, 0, 5000, 6000) == 0
+
+
+def test_what_a_request_waited_is_in_its_report() -> None:
+    clock = Clock()
+    rig = Rig(clock)
+    rig.state.request.num_prompt_tokens = 3000
+    rig.ask([0.1, 0.2, 0.3])
+    clock.now += 0.25
+    rig.end_wait()
+    rig.ask([0.1, 0.2, 0.3])
+    clock.now += 0.5
+    rig.end_wait()
+    rig.state.counted.sources, rig.state.counted.in_hbm = {"dram": 1000, "nvme": 500}, 200
+    rig.state.counted.why_computed = "deadline"
+    assert rig.state.report() == {
+        "prompt_tokens": 3000, "hbm_tokens": 200, "dram_tokens": 1000, "nvme_tokens": 500,
+        "moved_tokens": 0, "computed_tokens": 1300, "why_computed": "deadline", "waited_ms": 750,
+    }  # fmt: skip
+    rig.state.load_failed = True
+    assert rig.state.report()["why_computed"] == "copy_failed"

@@ -20,8 +20,7 @@ def check_queue(theirs: Any, ours: Scheduler) -> set[str]:
     """
     view = ours._queue
     assert view is not None
-    waiting = [request.request_id for request in theirs.waiting]
-    holding = {request.request_id for request in theirs.kv_holding_waiting}
+    waiting, holding = _queues(theirs)
     running = {request.request_id: request for request in theirs.running}
     assert list(ours.store.residency.look_ahead) == waiting
     assert view._running.keys() - holding == running.keys()
@@ -29,3 +28,18 @@ def check_queue(theirs: Any, ours: Scheduler) -> set[str]:
     assert view._waiting.keys() | view._running.keys() == {*waiting, *holding, *running}
     assert view._waiting.keys().isdisjoint(view._running)
     return holding
+
+
+def _queues(theirs: Any) -> tuple[list[str], set[str]]:
+    """vLLM's waiting requests that hold no blocks, in its order, and those that hold some."""
+    if hasattr(theirs, "kv_holding_waiting"):
+        holding = {request.request_id for request in theirs.kv_holding_waiting}
+        return [request.request_id for request in theirs.waiting], holding
+    # vLLM 0.30 has one queue for all that it has skipped, before the others.
+    kept = ("WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STREAMING_REQ")
+    skipped = list(theirs.skipped_waiting)
+    holding = {request.request_id for request in skipped if request.status.name in kept}
+    waiting = [*skipped, *theirs.waiting]
+    if theirs.policy.name == "PRIORITY":
+        waiting.sort()
+    return [name for r in waiting if (name := r.request_id) not in holding], holding

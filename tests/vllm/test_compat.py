@@ -19,7 +19,7 @@ class Hidden(importlib.abc.MetaPathFinder):
         if name == NAME:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-del sys.modules[NAME]
+sys.modules.pop(NAME, None)
 sys.meta_path.insert(0, Hidden())
 from attnstore_vllm.connector import connector
 print("sources", connector._SOURCES)

@@ -79,7 +79,7 @@ def said(engine: Engine) -> Said:
     found = {cause: engine.metric("recomputations", cause) for cause in CAUSES}
     for metric in engine.llm.get_metrics():
         name = metric.name.removeprefix("vllm:attnstore_")
-        if name in ("wait_seconds", "wait_over_forecast", "step_over_forecast"):
+        if name in ("wait_seconds", "wait_forecast_ratio", "step_forecast_ratio"):
             found[name], found[f"{name}, number"] = metric.sum, metric.count
     return found
 
@@ -138,9 +138,9 @@ def test_an_engine_counts_what_it_decides(engine: EngineHost) -> None:
     assert waited["wait_seconds"] > 2 * READ_S * 0.9
     assert late["wait_seconds"] >= DEADLINE_OF_LATE_S * 0.9
     # Where computing is sooner and the settings wait all the same, no time is said.
-    assert [d["wait_over_forecast, number"] for d in differences] == [0, 0, 1, 0]
-    forecast_s = waited["wait_seconds"] / waited["wait_over_forecast"]
+    assert [d["wait_forecast_ratio, number"] for d in differences] == [0, 0, 1, 0]
+    forecast_s = waited["wait_seconds"] / waited["wait_forecast_ratio"]
     # Of a machine that others use, waits are long and differ, and so are forecasts.
     assert READ_S < forecast_s < 5 * learned["wait_seconds"] / len(LEARNED)
-    assert slower["step_over_forecast, number"] >= len(SLOWER)
-    assert slower["step_over_forecast"] > 0
+    assert slower["step_forecast_ratio, number"] >= len(SLOWER)
+    assert slower["step_forecast_ratio"] > 0

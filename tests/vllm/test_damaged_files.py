@@ -156,13 +156,13 @@ def test_records_damaged_at_random(disk: Disk) -> None:
 
         def all_counted() -> bool:
             nudge(server)
-            return count(server, "chunks", event="corrupt") >= countable
+            return count(server, "errors", kind="corrupt") >= countable
 
         # Those that are behind a missing chunk nobody asks for: the scrubber finds them.
         serving.wait_until(all_counted, f"{countable} of {done} are counted")
         disk.ask(server)  # once more: nothing is counted twice
         nudge(server)
-        assert count(server, "chunks", event="corrupt") == countable
+        assert count(server, "errors", kind="corrupt") == countable
         assert serving.is_healthy(server)
 
 

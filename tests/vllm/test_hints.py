@@ -59,6 +59,37 @@ def test_what_is_not_to_be_stored_is_not(engine: ScriptedEngine) -> None:
     engine.drain()
 
 
+def report_of(engine: ScriptedEngine, name: str, prompt: list[int]) -> dict[str, Any]:
+    """What the response would say."""
+    said = []
+    finished = engine.ours.request_finished
+
+    def keep(*arguments: Any) -> Any:
+        keeps, found = finished(*arguments)
+        said.append(found)
+        return keeps, found
+
+    engine.ours.request_finished = keep
+    run(engine, name, prompt, report=True)
+    engine.ours.request_finished = finished
+    (found,) = said
+    return dict(found["attnstore"])
+
+
+def test_a_report_says_where_the_prompt_came_from(engine: ScriptedEngine) -> None:
+    length, found = len(PROMPT), whole_blocks(len(PROMPT) - 1)
+    first = report_of(engine, "a", PROMPT)
+    assert (first["computed_tokens"], first["why_computed"]) == (length, "not_stored")
+    in_hbm = report_of(engine, "b", PROMPT)
+    assert in_hbm["hbm_tokens"] + in_hbm["dram_tokens"] == found
+    assert in_hbm["hbm_tokens"] > 0
+    assert engine.scheduler.reset_prefix_cache()
+    loaded = report_of(engine, "c", PROMPT)
+    assert (loaded["hbm_tokens"], loaded["dram_tokens"]) == (0, found)
+    assert (loaded["computed_tokens"], loaded["why_computed"]) == (length - found, None)
+    assert loaded["prompt_tokens"] == length and loaded["waited_ms"] == 0
+
+
 def test_the_prompt_is_pinned_and_the_answer_is_not(engine: ScriptedEngine) -> None:
     engine.add("a", PROMPT, 3 * CHUNK, params={"attnstore": {"pin": True, "ttl": "1h"}})
     engine.drain()

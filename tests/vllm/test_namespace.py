@@ -35,6 +35,7 @@ from attnstore_vllm.connector.settings import (  # noqa: E402
 )
 from attnstore_vllm.connector.worker import Worker  # noqa: E402
 from attnstore_vllm.errors import UnsupportedError  # noqa: E402
+from attnstore_vllm.preflight import TESTED_VLLM  # noqa: E402
 from attnstore_vllm.testing.tiny_model import TINY, make_model  # noqa: E402
 from attnstore_vllm.transfer.geometry import Geometry  # noqa: E402
 from attnstore_vllm.transfer.pool import SharedPool  # noqa: E402
@@ -272,6 +273,13 @@ def _seen() -> set[str]:
     return set(_settings_of_vllm()) | set(envs.environment_variables)
 
 
+ONLY_TESTED = pytest.mark.skipif(
+    vllm.__version__.split("+")[0] != TESTED_VLLM[-1],
+    reason="the lists are of the newest tested version",
+)
+
+
+@ONLY_TESTED
 def test_somebody_has_decided_on_every_setting() -> None:
     """A new setting is in the namespace until somebody decides; then it goes into the file.
 
@@ -282,6 +290,7 @@ def test_somebody_has_decided_on_every_setting() -> None:
     assert known - seen == set(), "vLLM has lost settings: take them out of the list"
 
 
+@ONLY_TESTED
 def test_the_list_of_what_is_left_out_names_what_there_is() -> None:
     seen = _seen()
     listed = set(SECTIONS) | names_left_out(VARIABLES)

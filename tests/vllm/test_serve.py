@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 
+import attnstore_vllm
+from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.prefix import whole_blocks
@@ -92,6 +95,25 @@ def test_a_repeated_chat_comes_from_dram(servers: Servers) -> None:
     assert tokens == {"dram": whole_blocks(computed.prompt_tokens - 1), "nvme": 0}
 
 
+def test_figures_move_while_the_engine_is_idle(servers: Servers) -> None:
+    """What is written after the last step is seen without another one."""
+    server = servers.get("yaml")
+    ask(server, story("idle", 700))
+
+    def figures() -> tuple[float, float, float]:
+        saved = serving.count(server, "chunks", event="saved")
+        written = serving.count(server, "chunks", event="written")
+        return written, saved, total(server.metrics(), "vllm:attnstore_dirty_bytes")
+
+    serving.wait_until(lambda: figures()[0] >= figures()[1] > 0, "what was saved is written")
+    serving.wait_until(lambda: figures()[2] == 0, "nothing is dirty")
+    metrics = server.metrics()
+    assert total(metrics, "vllm:attnstore_nvme_write_seconds_count") >= figures()[0]
+    assert total(metrics, "vllm:attnstore_info", eviction="attnstore") == 1
+    capacity = total(metrics, "vllm:attnstore_capacity_bytes", tier="dram")
+    assert 0 < total(metrics, "vllm:attnstore_held_bytes", tier="dram") <= capacity <= 32 << 20
+
+
 def test_all_series_of_the_runbook_are_there(servers: Servers) -> None:
     names = {name for name, _ in servers.get("yaml").metrics()}
     for series in serving.SERIES:
@@ -99,6 +121,26 @@ def test_all_series_of_the_runbook_are_there(servers: Servers) -> None:
     runbook = Path(__file__).parents[2].joinpath("docs/runbook.md").read_text(encoding="utf-8")
     for series in serving.SERIES:
         assert f"`{series.removesuffix('_count')}" in runbook, f"{series} is not in the runbook"
+
+
+def test_the_log_is_short_and_for_people(servers: Servers) -> None:
+    """At most twelve lines of ours at the start, then one every so often."""
+    server = servers.get("yaml")
+    ours = {path.name for path in Path(attnstore_vllm.__file__).parent.rglob("*.py")}
+    printed = server.log.read_text(errors="replace")
+    head = printed.partition("Application startup complete")[0]
+    named = re.findall(r"(?:INFO|WARNING) \S+ \S+ \[(?:\S*/)?(\w+\.py):\d+\] (.+)", head)
+    said = [text for file, text in named if file in ours - {"__init__.py", "main.py"}]
+    assert 3 <= len(said) <= 12, "\n".join(said)
+    assert any(text.startswith("AttnStore ") and "a chunk has" in text for text in said)
+    assert any("DRAM: " in text and "32MiB" in text for text in said)
+    ask(server, story("log"))
+    found = re.compile(r"KV Transfer metrics: AttnStore=[\d,]+ prompt tokens: HBM ")
+    serving.wait_until(
+        lambda: found.search(server.log.read_text(errors="replace")),
+        "a line of what came of it",
+        poll_s=1.0,
+    )
 
 
 def test_a_route_that_nobody_asked_for_is_not_there(servers: Servers) -> None:

@@ -61,18 +61,18 @@ def test_without_a_fault_it_comes_from_nvme(live: Live) -> None:
     again, tokens = ask_and_count(live.server, story("sound"))
     assert again == computed
     assert tokens == {"dram": 0, "nvme": whole_blocks(computed.prompt_tokens - 1)}
-    assert count(live.server, "chunks", event="corrupt") == 0
-    assert count(live.server, "chunks", event="read_failed") == 0
+    assert count(live.server, "errors", kind="corrupt") == 0
+    assert count(live.server, "errors", kind="read_failed") == 0
 
 
 def test_damaged_payloads_are_computed_anew(live: Live) -> None:
     computed = live.ask_from_nvme("damaged")
-    before = count(live.server, "chunks", event="corrupt")
+    before = count(live.server, "errors", kind="corrupt")
     assert serving.flip_payloads(live.store) > computed.prompt_tokens // serving.CHUNK
     again, tokens = ask_and_count(live.server, story("damaged"))
     assert again == computed
     assert tokens == {"dram": 0, "nvme": 0}
-    assert count(live.server, "chunks", event="corrupt") > before
+    assert count(live.server, "errors", kind="corrupt") > before
     assert count(live.server, "recomputations", cause="lost") > 0
     assert serving.is_healthy(live.server)
 
@@ -92,12 +92,12 @@ def test_a_reset_of_the_connector_forgets_all_tiers(live: Live) -> None:
 
 def test_a_slab_that_was_cut_off(live: Live) -> None:
     computed = live.ask_from_nvme("cut")
-    before = count(live.server, "chunks", event="read_failed")
+    before = count(live.server, "errors", kind="read_failed")
     os.truncate(live.store / SLAB_NAME, 4096)
     again, tokens = ask_and_count(live.server, story("cut"))
     assert again == computed
     assert tokens == {"dram": 0, "nvme": 0}
-    assert count(live.server, "chunks", event="read_failed") > before
+    assert count(live.server, "errors", kind="read_failed") > before
     assert serving.is_healthy(live.server)
 
 

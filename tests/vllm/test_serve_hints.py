@@ -269,13 +269,28 @@ def dialogue(seed: str, system: str | None = None) -> Turns:
 def test_vllm_cuts_the_prompt_itself(server: VllmServer) -> None:
     turns = dialogue("cut")
     length, moved, said = chat(server, turns, kv_transfer_params=MOVES)
-    assert (moved, said) == (0, {"moved_tokens": 0})
+    assert (moved, said["moved_tokens"]) == (0, 0)
     keep = length - 301
     cut, moved, said = chat(
         server, turns, kv_transfer_params=MOVES, truncate_prompt_tokens=keep, truncation_side="left"
     )
     assert cut == keep
     assert moved == said["moved_tokens"] == whole_blocks(length - 1) - (length - keep)
+
+
+def test_a_report_says_where_the_prompt_came_from(server: VllmServer) -> None:
+    turns = dialogue("report")
+    asks: dict[str, Any] = {"kv_transfer_params": {"attnstore": {"report": True}}}
+    length, _, first = chat(server, turns, **asks)
+    assert first == {
+        "prompt_tokens": length, "hbm_tokens": 0, "dram_tokens": 0, "nvme_tokens": 0,
+        "moved_tokens": 0, "computed_tokens": length, "why_computed": "not_stored", "waited_ms": 0,
+    }  # fmt: skip
+    _, _, again = chat(server, turns, **asks)
+    found = whole_blocks(length - 1)
+    assert again["dram_tokens"] + again["nvme_tokens"] == found
+    assert again["computed_tokens"] == length - found
+    assert again["why_computed"] is None
 
 
 @pytest.mark.parametrize("system", [None, story("system", 50)])

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store's own figures, and who takes them: each step, or the board while no step is planned;
+and what they say to a reader of the log."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from attnstore_vllm.config import format_size
+from attnstore_vllm.scheduler.messages import StepStats
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.board import PERIOD_S, Board
+from attnstore_vllm.types import NVME
+
+ERROR_EVENTS = frozenset({"read_failed", "write_failed", "corrupt", "device_late", "device_out"})
+"""Events of Residency.counts that the metric `errors` has; `chunks` has the others."""
+
+
+class StoreFigures:
+    """The store's own counts and gauges, as differences. From any thread.
+
+    Args:
+        token_bytes: KV bytes of a token, all ranks.
+        info: labels of the metric of that name.
+    """
+
+    def __init__(self, store: Store, token_bytes: float, info: tuple[str, ...] = ()) -> None:
+        self._store = store
+        self._token_bytes = token_bytes
+        self._info = {("info", "|".join(info)): 1.0} if info else {}
+        self._reported: dict[tuple[str, str], float] = {}
+        self._lock = threading.Lock()
+        self.taken_at = time.monotonic()
+        """When somebody last asked."""
+
+    def add_to(self, stats: StepStats) -> None:
+        """Add what has changed since the last call."""
+        with self._lock:
+            self.taken_at = time.monotonic()
+            figures = self._store.figures()
+            totals: dict[tuple[str, str], float] = {
+                **{(_metric_of(event), event): n for event, n in figures.counts.items()},
+                **{("bytes", flow.value): n for flow, n in figures.moved_bytes.items()},
+                ("first_written_bytes", NVME): int(
+                    figures.first_written_tokens * self._token_bytes
+                ),
+            }
+            for (name, label), total in totals.items():
+                more = total - self._reported.get((name, label), 0)
+                if more:
+                    stats.add(name, label, more)
+            self._reported.update(totals)
+            for (name, label), value in (figures.gauges | self._info).items():
+                if self._reported.get((name, label)) != value:
+                    self._reported[name, label] = value
+                    stats.set(name, label, value)
+            for name, values in self._store.take_seconds().items():
+                for value in values:
+                    stats.observe(name, value)
+
+
+def _metric_of(event: str) -> str:
+    return "errors" if event in ERROR_EVENTS else "chunks"
+
+
+def in_words(data: Mapping[str, Any]) -> str:
+    """One line for the log. `data` is that of StepStats, over the time since the last line."""
+    return "; ".join(_parts(data["counters"], data["observed"])) or "nothing was asked for"
+
+
+def _parts(counts: Mapping[str, float], observed: Mapping[str, list[float]]) -> Iterator[str]:
+    def of(name: str) -> dict[str, float]:
+        found = (key.partition(":") for key in counts)
+        return {label: counts[f"{n}:{label}"] for n, _, label in found if n == name}
+
+    prompts = of("prompt_tokens")
+    if total := sum(prompts.values()):
+        names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe", "computed": "computed"}
+        shares = (f"{name} {prompts.get(s, 0) / total:.0%}" for s, name in names.items())
+        yield f"{total:,.0f} prompt tokens: {', '.join(shares)}"
+    if saved := sum(of("prefill_seconds_saved").values()):
+        yield f"{saved:,.1f} s of prefill saved"
+    if waits := observed.get("wait_seconds"):
+        yield f"{len(waits)} waited for NVMe, {1000 * max(waits):,.0f} ms at most"
+    if causes := of("recomputations"):
+        why = ", ".join(f"{n:,.0f} {cause}" for cause, n in sorted(causes.items()))
+        yield f"computed though stored: {why}"
+    chunks, moved = of("chunks"), of("bytes")
+    if saved_chunks := chunks.get("saved", 0):
+        yield f"{saved_chunks:,.0f} chunks kept"
+    if written := moved.get("dram_to_nvme", 0):
+        yield f"{format_size(int(written))} written to NVMe"
+    if lost := chunks.get("dropped", 0) + chunks.get("lost", 0):
+        yield f"{lost:,.0f} chunks had no room"
+    if errors := of("errors"):
+        yield "ERRORS: " + ", ".join(f"{n:,.0f} {kind}" for kind, n in sorted(errors.items()))
+
+
+class IdleFigures:
+    """A thread that writes to the board what changes while no step is planned."""
+
+    def __init__(self, figures: StoreFigures, board: Board) -> None:
+        self._figures = figures
+        self._board = board
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="attnstore-figures", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._board.close()
+
+    def _run(self) -> None:
+        while not self._ended.wait(PERIOD_S):
+            if time.monotonic() - self._figures.taken_at < PERIOD_S:
+                continue
+            stats = StepStats()
+            self._figures.add_to(stats)
+            if any(stats.data.values()):
+                self._board.write(stats.data)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds a vLLM's Python sources against what the store needs of it, without running it.
+
+    python3 tools/check_sources.py 0.33.0            (downloads its wheel; keeps the .py files)
+    python3 tools/check_sources.py DIR               (a folder that has vllm/)
+
+Looked at are every name that the package imports from vLLM, and every hook of vLLM's connector
+base: those that AttnStoreConnector has must take what vLLM gives them. Hooks that are new since the
+tested version are named. Exit 1 if something is missing. For a version that cannot be installed
+here: a CUDA build, say. Standard library only. What is found goes into results/versions.json, of
+which `tools/try_version.py --table` makes the table of docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools import try_version  # noqa: E402
+
+PACKAGE = ROOT / "attnstore_vllm"
+BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
+KNOWN = ROOT / "tools" / "known_hooks.txt"
+"""Hooks of the tested version, a line each with its parameters."""
+
+
+def download(version: str) -> Path:
+    """The folder with that version's Python sources. Cost: its wheel at first, some 350 MB."""
+    to = ROOT / ".cache" / f"vllm-source-{version}"
+    if not to.is_dir():
+        with tempfile.TemporaryDirectory() as name:
+            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", name]
+            subprocess.run([*pip, f"vllm=={version}"], check=True)
+            (wheel,) = Path(name).glob("*.whl")
+            with zipfile.ZipFile(wheel) as files:
+                files.extractall(to, [n for n in files.namelist() if n.endswith(".py")])
+    return to
+
+
+@functools.cache
+def names_of(text: str) -> frozenset[str]:
+    """Everything that a module binds, also in `if` and `try`."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # a module that imports late keeps its names in a table
+    return frozenset(found)
+
+
+def imported() -> Iterator[tuple[str, str, str]]:
+    """(our file, module, name) of what the package imports from vLLM, wherever it is."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name == "compat.py":  # knows what some versions lack
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                for alias in node.names:
+                    yield path.relative_to(ROOT).as_posix(), str(node.module), alias.name
+
+
+def missing_names(sources: Path) -> list[str]:
+    problems = []
+    for where, module, name in imported():
+        base = sources / module.replace(".", "/")
+        files = [p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()]
+        if not files:
+            problems.append(f"{where}: there is no {module}")
+        elif name not in names_of(files[0].read_text(encoding="utf-8")):
+            is_module = (base / f"{name}.py").is_file() or (base / name).is_dir()
+            if not is_module:
+                problems.append(f"{where}: {module} has no {name}")
+    return problems
+
+
+def methods(path: Path, name: str) -> dict[str, ast.arguments]:
+    """The methods of a class, by name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (made,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    return {n.name: n.args for n in made.body if isinstance(n, ast.FunctionDef)}
+
+
+def takes(args: ast.arguments) -> list[str]:
+    return [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+
+
+def accepts(ours: ast.arguments, theirs: ast.arguments) -> bool:
+    """Whether who calls the hook as vLLM's base has it can call ours."""
+    given, wanted = takes(ours), takes(theirs)
+    if ours.vararg or ours.kwarg:
+        return True
+    return given[: len(wanted)] == wanted and len(given) <= len(wanted) + len(ours.defaults)
+
+
+def hooks(sources: Path) -> dict[str, ast.arguments]:
+    found = methods(sources / BASE, "KVConnectorBase_V1")
+    return {name: args for name, args in found.items() if not name.startswith("_")}
+
+
+def needed_hooks() -> set[str]:
+    """Hooks that the store cannot do without: connector/support.py, read without importing vLLM."""
+    text = (PACKAGE / "connector" / "support.py").read_text(encoding="utf-8")
+    (value,) = (
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NEEDED_HOOKS"
+    )
+    return set(ast.literal_eval(value))
+
+
+def check(sources: Path) -> tuple[list[str], list[str]]:
+    """(what is missing, what is new)."""
+    problems = missing_names(sources)
+    theirs = hooks(sources)
+    ours = methods(PACKAGE / "connector" / "connector.py", "AttnStoreConnector")
+    known = {line.split("(")[0]: line for line in KNOWN.read_text(encoding="utf-8").splitlines()}
+    for name in sorted(ours.keys() & known.keys()):
+        if name not in theirs and name in needed_hooks():
+            problems.append(f"the hook {name} is gone")
+        elif name not in theirs:
+            continue  # vLLM does not ask
+        elif not accepts(ours[name], theirs[name]):
+            problems.append(f"the hook {name} takes {takes(theirs[name])} now")
+    new = [line(name, args) for name, args in theirs.items() if name not in known]
+    return problems, new
+
+
+def line(name: str, args: ast.arguments) -> str:
+    return f"{name}({', '.join(takes(args))})"
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    given = Path(sys.argv[1])
+    sources = given if (given / "vllm").is_dir() else download(sys.argv[1])
+    problems, new = check(sources)
+    for problem in problems:
+        print(f"missing: {problem}")
+    for hook in new:
+        print(f"new: {hook}")
+    print(f"{sys.argv[1]}: {len(list(imported()))} names, {len(hooks(sources))} hooks looked at, "
+          f"{len(problems)} missing, {len(new)} new")  # fmt: skip
+    if sources != given and not problems:
+        names, hooks_seen = len(list(imported())), len(hooks(sources))
+        try_version.keep(sys.argv[1], {"names": names, "hooks": hooks_seen})
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
