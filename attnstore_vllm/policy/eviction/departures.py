@@ -109,6 +109,11 @@ class Departures:
                 self.remove(slot)
                 self._enter(group, slot)
 
+    def rank(self, run: Run) -> None:
+        """The kind of this run has changed. Cost: O(1)."""
+        if run in self._by_run:
+            self._order.rank(run)
+
     def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
         """Add many of which nothing is known; of them the first goes first.
 
