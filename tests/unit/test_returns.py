@@ -55,7 +55,7 @@ def drive(
 
 
 def test_kinds_are_told_apart() -> None:
-    kinds = set()
+    kinds = set[int]()
     for turn in (1, 2, 3, 4, 9):
         for gap in (None, 1.0, 20.0, 100.0, 1e5):
             for length in (1, 4096, 10_000, 100_000):
