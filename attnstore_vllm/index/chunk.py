@@ -104,7 +104,10 @@ class Chunk(_Referable):
     @property
     def is_behind(self) -> bool:
         """Whether some tier behind DRAM has it READY."""
-        return any(copy.state is State.READY for copy in self.behind.values())
+        for copy in self.behind.values():  # noqa: SIM110 - asked of every chunk of every request
+            if copy.state is State.READY:
+                return True
+        return False
 
     @property
     def usable(self) -> bool:

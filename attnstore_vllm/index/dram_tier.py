@@ -63,6 +63,10 @@ class DramTier(Tier):
     def num_used(self) -> int:
         return len(self.owned)
 
+    @property
+    def orders(self) -> Sequence[Departures]:
+        return self.clean, self.dirty
+
     def copy_of(self, chunk: Chunk) -> InTier:
         return chunk.dram
 

@@ -135,6 +135,12 @@ class Residency:
                     chunk.run = tier.run_of(chunk) or chunk.run
         return chunk.run
 
+    def rank(self, run: Run) -> None:
+        """The kind of this run has changed. Cost: O(tiers)."""
+        for tier in self._tiers:
+            for order in tier.orders:
+                order.rank(run)
+
     def renew(self, chunks: Sequence[Chunk]) -> None:
         """A request for these, in the order of depth, may come soon. They stay of the runs that
         they are of, so that nothing else is believed of the conversation than before."""

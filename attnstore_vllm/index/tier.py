@@ -39,6 +39,11 @@ class Tier(ABC):
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
         """A run uses those of these chunks that are here, in the order of depth."""
 
+    @property
+    @abstractmethod
+    def orders(self) -> Sequence[Departures]:
+        """All orders of departure in which its slots, or those that wait for one, may stand."""
+
     @abstractmethod
     def pin(self, chunk: Chunk, pin: Pin) -> bool:
         """Keep the chunk in no order of departure, if its tenant's share allows."""
@@ -86,6 +91,10 @@ class TierBehind(Tier):
 
     def copy_of(self, chunk: Chunk) -> InTier:
         return chunk.at(self.name)
+
+    @property
+    def orders(self) -> Sequence[Departures]:
+        return self.order, self.waiting
 
     @property
     @abstractmethod

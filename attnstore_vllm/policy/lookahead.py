@@ -180,11 +180,13 @@ class LookAhead:
         """Who wants the chunk may have changed, and whether it is here."""
         wanted_by = self.wanted_by.get(chunk, {})
         if not 0 < len(wanted_by) < SHARED_MIN:
-            self._nearest.pop(chunk, None)
-            self._all.entries.pop(chunk, None)
-            self._present.entries.pop(chunk, None)
+            self._forget(chunk)
             return
-        nearest = min((self._waiting[r].order, depth) for r, depth in wanted_by.items())
+        if len(wanted_by) == 1:  # most are wanted by one alone
+            ((request_id, depth),) = wanted_by.items()
+            nearest = self._waiting[request_id].order, depth
+        else:
+            nearest = min((self._waiting[r].order, depth) for r, depth in wanted_by.items())
         is_news = self._nearest.get(chunk) != nearest
         if is_news:
             self._nearest[chunk] = nearest
@@ -193,6 +195,11 @@ class LookAhead:
             self._present.entries.pop(chunk, None)
         elif is_news or chunk not in self._present.entries:
             self._present.put(chunk, *nearest)
+
+    def _forget(self, chunk: Hashable) -> None:
+        self._nearest.pop(chunk, None)
+        self._all.entries.pop(chunk, None)
+        self._present.entries.pop(chunk, None)
 
     def lost(self, chunk: Hashable) -> list[Hashable]:
         """The chunk is in no tier any more: who wants it wants nothing from it on.
@@ -218,8 +225,10 @@ class LookAhead:
             if not wanted_by:
                 del self.wanted_by[chunk]
                 self._absent.discard(chunk)
+                self._forget(chunk)
                 unwanted.append(chunk)
-            self._rank(chunk)
+            else:
+                self._rank(chunk)
         return unwanted
 
     def wants_of(self, request_id: str) -> Sequence[Hashable]:

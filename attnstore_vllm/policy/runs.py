@@ -17,6 +17,7 @@ from attnstore_vllm.policy.eviction.return_estimator import (
     TURNS_MAX,
     Before,
     ReturnEstimator,
+    answered,
     kind_of,
 )
 
@@ -54,12 +55,13 @@ def lease_for(ttl_s: float | None, now: float) -> Lease | None:
     return None if ttl_s is None else Lease(ttl_s, now + ttl_s)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Run:
     """The chunks that one request used of one conversation. Compared by identity."""
 
     number: int
     kind: int
+    """Its kind for the estimator. Changed by answer() alone; orders of departure are to be told."""
     since: float
     is_shared: bool
     priority: int = 0
@@ -149,6 +151,14 @@ def visit_of(
     shared = run(0, min(num_shared, len(marks)), is_shared=True)
     own = run(num_shared, len(marks), is_shared=False)
     return Visit(num_shared, shared, own, before.num_tokens if before is not None else 0)
+
+
+def answer(estimator: ReturnEstimator, run: Run, num_tokens: int) -> None:
+    """The request was answered with so many tokens, which tells something of whether it is gone on
+    with. The caller tells the orders of departure. Nothing changes for what others share."""
+    if not run.is_shared:
+        run.kind = answered(run.kind, num_tokens)
+        estimator.change(run.number, run.kind)
 
 
 def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:

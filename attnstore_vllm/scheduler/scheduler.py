@@ -404,6 +404,8 @@ class Scheduler:
         if state is None:
             return False, None
         self._offers.withdraw(state)
+        if state.visit is not None:
+            self.store.answered(state.visit, request.num_tokens - request.num_prompt_tokens)
         self._saving.save_rest(state, self._tables(block_ids))
         if state.finds_moved:
             self._truncation.finished(state)

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.types import Flow
@@ -31,3 +31,16 @@ class Context:
     pool: Pool
     clock: Callable[[], float]
     moved_bytes: Counter[Flow] = field(default_factory=Counter)
+
+
+class Figures(NamedTuple):
+    """The store's figures at one moment."""
+
+    counts: dict[str, int]
+    """Events since the start, by name."""
+    moved_bytes: dict[Flow, int]
+    """Bytes moved between DRAM and NVMe since the start."""
+    first_written_tokens: int
+    """Tokens written to NVMe that were not there before."""
+    gauges: dict[tuple[str, str], float]
+    """Values as they are now, as (name, label): value."""

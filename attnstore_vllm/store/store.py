@@ -34,7 +34,7 @@ from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.hit_curve import HitCurve
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.runs import NO_TERMS, Run, Terms, Visit, visit_of
+from attnstore_vllm.policy.runs import NO_TERMS, Run, Terms, Visit, answer, visit_of
 from attnstore_vllm.store.context import Context, Figures, Pool
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
@@ -187,6 +187,12 @@ class Store:
         if self._estimator.is_due:
             self.thread.wake()
         return pieces, visit
+
+    def answered(self, visit: Visit, num_tokens: int) -> None:
+        """The request of this visit has ended, with so many tokens of its own."""
+        with self._lock:
+            answer(self._estimator, visit.own, num_tokens)
+            self.residency.rank(visit.own)
 
     def _last_runs(self, pieces: Sequence[Piece], size: int) -> list[Run]:
         """Locked. The run that used each of the leading chunks last. Of those before a window, of

@@ -61,7 +61,7 @@ class TierIo(ABC):
         self.load_ended_at = self.store_ended_at = 0.0
         """Locked. On the store's clock."""
         self.gauges: dict[tuple[str, str], float] = {}
-        """Locked. Values as they are now, as (name, label): value, of this tier alone."""
+        """Locked. Values of this tier alone beside those that all have, as (name, label): value."""
         self.seconds: dict[str, deque[float]] = {}
         """Seconds of transfers that have ended, by the metric that shows them. Any thread."""
 
@@ -94,6 +94,17 @@ class TierIo(ABC):
     def stores_last(self) -> bool:
         """Locked. As loads_last, of stores."""
         return self.num_storing * (self.write_cost.mean_s or 0.0) >= IN_FLIGHT_S
+
+    def gauges_now(self) -> dict[tuple[str, str], float]:
+        """Locked. Values as they are now, as (name, label): value."""
+        name = self.tier.name
+        return {
+            ("held_bytes", name): float(self.tier.num_used * self.record_bytes),
+            ("capacity_bytes", name): float(self.tier.num_slots * self.record_bytes),
+            (f"{name}_in_use", "reads"): float(self.health.reads.in_use),
+            (f"{name}_in_use", "writes"): float(self.health.writes.in_use),
+            **self.gauges,
+        }
 
     @abstractmethod
     def begin_load(

@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from attnstore_vllm.policy.eviction.by_return import VICTIMS_MAX
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, Departures, departures
-from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator, kind_of
-from attnstore_vllm.policy.runs import Run, Visit, visit_of
+from attnstore_vllm.policy.eviction.return_estimator import (
+    ReturnEstimator,
+    answered,
+    kind_of,
+)
+from attnstore_vllm.policy.runs import Run, Visit, answer, visit_of
 
 KIND = kind_of(1, None, 1000, is_fresh=True, is_shared=False)
 
@@ -216,6 +220,52 @@ def ask(order: Departures, estimator: ReturnEstimator, chunks: list[int], now: f
         else:
             order.add(chunk, visit.run(number))
     return visit
+
+
+def returns_after_long_answers() -> ReturnEstimator:
+    estimator = ReturnEstimator()
+    for end in range(1000):
+        now, is_long = float(end), end % 2 == 0
+        kind = answered(KIND, 600 if is_long else 20)
+        estimator.open(end, kind, 1, 4.0, now)
+        if is_long:
+            estimator.arrive([end], now + 30.0)
+    estimator.refit(1030.0)
+    return estimator
+
+
+def test_what_an_answer_tells_counts_at_once() -> None:
+    """Also for a run in the middle of its lane, of which a decision looks at the ends."""
+    estimator = returns_after_long_answers()
+    order = departures("attnstore", 100, estimator)
+    runs = [run_at(1030.0 + number) for number in range(40)]
+    for number, run in enumerate(runs):
+        answer(estimator, run, 600)
+        order.add(number, run)
+    answer(estimator, runs[20], 20)
+    order.rank(runs[20])
+    assert order.victim(1080.0, anything) == 20
+    order.remove(20)
+    order.rank(runs[20])  # it has no slot any more
+    assert len(empty(order, 1080.0)) == 39
+
+
+def test_what_others_share_has_no_answer() -> None:
+    estimator = returns_after_long_answers()
+    run = Run(estimator.open(9999, KIND, 0, 4.0, 1030.0), KIND, 1030.0, True)
+    answer(estimator, run, 600)
+    assert run.kind == KIND
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_by_age_an_answer_changes_nothing(policy: str) -> None:
+    order = departures(policy, 10, ReturnEstimator())
+    runs = [run_at(float(number)) for number in range(3)]
+    for number, run in enumerate(runs):
+        order.add(number, run)
+    answer(ReturnEstimator(), runs[0], 600)
+    order.rank(runs[0])
+    assert empty(order, 10.0) == [0, 1, 2]
 
 
 def test_what_conversations_share_is_told_from_what_is_their_own() -> None:

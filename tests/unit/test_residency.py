@@ -10,6 +10,7 @@ import pytest
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.residency import SPARE_PRIORITY, Residency
+from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.runs import Run, unknown_run
 from attnstore_vllm.types import NVME
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
@@ -471,3 +472,14 @@ def test_what_is_worth_little_and_was_dropped_is_not_written() -> None:
     spare_if_room(tiers, 2)
     tiers.lose(tiers.nvme)
     assert not tiers.writes_if_room(tiers.nvme)
+
+
+def test_what_is_learned_of_a_run_reaches_every_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    residency = Residency(4, 4, lru, chunk_tokens=CHUNK_TOKENS)
+    told: list[tuple[int, Run]] = []
+    monkeypatch.setattr(Departures, "rank", lambda order, run: told.append((id(order), run)))
+    run = unknown_run(0.0)
+    residency.rank(run)
+    dram, nvme = residency.dram, residency.nvme
+    orders = (dram.clean, dram.dirty, nvme.order, nvme.waiting)
+    assert told == [(id(order), run) for order in orders]

@@ -14,6 +14,7 @@ from attnstore_vllm.policy.eviction.return_estimator import (
     NUM_KINDS,
     ReturnEstimator,
     age_of,
+    answered,
     kind_of,
 )
 
@@ -54,14 +55,46 @@ def drive(
 
 
 def test_kinds_are_told_apart() -> None:
-    kinds = set()
+    kinds = set[int]()
     for turn in (1, 2, 3, 4, 9):
         for gap in (None, 1.0, 20.0, 100.0, 1e5):
             for length in (1, 4096, 10_000, 100_000):
                 for fresh in (False, True):
                     for shared in (False, True):
-                        kinds.add(kind_of(turn, gap, length, is_fresh=fresh, is_shared=shared))
+                        kind = kind_of(turn, gap, length, is_fresh=fresh, is_shared=shared)
+                        kinds.update(answered(kind, tokens) for tokens in (0, 64, 256, 5000))
+                        assert answered(kind, 0) == kind  # as long as nothing is known of it
     assert kinds == set(range(NUM_KINDS))
+
+
+def test_a_second_answer_takes_the_place_of_the_first() -> None:
+    assert answered(answered(SECOND, 2000), 100) == answered(SECOND, 100)
+
+
+def test_it_learns_what_answers_tell() -> None:
+    """Of runs that are alike but for their answers, those with a long one return."""
+    estimator, rng = ReturnEstimator(), Random(1)
+    for end in range(2000):
+        now, is_long = float(end), rng.random() < 0.5
+        number = estimator.open(end, SECOND, 1, 4.0, now)
+        estimator.change(number, answered(SECOND, 600 if is_long else 20))
+        if is_long:
+            estimator.arrive([end], now + 30.0)
+        learn(estimator, now + 30.0)
+    assert estimator.returns(answered(SECOND, 600)) > 0.9
+    assert estimator.returns(answered(SECOND, 20)) < 0.1
+
+
+def test_a_run_that_is_not_open_is_not_changed() -> None:
+    estimator = ReturnEstimator()
+    number = estimator.open(1, SECOND, 1, 4.0, 0.0)
+    estimator.arrive([1], 10.0)
+    estimator.open(2, SECOND, 1, 4.0, 10.0)
+    estimator.change(number, answered(SECOND, 600))
+    estimator.change(number + returns.RUNS_MAX + 1, answered(SECOND, 600))  # of the same place
+    estimator.arrive([2], 20.0)
+    seen = estimator.seen(20.0)
+    assert seen.returned[SECOND].sum() == 8.0
 
 
 def test_ages_rise_and_end() -> None:

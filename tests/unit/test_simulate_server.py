@@ -15,6 +15,7 @@ from attnstore_vllm.cli.main import main
 from attnstore_vllm.cli.size_plan import read_model, show_model
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.policy.eviction.return_estimator import answered, kind_of
 from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
@@ -58,6 +59,17 @@ def run(trace: Trace, policy: str, machine: Machine = MACHINE, warmup: int = 0) 
         assert server.store.is_idle()
         assert not server.store.residency.look_ahead
     return outcome
+
+
+def test_a_request_that_ends_tells_how_long_its_answer_was() -> None:
+    chunks = np.arange(5, dtype=np.int64)
+    server = Server(
+        make_trace("one", SIZE, [TraceRequest(0.0, chunks, 200, 100, 300)]), MACHINE, "attnstore"
+    )
+    server.run()
+    assert server.store is not None
+    kinds = {server.store.residency.run_of(chunk).kind for chunk in server.store.residency.index}
+    assert kinds == {answered(kind_of(1, None, 200, is_fresh=True, is_shared=False), 100)}
 
 
 def test_tokens_of_a_trace_are_the_numbers_of_its_chunks() -> None:

@@ -28,6 +28,9 @@ class Order(Protocol[K]):
     def use(self, key: K) -> None:
         """It uses its slots, or gets another one."""
 
+    def rank(self, key: K) -> None:
+        """Look at it anew: more is known of it than when it was added."""
+
     def remove(self, key: K) -> None:
         """It has no slot any more."""
 

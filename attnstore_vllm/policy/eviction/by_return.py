@@ -40,11 +40,13 @@ class ByReturn(Generic[K]):
 
     def clear(self) -> None:
         self._lanes: dict[Hashable, OrderedDict[K, None]] = {}  # each oldest first
+        self._lane_of: dict[K, Hashable] = {}
         self._poorest: K | None = None
         self._victims_left = 0
 
     def add(self, key: K) -> None:
-        self._lanes.setdefault(self._lane(key), OrderedDict())[key] = None
+        name = self._lane_of[key] = self._lane(key)
+        self._lanes.setdefault(name, OrderedDict())[key] = None
         self._poorest = None
 
     def add_oldest(self, keys: Iterable[K]) -> None:
@@ -55,8 +57,15 @@ class ByReturn(Generic[K]):
     def use(self, key: K) -> None:
         """A key's age counts from its beginning."""
 
+    def rank(self, key: K) -> None:
+        """It may be of another lane, and stands behind those that were there before it: the order
+        by age is one by ends of requests then, which a look at both ends can do with."""
+        if self._lane(key) != self._lane_of[key]:
+            self.remove(key)
+            self.add(key)
+
     def remove(self, key: K) -> None:
-        name = self._lane(key)
+        name = self._lane_of.pop(key)
         lane = self._lanes[name]
         del lane[key]
         if not lane:

@@ -101,13 +101,24 @@ class Departures:
             for slot in slots:
                 self.groups[self._group_of[slot]].run.use(run.since)
             return
-        group = self._group(run)
+        group, left = self._group(run), dict[int, _Group]()
+        group_of, number = self._group_of, group.number
         for slot in slots:
-            before = self._group_of[slot]
+            before = group_of[slot]
             assert before >= 0
-            if before != group.number:
-                self.remove(slot)
-                self._enter(group, slot)
+            if before != number:
+                left[before] = old = self.groups[before]
+                old.num_left -= 1
+                group_of[slot] = number
+                group.slots.append(slot)
+                group.num_left += 1
+        for old in left.values():
+            self._tidy(old)
+
+    def rank(self, run: Run) -> None:
+        """The kind of this run has changed. Cost: O(1)."""
+        if run in self._by_run:
+            self._order.rank(run)
 
     def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
         """Add many of which nothing is known; of them the first goes first.
@@ -242,7 +253,7 @@ class Departures:
         self._length += 1
 
     def _tidy(self, group: _Group) -> None:
-        """Some slot has left. Cost: O(1), amortized."""
+        """Some slots have left. Cost: O(1) a slot, amortized."""
         if not group.num_left:
             del self.groups[group.number], self._by_run[group.run]
             self.expired.pop(group.number, None)

@@ -44,6 +44,9 @@ class Lru(Generic[K]):
     def use(self, key: K) -> None:
         self._of_rank(key).move_to_end(key)
 
+    def rank(self, key: K) -> None:
+        """Its age stays."""
+
     def remove(self, key: K) -> None:
         del self._of_rank(key)[key]
 

@@ -10,7 +10,7 @@ says which; so two things are learned together (a mixture cure model):
 
 A run that is still open counts as one that will return with the probability that it has left, so
 what has not ended yet is neither ignored nor taken for lost. Both are fitted by expectation and
-maximisation: p as a logistic regression over the factors of a kind (turn, gap, length, ...), so
+maximisation: p as a logistic regression over the factors of a kind (turn, gap, answer, ...), so
 that a kind that was seldom seen borrows from those that it shares factors with; q as a discrete
 hazard that each class of gaps borrows from all together.
 
@@ -48,8 +48,10 @@ WIDTHS_S = np.diff(EDGES_S)
 TURNS_MAX = 4
 GAPS_S = (15.0, 60.0, 240.0)
 LENGTHS_TOKENS = (2048, 8192, 32768)
-SHAPE = (TURNS_MAX, len(GAPS_S) + 2, len(LENGTHS_TOKENS) + 1, 2, 2)
-"""Axes of the kinds: turn, gap to the turn before, tokens of the prompt, mostly new?, shared?"""
+ANSWERS_TOKENS = (64, 256, 1024)
+SHAPE = (TURNS_MAX, len(GAPS_S) + 2, len(LENGTHS_TOKENS) + 1, 2, 2, len(ANSWERS_TOKENS) + 1)
+"""Axes of the kinds: turn, gap to the turn before, tokens of the prompt, mostly new?, shared?,
+tokens of the answer as far as known: none before the request has ended, and of what is shared."""
 NUM_KINDS = math.prod(SHAPE)
 
 PRIOR_HAZARD = np.array([0.65] + [0.25] * (NUM_AGES - 1))
@@ -71,7 +73,7 @@ ROUNDS = 3
 def kind_of(
     turn: int, gap_s: float | None, num_tokens: int, *, is_fresh: bool, is_shared: bool
 ) -> int:
-    """The kind of a run.
+    """The kind of a run before its request is answered.
 
     Args:
         turn: 1 for the first request of a conversation.
@@ -83,7 +85,12 @@ def kind_of(
     gap = 0 if gap_s is None else 1 + sum(gap_s >= limit for limit in GAPS_S)
     length = sum(num_tokens >= limit for limit in LENGTHS_TOKENS)
     kind = (min(turn, TURNS_MAX) - 1) * SHAPE[1] + gap
-    return ((kind * SHAPE[2] + length) * 2 + is_fresh) * 2 + is_shared
+    return (((kind * SHAPE[2] + length) * 2 + is_fresh) * 2 + is_shared) * SHAPE[5]
+
+
+def answered(kind: int, num_tokens: int) -> int:
+    """The kind of a run whose request was answered with so many tokens."""
+    return kind - kind % SHAPE[5] + sum(num_tokens >= limit for limit in ANSWERS_TOKENS)
 
 
 def age_of(seconds: float) -> int:
@@ -142,7 +149,7 @@ class ReturnEstimator:
         self._returned = np.zeros((NUM_KINDS, NUM_AGES))
         self._departed = np.zeros((NUM_KINDS, NUM_AGES))
         p, q = np.full(NUM_KINDS, 0.5), np.tile(PRIOR_HAZARD, (_NUM_CLASSES, 1))
-        self._fit = Fit(p, q, np.zeros(_DESIGN.shape[1]), _gittins(p, q).tolist())
+        self._fit = Fit(p, q, np.zeros(_DESIGN.shape[1]), {})
 
     def __len__(self) -> int:
         return len(self._places)
@@ -200,9 +207,15 @@ class ReturnEstimator:
         self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
         return self._opened
 
+    def change(self, number: int, kind: int) -> None:
+        """An open run is of this kind; nothing changes for one that is not open. Cost: O(1)."""
+        place = (number - 1) % RUNS_MAX
+        if self._is_open[place] and self._number[place] == number:
+            self._kind[place] = kind
+
     def worth(self, kind: int, seconds: float) -> float:
         """Expected returns per second of a slot whose run has not returned for that long."""
-        return self._fit.worth[kind][age_of(seconds)]
+        return self._fit.worth(kind)[age_of(seconds)]
 
     def returns(self, kind: int) -> float:
         """The probability that a run of this kind returns at all."""
@@ -251,8 +264,15 @@ class Fit:
     """[class, age] of those that do, to return at this age, if not before."""
     coefficients: Array
     """Coefficients of the regression."""
-    worth: list[list[float]]
-    """[kind][age] returns a second."""
+    rows: dict[int, list[float]]
+    """Returns a second, [age], by kind: of those that were seen or asked for."""
+
+    def worth(self, kind: int) -> list[float]:
+        """[age] returns a second. Cost: O(1), or some 0.2 ms for a kind that was never seen."""
+        row = self.rows.get(kind)
+        if row is None:
+            row = self.rows[kind] = _gittins(self.p, self.q, np.array([kind]))[0].tolist()
+        return row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,7 +304,9 @@ class Observed:
         p, q, coefficients = _fit(
             self.returned / self.run, waiting / self.run, b.p, b.q, b.coefficients
         )
-        return Fit(p, q, coefficients, _gittins(p, q).tolist())
+        seen = np.flatnonzero((self.returned + waiting).any(axis=1))
+        rows = dict(zip(seen.tolist(), _gittins(p, q, seen).tolist(), strict=True))
+        return Fit(p, q, coefficients, rows)
 
 
 def _fit(
@@ -295,32 +317,35 @@ def _fit(
     Args:
         returned, waiting: [kind, age] runs that returned at that age; that have not up to it.
     """
+    returned_sum, total = returned.sum(axis=1), (returned + waiting).sum(axis=1)
+    seen = np.flatnonzero(total)  # the others would add nothing to any sum below
+    returned, waiting, returned_sum = returned[seen], waiting[seen], returned_sum[seen]
+    design, classes, total = _DESIGN[seen], _CLASSES[seen], total[seen]
     for _ in range(ROUNDS):
         after = np.cumprod(1 - q, axis=1)
         before = np.concatenate([np.ones((_NUM_CLASSES, 1)), after[:, :-1]], axis=1)
-        left = p[:, None] * ((after + before) / 2)[_CLASSES]
-        will_return = waiting * left / (1 - p[:, None] + left)
-        positive = returned.sum(axis=1) + will_return.sum(axis=1)
-        total = returned.sum(axis=1) + waiting.sum(axis=1)
-        coefficients = _regress(positive, total, coefficients)
-        predicted = _logistic(_DESIGN @ coefficients)
-        p = (positive + KIND_RUNS * predicted) / (total + KIND_RUNS)
+        left = p[seen, None] * ((after + before) / 2)[classes]
+        will_return = waiting * left / (1 - p[seen, None] + left)
+        positive = returned_sum + will_return.sum(axis=1)
+        coefficients = _regress(design, positive, total, coefficients)
+        p = _logistic(_DESIGN @ coefficients)
+        p[seen] = (positive + KIND_RUNS * p[seen]) / (total + KIND_RUNS)
         by_class = np.zeros((2, _NUM_CLASSES, NUM_AGES))
-        np.add.at(by_class[0], _CLASSES, returned)
-        np.add.at(by_class[1], _CLASSES, will_return)
+        np.add.at(by_class[0], classes, returned)
+        np.add.at(by_class[1], classes, will_return)
         returned_in_all, waiting_in_all = by_class.sum(axis=1)
         pooled = _hazard(returned_in_all, waiting_in_all, PRIOR_HAZARD, PRIOR_RUNS)
         q = np.clip(_hazard(by_class[0], by_class[1], pooled, CLASS_RUNS), 1e-6, 0.999)
     return p, q, coefficients
 
 
-def _regress(positive: Array, total: Array, coefficients: Array) -> Array:
+def _regress(design: Array, positive: Array, total: Array, coefficients: Array) -> Array:
     """Two steps of Newton's method towards the ridge estimate; the next rounds do the rest."""
     ridge = RIDGE * np.eye(len(coefficients))
     for _ in range(2):
-        mean = _logistic(_DESIGN @ coefficients)
-        slope = _DESIGN.T @ (positive - total * mean) - RIDGE * coefficients
-        curvature = (_DESIGN * (total * mean * (1 - mean))[:, None]).T @ _DESIGN + ridge
+        mean = _logistic(design @ coefficients)
+        slope = design.T @ (positive - total * mean) - RIDGE * coefficients
+        curvature = (design * (total * mean * (1 - mean))[:, None]).T @ design + ridge
         step = np.linalg.solve(curvature, slope)
         coefficients = coefficients + np.clip(step, -STEP_MAX, STEP_MAX)
     return coefficients
@@ -336,14 +361,14 @@ def _hazard(returned: Array, waiting: Array, prior: Array, prior_runs: float) ->
     return (returned + prior_runs * prior) / (reached + prior_runs)
 
 
-def _gittins(p: Array, q: Array) -> Array:
-    """[kind, age] the best ratio of returns to seconds, over all times to keep a slot for."""
+def _gittins(p: Array, q: Array, kinds: npt.NDArray[np.int64]) -> Array:
+    """[of these kinds, age] the best ratio of returns to seconds, over all times to keep a slot."""
     survival = np.cumprod(1 - q, axis=1)
-    survival = np.concatenate([np.ones((_NUM_CLASSES, 1)), survival], axis=1)[_CLASSES]
-    alive = 1 - p[:, None] * (1 - survival)
+    survival = np.concatenate([np.ones((_NUM_CLASSES, 1)), survival], axis=1)[_CLASSES[kinds]]
+    alive = 1 - p[kinds, None] * (1 - survival)
     seconds = np.cumsum(WIDTHS_S * (alive[:, 1:] + alive[:, :-1]) / 2, axis=1)
-    seconds = np.concatenate([np.zeros((NUM_KINDS, 1)), seconds], axis=1)
-    best = np.zeros((NUM_KINDS, NUM_AGES))
+    seconds = np.concatenate([np.zeros((len(kinds), 1)), seconds], axis=1)
+    best = np.zeros((len(kinds), NUM_AGES))
     for age in range(NUM_AGES):
         returns = alive[:, age, None] - alive[:, age + 1 :]
         best[:, age] = (returns / (seconds[:, age + 1 :] - seconds[:, age, None])).max(axis=1)
