@@ -140,6 +140,7 @@ class Scheduler:
             step_tokens=step_tokens,
             clock=clock,
         )
+        store.weigh_reads(self.costs.computing_s)
         self._offers = Offers(
             store,
             geometry,

@@ -348,8 +348,11 @@ class Store:
     def leave_queue(self, request_ids: Iterable[str]) -> None:
         """These requests run, or have ended."""
         with self._lock:
+            before = len(self.residency.look_ahead)
             for request_id in request_ids:
                 self.residency.dram.leave_queue(request_id)
+            left = len(self.residency.look_ahead)
+            self.residency.dram.pace.left(before - left, left > 0, self._clock())
 
     def hold_ready(
         self, pieces: Sequence[Piece], sequence: SequenceKeys, stop: int, start: int | None = None
@@ -408,6 +411,14 @@ class Store:
         """Whether a waiting request wants something that is not even on its way. Cost: a few us."""
         with self._lock:
             return self.residency.look_ahead.has_missing(request_id)
+
+    def weigh_reads(self, computing_s: Callable[[int, int], float | None]) -> None:
+        """Begin no read that a waiting request has nothing of: it would have computed before.
+
+        Args:
+            computing_s: see Reader.computing_s.
+        """
+        self.thread.reader.computing_s = computing_s
 
     def arrivals(self, request_id: str, pieces: Sequence[Piece]) -> list[float] | None:
         """See Reader.arrivals."""
