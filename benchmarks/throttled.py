@@ -41,5 +41,5 @@ def _open_store(*args: Any, **kwargs: Any) -> Store:
     return store
 
 
-build.open_device = _open_device  # type: ignore[attr-defined]
-build.Store = _open_store  # type: ignore[attr-defined]
+build.open_device = _open_device  # type: ignore[assignment, attr-defined]
+build.Store = _open_store  # type: ignore[assignment, attr-defined]
