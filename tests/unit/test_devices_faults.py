@@ -204,7 +204,7 @@ def test_a_slower_disk_moves_so_many_bytes_a_second() -> None:
     device = SlowDevice(MemoryDevice(SIZE), bytes_per_s=2 * SECTOR_BYTES / 0.1)
     started = time.monotonic()
     device.submit([write(1, 0, buffer()), write(2, 1, buffer()), read(3, 2, buffer())])
-    ended = {}
+    ended: dict[int, float] = {}
     while len(ended) < 3:
         ended |= {c.tag: time.monotonic() - started for c in device.poll(5)}
     assert ended[1] >= 0.05
