@@ -8,7 +8,8 @@ paper   CachedAttention's set-up: its four models, 128 GB of DRAM, 10 TB of SSD,
 sweep   one of them at 0.3 to 1.3 of what it can serve: TTFT and accelerator time over LRU's,
         and how much of what was wanted was in DRAM in time
 exposed the same where no load hides behind computation, as on the CPU
-slow    an NVMe of 0.3 GB/s: TTFT over that of a server that computes everything
+slow    an NVMe of 0.3 GB/s: TTFT over that of a server that computes everything (by bandwidth,
+        and beside no NVMe: python -m benchmarks.experiments slow_disk)
 
 ShareGPT conversations (or the sample of this repository), each session with KV of its own.
 What is assumed of the machines: configs/machines/*.yaml.
@@ -85,7 +86,7 @@ def paper(dataset: Path, sessions: int) -> Iterator[dict[str, Any]]:
     trace = trace_of(dataset, sessions, rate=1.0)
     for name, hits in PAPER_HITS.items():
         machine = Machine.read(MACHINES / f"{name}.yaml")
-        for policy in ("attnstore", "lru"):
+        for policy in ("attnstore", "lru-ahead", "lru"):
             started = time.perf_counter()
             out = simulate(trace, machine, policy)
             yield {
@@ -110,12 +111,12 @@ def sweep(dataset: Path, sessions: int, *, overlap: bool = True) -> Iterator[dic
     machine = machine.with_sizes(nvme=machine.nvme * sessions // 9000)
     rate = capacity(dataset, machine, sessions)
     for load in LOADS:
-        found: dict[str, list[Outcome]] = {"attnstore": [], "lru": []}
+        found: dict[str, list[Outcome]] = {"attnstore": [], "lru": [], "lru-ahead": []}
         for seed in range(1, SEEDS + 1):
             trace = trace_of(dataset, sessions, rate=load * rate, seed=seed)
             for policy, outcomes in found.items():
                 outcomes.append(simulate(trace, machine, policy, last_session(trace)))
-        ours, lru = pooled(found["attnstore"]), pooled(found["lru"])
+        ours, lru, ahead = (pooled(outcomes) for outcomes in found.values())
         yield {
             "load": load,
             "sessions_per_s": round(load * rate, 4),
@@ -124,6 +125,9 @@ def sweep(dataset: Path, sessions: int, *, overlap: bool = True) -> Iterator[dic
             "lru_ready_share": round(lru.ready_share, 4),
             "hit_share": round(ours.history_hit_share, 4),
             "lru_hit_share": round(lru.history_hit_share, 4),
+            "lru_ahead_hit_share": round(ahead.history_hit_share, 4),
+            "ttft_p50_over_lru_ahead": round(ours.ttft(50) / ahead.ttft(50), 4),
+            "ttft_p99_over_lru_ahead": round(ours.ttft(99) / ahead.ttft(99), 4),
             "ttft_p50_over_lru": round(ours.ttft(50) / lru.ttft(50), 4),
             "ttft_p99_over_lru": round(ours.ttft(99) / lru.ttft(99), 4),
             "prefill_over_lru": round(ours.prefill_s / lru.prefill_s, 4),
@@ -163,6 +167,7 @@ COLUMNS = {
               "dram_share", "ready_share", "queued_ready_share", "waited_s", "prefill_s",
               "accelerator_s", "seconds"),
     "sweep": ("load", "ready_share", "lru_ready_share", "hit_share", "lru_hit_share",
+              "lru_ahead_hit_share", "ttft_p50_over_lru_ahead", "ttft_p99_over_lru_ahead",
               "ttft_p50_over_lru", "ttft_p99_over_lru", "prefill_over_lru", "busy_over_lru",
               "lru_prefill_share"),
     "exposed": (),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.tier import Tier
-from attnstore_vllm.policy.cost import ReadsInTime
+from attnstore_vllm.policy.cost import QueuePace, ReadsInTime
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.runs import Pin, Pins, Run
@@ -56,6 +56,7 @@ class DramTier(Tier):
         self.writes_stalled = False
         """Nothing is being written, though the store's thread has just looked for what could be."""
         self.reads = ReadsInTime()
+        self.pace = QueuePace()
         self._look_ahead = look_ahead
         self._behind = frozenset(behind)
 
@@ -161,6 +162,7 @@ class DramTier(Tier):
 
         It also goes before any of these if less is lost with it: what can be read again is lost
         too, as often as reads come late. So is what a tier behind has, and is saved for `run`.
+        Of a run the beginning is written first, and what is dirty of it is nothing without that.
         """
 
         def can_go(slot: int) -> bool:
@@ -171,7 +173,8 @@ class DramTier(Tier):
         loss = self._worth(dirty, now) if dirty is not None else math.inf
         slot = self.clean.victim(now, can_go)
         if slot is not None:
-            is_less = loss < late * self._worth(slot, now)
+            behind_it = self.dirty.num_of(self.owned[slot].run)
+            is_less = loss < late * self._worth(slot, now) * (1 + behind_it)
             return self.owned[dirty if is_less and dirty is not None else slot], False
         wanted = self.farther(whose)
         if wanted is not None:
@@ -202,6 +205,10 @@ class DramTier(Tier):
         """Note what a waiting request wants, in place of what it wanted before."""
         absent = [chunk for chunk in chunks if chunk.dram.state is State.ABSENT]
         new, unwanted = self._look_ahead.want(request_id, chunks, absent)
+        for chunk in new:
+            assert isinstance(chunk, Chunk)
+            if chunk.dram.state is State.READY:
+                chunk.came_from = ""  # for others, or too late for who wanted it: now it is here
         self._place_all((*new, *unwanted))
 
     def leave_queue(self, request_id: str) -> None:

@@ -452,6 +452,18 @@ class PrefixIndex:
                 found = head
         return found
 
+    def heads_before(
+        self, keys: SequenceKeys, stop: int, num_chunks: int, is_there: Callable[[Chunk], bool]
+    ) -> Iterator[Chunk]:
+        """Usable chunks that end before token `stop`, in the `num_chunks` chunks up to it. The
+        caller drops each before it asks for the next one."""
+        size, last = keys.chunk_tokens, (stop - 2) // keys.chunk_tokens
+        for number in range(last, max(-1, last - num_chunks), -1):
+            tokens = keys.tokens(number * size, min(stop - 1, (number + 1) * size))
+            parent, extra = keys.parent(number), keys.extra(number)
+            while found := self.exact_head(parent, extra, tokens, is_there):
+                yield found
+
     def match(
         self, sequence: SequenceKeys, start: int, stop: int, grain: int | None = None
     ) -> list[Piece]:

@@ -134,6 +134,30 @@ class ReadsInTime:
         self._all = keep * self._all + came + late
 
 
+class QueuePace:
+    """Seconds between two requests that leave the waiting queue, while more wait behind them."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._seconds = 0.0
+        self._left = float(READS_MIN)
+
+    @property
+    def mean_s(self) -> float:
+        """0 before anything is known."""
+        return self._seconds / self._left
+
+    def left(self, number: int, has_more: bool, now: float) -> None:
+        """So many have left the queue."""
+        if not number:
+            return
+        if self._since is not None:
+            keep = 1 / (1 + number / READS_KEPT)
+            self._seconds = keep * self._seconds + now - self._since
+            self._left = keep * self._left + number
+        self._since = now if has_more else None
+
+
 class CopyCost:
     """Seconds that a step waits for a token's KV to be copied from DRAM into HBM: what is hidden
     behind the step's own computation costs nothing."""
@@ -287,8 +311,9 @@ class StepCost:
             part = square[np.ix_(used, used)] + ridge * np.eye(len(used))
             found = np.linalg.solve(part, right[used])
             if found.min() >= 0:
-                self._found = np.zeros(4)
-                self._found[used] = found
+                whole = np.zeros(4)
+                whole[used] = found
+                self._found = whole  # at once: other threads read it
                 return
             used.pop(int(found.argmin()))
 
@@ -312,6 +337,24 @@ def pieces_to_wait_for(
         if saved > gain:
             best, gain = number, saved
     return best
+
+
+def read_pays(
+    reads: tuple[int, int], read_s: float, turn_s: float, computing_s: tuple[float, float]
+) -> bool:
+    """Whether a read may be of use to a waiting request.
+
+    It is if the request would have to wait for it, at its turn, less than it would have to compute;
+    or, since that grows faster than the number of reads, for it and all that is to follow.
+
+    Args:
+        reads: until this one has ended, and until all of the request's have.
+        read_s: of one.
+        turn_s: until the request runs.
+        computing_s: for what is stored up to this one's end, and up to that of all.
+    """
+    ends = (number * read_s - turn_s for number in reads)
+    return any(end <= seconds for end, seconds in zip(ends, computing_s, strict=True))
 
 
 WRITE_BUFFER_SHARE = 0.02

@@ -157,6 +157,8 @@ class LookAhead:
         waiting = self._waiting[request_id]
         wants, absent = tuple(dict.fromkeys(chunks)), set(absent)
         if wants == waiting.wants and self._absent.intersection(wants) == absent:
+            if absent:
+                _add(self._missing, waiting.order)
             return [], []  # asked again, as vLLM does step after step
         before, waiting.wants = waiting.wants, wants
         new = []
@@ -269,10 +271,20 @@ class LookAhead:
             del self._missing[0]
         return None
 
+    def give_up(self, request_id: str) -> None:
+        """Fetch nothing for this request, before it asks again."""
+        _discard(self._missing, self._waiting[request_id].order)
+
     def has_missing(self, request_id: str) -> bool:
         """Whether it waits for something that is not even on its way."""
         waiting = self._waiting.get(request_id)
-        return waiting is not None and any(chunk in self._absent for chunk in waiting.wants)
+        if waiting is None or not _has(self._missing, waiting.order):
+            return False
+        return any(chunk in self._absent for chunk in waiting.wants)
+
+    def num_before(self, request_id: str) -> int:
+        """Requests that run before this one."""
+        return bisect_left(self._queue, self._waiting[request_id].order)
 
     def num_absent_before(self, request_id: str) -> int:
         """Absent chunks that nearer requests want, of the nearest few.
@@ -305,13 +317,16 @@ class LookAhead:
         return self._all.first(None, can_go)
 
 
-def _add(orders: list[Order], order: Order) -> None:
+def _has(orders: list[Order], order: Order) -> bool:
     place = bisect_left(orders, order)
-    if place == len(orders) or orders[place] != order:
-        orders.insert(place, order)
+    return place < len(orders) and orders[place] == order
+
+
+def _add(orders: list[Order], order: Order) -> None:
+    if not _has(orders, order):
+        insort(orders, order)
 
 
 def _discard(orders: list[Order], order: Order) -> None:
-    place = bisect_left(orders, order)
-    if place < len(orders) and orders[place] == order:
-        del orders[place]
+    if _has(orders, order):
+        del orders[bisect_left(orders, order)]

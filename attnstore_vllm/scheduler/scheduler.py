@@ -149,6 +149,8 @@ class Scheduler:
         )
         pays = self.costs.state_pays
         self._saving = Saving(store, geometry, self.plans, self._truncation, pays, states_every)
+        if computes_if_sooner:
+            store.weigh_reads(self.costs.computing_s)
         self._offers = Offers(
             store,
             geometry,

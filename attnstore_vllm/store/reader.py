@@ -9,11 +9,12 @@ A chunk is read from the nearest tier that has it and answers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
 from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.policy.cost import read_pays
 from attnstore_vllm.policy.lookahead import LAST, Order
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.tier_io import TierIo
@@ -34,6 +35,9 @@ class Reader:
         self._context = context
         self._tiers = tiers
         self._wanted: OrderedDict[Chunk, None] = OrderedDict()
+        self.computing_s: Callable[[int, int], float | None] = lambda start, stop: None
+        """Seconds for computing tokens [start, stop) of a prompt; None: it is not known, or all
+        that is stored is waited for. Called with the lock held."""
 
     @property
     def is_busy(self) -> bool:
@@ -101,10 +105,34 @@ class Reader:
             assert isinstance(chunk, Chunk)
             source = self.source(chunk)
             if not chunk.dropped and chunk.dram.state is State.ABSENT and source is not None:
-                return chunk, source, whose
+                if whose is LAST or self._pays(chunk, source, whose[2]):
+                    return chunk, source, whose
+                look_ahead.give_up(whose[2])
+                continue
             self._wanted.pop(chunk, None)
             look_ahead.has_come(chunk)
         return None
+
+    def _pays(self, chunk: Chunk, source: TierIo, request_id: str) -> bool:
+        """Whether the request may have the chunk before it would have computed it. Cost: where
+        reading is not sooner at once, a look at all that it wants."""
+        residency, read_s = self._context.residency, source.cost.mean_s
+        if read_s is None:
+            return True
+        look_ahead, flying = residency.look_ahead, self.num_reading
+        turn_s = (1 + look_ahead.num_before(request_id)) * residency.dram.pace.mean_s
+        start, stop = _span((chunk,))
+        own_s = self.computing_s(start, stop)
+        if own_s is None or (flying + 1) * read_s <= turn_s + own_s:
+            return True
+        wants = look_ahead.wants_of(request_id)
+        missing = [c for c in wants if isinstance(c, Chunk) and c.dram.state is not State.READY]
+        num_absent = sum(c.dram.state is State.ABSENT for c in missing)
+        first, last = _span(missing)
+        here_s, all_s = self.computing_s(first, stop), self.computing_s(first, last)
+        assert here_s is not None
+        assert all_s is not None
+        return read_pays((flying + 1, flying + num_absent), read_s, turn_s, (here_s, all_s))
 
     def start(self) -> None:
         """Submit reads up to the depth. From any thread; waits for nothing."""
@@ -160,3 +188,9 @@ class Reader:
             context.residency.counts["read_late"] += 1
             context.residency.drop(chunk)
             context.progress.notify_all()
+
+
+def _span(chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """The positions between the first token of these and the last."""
+    names = [chunk.name for chunk in chunks]
+    return min(n.position for n in names), max(n.position + n.num_tokens for n in names)

@@ -344,8 +344,11 @@ class Store:
     def leave_queue(self, request_ids: Iterable[str]) -> None:
         """These requests run, or have ended."""
         with self._lock:
+            before = len(self.residency.look_ahead)
             for request_id in request_ids:
                 self.residency.dram.leave_queue(request_id)
+            left = len(self.residency.look_ahead)
+            self.residency.dram.pace.left(before - left, left > 0, self._clock())
 
     def hold_ready(
         self, pieces: Sequence[Piece], sequence: SequenceKeys, stop: int, start: int | None = None
@@ -410,6 +413,14 @@ class Store:
         with self._lock:
             cost = self.thread.tiers[0].cost
             return None if cost.mean_s is None else cost.seconds(num_reads)
+
+    def weigh_reads(self, computing_s: Callable[[int, int], float | None]) -> None:
+        """Begin no read that a waiting request has nothing of: it would have computed before.
+
+        Args:
+            computing_s: see Reader.computing_s.
+        """
+        self.thread.reader.computing_s = computing_s
 
     def arrivals(self, request_id: str, pieces: Sequence[Piece]) -> list[float] | None:
         """See Reader.arrivals."""
@@ -500,44 +511,29 @@ class Store:
     def drop_passed(self, chunks: Iterable[Chunk]) -> int:
         """A conversation has gone on beyond these sections. Forget those that only it has used,
         and return how many."""
-        num_dropped = 0
         with self._lock:
-            for chunk in chunks:
-                if not chunk.dropped and not self.residency.run_of(chunk).is_shared:
-                    num_dropped += 1
-                    self.residency.drop(chunk)
-            self.residency.counts["superseded"] += num_dropped
-        return num_dropped
-
-    def lower(self, chunks: Sequence[Chunk]) -> None:
-        """Let these leave before most that is as old. What others use as well stays as it is."""
-        with self._lock:
-            own = [chunk for chunk in chunks if not chunk.dropped and self._is_own(chunk)]
-            if own:
-                run = self.residency.run_of(own[0])
-                low = replace(run, priority=min(run.priority, LOW_PRIORITY))
-                self.residency.use(own, low)
+            return self._supersede(c for c in chunks if not c.dropped and self._is_own(c))
 
     def drop_states_before(self, keys: SequenceKeys, stop: int) -> int:
         """A conversation has gone on beyond token `stop`. Forget the states of one group before it
         that only this conversation has used, in the STATE_LOOKS_MAX chunks before it. Returns how
         many."""
-        num_dropped = 0
-        index, size = self.residency.index, keys.chunk_tokens
-        last = (stop - 2) // size
         with self._lock:
-            for number in range(last, max(-1, last - STATE_LOOKS_MAX), -1):
-                tokens = keys.tokens(number * size, min(stop - 1, (number + 1) * size))
-                parent, extra = keys.parent(number), keys.extra(number)
-                while found := index.exact_head(parent, extra, tokens, self._is_own):
-                    num_dropped += 1
-                    self.residency.drop(found)
-            self.residency.counts["superseded"] += num_dropped
-        return num_dropped
+            index = self.residency.index
+            return self._supersede(index.heads_before(keys, stop, STATE_LOOKS_MAX, self._is_own))
 
     def _is_own(self, chunk: Chunk) -> bool:
         """Locked. Whether one conversation alone has used it."""
         return not self.residency.run_of(chunk).is_shared
+
+    def _supersede(self, chunks: Iterable[Chunk]) -> int:
+        """Locked."""
+        num_dropped = 0
+        for chunk in chunks:
+            self.residency.drop(chunk)
+            num_dropped += 1
+        self.residency.counts["superseded"] += num_dropped
+        return num_dropped
 
     # ---- the rest ----------------------------------------------------------------------
 

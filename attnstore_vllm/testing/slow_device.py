@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk whose answers come late, or never. No real file is touched."""
+"""A disk whose answers come late, or never, or as fast as a slower disk's."""
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Sequence
 
-from attnstore_vllm.io.device import Completion, Device, IoRequest
+from attnstore_vllm.io.device import Completion, Device, IoRequest, Op
 
 
 class SlowDevice:
-    """Wraps a device whose completions come `delay_s` late, when released, or never."""
+    """Wraps a device whose completions come `delay_s` late, when released, or never.
 
-    def __init__(self, inner: Device, delay_s: float = 0.0) -> None:
+    Args:
+        bytes_per_s: what it reads in a second, and writes beside that: one request after another.
+    """
+
+    def __init__(
+        self, inner: Device, delay_s: float = 0.0, bytes_per_s: float = float("inf")
+    ) -> None:
         self._inner = inner
         self._delay_s = delay_s
-        self._late: deque[tuple[float, Completion]] = deque()  # (when it may be told, what)
+        self._byte_s = 1 / bytes_per_s
+        self._free_at = dict.fromkeys(Op, 0.0)
+        self._due: dict[int, float] = {}
+        """By tag: when it ends at the earliest."""
+        self._late: list[tuple[float, int, Completion]] = []  # a heap: when it may be told, what
         self._woken = threading.Event()
         self._hanging = False
         self._released = threading.Event()
@@ -38,6 +48,11 @@ class SlowDevice:
         self.wake()
 
     def submit(self, requests: Sequence[IoRequest]) -> None:
+        now = time.monotonic()
+        for request in requests:
+            seconds = sum(map(len, request.buffers)) * self._byte_s
+            due = max(now, self._free_at[request.op]) + seconds
+            self._free_at[request.op] = self._due[request.tag] = due
         self._in_flight.update(request.tag for request in requests)
         self._inner.submit(requests)
 
@@ -52,10 +67,11 @@ class SlowDevice:
             if self._late and not self._hanging:
                 until = min(until, self._late[0][0])
             for completion in self._inner.poll(max(0.0, until - time.monotonic())):
-                self._late.append((time.monotonic() + self._delay_s, completion))
+                ends = max(time.monotonic(), self._due.pop(completion.tag)) + self._delay_s
+                heapq.heappush(self._late, (ends, completion.tag, completion))
             due: list[Completion] = []
             while not self._hanging and self._late and self._late[0][0] <= time.monotonic():
-                due.append(self._late.popleft()[1])
+                due.append(heapq.heappop(self._late)[2])
             self._in_flight.difference_update(completion.tag for completion in due)
             if due or self._woken.is_set() or time.monotonic() >= deadline:
                 self._woken.clear()

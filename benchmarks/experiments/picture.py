@@ -12,6 +12,8 @@ from benchmarks.experiments.spec import Experiment, Goal, Metric
 
 PAPER: Final = "paper"
 COLUMNS: Final = 2
+LABELS_MAX: Final = 8
+"""More below a panel stand upright."""
 
 
 def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
@@ -27,7 +29,9 @@ def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(rows, min(COLUMNS, len(shown)), squeeze=False).flat
     for metric, panel, axes in zip(shown, bars, panels, strict=False):
         _draw(axes, panel, colors)
-        axes.set_xticks(range(len(result["values"][metric.name])), [*result["values"][metric.name]])
+        labels = [*result["values"][metric.name]]
+        rotation = 90 if len(labels) > LABELS_MAX else 0
+        axes.set_xticks(range(len(labels)), labels, rotation=rotation)
         title = textwrap.wrap(f"{metric.words}{', %' if metric.unit == '%' else ''}", 62)
         if metric.goal is not None:
             title.append(f"(goal for {metric.goal.system}: {metric.goal.words(metric.unit)})")

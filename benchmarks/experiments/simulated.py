@@ -8,6 +8,7 @@ one share it.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
@@ -23,6 +24,7 @@ from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import POLICIES, Server
 from attnstore_vllm.sim.trace import Trace
 from benchmarks.experiments.spec import Experiment, SpecError
+from benchmarks.placement import pooled
 
 ROOT: Final = Path(__file__).parent.parent.parent
 MACHINES: Final = ROOT / "configs" / "machines"
@@ -34,6 +36,7 @@ DEFAULTS: Final = {"rate": 1.0, "sessions": 9000, "think_s": 60.0, "warmup": 10 
 DRAM_SHARE: Final = 0.1
 """Of a capacity that is given for both tiers."""
 GB: Final = 1e9
+_NO_DISK: Final = {"nvme": 1, "nvme_read": 1, "nvme_write": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,8 @@ class Point:
 
 
 Value = Callable[[Outcome, Outcome, Point, Mapping[str, Any]], float | None]
-"""Of a run, the run that computes everything at the same point (empty if there is none), the point,
-the experiment."""
+"""Of a run, the run of the experiment's `over` at the same point (by default the one that computes
+everything; empty if there is none), the point, the experiment."""
 
 
 def mean(values: list[float]) -> float | None:
@@ -89,6 +92,9 @@ def cost(out: Outcome, re: Outcome, point: Point, body: Mapping[str, Any]) -> fl
 VALUES: Final[Mapping[str, Value]] = {
     "found": lambda out, re, point, body: out.stored_history_share,
     "loaded": lambda out, re, point, body: out.history_hit_share,
+    "loaded_over_re": lambda out, re, point, body: over(
+        out.history_hit_share, re.history_hit_share
+    ),
     "hits": lambda out, re, point, body: out.hit_tokens_share,
     "wanted_in_dram": lambda out, re, point, body: out.ready_share,
     "ttft_over_re": lambda out, re, point, body: over(mean(out.ttft_s), mean(re.ttft_s)),
@@ -120,9 +126,11 @@ def run(experiment: Experiment, data: Path, *, cache: Path = CACHE) -> dict[str,
             found: dict[str, Outcome] = {}
             for point in some:
                 bar.set_postfix_str(f"{label}, {point.policy}")
-                found[point.policy] = outcome(point, data, cache)
+                draws = [replace(point, seed=point.seed + n) for n in range(body.get("draws", 1))]
+                found[point.policy] = pooled([outcome(draw, data, cache) for draw in draws])
                 bar.update()
-            re = found.get(RECOMPUTE, Outcome(RECOMPUTE))
+            over_what = body.get("over", RECOMPUTE)
+            re = found.get(over_what, Outcome(over_what))
             by_policy = {point.policy: point for point in some}
             for metric, by_label in values.items():
                 by_label[label] = {
@@ -167,8 +175,9 @@ def _points(experiment: Experiment, given: Mapping[str, Any]) -> Iterator[Point]
     for policy in policies:
         if policy not in (*POLICIES, simulate_server.BOUND):
             raise SpecError(f"{experiment.name}: policy {policy!r} is unknown")
+        kept = machine if policy != "dram" else machine.with_sizes(**_NO_DISK)  # one run for all
         yield Point(
-            machine, policy, values["rate"], values["sessions"], values["think_s"],
+            kept, policy, values["rate"], values["sessions"], values["think_s"],
             values["warmup"], values["seed"], body.get("gpus", {}).get(name, 1),
             capacity,
         )  # fmt: skip
@@ -185,7 +194,8 @@ def outcome(point: Point, data: Path, cache: Path = CACHE) -> Outcome:
     key = json.dumps([str(data), asdict(point) | {"gpus": 0}, _code()], sort_keys=True, default=str)
     file = cache / f"{sha256(key.encode()).hexdigest()[:32]}.json"
     if file.exists():
-        return Outcome(**json.loads(file.read_text()))
+        kept = json.loads(file.read_text())
+        return Outcome(**kept | {"by_group": Counter(kept["by_group"])})
     found = _simulate(point, data)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(asdict(found)))

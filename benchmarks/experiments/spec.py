@@ -16,9 +16,11 @@
       found: {words: history found, unit: "%", paper: {LLaMA-13B: 86}}
     notes: below the table
 
-A point that is simulated may set `machine` (a file of configs/machines), settings of that machine,
-`rate`, `think_s` and `policies`; one that is served `options` of `python -m benchmarks.compare`.
-A metric's `goal` is {system, at_most or at_least}, and its `missed` says why, if it is missed.
+What is simulated may be `over` another policy than `recompute`, and take several `draws` of the
+conversations as one. A point of it may set `machine` (a file of configs/machines), settings of that
+machine, `rate`, `think_s` and `policies`; one that is served `options` of
+`python -m benchmarks.compare`. A metric's `goal` is {system, at_most or at_least}, and its `missed`
+says why, if it is missed.
 """
 
 from __future__ import annotations

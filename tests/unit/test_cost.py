@@ -13,9 +13,11 @@ from attnstore_vllm.policy.cost import (
     READS_MIN,
     STEPS_MIN,
     CopyCost,
+    QueuePace,
     ReadCost,
     StepCost,
     pieces_to_wait_for,
+    read_pays,
 )
 
 C0, C1, C2, C3 = 0.004, 2e-4, 5e-9, 3e-4
@@ -255,3 +257,38 @@ def test_a_disk_that_stays_slow_is_learned_within_a_few_reads() -> None:
         reads.observe(1.0)
     assert reads.mean_s is not None
     assert reads.mean_s > 0.8 * 20 / 256, "as without a bound, but for the first few"
+
+
+# ---- the queue, and what is read for it ---------------------------------------------------
+
+
+def test_pace_is_learned_from_requests_that_have_others_behind_them() -> None:
+    pace = QueuePace()
+    assert pace.mean_s == 0
+    now = 0.0
+    for _ in range(400):
+        now += 100.0  # nobody waits
+        pace.left(1, True, now)
+        for number, has_more in ((1, True), (2, True), (1, False)):
+            now += number * 0.5
+            pace.left(number, has_more, now)
+    assert pace.mean_s == pytest.approx(0.5, rel=0.05)
+    pace.left(0, True, now + 50)
+    pace.left(1, True, now + 100)
+    assert pace.mean_s == pytest.approx(0.5, rel=0.05), "none had left: nobody waited since"
+
+
+@pytest.mark.parametrize(
+    ("reads", "turn_s", "computing_s", "pays"),
+    [
+        ((1, 4), 0.0, (1.5, 2.0), True),
+        ((1, 4), 0.0, (0.9, 2.0), False),
+        ((1, 4), 0.0, (0.9, 4.1), True),  # all of it does: attention over much context
+        ((3, 6), 2.0, (0.9, 2.0), False),
+        ((3, 6), 2.5, (0.9, 2.0), True),  # it is nearly here when its turn comes
+    ],
+)
+def test_a_read_pays_if_it_comes_before_its_tokens_would_be_computed(
+    reads: tuple[int, int], turn_s: float, computing_s: tuple[float, float], pays: bool
+) -> None:
+    assert read_pays(reads, 1.0, turn_s, computing_s) == pays

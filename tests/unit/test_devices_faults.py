@@ -200,6 +200,18 @@ def test_completions_come_late() -> None:
     assert time.monotonic() - started >= 0.05
 
 
+def test_a_slower_disk_moves_so_many_bytes_a_second() -> None:
+    device = SlowDevice(MemoryDevice(SIZE), bytes_per_s=2 * SECTOR_BYTES / 0.1)
+    started = time.monotonic()
+    device.submit([write(1, 0, buffer()), write(2, 1, buffer()), read(3, 2, buffer())])
+    ended: dict[int, float] = {}
+    while len(ended) < 3:
+        ended |= {c.tag: time.monotonic() - started for c in device.poll(5)}
+    assert ended[1] >= 0.05
+    assert ended[2] >= 0.1, "one after another"
+    assert 0.05 <= ended[3] < ended[2], "reads go beside writes"
+
+
 def test_completions_wait_for_the_release() -> None:
     device = SlowDevice(MemoryDevice(SIZE))
     device.hang()

@@ -135,6 +135,34 @@ def test_what_somebody_waits_for_stays_if_reads_come_late(tiers: Tiers) -> None:
     assert all(chunk.dram.state is State.READY for chunk in wanted)
 
 
+def test_of_a_run_what_is_not_written_goes_before_its_beginning_if_reads_come_late(
+    tiers: Tiers,
+) -> None:
+    """Without the beginning it would be of no use."""
+    run = unknown_run(tiers.now)
+    written, deeper = tiers.clean(0), tiers.save(1)
+    tiers.use([written, deeper], run)
+    others = [tiers.save(2), tiers.save(3)]
+    tiers.dram.reads.observe(0, 10_000)
+    tiers.save(4)
+    assert [chunk.dram.state for chunk in (written, *others)] == [State.READY] * 3
+    assert deeper.dropped
+
+
+def test_what_came_too_late_for_one_request_is_not_in_time_for_the_next(tiers: Tiers) -> None:
+    cold = tiers.cold(0)
+    tiers.wait("first", cold)
+    assert tiers.begin_fetch(cold, tiers.nvme, LAST)
+    tiers.dram.leave_queue("first")
+    late = tiers.dram.reads.late
+    assert late > 0
+    assert tiers.index.learn(cold, tokens_of_chunk[cold.name.key])
+    tiers.finish_fetch(cold, True)
+    tiers.wait("second", cold)
+    tiers.dram.leave_queue("second")
+    assert tiers.dram.reads.late == late
+
+
 def test_a_read_takes_it_when_nothing_is_written(tiers: Tiers) -> None:
     """Else requests would wait for a read that never gets room."""
     cold = tiers.cold(0)

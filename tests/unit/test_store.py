@@ -66,6 +66,32 @@ def test_what_nearer_requests_want_comes_first(open_rig: Rigs) -> None:
     assert arrivals == pytest.approx([3 * 0.01, 6 * 0.01, 9 * 0.01])
 
 
+def test_nothing_is_read_that_would_sooner_be_computed(open_rig: Rigs) -> None:
+    """Before its turn, or behind others that run before it, a request still gets what it wants."""
+    rig, sequences = three_on_nvme(open_rig)
+    rig.store.weigh_reads(lambda start, stop: (stop - start) * 1e-4)  # 1.6 ms a chunk
+    chunks = [[rig.chunk(name) for name in names_of(sequence)] for sequence in sequences]
+
+    def states() -> list[set[State]]:
+        return [{chunk.dram.state for chunk in some} for some in chunks]
+
+    with rig.store.queue() as queue:
+        for number in range(3):
+            queue.append(str(number))
+    rig.store.find(sequences[0], 0, 40, request_id="0")
+    assert states()[0] == {State.ABSENT}
+    assert not rig.store.has_missing("0"), "it does not wait for what is not read"
+    with rig.store.queue():
+        pace = rig.store.residency.dram.pace
+        for turn in range(400):
+            pace.left(1, True, turn * 0.05)
+    rig.store.find(sequences[2], 0, 40, request_id="2")
+    assert states() == [{State.ABSENT}, {State.ABSENT}, {State.READING}]
+    rig.store.weigh_reads(lambda start, stop: (stop - start) * 1e-2)
+    rig.store.find(sequences[0], 0, 40, request_id="0")
+    assert State.READING in states()[0], "asked again, it is weighed again"
+
+
 def test_without_a_queue_what_was_wanted_earlier_comes_first(open_rig: Rigs) -> None:
     rig, sequences = three_on_nvme(open_rig)
     found = [rig.store.find(sequence, 0, 40) for sequence in sequences]

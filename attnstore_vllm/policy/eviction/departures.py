@@ -185,6 +185,11 @@ class Departures:
         group = self._by_run[run]
         return next(slot for slot in group.slots if self._group_of[slot] == group.number)
 
+    def num_of(self, run: Run) -> int:
+        """Slots of this run."""
+        group = self._by_run.get(run)
+        return group.num_left if group is not None else 0
+
     def worth(self, run: Run, now: float) -> float:
         """See Order."""
         return self._order.worth(run, now)
