@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.runs import ENDED_PRIORITY, Pins, Run, unknown_run
 from attnstore_vllm.types import NVME
 
+LOW_PRIORITY = -1
 SPARE_PRIORITY = -2
 """Priority of runs of chunks that are worth little: they leave before what hints call low."""
 SPARE_PART = 4
@@ -134,6 +136,16 @@ class Residency:
                 if tier.name in chunk.behind:
                     chunk.run = tier.run_of(chunk) or chunk.run
         return chunk.run
+
+    def is_own(self, chunk: Chunk) -> bool:
+        """Whether it is found, and one conversation alone has used it."""
+        return not chunk.dropped and not self.run_of(chunk).is_shared
+
+    def lower(self, chunks: Sequence[Chunk]) -> None:
+        """Let these leave before most that is as old. One conversation has used all of them."""
+        if chunks:
+            run = self.run_of(chunks[0])
+            self.use(chunks, replace(run, priority=min(run.priority, LOW_PRIORITY)))
 
     def rank(self, run: Run) -> None:
         """The kind of this run has changed. Cost: O(tiers)."""

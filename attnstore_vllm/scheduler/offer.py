@@ -77,13 +77,6 @@ class Costs:
         self._ahead_layers = ahead_layers
         self._step_tokens = step_tokens
 
-    def computing_s(self, start: int, stop: int) -> float | None:
-        """Seconds for tokens [start, stop) of a prompt, on the mean; None before it is known, and
-        where all that is stored is waited for. From any thread."""
-        if not (self._computes_if_sooner and self._steps.is_known):
-            return None
-        return self._steps.seconds(start, stop)
-
     # ---- steps -------------------------------------------------------------------------
 
     def step_ended(self, report: StepReport, stats: StepStats) -> None:

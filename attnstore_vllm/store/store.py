@@ -43,7 +43,6 @@ from attnstore_vllm.store.tier_io import MakeTier
 from attnstore_vllm.types import DRAM, Key
 
 STATE_LOOKS_MAX = 8
-LOW_PRIORITY = -1
 RESET_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 3.0
 
@@ -512,19 +511,20 @@ class Store:
         """A conversation has gone on beyond these sections. Forget those that only it has used,
         and return how many."""
         with self._lock:
-            return self._supersede(c for c in chunks if not c.dropped and self._is_own(c))
+            return self._supersede(filter(self.residency.is_own, chunks))
+
+    def lower(self, chunks: Iterable[Chunk]) -> None:
+        """Let these leave before most that is as old. What others use as well stays as it is."""
+        with self._lock:
+            self.residency.lower(list(filter(self.residency.is_own, chunks)))
 
     def drop_states_before(self, keys: SequenceKeys, stop: int) -> int:
         """A conversation has gone on beyond token `stop`. Forget the states of one group before it
         that only this conversation has used, in the STATE_LOOKS_MAX chunks before it. Returns how
         many."""
         with self._lock:
-            index = self.residency.index
-            return self._supersede(index.heads_before(keys, stop, STATE_LOOKS_MAX, self._is_own))
-
-    def _is_own(self, chunk: Chunk) -> bool:
-        """Locked. Whether one conversation alone has used it."""
-        return not self.residency.run_of(chunk).is_shared
+            found = self.residency.index.heads_before
+            return self._supersede(found(keys, stop, STATE_LOOKS_MAX, self.residency.is_own))
 
     def _supersede(self, chunks: Iterable[Chunk]) -> int:
         """Locked."""
