@@ -28,10 +28,10 @@ from random import Random
 from typing import Any
 
 from attnstore_vllm.testing.family_models import FAMILIES as MODELS
-from tests.vllm.engine import BLOCK, CANDIDATES, Answer, Engine, EngineSpec, candidates
+from benchmarks.rounding import CANDIDATES, bound, drift
+from tests.vllm.engine import BLOCK, Answer, Engine, EngineSpec, candidates
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import FIRST_TOKEN, LAST_TOKEN
-from tests.vllm.rounding import bound, drift
 from tests.vllm.stored import foreign_chunks
 
 MODEL_LEN = 1280

@@ -18,11 +18,11 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, whole_blocks
 from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.testing.tiny_model import TINY
+from benchmarks.rounding import beyond, bound
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
-from tests.vllm.rounding import beyond, bound
 
 ASKS = {"kv_transfer_params": {"attnstore": {"truncation": True, "report": True}}}
 LENGTH = 1000
