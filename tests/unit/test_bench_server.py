@@ -121,7 +121,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
     program = tmp_path / "vllm"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
-    monkeypatch.setattr(server, "vllm_program", lambda: str(program))
+    monkeypatch.setattr(server, "vllm_command", lambda: [str(program)])
     monkeypatch.setattr(lmcache, "command", lambda *_: [str(program)])
     found: list[Any] = []
     popen = subprocess.Popen

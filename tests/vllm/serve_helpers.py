@@ -25,7 +25,7 @@ from attnstore_vllm.cli.slab_file import RecordState, opened
 from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from attnstore_vllm.preflight import SHM_DIR, SLAB_NAME
 from attnstore_vllm.store.format import SegmentHeader, header_bytes
-from benchmarks.server import VllmServer, quiet_cpu_environment, vllm_program
+from benchmarks.server import VllmServer, quiet_cpu_environment, vllm_command
 
 DEADLINE_S = 120.0
 START_DEADLINE_S = 400.0
@@ -99,7 +99,7 @@ def refused(model: Path, log: Path, *arguments: str, cores: str = "0") -> str:
     """What `vllm serve` prints when it is to end by itself, with an exit code other than 0."""
     with log.open("wb") as output:
         done = subprocess.run(
-            [vllm_program(), "serve", str(model), *ARGUMENTS, *arguments],
+            [*vllm_command(), "serve", str(model), *ARGUMENTS, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
