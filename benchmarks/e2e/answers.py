@@ -4,8 +4,8 @@
 Greedy answers differ between two runs where rounding moves two candidates past each other: sums
 depend on how a prompt was split and on who was in the same batch. So log-probabilities are
 compared, up to the first token that differs (benchmarks/rounding.py). What they may differ by is
-measured on servers without the store, which answer everything twice: alone and in a crowd,
-computed and from HBM's prefix cache.
+measured on servers without the store, which answer everything twice: computed, and with what is
+left in HBM's prefix cache; in a crowd, where vLLM preempts as it comes.
 """
 
 from __future__ import annotations
@@ -189,11 +189,8 @@ class Answers:
     def _refer(self, served: Served) -> Reference:
         size, (first, then) = self.setup.size, (self.prompted.asked, self.prompted.crowd)
         asked, again = ([served.ask(p, size.answer) for p in first] for _ in range(2))
-        crowd = [served.ask(p, size.crowd_answer) for p in then]
-        noise = [*map(drift, asked, again)]
-        for _ in range(2):
-            noise += map(drift, crowd, ask_crowd(served, then, size.crowd_answer))
-        return Reference(asked, crowd, noise)
+        crowd, once_more = (ask_crowd(served, then, size.crowd_answer) for _ in range(2))
+        return Reference(asked, crowd, [*map(drift, asked, again), *map(drift, crowd, once_more)])
 
     def _try(self, name: str, case: Case, deadline: Deadline, tried: Tried) -> None:
         """Computed, from DRAM, in crowds, and after a restart from NVMe."""

@@ -125,8 +125,8 @@ ON_GPU: Final = Size(
 )  # fmt: skip
 ON_CPU: Final = Size(
     shape=TINY,
-    block=128, model_len=2_048, hbm=3_072, asked=(6, 400, 1_500), crowd=(12, 450, 510),
-    answer=24, crowd_answer=96, dram="64MiB", nvme="256MiB",
+    block=128, model_len=2_048, hbm=3_072, asked=(6, 400, 1_500), crowd=(12, 480, 510),
+    answer=24, crowd_answer=48, dram="64MiB", nvme="256MiB",
     timed=SMALL, hits=(512, 1_024), rounds=2, decoders=1,
     throughput_prompt=500,
 )  # fmt: skip
