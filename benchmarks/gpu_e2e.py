@@ -62,11 +62,15 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "name": self.name, "outcome": self.outcome, "why": self.why,
-            "seconds": round(self.seconds, 1), "phases": self.tried.phases,
-            "facts": self.tried.facts, "complaints": self.tried.complaints,
+            "name": self.name,
+            "outcome": self.outcome,
+            "why": self.why,
+            "seconds": round(self.seconds, 1),
+            "phases": self.tried.phases,
+            "facts": self.tried.facts,
+            "complaints": self.tried.complaints,
             "figures": [figure.to_json() for figure in self.figures],
-        }  # fmt: skip
+        }
 
 
 def why_not(*, is_cpu: bool) -> str | None:
@@ -111,9 +115,10 @@ class Run:
 
     def _try(self, name: str, deadline: Deadline, row: Row) -> None:
         measured: dict[str, Callable[[Deadline, Tried], list[Figure]]] = {
-            "hits": self._speeds.hits, "throughput": self._speeds.throughput,
+            "hits": self._speeds.hits,
+            "throughput": self._speeds.throughput,
             "copies": self._speeds.copies,
-        }  # fmt: skip
+        }
         if name in measured:
             row.figures = measured[name](deadline, row.tried)
         elif name == SWITCHED:
@@ -161,15 +166,19 @@ def show(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         phases = row["phases"].values()
         drifts = [p["drift"] / p["limit"] for p in phases if p.get("limit")]
-        cells.append([
-            row["name"], row["outcome"], f"{row['seconds']:.0f}",
-            str(sum(p.get("answers", 0) for p in phases)),
-            str(sum(p.get("wrong", 0) for p in phases)),
-            f"{max(drifts):.2f}" if drifts else "-",
-            str(row["phases"].get("dram", {}).get("loaded_tokens", "-")),
-            str(sum(p.get("preempted", 0) for p in phases)),
-            str(row["phases"].get("nvme", {}).get("loaded_tokens", "-")),
-        ])  # fmt: skip
+        cells.append(
+            [
+                row["name"],
+                row["outcome"],
+                f"{row['seconds']:.0f}",
+                str(sum(p.get("answers", 0) for p in phases)),
+                str(sum(p.get("wrong", 0) for p in phases)),
+                f"{max(drifts):.2f}" if drifts else "-",
+                str(row["phases"].get("dram", {}).get("loaded_tokens", "-")),
+                str(sum(p.get("preempted", 0) for p in phases)),
+                str(row["phases"].get("nvme", {}).get("loaded_tokens", "-")),
+            ]
+        )
     lines = [table(cells), "drift: over what rounding may differ by; dram, nvme: tokens loaded"]
     lines += [f"{row['name']}: {row['why']}" for row in rows if row["why"]]
     lines += [f"{row['name']} said: {said}" for row in rows for said in row["complaints"]]
@@ -186,9 +195,10 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="make gpu-e2e", description=__doc__,
+        prog="make gpu-e2e",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--cpu", action="store_true", help="the CPU build of vLLM, tiny models")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME")
     parser.add_argument("--list", action="store_true", help="names of the cases")
@@ -238,9 +248,14 @@ def _setup(args: argparse.Namespace, work: Path) -> Setup:
     logs = args.logs or work
     logs.mkdir(parents=True, exist_ok=True)
     return Setup(
-        size, work, make_model(work / "model", size.shape), args.cpu,
-        sorted(os.sched_getaffinity(0)), "wrong_bytes" if args.wrong_bytes else None, logs,
-    )  # fmt: skip
+        size,
+        work,
+        make_model(work / "model", size.shape),
+        args.cpu,
+        sorted(os.sched_getaffinity(0)),
+        "wrong_bytes" if args.wrong_bytes else None,
+        logs,
+    )
 
 
 if __name__ == "__main__":

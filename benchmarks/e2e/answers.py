@@ -27,9 +27,9 @@ Prompts = list[list[int]]
 PREEMPTED: Final = "vllm:num_preemptions_total"
 MOVED: Final = "vllm:attnstore_bytes_total"
 FOUND: Final = 0.8
-"""Of the prompts' tokens, those that have to come from a tier that has them all."""
+"""The share of the prompts' tokens that has to come from a tier that has them all."""
 LEAVING: Final = 0.3
-"""Of a crowd, those that go away before they have their answer."""
+"""The share of a crowd that goes away before it has its answers."""
 WRITTEN_DEADLINE_S: Final = 60.0
 
 
@@ -103,10 +103,13 @@ class Tried:
             drifts = [drift(a, b) for a, b in pairs]
             beyond = sum(not found <= reference.limit for found in drifts)
             self.note(
-                phase, answers=len(pairs), same_tokens=sum(a.tokens == b.tokens for a, b in pairs),
-                wrong=beyond, drift=round(max(drifts, default=0.0), 4),
+                phase,
+                answers=len(pairs),
+                same_tokens=sum(a.tokens == b.tokens for a, b in pairs),
+                wrong=beyond,
+                drift=round(max(drifts, default=0.0), 4),
                 limit=round(reference.limit, 4),
-            )  # fmt: skip
+            )
             if beyond:
                 wrong.append(
                     f"{phase}: {beyond} of {len(pairs)} answers are off by up to "
@@ -229,9 +232,10 @@ class Answers:
             tried.got.append((phase, "crowd", got))
             now = served.loaded()
             tried.note(
-                phase, left=sum(answer is None for answer in got),
+                phase,
+                left=sum(answer is None for answer in got),
                 loaded_tokens=sum(now.values()) - sum(loaded.values()),
-            )  # fmt: skip
+            )
             tried.wants(phase, "preempted", served.counted(PREEMPTED) - before, 1)
 
     def try_switch(self, name: str, deadline: Deadline, tried: Tried) -> None:

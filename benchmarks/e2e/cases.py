@@ -22,7 +22,7 @@ class Case:
     """A server that has to answer as it does without the store."""
 
     arguments: tuple[str, ...] = ()
-    """Of `vllm serve`."""
+    """Arguments of `vllm serve`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     why_not_cpu: str = ""
     gpus: int = 1
@@ -82,7 +82,7 @@ class Size:
     """How much a machine is asked. Tokens, unless it says otherwise."""
 
     shape: ModelShape
-    """Of the model whose answers are compared: they depend on single tokens far back."""
+    """The model whose answers are compared: they depend on single tokens far back."""
     block: int
     model_len: int
     hbm: int
@@ -97,7 +97,7 @@ class Size:
     nvme: str
 
     timed: ModelShape
-    """Of the model that is timed; its weights are dummies."""
+    """The model that is timed; its weights are dummies."""
     hits: tuple[int, ...]
     rounds: int
     decoders: int

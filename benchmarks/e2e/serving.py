@@ -27,10 +27,15 @@ DOUBLES: Final = Path(__file__).parent / "doubles"
 LOADED: Final = "vllm:attnstore_loaded_tokens_total"
 ANSWER_DEADLINE_S: Final = 180.0
 FACTS: Final = (
-    r"Using \w+ KV cache layout", r"Using V2 Model Runner", r"Using \w+ attention backend",
-    r"Using AttentionBackendEnum\.\w+ backend", r"GPU KV cache size: [\d,]+ tokens",
-    r"CPU KV cache size: [\d,]+ tokens", r"CUDA kernels: \S+", r"AttnStore keeps .*",
-)  # fmt: skip
+    r"Using \w+ KV cache layout",
+    r"Using V2 Model Runner",
+    r"Using \w+ attention backend",
+    r"Using AttentionBackendEnum\.\w+ backend",
+    r"GPU KV cache size: [\d,]+ tokens",
+    r"CPU KV cache size: [\d,]+ tokens",
+    r"CUDA kernels: \S+",
+    r"AttnStore keeps .*",
+)
 """Lines of a log that say what this server really is."""
 PREFIX: Final = re.compile(r"^.*?(?:INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ (?:\[[^\]]*\] )?")
 
@@ -110,8 +115,10 @@ class Served:
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """A greedy answer. Raises: OSError, HTTPException, ValueError if there is none."""
         body = {
-            "max_tokens": max_tokens, "logprobs": CANDIDATES, "return_tokens_as_token_ids": True,
-        }  # fmt: skip
+            "max_tokens": max_tokens,
+            "logprobs": CANDIDATES,
+            "return_tokens_as_token_ids": True,
+        }
         connection = self._post(prompt, **body)
         try:
             answer = connection.getresponse()
@@ -144,9 +151,12 @@ class Served:
     def _post(self, prompt: Sequence[int], **fields: Any) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_DEADLINE_S)
         body = {
-            "model": self.server.model, "prompt": list(prompt), "temperature": 0,
-            "ignore_eos": True, **fields,
-        }  # fmt: skip
+            "model": self.server.model,
+            "prompt": list(prompt),
+            "temperature": 0,
+            "ignore_eos": True,
+            **fields,
+        }
         connection.request(
             "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
         )
@@ -238,9 +248,15 @@ class Setup:
         """
         blocks = (hbm or self.size.hbm) // (case.block_tokens or self.size.block)
         arguments = [
-            "--max-model-len", str(model_len or self.size.model_len), "--dtype", "bfloat16",
-            "--num-gpu-blocks-override", str(blocks), *case.arguments, *extra,
-        ]  # fmt: skip
+            "--max-model-len",
+            str(model_len or self.size.model_len),
+            "--dtype",
+            "bfloat16",
+            "--num-gpu-blocks-override",
+            str(blocks),
+            *case.arguments,
+            *extra,
+        ]
         environment = {"VLLM_SERVER_DEV_MODE": "1", **case.environment}
         if self.connector is not None:
             paths = [str(DOUBLES), os.environ.get("PYTHONPATH", "")]
@@ -252,9 +268,12 @@ class Setup:
             transfer.write_text(json.dumps(self._transfer(store, settings or {})))
             arguments += ["--kv-transfer-config", str(transfer)]
         server = VllmServer(
-            str(model or self.model), arguments, self.logs / f"{name}.log", environment=environment,
+            str(model or self.model),
+            arguments,
+            self.logs / f"{name}.log",
+            environment=environment,
             start_deadline_s=deadline.seconds,  # of the case: it may compile a large model
-        )  # fmt: skip
+        )
         with deadline.watches(server), server:
             try:
                 yield Served(server)
@@ -270,13 +289,17 @@ class Setup:
     def _transfer(self, store: Path, settings: dict[str, Any]) -> dict[str, Any]:
         """A file of settings, which is YAML as JSON is; with a double, a whole KVTransferConfig."""
         ours = {
-            "dram": self.size.dram, "nvme": {"path": str(store), "capacity": self.size.nvme},
-            "compute_if_sooner": False, **settings,
-        }  # fmt: skip
+            "dram": self.size.dram,
+            "nvme": {"path": str(store), "capacity": self.size.nvme},
+            "compute_if_sooner": False,
+            **settings,
+        }
         if self.connector is None:
             return ours
         return {
-            "kv_connector": "Double", "kv_connector_module_path": self.connector,
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector": "Double",
+            "kv_connector_module_path": self.connector,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": ours,
-        }  # fmt: skip
+        }

@@ -37,17 +37,19 @@ DEFAULT: Final = Case()
 EAGER: Final = Case(("--enforce-eager",))
 DUMMIES: Final = ("--load-format", "dummy")
 PROMPTS_IN_HBM: Final = 2.5
-"""Of the longest that are asked: the others wait in DRAM."""
+"""So many of the longest that are asked; the others wait in DRAM."""
 DECODED: Final = 3_000
 """Tokens of one answer of those who generate meanwhile."""
 DRAM_OF_FREE: Final = 0.7
 SPARE_BYTES: Final = 64 << 20
 SHARE_OF_HBM: Final = 0.45
-"""Of the GPU's memory, for each of two servers at a time."""
+"""The share of the GPU's memory that each of two servers at a time gets."""
 GOALS: Final[dict[str, tuple[float, bool]]] = {
-    "dram_over_hbm": (1.10, True), "throughput": (0.98, False), "bandwidth": (0.90, False),
+    "dram_over_hbm": (1.10, True),
+    "throughput": (0.98, False),
+    "bandwidth": (0.90, False),
     "slowdown_percent": (3.0, True),
-}  # fmt: skip
+}
 """(goal, whether it is the most that may be)."""
 
 
@@ -66,10 +68,14 @@ class Figure:
         if goal is not None:
             is_met = self.value <= goal if at_most else self.value >= goal
         return {
-            "name": self.name, "value": round(self.value, 4), "kind": self.kind, "goal": goal,
-            "goal_is": "at most" if at_most else "at least", "is_met": is_met,
+            "name": self.name,
+            "value": round(self.value, 4),
+            "kind": self.kind,
+            "goal": goal,
+            "goal_is": "at most" if at_most else "at least",
+            "is_met": is_met,
             "detail": self.detail,
-        }  # fmt: skip
+        }
 
 
 @dataclass(slots=True)
@@ -106,9 +112,16 @@ class Speeds:
         shutil.rmtree(store, ignore_errors=True)
         figures = []
         with self.setup.serve(
-            "hits", self._case(), deadline, store=store, hbm=hbm, extra=DUMMIES, settings=settings,
-            model=self._model(), model_len=longest + 256 if longest > DECODED else DECODED + 256,
-        ) as served:  # fmt: skip
+            "hits",
+            self._case(),
+            deadline,
+            store=store,
+            hbm=hbm,
+            extra=DUMMIES,
+            settings=settings,
+            model=self._model(),
+            model_len=longest + 256 if longest > DECODED else DECODED + 256,
+        ) as served:
             tried.facts = served.facts()
             for decoders in (0, size.decoders):
                 with _decoding(served, decoders, size.timed.vocab) as gaps:
@@ -148,9 +161,14 @@ class Speeds:
             raise Wrong(f"{tokens} tokens: {found:.0%} of them were hits in DRAM")
         medians = {kind: round(statistics.median(ms), 2) for kind, ms in times.items()}
         beside = f" beside {decoders} that generate" if decoders else ""
-        detail = {"ttft_ms": medians, "hits": rounds * count, "of_dram": round(found, 3),
-                  "all_ms": {kind: [round(v, 2) for v in ms] for kind, ms in times.items()},
-                  "decoders": decoders, "tokens": tokens}  # fmt: skip
+        detail = {
+            "ttft_ms": medians,
+            "hits": rounds * count,
+            "of_dram": round(found, 3),
+            "all_ms": {kind: [round(v, 2) for v in ms] for kind, ms in times.items()},
+            "decoders": decoders,
+            "tokens": tokens,
+        }
         if all(pauses.values()):
             detail["step_ms"] = {k: round(statistics.mean(v), 3) for k, v in pauses.items()}
         ratio = statistics.median(times["DRAM"]) / statistics.median(times["HBM"])
@@ -170,8 +188,11 @@ class Speeds:
             extra += ("--gpu-memory-utilization", str(SHARE_OF_HBM))
         hbm = REQUESTS * (size.throughput_prompt + OUTPUT_TOKENS + size.block)
         common: dict[str, Any] = {
-            "hbm": max(hbm, 4_096), "extra": extra, "model": model, "model_len": 4_096,
-        }  # fmt: skip
+            "hbm": max(hbm, 4_096),
+            "extra": extra,
+            "model": model,
+            "model_len": 4_096,
+        }
         dram = 2 * hbm * size.timed.kv_bytes_per_token + SPARE_BYTES
         case = self._case()
         with (
@@ -179,7 +200,7 @@ class Speeds:
                 "throughput", case, deadline, store=store, settings={"dram": str(dram)}, **common
             ) as ours,
             self.setup.serve("throughput-reference", case, deadline, **common) as plain,
-        ):  # fmt: skip
+        ):
             sides = [("store", ours.server), ("plain", plain.server)]
             speeds: dict[str, list[float]] = {"store": [], "plain": []}
             for number in range(2 * size.rounds + 1):
@@ -210,9 +231,17 @@ class Speeds:
         out, log = self.setup.work / "gpu_check.json", self.setup.work / "gpu_check.log"
         runner = str(ROOT / "tools" / "run_installed.py")
         command = [
-            sys.executable, runner, "benchmarks.gpu_check", "--only", "bytes", "speed", "beside",
-            "--out", str(out), *(["--small"] if self.small else []),
-        ]  # fmt: skip
+            sys.executable,
+            runner,
+            "benchmarks.gpu_check",
+            "--only",
+            "bytes",
+            "speed",
+            "beside",
+            "--out",
+            str(out),
+            *(["--small"] if self.small else []),
+        ]
         process = Process(command, log)
         try:
             with deadline.watches(process):
@@ -281,11 +310,12 @@ def _decoding(served: Served, count: int, vocab: int) -> Iterator[_Gaps]:
 
     threads = [
         threading.Thread(
-            target=generate, daemon=True,
+            target=generate,
+            daemon=True,
             args=(i == 0, [random.randrange(300, vocab - 10) for _ in range(64)]),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
     for thread in threads:
         thread.start()
     time.sleep(1.0 if threads else 0.0)

@@ -226,8 +226,9 @@ def test_a_case_never_ends_the_run(setup: FakeSetup, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Answers, "try_case", lambda *_: 1 // 0)
     row = run.try_one("eager")
     assert (row.outcome, row.why) == (
-        "failed", "ZeroDivisionError: integer division or modulo by zero"
-    )  # fmt: skip
+        "failed",
+        "ZeroDivisionError: integer division or modulo by zero",
+    )
     assert run.try_one("full").to_json()["why"] == "the CPU build has no CUDA graphs"
     assert run.try_one("copies").outcome == "skipped"
     rows = [run.try_one(name).to_json() for name in ("eager", "full")]
@@ -246,12 +247,14 @@ def test_rows_of_another_machine_or_version_are_not_kept(tmp_path: Path) -> None
 
 def test_of_gpu_check_the_rows_with_a_goal_are_taken() -> None:
     row = {"how": "rules", "detail": "", "goal": 0.95, "goal_is": "at least", "value": 0.91}
-    found = speeds.of_copies([
-        {**row, "what": "H2D Llama-8B, 64 KiB pages"},
-        {**row, "what": "H2D Llama-8B, 64 KiB pages", "goal": None},
-        {**row, "what": "slowdown of matrix products, % (Llama-8B)", "value": 3.5},
-        {**row, "what": "something else"},
-    ])  # fmt: skip
+    found = speeds.of_copies(
+        [
+            {**row, "what": "H2D Llama-8B, 64 KiB pages"},
+            {**row, "what": "H2D Llama-8B, 64 KiB pages", "goal": None},
+            {**row, "what": "slowdown of matrix products, % (Llama-8B)", "value": 3.5},
+            {**row, "what": "something else"},
+        ]
+    )
     kinds = [(figure.kind, figure.to_json()["is_met"]) for figure in found]
     assert kinds == [("bandwidth", True), ("slowdown_percent", False)]
 
@@ -282,8 +285,12 @@ def test_without_a_gpu_it_refuses_in_one_line(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     told = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_e2e", "--out", str(out)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (told.returncode, told.stdout) == (gpu_e2e.MISSING, "")
     assert told.stderr.startswith("gpu-e2e: PyTorch ") and told.stderr.count("\n") == 1
     assert not out.exists()

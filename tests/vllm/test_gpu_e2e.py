@@ -20,8 +20,11 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     out = tmp_path / "found.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_e2e", "--cpu", "--out", str(out), *arguments],
-        cwd=ROOT, stdout=subprocess.DEVNULL, timeout=2_900, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        timeout=2_900,
+        check=False,
+    )
     return done.returncode, {row["name"]: row for row in json.loads(out.read_text())["cases"]}
 
 
