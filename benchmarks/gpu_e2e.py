@@ -50,7 +50,7 @@ MISSING: Final = 2
 
 @dataclass(slots=True)
 class Row:
-    """What came of one case."""
+    """The outcome of one case."""
 
     name: str
     outcome: str = "ok"
@@ -74,7 +74,7 @@ class Row:
 
 
 def why_not(*, is_cpu: bool) -> str | None:
-    """What is missing to run anything, None if nothing is."""
+    """The sentence that says what is missing to run anything; None if nothing is."""
     if not is_cpu and (missing := gpu_check.why_not()) is not None:
         return missing
     try:

@@ -43,7 +43,7 @@ class NotHere(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """What a server is asked: prompts for one after the other, and a crowd."""
+    """Prompts for a server: some for one after the other, and a crowd."""
 
     asked: Prompts
     crowd: Prompts
@@ -84,13 +84,13 @@ Kind = Literal["asked", "crowd"]
 
 @dataclass(slots=True)
 class Tried:
-    """What came of a case so far: kept if it fails in the middle."""
+    """The findings of a case so far: kept if it fails in the middle."""
 
     phases: dict[str, dict[str, Any]] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
-    """What the servers were to do and did not."""
+    """Things that the servers were to do and did not."""
     got: list[tuple[str, Kind, Sequence[Answer | None]]] = field(default_factory=list)
     """Answers of each phase; None is that of who went away."""
 

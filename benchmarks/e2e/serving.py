@@ -212,7 +212,7 @@ def why_it_ended(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all servers of a run have in common."""
+    """The things that all servers of a run have in common."""
 
     size: Size
     work: Path
