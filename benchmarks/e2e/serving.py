@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import threading
@@ -105,6 +106,10 @@ class Answer:
     logprobs: tuple[LogProbs, ...]
 
 
+NO_NUMBERS: Final = Answer((-1,), (((-1, math.nan),),))
+"""The answer of a model whose log-probabilities are NaN: vLLM cannot write it."""
+
+
 class Served:
     """A server that runs."""
 
@@ -125,6 +130,8 @@ class Served:
             text = answer.read()
         finally:
             connection.close()
+        if answer.status == 400 and b"Out of range float" in text:
+            return NO_NUMBERS
         if answer.status != 200:
             raise ValueError(f"HTTP {answer.status}: {text[:300].decode(errors='replace')}")
         found = json.loads(text)["choices"][0]["logprobs"]
@@ -207,7 +214,8 @@ def why_it_ended(text: str) -> str:
     """The line of a log that says why a server did not start, as far as one does."""
     found = re.findall(r"^.*?\b((?:\w+\.)*\w*(?:Error|Exception)\b: .+)$", text, re.MULTILINE)
     causes = [line for line in found if "Engine core init" not in line]
-    return (causes or text.strip().splitlines() or ["it ended without a word"])[-1][:300]
+    last = " / ".join(line.strip() for line in text.strip().splitlines()[-3:])
+    return (causes[-1] if causes else last or "it ended without a word")[:300]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +272,7 @@ class Setup:
         if self.is_cpu:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = self._bound(case.gpus)
         if store is not None:
-            transfer = self.work / f"{name}.yaml"
-            transfer.write_text(json.dumps(self._transfer(store, settings or {})))
-            arguments += ["--kv-transfer-config", str(transfer)]
+            arguments += ["--kv-transfer-config", self._transfer(name, store, settings or {})]
         server = VllmServer(
             str(model or self.model),
             arguments,
@@ -286,8 +292,8 @@ class Setup:
         """One thread a core, the cores dealt out to the ranks."""
         return "|".join(",".join(map(str, self.cores[rank::ranks])) for rank in range(ranks))
 
-    def _transfer(self, store: Path, settings: dict[str, Any]) -> dict[str, Any]:
-        """A file of settings, which is YAML as JSON is; with a double, a whole KVTransferConfig."""
+    def _transfer(self, name: str, store: Path, settings: dict[str, Any]) -> str:
+        """A file of settings, as users write it; with a double, vLLM's own JSON."""
         ours = {
             "dram": self.size.dram,
             "nvme": {"path": str(store), "capacity": self.size.nvme},
@@ -295,11 +301,15 @@ class Setup:
             **settings,
         }
         if self.connector is None:
-            return ours
-        return {
-            "kv_connector": "Double",
-            "kv_connector_module_path": self.connector,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": ours,
-        }
+            file = self.work / f"{name}.yaml"
+            file.write_text(json.dumps(ours))  # which is YAML
+            return str(file)
+        return json.dumps(
+            {
+                "kv_connector": "Double",
+                "kv_connector_module_path": self.connector,
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": ours,
+            }
+        )

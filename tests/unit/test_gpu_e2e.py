@@ -20,9 +20,9 @@ import torch
 
 from benchmarks import gpu_e2e
 from benchmarks.e2e import answers, speeds
-from benchmarks.e2e.answers import Answers, NotHere, Prompted, Tried, Wrong
+from benchmarks.e2e.answers import Answers, NotHere, Prompted, Reference, Tried, Wrong
 from benchmarks.e2e.cases import CASES, ON_CPU, Case
-from benchmarks.e2e.serving import Answer, Deadline, Late, Served, Setup, why_it_ended
+from benchmarks.e2e.serving import NO_NUMBERS, Answer, Deadline, Late, Served, Setup, why_it_ended
 from benchmarks.server import Process, ServerError, unbroken
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -150,6 +150,13 @@ def test_wrong_answers_fail_it(setup: FakeSetup, name: str, said: str) -> None:
     setup.state.off[name] = FAR
     with pytest.raises(Wrong, match=said):
         tried_by(setup, "eager")
+
+
+def test_an_answer_without_numbers_is_wrong() -> None:
+    right = answer_to([1, 2], 3)
+    tried = Tried(got=[("dram", "asked", [NO_NUMBERS])])
+    (wrong,) = tried.judge(Reference([right], [], [0.0]))
+    assert wrong.startswith("dram: 1 of 1 answers are off by up to inf nats")
 
 
 def test_a_backend_that_rounds_in_another_way_is_judged_by_its_own_answers(
