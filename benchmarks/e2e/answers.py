@@ -30,6 +30,8 @@ FOUND: Final = 0.8
 """The share of the prompts' tokens that has to come from a tier that has them all."""
 LEAVING: Final = 0.3
 """The share of a crowd that goes away before it has its answers."""
+FARTHEST: Final = 1_000.0
+"""The largest drift that is written down: JSON has no infinity."""
 WRITTEN_DEADLINE_S: Final = 60.0
 
 
@@ -107,7 +109,7 @@ class Tried:
                 answers=len(pairs),
                 same_tokens=sum(a.tokens == b.tokens for a, b in pairs),
                 wrong=beyond,
-                drift=round(max(drifts, default=0.0), 4),
+                drift=round(min(max(drifts, default=0.0), FARTHEST), 4),
                 limit=round(reference.limit, 4),
             )
             if beyond:

@@ -157,6 +157,7 @@ def test_an_answer_without_numbers_is_wrong() -> None:
     tried = Tried(got=[("dram", "asked", [NO_NUMBERS])])
     (wrong,) = tried.judge(Reference([right], [], [0.0]))
     assert wrong.startswith("dram: 1 of 1 answers are off by up to inf nats")
+    json.dumps(tried.phases, allow_nan=False)
 
 
 def test_a_backend_that_rounds_in_another_way_is_judged_by_its_own_answers(
