@@ -90,7 +90,7 @@ class Size:
     asked: tuple[int, int, int]
     """Prompts that are asked one after the other: how many, the shortest, the longest."""
     crowd: tuple[int, int, int]
-    """Prompts that come at once. Some blocks fewer than HBM has would hold their answers."""
+    """Prompts that come at once. Their answers are longer than a prompt's share of what HBM has left."""
     answer: int
     crowd_answer: int
     dram: str
@@ -119,14 +119,14 @@ ON_GPU: Final = Size(
         max_position=8_192,
     ),
     block=16, model_len=8_192, hbm=12_288, asked=(16, 500, 6_000), crowd=(24, 1_800, 2_040),
-    answer=32, crowd_answer=128, dram="4GiB", nvme="8GiB",
+    answer=32, crowd_answer=512, dram="4GiB", nvme="8GiB",
     timed=LLAMA_8B, hits=(2_048, 8_192, 32_768), rounds=5, decoders=8,
     throughput_prompt=2_000,
 )  # fmt: skip
 ON_CPU: Final = Size(
     shape=TINY,
     block=128, model_len=2_048, hbm=3_072, asked=(6, 400, 1_500), crowd=(12, 480, 510),
-    answer=24, crowd_answer=48, dram="64MiB", nvme="256MiB",
+    answer=24, crowd_answer=128, dram="64MiB", nvme="256MiB",
     timed=SMALL, hits=(512, 1_024), rounds=2, decoders=1,
     throughput_prompt=500,
 )  # fmt: skip
