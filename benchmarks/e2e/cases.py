@@ -90,7 +90,7 @@ class Size:
     asked: tuple[int, int, int]
     """Prompts that are asked one after the other: how many, the shortest, the longest."""
     crowd: tuple[int, int, int]
-    """Prompts that come at once. Their answers are longer than a prompt's share of what HBM has left."""
+    """Prompts that come at once; with their answers they need more than HBM has."""
     answer: int
     crowd_answer: int
     dram: str
