@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # make setup | demo | test | check | lint-files | package | sanitize | docs | docs-serve | bench
-# make gpu-check
+# make gpu-check | gpu-e2e
 PYTHON := .venv/bin/python
 CXX_FILES := $(foreach end,cpp cu h,$(wildcard csrc/*/*.$(end)))
 # The one that has PyTorch for CUDA and this package; .venv has PyTorch for the CPU.
 GPU_PYTHON ?= python3
 
 .PHONY: setup demo test check lint lint-files format package sanitize docs docs-serve bench gpu-check
-.PHONY: clean
+.PHONY: gpu-e2e clean
 
 setup:
 	@python3 tools/setup_env.py
@@ -51,6 +51,9 @@ bench: setup
 
 gpu-check:
 	@$(GPU_PYTHON) tools/run_installed.py benchmarks.gpu_check $(ARGS)
+
+gpu-e2e:
+	@$(GPU_PYTHON) tools/run_installed.py benchmarks.gpu_e2e $(ARGS)
 
 clean:
 	rm -rf build .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info attnstore_vllm/_native*.so

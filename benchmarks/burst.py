@@ -152,8 +152,9 @@ def _summary(side: Side) -> dict[str, Any]:
 def _ratio(ours: list[list[float]], others: list[list[float]]) -> float:
     """The median over rounds of the ratio of medians."""
     pairs = zip(ours, others, strict=True)
-    return round(statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs),
-                 3)  # fmt: skip
+    return round(
+        statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs), 3
+    )
 
 
 def main() -> None:
@@ -178,8 +179,10 @@ def main() -> None:
             f"{side['burst_ttft_ms']['median']:>12} {side['burst_ttft_ms']['p95']:>8} "
             f"{side['single_ttft_ms']['median']:>14}"
         )
-    print(f"with over without, median of rounds: {result['burst_median_ratio']} in the burst, "
-          f"{result['single_median_ratio']} one at a time")  # fmt: skip
+    print(
+        f"with over without, median of rounds: {result['burst_median_ratio']} in the burst, "
+        f"{result['single_median_ratio']} one at a time"
+    )
 
 
 if __name__ == "__main__":

@@ -182,9 +182,13 @@ async def _side(
     before = metrics()
     started = time.perf_counter()
     records = await take_turns(
-        url, conversations, settings,
-        clients=args.clients, turns=args.turns, title=f"     {name}",
-    )  # fmt: skip
+        url,
+        conversations,
+        settings,
+        clients=args.clients,
+        turns=args.turns,
+        title=f"     {name}",
+    )
     seconds = time.perf_counter() - started
     return Side(name, records, traffic(before, metrics()), seconds)
 

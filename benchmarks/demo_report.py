@@ -109,8 +109,9 @@ def report_table(sides: Sequence[Side]) -> str:
             cells.append("-" if count is None else f"{count:,} ({share:.0%})")
         add(f"prompt tokens {'' if source == 'computed' else 'from '}{source}", cells)
     for way in _union(side.traffic.moved_bytes for side in sides):
-        cells = [f"{s.traffic.moved_bytes[way] / MIB:.1f}" if s.traffic.has_store else "-"
-                 for s in sides]  # fmt: skip
+        cells = [
+            f"{s.traffic.moved_bytes[way] / MIB:.1f}" if s.traffic.has_store else "-" for s in sides
+        ]
         add(f"{_named(way)}, MiB", cells)
     for event in _union(side.traffic.chunks for side in sides):
         counts = [s.traffic.chunks.get(event) for s in sides]

@@ -129,8 +129,10 @@ def _link() -> str:
     query = "driver_version,pcie.link.gen.max,pcie.link.width.max"
     told = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     return told.stdout.strip()
 
 
@@ -150,9 +152,7 @@ def main() -> int:
         if args.only is None or name in args.only:
             print(f"gpu-check: {name} ...", file=sys.stderr, flush=True)
             rows += measure()
-    result = {
-        "machine": machine(), "is_small": args.small, "rows": [row.to_json() for row in rows]
-    }  # fmt: skip
+    result = {"machine": machine(), "is_small": args.small, "rows": [row.to_json() for row in rows]}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.json:

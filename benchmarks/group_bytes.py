@@ -69,9 +69,12 @@ def measure(name: str, num_tokens: int) -> dict[str, Any]:
         all_bytes = chunks * len(engine.side.geometry.groups) * record_bytes
         held = store.figures().gauges["held_bytes", "nvme"]
         return {
-            "tokens": len(tokens), "found": found / wanted, "bytes": held,
-            "bytes_over_all": held / all_bytes, "groups": len(engine.side.geometry.groups),
-        }  # fmt: skip
+            "tokens": len(tokens),
+            "found": found / wanted,
+            "bytes": held,
+            "bytes_over_all": held / all_bytes,
+            "groups": len(engine.side.geometry.groups),
+        }
 
 
 if __name__ == "__main__":

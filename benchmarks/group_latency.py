@@ -66,10 +66,17 @@ def measure(name: str, rounds: int) -> dict[int, dict[str, Any]]:
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         work = Path(directory)
-        engine = Engine(EngineSpec(
-            models=work, shape=TINY, store=work / "store", blocks=256, dram="1GiB", nvme="2GiB",
-            vllm=deep(FAMILIES[name]).arguments(work / "families"),
-        ))  # fmt: skip
+        engine = Engine(
+            EngineSpec(
+                models=work,
+                shape=TINY,
+                store=work / "store",
+                blocks=256,
+                dram="1GiB",
+                nvme="2GiB",
+                vllm=deep(FAMILIES[name]).arguments(work / "families"),
+            )
+        )
         return {new: of_new(engine, name, new, rounds) for new in NEW}
 
 
@@ -101,9 +108,13 @@ def of_new(engine: Any, name: str, new: int, rounds: int) -> dict[str, Any]:
     ratios = [dram / hbm for dram, hbm in zip(times["dram"], times["hbm"], strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4)
     return {
-        "hbm_ms": statistics.median(times["hbm"]), "dram_ms": statistics.median(times["dram"]),
-        "ratio": ratio, "quartiles": [low, high], "history": HISTORY, "rounds": rounds,
-    }  # fmt: skip
+        "hbm_ms": statistics.median(times["hbm"]),
+        "dram_ms": statistics.median(times["dram"]),
+        "ratio": ratio,
+        "quartiles": [low, high],
+        "history": HISTORY,
+        "rounds": rounds,
+    }
 
 
 if __name__ == "__main__":

@@ -75,10 +75,17 @@ def replay(name: str, talks: Sequence[Conversation], dram: str, nvme: str) -> di
     found = prompts = requests = 0
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         work = Path(directory)
-        engine = Engine(EngineSpec(
-            models=work, shape=TINY, store=work / "store", blocks=320, dram=dram, nvme=nvme,
-            vllm=FAMILIES[name].arguments(work / "families"),
-        ))  # fmt: skip
+        engine = Engine(
+            EngineSpec(
+                models=work,
+                shape=TINY,
+                store=work / "store",
+                blocks=320,
+                dram=dram,
+                nvme=nvme,
+                vllm=FAMILIES[name].arguments(work / "families"),
+            )
+        )
         for turn in range(max(len(talk.questions) for talk in talks)):
             for talk, history in zip(talks, histories, strict=True):
                 if turn >= len(talk.questions):
@@ -96,9 +103,13 @@ def replay(name: str, talks: Sequence[Conversation], dram: str, nvme: str) -> di
                 history.extend(said.tokens)
                 engine.settle()
     return {
-        "requests": requests, "prompt_tokens": prompts, "found_tokens": found,
-        "share": found / prompts, "dram": dram, "nvme": nvme,
-    }  # fmt: skip
+        "requests": requests,
+        "prompt_tokens": prompts,
+        "found_tokens": found,
+        "share": found / prompts,
+        "dram": dram,
+        "nvme": nvme,
+    }
 
 
 if __name__ == "__main__":

@@ -69,9 +69,16 @@ class Client:
 
     def ttft_ms(self, prompt: list[int], max_tokens: int = 1, **fields: Any) -> float:
         body = json.dumps(
-            {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
-             "ignore_eos": True, "stream": True, **fields}
-        )  # fmt: skip
+            {
+                "model": self._model,
+                "prompt": prompt,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                **fields,
+            }
+        )
         headers = {"Content-Type": "application/json"}
         started = time.perf_counter()
         self._connection.request("POST", "/v1/completions", body, headers)

@@ -41,9 +41,11 @@ DATASETS = (
 )
 MACHINES = ROOT / "configs" / "machines"
 PAPER_HITS = {
-    "llama-13b-2xa100": 0.86, "llama-65b-4xa100": 0.71, "llama2-70b-4xa100": 0.89,
+    "llama-13b-2xa100": 0.86,
+    "llama-65b-4xa100": 0.71,
+    "llama2-70b-4xa100": 0.89,
     "falcon-40b-4xa100": 0.90,
-}  # fmt: skip
+}
 PAPER_WARMUP = 10 / 52
 LOADS = (0.3, 0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.3)
 SEEDS = 6
@@ -160,8 +162,11 @@ def slow(dataset: Path, sessions: int) -> Iterator[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[Path, int], Iterator[dict[str, Any]]]] = {
-    "paper": paper, "sweep": sweep, "exposed": partial(sweep, overlap=False), "slow": slow,
-}  # fmt: skip
+    "paper": paper,
+    "sweep": sweep,
+    "exposed": partial(sweep, overlap=False),
+    "slow": slow,
+}
 COLUMNS = {
     "paper": ("model", "policy", "stored_history_share", "history_hit_share", "paper_hit_rate",
               "dram_share", "ready_share", "queued_ready_share", "waited_s", "prefill_s",
@@ -187,8 +192,12 @@ def show(part: str, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Placement policies in simulation.")
     parser.add_argument("--dataset", type=Path, help="conversations in ShareGPT format")
-    parser.add_argument("--sessions", type=int, default=9000, help="of the paper's set-up; the "
-                        "other parts take a ninth")  # fmt: skip
+    parser.add_argument(
+        "--sessions",
+        type=int,
+        default=9000,
+        help="of the paper's set-up; the other parts take a ninth",
+    )
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "placement.json")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")

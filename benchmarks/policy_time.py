@@ -34,9 +34,17 @@ from tests.vllm.scripted_worker import VOCAB
 CHUNK_TOKENS = 256
 DRAM_SLOTS = 2048
 HOOKS = (
-    "get_num_new_matched_tokens", "sources", "update_state_after_alloc", "build_step", "on_report",
-    "on_failed_requests", "request_finished", "keeps_blocks", "has_transfers", "take_stats",
-)  # fmt: skip
+    "get_num_new_matched_tokens",
+    "sources",
+    "update_state_after_alloc",
+    "build_step",
+    "on_report",
+    "on_failed_requests",
+    "request_finished",
+    "keeps_blocks",
+    "has_transfers",
+    "take_stats",
+)
 TENANT = bytes(32)
 STEP_S = 0.01
 """That an accelerator would take; the disk goes on meanwhile."""
@@ -105,14 +113,24 @@ def measure(waiting: int, num_tokens: int, num_chunks: int, steps: int) -> dict[
     with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as directory:
         work = Path(directory)
         limits = Limits(
-            chunk_tokens=CHUNK_TOKENS, model_len=num_tokens + 512, batched_tokens=2048,
-            sequences=8, dram_slots=DRAM_SLOTS, nvme=f"{num_chunks * 9}KiB", layers=1,
-        )  # fmt: skip
+            chunk_tokens=CHUNK_TOKENS,
+            model_len=num_tokens + 512,
+            batched_tokens=2048,
+            sequences=8,
+            dram_slots=DRAM_SLOTS,
+            nvme=f"{num_chunks * 9}KiB",
+            layers=1,
+        )
         shape = replace(SMALL, max_position=num_tokens + 512)
         engine = ScriptedEngine(
-            make_model(work / "model", shape), work / "store", depth=1, seed=1, limits=limits,
-            num_blocks=8 * (num_tokens + 512) // 16 + 64, compute_if_sooner=True,
-        )  # fmt: skip
+            make_model(work / "model", shape),
+            work / "store",
+            depth=1,
+            seed=1,
+            limits=limits,
+            num_blocks=8 * (num_tokens + 512) // 16 + 64,
+            compute_if_sooner=True,
+        )
         engine.worker._run = run_without_kv  # type: ignore[method-assign, assignment]
         engine.worker._compute = lambda *_, **__: None  # type: ignore[method-assign]
         fill(engine, list(prompts), num_chunks, random)

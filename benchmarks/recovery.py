@@ -61,9 +61,15 @@ def make_file(path: Path, num_records: int) -> Slab:
                 key, parent, b"", bytes(32), number * CHUNK_TOKENS, CHUNK_TOKENS, tokens
             )
             header = Header(
-                name, SHAPE.namespace, SHAPE.generation, record, record + 1, PAYLOAD_BYTES,
-                random.randbytes(16), 0,
-            )  # fmt: skip
+                name,
+                SHAPE.namespace,
+                SHAPE.generation,
+                record,
+                record + 1,
+                PAYLOAD_BYTES,
+                random.randbytes(16),
+                0,
+            )
             os.pwrite(file.fileno(), header.encode(CHUNK_TOKENS), slab.offset(record))
             parent = key
         os.fsync(file.fileno())
@@ -170,8 +176,10 @@ def main() -> None:
         f"({result['cpu_s']} s of processor), {result['bytes_per_record']} bytes of memory each"
     )
     if fio:
-        print(f"fio reads the same pages in {statistics.median(fio)} s: "
-              f"{result['fio_over_ours']} of our time")  # fmt: skip
+        print(
+            f"fio reads the same pages in {statistics.median(fio)} s: "
+            f"{result['fio_over_ours']} of our time"
+        )
     else:
         print("fio is not installed (apt install fio): nothing to compare with")
 

@@ -141,9 +141,10 @@ def _cell(value: float | None, unit: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report", description=__doc__,
+        prog="python -m benchmarks.report",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "experiments")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md")
     parser.add_argument("--pictures", action="store_true", help="draw them again, too")

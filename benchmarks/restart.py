@@ -39,9 +39,14 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTEXT_TOKENS = 4096
 HBM_BLOCKS = 40
 FLAGS = (
-    "--max-model-len", str(CONTEXT_TOKENS), "--block-size", "128",
-    "--num-gpu-blocks-override", str(HBM_BLOCKS), "--enable-prompt-tokens-details",
-)  # fmt: skip
+    "--max-model-len",
+    str(CONTEXT_TOKENS),
+    "--block-size",
+    "128",
+    "--num-gpu-blocks-override",
+    str(HBM_BLOCKS),
+    "--enable-prompt-tokens-details",
+)
 MAX_TOKENS = 32
 NUDGE = Conversation("nudge", ("hi",))
 

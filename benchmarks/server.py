@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -128,6 +129,12 @@ class Process:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
+    def kill(self) -> None:
+        """End it at once, with what it started: for a program that hangs. From any thread."""
+        if self._process.returncode is None:  # not reaped yet: its number is nobody else's
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"--- the end of {self.log} ---", *lines])
@@ -160,9 +167,15 @@ class VllmServer:
 
     def __enter__(self) -> VllmServer:
         command = [
-            vllm_program(), "serve", self.model,
-            "--host", "127.0.0.1", "--port", str(self.port), *self._arguments,
-        ]  # fmt: skip
+            *vllm_command(),
+            "serve",
+            self.model,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            *self._arguments,
+        ]
         environment = quiet_cpu_environment() | self._environment
         with ExitStack() as undo:
             undo.callback(self.stop)
@@ -190,6 +203,11 @@ class VllmServer:
         if self._process is not None:
             self._process.stop()
             self._process = None
+
+    def kill(self) -> None:
+        """End a server that hangs, at once. From any thread; stop() is still to be called."""
+        if (process := self._process) is not None:
+            process.kill()
 
     def metrics(self) -> Metrics:
         """Read /metrics. Raises: ServerError if the server does not answer."""
@@ -230,12 +248,14 @@ def free_port() -> int:
         return port
 
 
-def vllm_program() -> str:
+def vllm_command() -> list[str]:
     """The `vllm` of this very interpreter's environment, whatever PATH says."""
     program = Path(sys.executable).with_name("vllm")
-    if not program.exists():
+    if program.exists():
+        return [str(program)]
+    if find_spec("vllm") is None:
         raise ServerError(f"there is no {program}; install vLLM beside this Python")
-    return str(program)
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]  # it is on PYTHONPATH
 
 
 def is_cpu_build() -> bool:

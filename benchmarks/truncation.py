@@ -48,9 +48,13 @@ def measure(history: int, kept: int, rounds: int) -> dict[str, Any]:
 
     longest = history + 256
     arguments = [
-        "--max-model-len", str(longest), "--num-gpu-blocks-override", str(longest // 128 + 8),
-        "--max-num-batched-tokens", "2048",
-    ]  # fmt: skip
+        "--max-model-len",
+        str(longest),
+        "--num-gpu-blocks-override",
+        str(longest // 128 + 8),
+        "--max-num-batched-tokens",
+        "2048",
+    ]
     with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as directory:
         work = Path(directory)
         model = make_model(work / "medium", replace(MEDIUM, max_position=longest))
@@ -101,9 +105,12 @@ def main() -> None:
         return
     ttft = result["ttft_ms"]
     row = [
-        f"{args.kept} of {args.history}", str(ttft["moved"]), str(ttft["computed"]),
-        str(result["ratio_median"]), f"<= {GOAL}",
-    ]  # fmt: skip
+        f"{args.kept} of {args.history}",
+        str(ttft["moved"]),
+        str(ttft["computed"]),
+        str(result["ratio_median"]),
+        f"<= {GOAL}",
+    ]
     print(table([["tokens kept", "moved ms", "computed ms", "ratio", "goal"], row]))
 
 

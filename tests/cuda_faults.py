@@ -165,9 +165,14 @@ def seen_by(fault: Fault, stories: int) -> str:
         command = [sys.executable, "-m", "tests.cuda_stories", "--stories", str(stories)]
         try:
             told = subprocess.run(
-                [*command, "--jobs", "1"], cwd=copy, env=variables, capture_output=True, text=True,
-                timeout=_TIMEOUT_S, check=False,
-            )  # fmt: skip
+                [*command, "--jobs", "1"],
+                cwd=copy,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return "it does not end"
         if told.returncode == 0:

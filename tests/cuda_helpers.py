@@ -195,8 +195,12 @@ class Story:
             return
         blocks = self.random.sample(range(BLOCKS), len(slots))
         self.wait_for(blocks)
-        pages = table(*((slot, self.random.randrange(WITHIN), block)
-                        for slot, block in zip(slots, blocks, strict=True)))  # fmt: skip
+        pages = table(
+            *(
+                (slot, self.random.randrange(WITHIN), block)
+                for slot, block in zip(slots, blocks, strict=True)
+            )
+        )
         rows = [self.rows.pop(self.random.randrange(len(self.rows))) for _ in slots]
         by_layer = self.random.random() < 0.5
         parts = [range(i, i + 1) for i in ALL] if by_layer else [ALL]
@@ -213,8 +217,12 @@ class Story:
         blocks = self.random.sample(range(BLOCKS), len(slots))
         if not slots:
             return
-        pages = table(*((slot, self.random.randrange(WITHIN), block)
-                        for slot, block in zip(slots, blocks, strict=True)))  # fmt: skip
+        pages = table(
+            *(
+                (slot, self.random.randrange(WITHIN), block)
+                for slot, block in zip(slots, blocks, strict=True)
+            )
+        )
         by_layer = self.random.random() < 0.5
         parts = [range(i, i + 1) for i in ALL] if by_layer else [ALL]
         events = [self.rig.engine.load(pages, part) for part in parts]
@@ -243,9 +251,10 @@ class Story:
 
     def free_slots(self, most: int) -> list[int]:
         free = [
-            slot for slot in range(SLOTS)
+            slot
+            for slot in range(SLOTS)
             if all(event.done() for event in self.busy_slots.get(slot, []))
-        ]  # fmt: skip
+        ]
         return self.random.sample(free, min(len(free), self.random.randint(1, most)))
 
     def poll(self) -> None:

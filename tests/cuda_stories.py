@@ -69,9 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         logging.disable(before)
     counts = {
-        "stories": found.pop("stories"), "wrong": 0, "seconds": round(time.monotonic() - begun),
+        "stories": found.pop("stories"),
+        "wrong": 0,
+        "seconds": round(time.monotonic() - begun),
         **dict(sorted(found.items())),
-    }  # fmt: skip
+    }
     print(json.dumps(counts))
     if asked.out:
         asked.out.write_text(json.dumps(counts, indent=1) + "\n")

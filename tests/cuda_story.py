@@ -22,9 +22,13 @@ from tests.engine_helpers import Bytes, table
 from tests.fake_gpu import FakeGpu
 
 REFUSED = (
-    "cuLaunchKernel", "cuMemcpy", "cuMemcpyBatchAsync", "cuEventRecord", "cuEventCreate",
+    "cuLaunchKernel",
+    "cuMemcpy",
+    "cuMemcpyBatchAsync",
+    "cuEventRecord",
+    "cuEventCreate",
     "cuStreamWaitEvent",
-)  # fmt: skip
+)
 """Calls that are refused, by the beginnings of their names."""
 
 
@@ -52,9 +56,15 @@ class RankStory:
 
     def step(self) -> None:
         acts = [
-            self.compute, self.read, self.save, self.gather, self.load, self.load, self.poll,
+            self.compute,
+            self.read,
+            self.save,
+            self.gather,
+            self.load,
+            self.load,
+            self.poll,
             self.set_mark,
-        ]  # fmt: skip
+        ]
         if self.shape.moves:
             acts.append(self.move)
         act = self.random.choice(acts)
@@ -230,20 +240,26 @@ class RankStory:
         return [range(layer, layer + 1) for layer in layers]
 
     def pages(self, slots: list[int], blocks: list[int]) -> Any:
-        return table(*((slot, self.random.randrange(self.shape.within), block)
-                       for slot, block in zip(slots, blocks, strict=True)))  # fmt: skip
+        return table(
+            *(
+                (slot, self.random.randrange(self.shape.within), block)
+                for slot, block in zip(slots, blocks, strict=True)
+            )
+        )
 
     def free_slots(self) -> list[int]:
         free = [
-            slot for slot in range(self.shape.slots)
+            slot
+            for slot in range(self.shape.slots)
             if all(event.done() for event in self.busy_slots.get(slot, []))
-        ]  # fmt: skip
+        ]
         return self.random.sample(free, min(len(free), self.random.randint(1, 3)))
 
     def free_blocks(self, count: int) -> list[int]:
         """That no copy reads any more; one that the model writes may be among them."""
-        read = {b for event, used, is_read in self.in_use if is_read and not event.done()
-                for b in used}  # fmt: skip
+        read = {
+            b for event, used, is_read in self.in_use if is_read and not event.done() for b in used
+        }
         free = [block for block in range(self.shape.blocks) if block not in read]
         return self.random.sample(free, min(len(free), count))
 

@@ -115,8 +115,9 @@ def draw_rules(random: Random) -> Rules:
         first, last = random.choice(list(Method)), random.choice(list(Method))
         limit = random.choice([1, 32, 256])
         found[copy] = (
-            Rule(limit, first, random.randint(1, 4)), Rule(0, last, random.randint(1, 4))
-        )  # fmt: skip
+            Rule(limit, first, random.randint(1, 4)),
+            Rule(0, last, random.randint(1, 4)),
+        )
     return found
 
 
@@ -163,9 +164,16 @@ class Rank:
         self.geometry = geometry_of(shape, layouts)
         rotations = [rotation_of(shape)] if shape.moves else []
         self.engine = CudaEngine(
-            slots.ctypes.data, shape.slots, rank, self.geometry, layouts, torch.device("cuda", 0),
-            shape.rows, draw_rules(random), rotations,
-        )  # fmt: skip
+            slots.ctypes.data,
+            shape.slots,
+            rank,
+            self.geometry,
+            layouts,
+            torch.device("cuda", 0),
+            shape.rows,
+            draw_rules(random),
+            rotations,
+        )
         assert self.engine.why_not_moved is None
         if shape.ring_words is not None:
             device = torch.device("cuda", 0)

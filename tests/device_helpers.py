@@ -73,9 +73,13 @@ def read(
 ) -> IoRequest:
     """`stride` in sectors."""
     return IoRequest(
-        tag, Op.READ, sector * SECTOR_BYTES, buffers, checksum=checksum,
+        tag,
+        Op.READ,
+        sector * SECTOR_BYTES,
+        buffers,
+        checksum=checksum,
         stride=stride * SECTOR_BYTES,
-    )  # fmt: skip
+    )
 
 
 def wait_for(device: Device, count: int) -> list[Completion]:

@@ -275,6 +275,11 @@ class FakeGpu:
             Event=lambda enable_timing=False: Event(self, enable_timing),
         )
         return SimpleNamespace(
-            cuda=cuda, empty=self._empty, tensor=self._tensor, device=torch.device,
-            uint8=torch.uint8, int64=torch.int64, __version__=torch.__version__,
-        )  # fmt: skip
+            cuda=cuda,
+            empty=self._empty,
+            tensor=self._tensor,
+            device=torch.device,
+            uint8=torch.uint8,
+            int64=torch.int64,
+            __version__=torch.__version__,
+        )

@@ -8,8 +8,15 @@ from typing import Any
 from attnstore_vllm import _native
 
 ROTATION = {
-    "key", "value", "num_heads", "head_dim", "block_tokens", "dtype", "is_neox", "theta",
-}  # fmt: skip
+    "key",
+    "value",
+    "num_heads",
+    "head_dim",
+    "block_tokens",
+    "dtype",
+    "is_neox",
+    "theta",
+}
 ON_DEVICE = {"kernels", "arrays"}
 
 

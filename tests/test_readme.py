@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -18,9 +19,20 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS]
-DOOR = ("README.md", "index.md", "getting-started-cpu.md", "getting-started-gpu.md", "concepts.md",
-        "operations.md", "runbook.md", "compatibility.md", "benchmarks.md", "faq.md",
-        "CONTRIBUTING.md", "SECURITY.md")  # fmt: skip
+DOOR = (
+    "README.md",
+    "index.md",
+    "getting-started-cpu.md",
+    "getting-started-gpu.md",
+    "concepts.md",
+    "operations.md",
+    "runbook.md",
+    "compatibility.md",
+    "benchmarks.md",
+    "faq.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+)
 """What a stranger reads first: here no sentence is long."""
 LINES_MAX, LINE_MAX, NUMBERS_MAX, WORDS_MAX, SENTENCE_MAX = 120, 120, 40, 120, 30
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -92,8 +104,39 @@ def test_every_name_of_a_link_is_defined() -> None:
 
 def test_the_rows_of_results_are_those_of_results() -> None:
     text = README.read_text(encoding="utf-8")
-    for row in readme_results.rows():
+    for row in [readme_results.gpu_tested(), *readme_results.rows(), *readme_results.gpu_rows()]:
         assert row in text, f"python3 tools/readme_results.py says {row}"
+    assert text.index(readme_results.gpu_tested()) < text.index("```"), "it is on the first screen"
+    assert ("On one " in text) == bool(readme_results.gpu_rows()), "a GPU's table that none has run"
+
+
+def test_what_a_gpu_has_run_is_told_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    assert "no GPU has run it yet" in readme_results.gpu_tested(path)
+    assert readme_results.gpu_rows(path) == []
+    hits = [
+        {"kind": "dram_over_hbm", "value": value, "goal_is": "at most", "is_met": value <= 1.1,
+         "detail": {"tokens": tokens, "decoders": decoders}}
+        for value, tokens, decoders in ((1.04, 2_048, 0), (1.08, 8_192, 0), (1.21, 8_192, 8))
+    ]  # fmt: skip
+    copies = [
+        {"kind": "bandwidth", "value": value, "goal_is": "at least", "is_met": True, "detail": {}}
+        for value in (0.97, 0.93)
+    ]
+    cases = [
+        {"outcome": "ok", "figures": hits},
+        {"outcome": "failed", "figures": copies},
+        {"outcome": "skipped", "figures": []},
+    ]
+    path.write_text(json.dumps({"machine": {"gpu": "Some GPU"}, "cases": cases}))
+    assert readme_results.gpu_tested(path) == "| Some GPU | 1 of 2 cases of `make gpu-e2e` |"
+    assert readme_results.gpu_rows(path) == [
+        "| On one Some GPU | |",
+        "|---|---|",
+        "| First token of a DRAM hit of 8,192 tokens, over an HBM hit | 1.08 |",
+        "| The same, beside requests that generate (goal missed) | 1.21 |",
+        "| The slowest copy, over one large copy | 0.93 |",
+    ]
 
 
 COMMAND = re.compile(r"(attnstore|make|python3?)((?: [^ \n`|>#;]+)*)")
@@ -205,5 +248,17 @@ def test_every_page_is_in_the_nav() -> None:
 def test_lists_and_tables_get_their_empty_line() -> None:
     given = ["a", "- b", "- c", "", "d", "| e |", "|---|", "```", "x", "- no", "```"]
     assert list(docs_site.spaced(given)) == [
-        "a", "", "- b", "- c", "", "d", "", "| e |", "|---|", "```", "x", "- no", "```",
-    ]  # fmt: skip
+        "a",
+        "",
+        "- b",
+        "- c",
+        "",
+        "d",
+        "",
+        "| e |",
+        "|---|",
+        "```",
+        "x",
+        "- no",
+        "```",
+    ]

@@ -27,8 +27,9 @@ def listed() -> set[str]:
 def test_it_lists_the_files_that_there_are() -> None:
     there = {
         path.relative_to(ROOT).as_posix()
-        for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"
-    }  # fmt: skip
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
     there |= {f"csrc/{folder.name}/" for folder in (ROOT / "csrc").iterdir() if folder.is_dir()}
     assert listed() == there
 

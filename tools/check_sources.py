@@ -153,8 +153,10 @@ def main() -> int:
         print(f"missing: {problem}")
     for hook in new:
         print(f"new: {hook}")
-    print(f"{sys.argv[1]}: {len(list(imported()))} names, {len(hooks(sources))} hooks looked at, "
-          f"{len(problems)} missing, {len(new)} new")  # fmt: skip
+    print(
+        f"{sys.argv[1]}: {len(list(imported()))} names, {len(hooks(sources))} hooks looked at, "
+        f"{len(problems)} missing, {len(new)} new"
+    )
     if sources != given and not problems:
         names, hooks_seen = len(list(imported())), len(hooks(sources))
         try_version.keep(sys.argv[1], {"names": names, "hooks": hooks_seen})

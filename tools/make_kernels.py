@@ -74,17 +74,27 @@ def make(folder: Path) -> str:
     """Compile everything into a folder; ptxas's lines about registers."""
     ptx = folder / f"compute_{PTX_ARCHITECTURE}.ptx"
     subprocess.run(
-        ["nvcc", *FLAGS, f"-arch=compute_{PTX_ARCHITECTURE}", "-ptx", str(CSRC / SOURCE),
-         "-o", str(ptx)], check=True,
-    )  # fmt: skip
+        [
+            "nvcc",
+            *FLAGS,
+            f"-arch=compute_{PTX_ARCHITECTURE}",
+            "-ptx",
+            str(CSRC / SOURCE),
+            "-o",
+            str(ptx),
+        ],
+        check=True,
+    )
     ptx.write_text(to_ptx(ptx.read_text()))
     told = ""
     for number in ARCHITECTURES:
         cubin = folder / f"sm_{number}.cubin"
         told += subprocess.run(
             ["ptxas", "-v", f"-arch=sm_{number}", str(ptx), "-o", str(cubin)],
-            check=True, stderr=subprocess.PIPE, text=True,
-        ).stderr  # fmt: skip
+            check=True,
+            stderr=subprocess.PIPE,
+            text=True,
+        ).stderr
     return told
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three results of README.md with their intervals, from what benchmarks left in results/.
+"""The results of README.md, from what benchmarks left in results/: ratios with their intervals,
+and what a GPU has run.
 
-    python3 tools/readme_results.py        (prints the rows; tests/test_readme.py compares)
+    python3 tools/readme_results.py        (prints the lines; tests/test_readme.py compares)
 
 Intervals are of 95 %: quantiles of 10,000 resamples with a fixed seed. Standard library only.
 """
@@ -79,5 +80,64 @@ def _row(what: str, value: float, low: float, high: float) -> str:
     return f"| {what} | {value:.2f} ({low:.2f} to {high:.2f}) |"
 
 
+# ---- a GPU ---------------------------------------------------------------------------------
+
+GPU = RESULTS / "gpu.json"
+HIT_TOKENS = 8_192
+
+
+def gpu_tested(path: Path = GPU) -> str:
+    """The row that says what a GPU has run: `make gpu-e2e` writes the file."""
+    if not path.exists():
+        return "| an NVIDIA GPU | no GPU has run it yet; `make gpu-e2e` tries |"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    tried = [case for case in result["cases"] if case["outcome"] != "skipped"]
+    right = sum(case["outcome"] == "ok" for case in tried)
+    return f"| {result['machine']['gpu']} | {right} of {len(tried)} cases of `make gpu-e2e` |"
+
+
+def gpu_rows(path: Path = GPU) -> list[str]:
+    """Lines of the GPU's table; none if no GPU has run it."""
+    if not path.exists():
+        return []
+    result = json.loads(path.read_text(encoding="utf-8"))
+    figures = [figure for case in result["cases"] for figure in case["figures"]]
+    lines = [
+        _gpu_row(what, found, unit)
+        for what, unit, found in (
+            (f"First token of a DRAM hit of {HIT_TOKENS:,} tokens, over an HBM hit", "",
+             _hits(figures, beside=False)),
+            ("The same, beside requests that generate", "", _hits(figures, beside=True)),
+            ("Throughput when nothing is reused, over no store", "",
+             _of_kind(figures, "throughput")),
+            ("The slowest copy, over one large copy", "", _of_kind(figures, "bandwidth")),
+            ("Slowdown of matrix products beside loads", " %",
+             _of_kind(figures, "slowdown_percent")),
+        )
+        if found
+    ]  # fmt: skip
+    return [f"| On one {result['machine']['gpu']} | |", "|---|---|", *lines] if lines else []
+
+
+def _of_kind(figures: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [figure for figure in figures if figure["kind"] == kind]
+
+
+def _hits(figures: list[dict[str, Any]], *, beside: bool) -> list[dict[str, Any]]:
+    return [
+        figure
+        for figure in _of_kind(figures, "dram_over_hbm")
+        if figure["detail"]["tokens"] == HIT_TOKENS and (figure["detail"]["decoders"] > 0) == beside
+    ]
+
+
+def _gpu_row(what: str, found: list[dict[str, Any]], unit: str) -> str:
+    """The worst of them."""
+    at_most = found[0]["goal_is"] == "at most"
+    worst = (max if at_most else min)(found, key=lambda figure: figure["value"])
+    missed = "" if worst["is_met"] else " (goal missed)"
+    return f"| {what}{missed} | {worst['value']:.2f}{unit} |"
+
+
 if __name__ == "__main__":
-    print("\n".join(rows()))
+    print("\n".join([gpu_tested(), "", *rows(), "", *gpu_rows()]))

@@ -58,8 +58,14 @@ def check_machine() -> None:
 
 def pip(*arguments: str) -> None:
     command = [
-        str(PYTHON), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments
-    ]  # fmt: skip
+        str(PYTHON),
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--disable-pip-version-check",
+        *arguments,
+    ]
     if subprocess.run(command, check=False).returncode != 0:
         sys.exit(f"make setup: this failed, see above: {' '.join(command)}")
 
@@ -74,8 +80,10 @@ def install_vllm(version: str | None = None) -> None:
     pip("--no-deps", VLLM)
     listing = subprocess.run(
         [str(PYTHON), "-c", _REQUIREMENTS, VLLM.split("==", maxsplit=1)[0], *NOT_NEEDED],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     pip(TORCH, *listing.stdout.split("\n")[:-1])
     metadata = ROOT / "tools" / "vllm_metadata"
     if version is not None:

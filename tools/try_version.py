@@ -30,13 +30,31 @@ sys.path.insert(0, str(ROOT))
 from tools import setup_env  # noqa: E402
 
 NEEDS = (
-    "blake3>=1.0", "xxhash>=3.4", "aiofiles>=23", "pyyaml", "rich>=13", "tqdm", "safetensors",
-    "pytest>=8", "pytest-timeout", "hypothesis>=6.100", "psutil", "tokenizers", "aiohttp",
-)  # fmt: skip
+    "blake3>=1.0",
+    "xxhash>=3.4",
+    "aiofiles>=23",
+    "pyyaml",
+    "rich>=13",
+    "tqdm",
+    "safetensors",
+    "pytest>=8",
+    "pytest-timeout",
+    "hypothesis>=6.100",
+    "psutil",
+    "tokenizers",
+    "aiohttp",
+)
 CORE = (
-    "test_compat", "test_exactness", "test_requests", "test_bytes", "test_hints", "test_worker",
-    "test_namespace", "test_save_races", "test_copy_races",
-)  # fmt: skip
+    "test_compat",
+    "test_exactness",
+    "test_requests",
+    "test_bytes",
+    "test_hints",
+    "test_worker",
+    "test_namespace",
+    "test_save_races",
+    "test_copy_races",
+)
 """Files of tests/vllm: what is served is right, under every way of asking and every race."""
 HIT_TOKENS = 1024
 """The hit that tools/try_hit.py looks at."""
@@ -83,9 +101,11 @@ def link(directory: Path) -> None:
 
 def run(python: Path, *arguments: str) -> int:
     return subprocess.run(
-        [str(python), *arguments], cwd=ROOT, check=False,
+        [str(python), *arguments],
+        cwd=ROOT,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ).returncode  # fmt: skip
+    ).returncode
 
 
 def try_core(version: str, python: Path) -> bool:

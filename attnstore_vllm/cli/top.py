@@ -181,10 +181,15 @@ def run(urls: Sequence[str], interval_s: float, *, once: bool, as_json: bool) ->
 
 def _print(seen: Sequence[Look | TopError], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([
-            {"error": str(found)} if isinstance(found, TopError) else found.as_json()
-            for found in seen
-        ]), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                [
+                    {"error": str(found)} if isinstance(found, TopError) else found.as_json()
+                    for found in seen
+                ]
+            ),
+            flush=True,
+        )
         return
     is_terminal = sys.stdout.isatty()
     console = Console(width=None if is_terminal else WIDTH, highlight=False)

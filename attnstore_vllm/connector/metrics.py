@@ -239,9 +239,11 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
                 for engine in per_engine_labelvalues
             }
             threading.Thread(
-                target=_read_boards, args=(weakref.ref(self), readers), name="attnstore-boards",
+                target=_read_boards,
+                args=(weakref.ref(self), readers),
+                name="attnstore-boards",
                 daemon=True,
-            ).start()  # fmt: skip
+            ).start()
 
     def _child(self, name: str, engine: int, label: str = "") -> Any:
         """Args: label: several are apart by "|"; "": it has none."""

@@ -146,5 +146,7 @@ class HitCurve:
     def _forget(self) -> None:
         self._hits = [hit / 2 for hit in self._hits]
         self._looked_up, self._chunks, self._tokens = (
-            self._looked_up / 2, self._chunks / 2, self._tokens / 2,
-        )  # fmt: skip
+            self._looked_up / 2,
+            self._chunks / 2,
+            self._tokens / 2,
+        )

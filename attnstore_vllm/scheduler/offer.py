@@ -91,9 +91,14 @@ class Costs:
     # ---- decisions ---------------------------------------------------------------------
 
     def computing_s(self, start: int, stop: int) -> float | None:
-        """Seconds for tokens [start, stop) of a prompt, on the mean; None before it is known. From
-        any thread."""
-        return self._steps.seconds(start, stop) if self._steps.is_known else None
+        """Seconds for tokens [start, stop) of a prompt, on the mean; None before it is known, and
+        where all that is stored is waited for. From any thread."""
+        is_weighed = self._computes_if_sooner and self._steps.is_known
+        return self._steps.seconds(start, stop) if is_weighed else None
+
+    def saved_s(self, start: int, stop: int) -> float:
+        """Seconds that loaded KV of these tokens saves; 0 before that is known."""
+        return self._steps.seconds(start, stop) if self._steps.is_known else 0.0
 
     def copy_pays(self, start: int, stop: int, ahead_s: float | None = None) -> bool:
         """Whether KV of tokens [start, stop) that is in DRAM should be loaded.
@@ -329,8 +334,10 @@ class Offers:
             offers = num_tokens >= MIN_LOAD_TOKENS
             offered = self._store.tiers(held if offers else (), local)
             for source, number in {
-                "hbm": local, **offered, "computed": request.num_tokens - local - offered.total()
-            }.items():  # fmt: skip
+                "hbm": local,
+                **offered,
+                "computed": request.num_tokens - local - offered.total(),
+            }.items():
                 stats.add("prompt_tokens", source, number)
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
@@ -396,7 +403,7 @@ class Offers:
         if self._needs:
             self._count_loaded((*used, *sections, *states), stop)
         state.counted.sources = self._store.tiers(used, start)
-        saved_s = self._costs.computing_s(start, stop) or 0.0
+        saved_s = self._costs.saved_s(start, stop)
         for tier, tokens in state.counted.sources.items():
             stats.add("loaded_tokens", tier, tokens)
             stats.add("prefill_seconds_saved", tier, saved_s * tokens / num_tokens)

@@ -16,7 +16,7 @@ vLLM is asked to end a step there. Passed ones are kept in between, as often as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName
@@ -24,6 +24,7 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.index.residency import SPARE_PRIORITY
 from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.scheduler.messages import GroupCounts
+from attnstore_vllm.scheduler.offer import Costs
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.truncation import Truncation
@@ -40,7 +41,7 @@ class Saving:
     """Asks the store for slots, and plans their saves. All on the scheduler's thread.
 
     Args:
-        state_pays: Costs.state_pays.
+        costs: say where a state in between pays.
         states_every: see StoreConfig.
     """
 
@@ -50,7 +51,7 @@ class Saving:
         geometry: Geometry,
         plans: OpenPlans,
         truncation: Truncation,
-        state_pays: Callable[[int, int, int], bool],
+        costs: Costs,
         states_every: int | None,
     ) -> None:
         self._store = store
@@ -58,7 +59,7 @@ class Saving:
         self._plans = plans
         self._truncation = truncation
         self._needs = store.needs
-        self._state_pays = state_pays
+        self._costs = costs
         self._states_every = states_every
         states = [need.block_tokens for need in self._needs if need.reach is Reach.STATE]
         self._state_tokens = max(states, default=0)
@@ -149,7 +150,7 @@ class Saving:
         if computed == state.request.num_prompt_tokens:  # for a prompt that goes on from this one
             return True
         if every is None:
-            return self._state_pays(last, computed, self._num_states)
+            return self._costs.state_pays(last, computed, self._num_states)
         return every > 0 and computed - last >= every
 
     def save_rest(self, state: RequestState, tables: Tables) -> None:

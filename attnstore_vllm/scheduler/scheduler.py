@@ -116,16 +116,14 @@ class Scheduler:
         self.store = store
         self._lock = lock
         self.geometry = geometry
-        numbers = [group.number for group in geometry.groups]
-        self._order = None if numbers == sorted(numbers) else numbers
+        self._order = geometry.order
         self.names = names
         self.adapters = Adapters(geometry.num_ranks, clock)
         self._watch = ResetWatch(self.adapters.hbm_is_empty)
         self._has_adapters = False  # no request has had one
         self._has_prefix_cache = has_prefix_cache
         self._serves_adapters = serves_adapters
-        self._alive: set[str] = set()
-        """All requests of vLLM's, also those that the store does not serve."""
+        self._alive: set[str] = set()  # also those that the store does not serve
         self.requests: dict[str, RequestState] = {}
         self.plans = OpenPlans(
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
@@ -139,7 +137,7 @@ class Scheduler:
         self._idle = IdleFigures(self._figures, board) if board is not None else None
         self._kv_cache_manager: KVCacheManager | None = None
         self._queue = VllmQueue(store, by_priority=by_priority) if looks_ahead else None
-        self.costs = Costs(
+        costs = self.costs = Costs(
             store,
             load_deadline_s,
             computes_if_sooner,
@@ -147,15 +145,13 @@ class Scheduler:
             step_tokens=step_tokens,
             clock=clock,
         )
-        pays = self.costs.state_pays
-        self._saving = Saving(store, geometry, self.plans, self._truncation, pays, states_every)
-        if computes_if_sooner:
-            store.weigh_reads(self.costs.computing_s)
+        self._saving = Saving(store, geometry, self.plans, self._truncation, costs, states_every)
+        store.weigh_reads(costs.computing_s)
         self._offers = Offers(
             store,
             geometry,
-            self.costs,
-            Waits(store, self.costs, clock),
+            costs,
+            Waits(store, costs, clock),
             self.plans,
             self._truncation,
             self._saving.counts,

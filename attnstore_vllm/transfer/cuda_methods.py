@@ -78,9 +78,7 @@ RULES: Rules = {
 # A driver that knows no batches takes a call for each run. At 55 GB/s a run of 64 KiB takes 1.2 us,
 # about what a call costs.
 _ONE_BY_ONE = (Rule(64 * KIB, Method.DMA), Rule(0, Method.KERNEL))
-RULES_WITHOUT_BATCHES: Rules = {
-    **dict.fromkeys(Copy, _ONE_BY_ONE), Copy.GATHER: RULES[Copy.GATHER]
-}  # fmt: skip
+RULES_WITHOUT_BATCHES: Rules = {**dict.fromkeys(Copy, _ONE_BY_ONE), Copy.GATHER: RULES[Copy.GATHER]}
 BATCHES_SINCE = 12080
 """The CUDA version of the first driver that copies many runs in one call."""
 

@@ -58,9 +58,8 @@ def check_engine(
         _fill(in_slot, [np.zeros_like(page) for page in in_slot])
     except CopyError as error:
         raise UnsupportedError(
-            f"this GPU cannot copy between its memory and the pool: {error}; was the extension "
-            "built for it (setup.py: ARCHITECTURES), and is its driver as new as the CUDA toolkit "
-            "that built it?"
+            f"this GPU cannot copy between its memory and the pool: {error}; the server runs "
+            "without the store. `make gpu-check` says more"
         ) from error
     finally:
         engine.rules = before_rules

@@ -109,6 +109,12 @@ class Geometry:
         return range(len(self.groups[group].layers))
 
     @property
+    def order(self) -> list[int] | None:
+        """Numbers that vLLM gives our groups, in our order; None if that is its own."""
+        numbers = [group.number for group in self.groups]
+        return None if numbers == sorted(numbers) else numbers
+
+    @property
     def layer_names(self) -> dict[str, int]:
         """The region of each layer, of all groups."""
         return {name: i for group in self.groups for i, name in enumerate(group.layers)}

@@ -54,9 +54,11 @@ to first token; requests that share a step count it several times""",
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare", description=__doc__, epilog=EPILOG,
+        prog="python -m benchmarks.compare",
+        description=__doc__,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     options.add_argument("--model", required=True, metavar="MODEL", help="as for vllm serve")
     options.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="conversations, ShareGPT format"
@@ -79,9 +81,12 @@ def parser() -> argparse.ArgumentParser:
     bench.add_load(options.add_argument_group("when it is asked"))
     out = options.add_argument_group("what is written")
     out.add_argument(
-        "--out", type=Path, default=Path("compare"), metavar="DIR",
+        "--out",
+        type=Path,
+        default=Path("compare"),
+        metavar="DIR",
         help="compare.json, compare.png, and of each system records and log (compare)",
-    )  # fmt: skip
+    )
     out.add_argument("--workdir", type=Path, metavar="DIR", help="for KV on NVMe (--out)")
     out.add_argument("--json", action="store_true", help="print the JSON, not the table")
     return options
@@ -110,18 +115,25 @@ def run(args: argparse.Namespace) -> int:
     conversations = read_conversations(args.data)
     here = look_around(args)
     asked = Asked(
-        conversations=conversations, load=load, settings=asking,
-        max_concurrency=args.max_concurrency, step_times=here.is_cpu_build,
-    )  # fmt: skip
+        conversations=conversations,
+        load=load,
+        settings=asking,
+        max_concurrency=args.max_concurrency,
+        step_times=here.is_cpu_build,
+    )
     sizes = sizes_for(args, asked, here)
     not_run = {s.name: why for s in systems if (why := why_not(s, sizes, here)) is not None}
     args.out.mkdir(parents=True, exist_ok=True)
     tell_sizes(sizes)
     head = {"machine": machine(), "options": bench.options(args), "sizes": asdict(sizes)}
     comparer = Comparer(
-        asked, starter(args, sizes, here), out=args.out, scratch=args.workdir or args.out,
-        tell=_say, keep=lambda result: _write(args.out, head | result.to_json()),
-    )  # fmt: skip
+        asked,
+        starter(args, sizes, here),
+        out=args.out,
+        scratch=args.workdir or args.out,
+        tell=_say,
+        keep=lambda result: _write(args.out, head | result.to_json()),
+    )
     with _ended_by_signals():
         result = comparer.run(systems, not_run)
     return _finish(args, head | result.to_json(), result)
@@ -212,8 +224,10 @@ def tell_sizes(sizes: Sizes) -> None:
         f"{format_size(sizes.dram_bytes)}, NVMe {format_size(sizes.nvme_bytes)}"
     )
     if sizes.hbm_holds_all:
-        _say("HBM holds the whole working set: nothing is lost from it, and all caches are alike. "
-             "Try more --sessions, or a smaller --hbm-tokens")  # fmt: skip
+        _say(
+            "HBM holds the whole working set: nothing is lost from it, and all caches are alike. "
+            "Try more --sessions, or a smaller --hbm-tokens"
+        )
 
 
 def starter(

@@ -168,15 +168,30 @@ def ratios(by_name: Mapping[str, Figures]) -> dict[str, dict[str, float | None]]
 
 def table_rows(by_name: Mapping[str, Figures]) -> list[list[str]]:
     """The one table of a comparison, its head first."""
-    head = ["", "TTFT 1 p50", "p95", "TTFT 2+ p50", "p95", "prefill tok/s", "hits", "of unlimited",
-            "prefill s", *(ratio.words for ratio in RATIOS), "failed"]  # fmt: skip
+    head = [
+        "",
+        "TTFT 1 p50",
+        "p95",
+        "TTFT 2+ p50",
+        "p95",
+        "prefill tok/s",
+        "hits",
+        "of unlimited",
+        "prefill s",
+        *(ratio.words for ratio in RATIOS),
+        "failed",
+    ]
     all_ratios = ratios(by_name)
     rows = [head]
     for name, f in by_name.items():
         times = (f.ttft_first_p50, f.ttft_first_p95, f.ttft_later_p50, f.ttft_later_p95)
         cells = [_cell(value, ".1f") for value in times]
-        cells += [_cell(f.prefill_tokens_per_s, ",.0f"), _cell(f.hit_share, ".1%"),
-                  _cell(f.hit_over_unlimited, ".1%"), _cell(f.prefill_s, ".2f")]  # fmt: skip
+        cells += [
+            _cell(f.prefill_tokens_per_s, ",.0f"),
+            _cell(f.hit_share, ".1%"),
+            _cell(f.hit_over_unlimited, ".1%"),
+            _cell(f.prefill_s, ".2f"),
+        ]
         cells += [_cell(all_ratios[name][ratio.name], ".3f") for ratio in RATIOS]
         rows.append([name, *cells, str(f.failed)])
     return rows

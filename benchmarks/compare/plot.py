@@ -22,13 +22,21 @@ def plot(systems: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> No
     figure = Figure(figsize=(11, 1.5 + 0.4 * len(names)), layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharey=True)
     for offset, key, label in (
-        (-0.2, "ttft_first", "turn 1"), (0.2, "ttft_later", "turn 2 and later"),
-    ):  # fmt: skip
+        (-0.2, "ttft_first", "turn 1"),
+        (0.2, "ttft_later", "turn 2 and later"),
+    ):
         medians = [f[f"{key}_p50"] or 0 for f in found]
         tails = [max(0, (f[f"{key}_p95"] or 0) - m) for f, m in zip(found, medians, strict=True)]
         at = [place + offset for place in places]
-        left.barh(at, medians, 0.38, xerr=[[0] * len(tails), tails], capsize=2, label=label,
-                  error_kw={"alpha": 0.5})  # fmt: skip
+        left.barh(
+            at,
+            medians,
+            0.38,
+            xerr=[[0] * len(tails), tails],
+            capsize=2,
+            label=label,
+            error_kw={"alpha": 0.5},
+        )
     left.set(xlabel="time to first token, ms (median, to p95)")
     left.legend(loc="best", fontsize="small")
     middle.barh(places, [100 * (f["hit_share"] or 0) for f in found])

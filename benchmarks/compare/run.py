@@ -169,9 +169,14 @@ class Comparer:
         before, position = server.metrics(), server.log.stat().st_size
         records = self._out / f"{system.name}.jsonl"
         outcome = await replay(
-            server.base_url, self._chosen, asked.load, asked.settings,
-            max_concurrency=asked.max_concurrency, records=records, progress=self._progress,
-        )  # fmt: skip
+            server.base_url,
+            self._chosen,
+            asked.load,
+            asked.settings,
+            max_concurrency=asked.max_concurrency,
+            records=records,
+            progress=self._progress,
+        )
         if outcome.interrupted:
             self.result.interrupted = True
             return

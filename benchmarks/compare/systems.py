@@ -165,8 +165,9 @@ def arguments(
             extra = {"lmcache.mp.port": port}
         connector = {"kv_connector": system.connector, "kv_role": "kv_both"}
         found += [
-            "--kv-transfer-config", json.dumps(connector | {"kv_connector_extra_config": extra})
-        ]  # fmt: skip
+            "--kv-transfer-config",
+            json.dumps(connector | {"kv_connector_extra_config": extra}),
+        ]
     return [*found, *more]
 
 

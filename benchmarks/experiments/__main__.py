@@ -29,8 +29,10 @@ ROOT: Final = Path(__file__).parent.parent.parent
 RESULTS: Final = ROOT / "results" / "experiments"
 EXIT_OK, EXIT_ERROR = 0, 2
 HOW: Final[Mapping[Kind, str]] = {
-    "simulate": "simulated", "serve": "real servers", "script": "measured",
-}  # fmt: skip
+    "simulate": "simulated",
+    "serve": "real servers",
+    "script": "measured",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,16 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.experiments", description=__doc__,
+        prog="python -m benchmarks.experiments",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--quick", action="store_true", help="small; proves nothing but itself")
     parser.add_argument(
-        "--kept", action="store_true",
+        "--kept",
+        action="store_true",
         help="of experiments that another benchmark answers: take what it left in results/",
-    )  # fmt: skip
+    )
     parser.add_argument("--data", type=Path, help="conversations in ShareGPT format")
     parser.add_argument("--model", help="for real servers, as for vllm serve (a small one is made)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")

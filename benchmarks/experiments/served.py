@@ -20,11 +20,24 @@ SHAPES: Final = {"tiny": TINY, "small": SMALL, "medium": MEDIUM}
 OK, FAILED = 0, 1
 IDS: Final = (300, 1000)
 """Of ordinary tokens in each of the small models."""
-PER_SYSTEM: Final = ("ttft_first_p50", "ttft_first_p95", "ttft_later_p50", "ttft_later_p95",
-                     "prefill_tokens_per_s", "hit_share", "hit_over_unlimited", "prefill_s",
-                     "failed")  # fmt: skip
-RATIOS: Final = ("ttft_later_over_re", "ttft_later_over_bound", "throughput_over_re",
-                 "prefill_over_re", "prefill_over_bound")  # fmt: skip
+PER_SYSTEM: Final = (
+    "ttft_first_p50",
+    "ttft_first_p95",
+    "ttft_later_p50",
+    "ttft_later_p95",
+    "prefill_tokens_per_s",
+    "hit_share",
+    "hit_over_unlimited",
+    "prefill_s",
+    "failed",
+)
+RATIOS: Final = (
+    "ttft_later_over_re",
+    "ttft_later_over_bound",
+    "throughput_over_re",
+    "prefill_over_re",
+    "prefill_over_bound",
+)
 OVER_LMCACHE: Final = "ttft_later_over_lmcache"
 VALUES: Final = (*PER_SYSTEM, *RATIOS, OVER_LMCACHE)
 
@@ -51,10 +64,17 @@ def run(experiment: Experiment, data: Path, *, model: str | None = None) -> dict
         if "history" in given:
             data = made_of_ids(out, body["conversations"], given["history"], given["new"])
         options = [*body.get("options", []), *given.get("options", [])]
-        code = compare([
-            "--model", path, "--data", str(data), "--out", str(out),
-            *map(str, options),
-        ])  # fmt: skip
+        code = compare(
+            [
+                "--model",
+                path,
+                "--data",
+                str(data),
+                "--out",
+                str(out),
+                *map(str, options),
+            ]
+        )
         if code not in (OK, FAILED):
             raise InterruptedError(f"{experiment.name}, {label}: the comparison ended with {code}")
         found = json.loads((out / "compare.json").read_text())

@@ -138,9 +138,16 @@ def parse(name: str, given: Any) -> Experiment:
         raise SpecError(f"{name}: {kinds[0]}.points: labels and their settings are expected")
     metrics = tuple(_metric(name, key, value, points) for key, value in given["metrics"].items())
     return Experiment(
-        name, given["question"], given["varied"], kinds[0], given[kinds[0]],
-        given.get("quick", {}), metrics, given.get("paper", ""), given.get("notes", ""),
-    )  # fmt: skip
+        name,
+        given["question"],
+        given["varied"],
+        kinds[0],
+        given[kinds[0]],
+        given.get("quick", {}),
+        metrics,
+        given.get("paper", ""),
+        given.get("notes", ""),
+    )
 
 
 def _metric(name: str, key: str, given: Any, points: Mapping[str, Any]) -> Metric:

@@ -67,6 +67,9 @@ def make_small(architecture: str, directory: Path) -> Path:
 def arguments(architecture: str, models: Path) -> dict[str, Any]:
     """Arguments of vllm.LLM."""
     return {
-        "model": str(make_small(architecture, models / architecture)), "dtype": "bfloat16",
-        "load_format": "dummy", "max_model_len": 4096, "skip_tokenizer_init": True,
-    }  # fmt: skip
+        "model": str(make_small(architecture, models / architecture)),
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "max_model_len": 4096,
+        "skip_tokenizer_init": True,
+    }

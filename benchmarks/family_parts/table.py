@@ -27,9 +27,12 @@ OUTCOMES: Final = {
     "silent": "Idle without a word",
 }  # fmt: skip
 KINDS: Final = {
-    "FullAttentionSpec": "full", "SlidingWindowSpec": "window", "MLAAttentionSpec": "latent",
-    "ChunkedLocalAttentionSpec": "chunk", "MambaSpec": "state",
-}  # fmt: skip
+    "FullAttentionSpec": "full",
+    "SlidingWindowSpec": "window",
+    "MLAAttentionSpec": "latent",
+    "ChunkedLocalAttentionSpec": "chunk",
+    "MambaSpec": "state",
+}
 STORED: Final = {
     "full": "K and V of each token", "window": "K and V of the last window before an end",
     "chunk": "K and V from the last chunk's start to an end", "state": "the state at an end",
@@ -71,8 +74,9 @@ def kinds_of(groups: list[str]) -> list[str]:
 
 def _kinds(families: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """What each kind of group stores and needs; served, if a family that has it is served."""
-    served = {k for r in families.values() if r["outcome"] == "served"
-              for k in kinds_of(r["groups"])}  # fmt: skip
+    served = {
+        k for r in families.values() if r["outcome"] == "served" for k in kinds_of(r["groups"])
+    }
     yield "## What is stored\n"
     yield "| kind of group | served | stored | bytes | a hit needs | truncation moves it |"
     yield "|---|---|---|---|---|---|"

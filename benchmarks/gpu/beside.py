@@ -84,9 +84,13 @@ def _one_way(rig: KvRig, products: Products, what: str, name: str, rounds: int) 
     slowdown = 100 * (statistics.median(beside) / statistics.median(alone) - 1)
     speed = products.flop / statistics.median(alone) / 1e12
     return Row(
-        what, name, slowdown, goal, at_most=True,
+        what,
+        name,
+        slowdown,
+        goal,
+        at_most=True,
         detail=f"{speed:.0f} TFLOP/s alone, loads at {statistics.median(rates) / 1e9:.1f} GB/s",
-    )  # fmt: skip
+    )
 
 
 def _beside(

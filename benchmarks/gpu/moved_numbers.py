@@ -72,16 +72,25 @@ class Pages:
     """Blocks on the device, and what they should hold: [layer, block, elements] of bits."""
 
     def __init__(
-        self, layout: Layout, dtype: torch.dtype, size: tuple[int, int, int], is_neox: bool,
-        device: torch.device, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        size: tuple[int, int, int],
+        is_neox: bool,
+        device: torch.device,
+        seed: int,
+    ) -> None:
         self._random = np.random.default_rng(seed)
         heads, dim, pairs = size
         rope = Rope(10_000.0 ** (-np.arange(pairs) / pairs), 2 * pairs, is_neox)
         content: ContentMap = probe(
-            layout.write, layout.tensor(1, heads, dim, dtype=dtype), 1,
-            block_tokens=TOKENS, num_heads=heads, head_dim=dim,
-        )  # fmt: skip
+            layout.write,
+            layout.tensor(1, heads, dim, dtype=dtype),
+            1,
+            block_tokens=TOKENS,
+            num_heads=heads,
+            head_dim=dim,
+        )
         self.dtype, self.dim, self.rope = dtype, dim, rope
         self.key = content.key.places(TOKENS, heads, dim)
         self.value = content.value.places(TOKENS, heads, dim)
@@ -92,9 +101,15 @@ class Pages:
         self.slots = np.zeros((SLOTS, geometry.slot_bytes), np.uint8)
         name = str(dtype).removeprefix("torch.")
         self.engine = CudaEngine(
-            self.slots.ctypes.data, SLOTS, 0, geometry, layouts, device, 0,
+            self.slots.ctypes.data,
+            SLOTS,
+            0,
+            geometry,
+            layouts,
+            device,
+            0,
             rotations=[Rotation(rope, content, heads, dim, name)],
-        )  # fmt: skip
+        )
         self.bits = np.int32 if dtype == torch.float32 else np.int16
         used = LAYERS * geometry.layer_bytes
         # [slot, layer, block of the chunk, element]

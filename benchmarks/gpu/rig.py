@@ -105,14 +105,21 @@ class KvRig:
         self._memory = mmap.mmap(-1, self.num_slots * self.geometry.slot_bytes)
         self.slots: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
         size = (self.num_blocks, 2, BLOCK_TOKENS, shape.kv_heads, shape.head_dim)
-        self.kv = [torch.zeros(size, dtype=torch.bfloat16, device=self.device)
-                   for _ in range(shape.layers)]  # fmt: skip
+        self.kv = [
+            torch.zeros(size, dtype=torch.bfloat16, device=self.device) for _ in range(shape.layers)
+        ]
         layouts = [describe(f"layer {i}", kv, self.num_blocks) for i, kv in enumerate(self.kv)]
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.engine = CudaEngine(
-            address, self.num_slots, 0, self.geometry, layouts, self.device, num_rows,
+            address,
+            self.num_slots,
+            0,
+            self.geometry,
+            layouts,
+            self.device,
+            num_rows,
             rotations=[_rotation(shape)] if moves else [],
-        )  # fmt: skip
+        )
         ids = np.random.default_rng(seed).permutation(self.num_blocks)
         places = np.arange(num_tokens // BLOCK_TOKENS)
         per_chunk = self.geometry.blocks_per_chunk

@@ -95,9 +95,14 @@ class Transformer:
         return _norm(x[-1]) @ self._head
 
     def _attend(
-        self, layer: _Layer, x: torch.Tensor, kv: torch.Tensor, blocks: torch.Tensor,
-        mask: torch.Tensor, before_attention: Callable[[], None],
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: _Layer,
+        x: torch.Tensor,
+        kv: torch.Tensor,
+        blocks: torch.Tensor,
+        mask: torch.Tensor,
+        before_attention: Callable[[], None],
+    ) -> torch.Tensor:
         s, n = self.shape, len(x)
         parts = (s.heads, s.kv_heads, s.kv_heads)
         q, k, v = (x @ layer.qkv).view(n, -1, s.head_dim).split(parts, dim=1)

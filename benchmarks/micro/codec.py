@@ -102,9 +102,12 @@ def samples() -> dict[str, bytes]:
     """Numbers around zero in each type, and noise."""
     normal = np.random.default_rng(1).standard_normal(SPEED_BYTES // 2, np.float32)
     types = {
-        "bf16": torch.bfloat16, "fp16": torch.float16, "fp8 e4m3": torch.float8_e4m3fn,
-        "fp8 e5m2": torch.float8_e5m2, "fp32": torch.float32,
-    }  # fmt: skip
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp8 e4m3": torch.float8_e4m3fn,
+        "fp8 e5m2": torch.float8_e5m2,
+        "fp32": torch.float32,
+    }
     found = {
         f"normal, {name}": torch.from_numpy(normal[: SPEED_BYTES // dtype.itemsize])
         .to(dtype)

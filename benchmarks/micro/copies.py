@@ -112,9 +112,12 @@ class Memory:
         geometry = Geometry.uniform(1, layers, shape.block_tokens, page, CHUNK_TOKENS)
         self.num_slots = -(-num_bytes // geometry.slot_bytes)
         self.pool = SharedPool(
-            f"attnstore-bench-{os.getpid()}", self.num_slots, geometry.slot_bytes,
-            num_ranks=1, member=1,
-        )  # fmt: skip
+            f"attnstore-bench-{os.getpid()}",
+            self.num_slots,
+            geometry.slot_bytes,
+            num_ranks=1,
+            member=1,
+        )
         self.pool._path.unlink()
         pool_bytes = self.num_slots * geometry.slot_bytes
         self.num_bytes = min(layers * self.num_blocks * page, pool_bytes)
@@ -290,9 +293,17 @@ def measure(shape: Shape, rounds: int, memory_bytes: int, threads: Threads) -> d
 
 def show(results: list[dict[str, Any]], num_threads: int) -> str:
     rows = [
-        ("", "MiB", "engine ms", "GiB/s", "memmove 1", f"memmove {num_threads}", "torch",
-         "over memcpy")
-    ]  # fmt: skip
+        (
+            "",
+            "MiB",
+            "engine ms",
+            "GiB/s",
+            "memmove 1",
+            f"memmove {num_threads}",
+            "torch",
+            "over memcpy",
+        )
+    ]
     for result in results:
         for direction in ("load", "save"):
             one = result[direction]
@@ -333,9 +344,13 @@ def main() -> None:
     results = [measure(shape, args.rounds, args.memory_mib * MIB, threads) for shape in shapes]
     lowest = min(one[direction]["over_memcpy"] for one in results for direction in ("load", "save"))
     report = {
-        "machine": machine(), "threads": num_threads, "memory_mib": args.memory_mib,
-        "goal": GOAL, "lowest": lowest, "results": results,
-    }  # fmt: skip
+        "machine": machine(),
+        "threads": num_threads,
+        "memory_mib": args.memory_mib,
+        "goal": GOAL,
+        "lowest": lowest,
+        "results": results,
+    }
     out = args.out or (None if args.only else ROOT / "results" / "copies.json")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -343,11 +358,15 @@ def main() -> None:
     if args.json:
         print(json.dumps(report))
         return
-    print(f"\nPaged copies over a memcpy of as many bytes, cold caches, {num_threads} threads, "
-          f"median of {args.rounds} rounds")  # fmt: skip
+    print(
+        f"\nPaged copies over a memcpy of as many bytes, cold caches, {num_threads} threads, "
+        f"median of {args.rounds} rounds"
+    )
     print(show(results, num_threads))
-    print("over memcpy: the fastest of the three memcpys over the engine, in time; "
-          f"lowest {lowest}, goal at least {GOAL}")  # fmt: skip
+    print(
+        "over memcpy: the fastest of the three memcpys over the engine, in time; "
+        f"lowest {lowest}, goal at least {GOAL}"
+    )
 
 
 if __name__ == "__main__":

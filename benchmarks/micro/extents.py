@@ -273,8 +273,10 @@ def measure(name: str, num_chunks: int, num_tokens: int, rounds: int) -> dict[st
         covered.append(found[-1].stop - start if found else 0)
         extents.append(len(found))
         works.append(case.index.work())
-    most = {name: max(column) for name, column in
-            zip(works[0]._fields, zip(*works, strict=True), strict=True)}  # fmt: skip
+    most = {
+        name: max(column)
+        for name, column in zip(works[0]._fields, zip(*works, strict=True), strict=True)
+    }
     return {
         "name": name, "chunks": len(case.index), "rounds": rounds,
         "median_ms": round(statistics.median(times), 3), "worst_ms": round(max(times), 3),
@@ -299,9 +301,20 @@ def encode_ms(num_tokens: int) -> float:
 
 def show(results: list[dict[str, Any]]) -> str:
     rows = [
-        ("", "median ms", "worst ms", "on CPU", "covered", "extents", "candidates",
-         "walks", "looks", "tokens compared", "us to add")
-    ]  # fmt: skip
+        (
+            "",
+            "median ms",
+            "worst ms",
+            "on CPU",
+            "covered",
+            "extents",
+            "candidates",
+            "walks",
+            "looks",
+            "tokens compared",
+            "us to add",
+        )
+    ]
     for one in results:
         work = one["most_work"]
         rows.append(
@@ -341,13 +354,17 @@ def main() -> None:
     if args.json:
         print(json.dumps(report))
         return
-    print(f"\nA prompt of {args.tokens:,} tokens among {report['anchors']:,} anchors, "
-          f"{args.rounds} searches a row, caches cold")  # fmt: skip
+    print(
+        f"\nA prompt of {args.tokens:,} tokens among {report['anchors']:,} anchors, "
+        f"{args.rounds} searches a row, caches cold"
+    )
     print(show(results))
-    print(f"worst {report['worst_ms']} ms, {report['worst_cpu_ms']} on the CPU, goal {GOAL_MS}; "
-          f"encoding the prompt's tokens takes {report['encode_ms']} ms more; "
-          f"{results[0]['bytes_per_chunk']} bytes a chunk, "
-          f"{results[0]['resident_bytes_per_chunk']} resident")  # fmt: skip
+    print(
+        f"worst {report['worst_ms']} ms, {report['worst_cpu_ms']} on the CPU, goal {GOAL_MS}; "
+        f"encoding the prompt's tokens takes {report['encode_ms']} ms more; "
+        f"{results[0]['bytes_per_chunk']} bytes a chunk, "
+        f"{results[0]['resident_bytes_per_chunk']} resident"
+    )
 
 
 if __name__ == "__main__":

@@ -227,16 +227,22 @@ def main() -> None:
     results = [measure(c, args.rounds, args.memory_mib * MIB) for c in cases(short=args.short)]
     highest = max(one["moved_over_plain"] for one in results)
     report = {
-        "machine": machine(), "threads": omp_team_size(), "memory_mib": args.memory_mib,
-        "goal": GOAL, "highest": highest, "results": results,
-    }  # fmt: skip
+        "machine": machine(),
+        "threads": omp_team_size(),
+        "memory_mib": args.memory_mib,
+        "goal": GOAL,
+        "highest": highest,
+        "results": results,
+    }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     if args.json:
         print(json.dumps(report))
         return
-    print(f"\nMoved loads over plain loads of as many tokens, cold caches, {omp_team_size()} "
-          f"threads, median of {args.rounds} rounds")  # fmt: skip
+    print(
+        f"\nMoved loads over plain loads of as many tokens, cold caches, {omp_team_size()} "
+        f"threads, median of {args.rounds} rounds"
+    )
     print(show(results))
     print(f"moved over plain: highest {highest}, goal at most {GOAL}")
 

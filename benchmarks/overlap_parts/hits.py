@@ -50,9 +50,16 @@ class BatchClient(Client):
 
     def ttfts_ms(self, prompts: list[list[int]]) -> list[float]:
         body = json.dumps(
-            {"model": self._model, "prompt": prompts, "max_tokens": 1, "temperature": 0,
-             "ignore_eos": True, "stream": True, "kv_transfer_params": NO_SAVE}
-        )  # fmt: skip
+            {
+                "model": self._model,
+                "prompt": prompts,
+                "max_tokens": 1,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "kv_transfer_params": NO_SAVE,
+            }
+        )
         headers = {"Content-Type": "application/json"}
         started = time.perf_counter()
         self._connection.request("POST", "/v1/completions", body, headers)
@@ -169,9 +176,10 @@ def serve(settings: Settings, name: str, shape: ModelShape) -> list[dict[str, An
         "--worker-extension-cls", "benchmarks.overlap_parts.filling.Filling",
     ]  # fmt: skip
     environment = {
-        **DEV, "VLLM_CPU_KVCACHE_SPACE": "4",
+        **DEV,
+        "VLLM_CPU_KVCACHE_SPACE": "4",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
-    }  # fmt: skip
+    }
     say(f"hits, {name}: vllm serve, and {widest} histories of {longest} tokens")
     log = settings.work / f"hits {name}.log"
     with VllmServer(str(model), arguments, log, environment=environment) as server:

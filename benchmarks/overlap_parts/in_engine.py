@@ -120,8 +120,12 @@ def slow_down(
     num_bytes = engine.side.geometry.token_bytes() * len(history)
     rate = num_bytes / (times * prefill_ms / 1000)
     copies().loads.bytes_per_s = rate
-    return {"prefill_ms": prefill_ms, "load_ms": times * prefill_ms,
-            "load_mib": num_bytes / 2**20, "load_bytes_per_s": rate}  # fmt: skip
+    return {
+        "prefill_ms": prefill_ms,
+        "load_ms": times * prefill_ms,
+        "load_mib": num_bytes / 2**20,
+        "load_bytes_per_s": rate,
+    }
 
 
 @contextmanager
@@ -228,8 +232,12 @@ def arrival(
     engine.drain()
     engine.forget(other)
     assert engine.loaded() == {"dram": len(history), "nvme": 0}
-    return {"ttft_ms": 1000 * ttft_s, "stall_ms": 1000 * (ttft_s - tokens * usual_s),
-            "usual_ms": 1000 * usual_s, "layers_before": max(answers, default=0)}  # fmt: skip
+    return {
+        "ttft_ms": 1000 * ttft_s,
+        "stall_ms": 1000 * (ttft_s - tokens * usual_s),
+        "usual_ms": 1000 * usual_s,
+        "layers_before": max(answers, default=0),
+    }
 
 
 def _steps_s(engine: Engine) -> list[float]:

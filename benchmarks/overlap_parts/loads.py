@@ -45,9 +45,13 @@ def engine(settings: Settings, name: str, part: str) -> Iterator[tuple[Host, lis
     directory = settings.work / f"{part}, {name}"
     directory.mkdir()
     spec = EngineSpec(
-        store=directory / "store", models=settings.work, shape=replace(SHAPES[name]),
-        dram="512MiB", nvme="1GiB", blocks=96,
-    )  # fmt: skip
+        store=directory / "store",
+        models=settings.work,
+        shape=replace(SHAPES[name]),
+        dram="512MiB",
+        nvme="1GiB",
+        blocks=96,
+    )
     spec = replace(spec, transfer=transfer(store_settings(spec)))
     # Not bound by OpenMP: the copies' threads would be bound with the model's.
     environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -21,15 +21,24 @@ def draw(hits: dict[str, Any], goal: float, path: Path) -> None:
         part = parts.setdefault((cell["model"], cell["new_tokens"]), {})
         part.setdefault(cell["batch"], []).append(cell)
     figure, axes = pyplot.subplots(
-        1, len(parts), figsize=(3.2 * len(parts), 3.4), sharey=True, squeeze=False,
+        1,
+        len(parts),
+        figsize=(3.2 * len(parts), 3.4),
+        sharey=True,
+        squeeze=False,
         layout="constrained",
-    )  # fmt: skip
+    )
     for axis, ((model, new), batches) in zip(axes[0], parts.items(), strict=True):
         for (batch, cells), color in zip(sorted(batches.items()), COLORS, strict=False):
             tokens = [cell["history_tokens"] for cell in cells]
             ratios = [cell["dram_over_hbm"] for cell in cells]
-            axis.plot(tokens, [r["median"] for r in ratios], marker="o", color=color,
-                      label=f"{batch} at once")  # fmt: skip
+            axis.plot(
+                tokens,
+                [r["median"] for r in ratios],
+                marker="o",
+                color=color,
+                label=f"{batch} at once",
+            )
             low, high = zip(*(r["quartiles"] for r in ratios), strict=True)
             axis.fill_between(tokens, low, high, color=color, alpha=0.15, linewidth=0)
         axis.axhline(goal, color="#999999", linestyle="--", linewidth=1)

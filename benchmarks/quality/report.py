@@ -62,9 +62,13 @@ def _spread(value: dict[str, float], digits: int) -> str:
 
 
 def _by_method(
-    cells: list[dict[str, Any]], measure: str, form: str, change: str, digits: tuple[int, int],
+    cells: list[dict[str, Any]],
+    measure: str,
+    form: str,
+    change: str,
+    digits: tuple[int, int],
     heading: str,
-) -> str:  # fmt: skip
+) -> str:
     """A row a cell: a measure of each method, and how far CA and NKVT are from TT.
 
     Args:
@@ -121,9 +125,15 @@ def _layers(layers: list[dict[str, Any]]) -> str:
 
 def _served(served: list[dict[str, Any]]) -> str:
     rows = [
-        ("real server: cut", "documents", "with TT", "first token", "whole answer",
-         "share of the answer until the first difference")
-    ]  # fmt: skip
+        (
+            "real server: cut",
+            "documents",
+            "with TT",
+            "first token",
+            "whole answer",
+            "share of the answer until the first difference",
+        )
+    ]
     for line in served:
         for name in ("CA", "again"):
             rows.append(

@@ -65,17 +65,22 @@ class Client:
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
-            self._server.base_url + path, json.dumps(body).encode(),
+            self._server.base_url + path,
+            json.dumps(body).encode(),
             {"Content-Type": "application/json"},
-        )  # fmt: skip
+        )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read() or b"{}")
 
 
 def measure_served(
-    directory: Path, held_out: dict[str, Ids], window: int, settings: Settings, many: int,
+    directory: Path,
+    held_out: dict[str, Ids],
+    window: int,
+    settings: Settings,
+    many: int,
     tick: Callable[[], object] = lambda: None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """One entry for each ratio of settings.
 
     Args:
@@ -89,9 +94,13 @@ def measure_served(
         config = work / "attnstore.yaml"
         config.write_text(f"dram: 1GiB\nnvme: {{path: {work / 'store'}, capacity: 1GiB}}\n")
         arguments = [
-            "--max-model-len", str(window), "--kv-transfer-config", str(config),
-            "--max-num-seqs", "4",
-        ]  # fmt: skip
+            "--max-model-len",
+            str(window),
+            "--kv-transfer-config",
+            str(config),
+            "--max-num-seqs",
+            "4",
+        ]
         with VllmServer(str(directory), arguments, work / "log", environment=DEV) as server:
             client = Client(server)
             found = []

@@ -157,9 +157,16 @@ class GroupWorld:
         self.streams = SteppedStream(), SteppedStream()
         loads, saves = self.streams
         self.engine = MemoryEngine(
-            self.pool.address, self.pool.num_slots, 0, geometry, [layout], loads=loads,
-            saves=saves, num_rows=rows or 0, poison=True,
-        )  # fmt: skip
+            self.pool.address,
+            self.pool.num_slots,
+            0,
+            geometry,
+            [layout],
+            loads=loads,
+            saves=saves,
+            num_rows=rows or 0,
+            poison=True,
+        )
         self.loads, self.saves = Loads(self.engine, 1), Saves(self.engine, 1, rows or 0)
 
     def _clock(self) -> float:
@@ -228,9 +235,12 @@ class GroupWorld:
         self.num_jobs += 1
         tokens = list(prompt)
         job = Job(
-            str(self.num_jobs), tokens, random.randrange(1, 40), Truth(tokens, self.edition),
+            str(self.num_jobs),
+            tokens,
+            random.randrange(1, 40),
+            Truth(tokens, self.edition),
             self.disk.now,
-        )  # fmt: skip
+        )
         self.waiting.append(job)
         self.scheduler.on_new_request(job)
 

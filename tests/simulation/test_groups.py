@@ -43,9 +43,23 @@ def test_seeds_of_groups(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_many_seeds_of_groups(model: str) -> None:
     counts = run_groups(model, 1000, 100, 400)
-    for event in ("from dram", "from nvme", "ends within a block", "preempted", "aborted",
-                  "given up", "restarts", "resets", "error", "flipped bit", "lost write",
-                  "misplaced write", "hang", "full", "power loss"):  # fmt: skip
+    for event in (
+        "from dram",
+        "from nvme",
+        "ends within a block",
+        "preempted",
+        "aborted",
+        "given up",
+        "restarts",
+        "resets",
+        "error",
+        "flipped bit",
+        "lost write",
+        "misplaced write",
+        "hang",
+        "full",
+        "power loss",
+    ):
         assert counts[event] > 0, event
     has_states = any(group.reach == "state" for group in MODELS[model])
     assert (counts["received"] > 0) == has_states or not has_states

@@ -11,8 +11,17 @@ def test_seeds() -> None:
     counts = run(0, 100, 400)
     assert counts["from nvme"] > 500
     assert counts["from dram"] > 500
-    for event in ("error", "flipped bit", "lost write", "misplaced write", "hang", "full",
-                  "power loss", "restarts", "resets"):  # fmt: skip
+    for event in (
+        "error",
+        "flipped bit",
+        "lost write",
+        "misplaced write",
+        "hang",
+        "full",
+        "power loss",
+        "restarts",
+        "resets",
+    ):
         assert counts[event] > 0, event
 
 

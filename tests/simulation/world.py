@@ -77,9 +77,16 @@ class World:
     def _open(self, slab: Slab) -> None:
         self.pool = open_pool(self.dram_slots)
         self.store = Store(
-            self.pool, slab, self.disk, 4, io_deadline_s=IO_DEADLINE_S, scrub_rate=1 << 20,
-            clock=lambda: self.disk.now, threaded=False, more_tiers=self.more_tiers,
-        )  # fmt: skip
+            self.pool,
+            slab,
+            self.disk,
+            4,
+            io_deadline_s=IO_DEADLINE_S,
+            scrub_rate=1 << 20,
+            clock=lambda: self.disk.now,
+            threaded=False,
+            more_tiers=self.more_tiers,
+        )
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

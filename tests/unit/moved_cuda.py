@@ -40,9 +40,15 @@ class CudaMoved(MovedMemory):
         rotation = Rotation(rope, self.content, self.heads, self.dim, name)
         self.device_slots = new_slots(SLOTS, geometry)
         self.engine = CudaEngine(
-            self.device_slots.ctypes.data, SLOTS, 0, geometry, layers, torch.device("cuda", 0), 0,
+            self.device_slots.ctypes.data,
+            SLOTS,
+            0,
+            geometry,
+            layers,
+            torch.device("cuda", 0),
+            0,
             rotations=[rotation],
-        )  # fmt: skip
+        )
         used = LAYERS * CHUNK_BLOCKS * page_bytes
         self.device_slots[:, :used] = self.slots[:, :used]  # the engine has tried itself on them
         self.native = self

@@ -46,10 +46,23 @@ def url(fake: Fake) -> Iterator[str]:
 
 
 def bench(url: str, data: Path, *options: str) -> int:
-    return main([
-        "bench", "replay", "--base-url", url, "--model", "m", "--data", str(data),
-        "--rate", "inf", "--think", "constant:0", *options,
-    ])  # fmt: skip
+    return main(
+        [
+            "bench",
+            "replay",
+            "--base-url",
+            url,
+            "--model",
+            "m",
+            "--data",
+            str(data),
+            "--rate",
+            "inf",
+            "--think",
+            "constant:0",
+            *options,
+        ]
+    )
 
 
 def test_summary_is_printed(url: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,14 +89,26 @@ def test_json_has_the_numbers_and_the_options(
     assert fake.headers[0]["Authorization"] == "Bearer secret"
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert sorted((line["conversation_id"], line["turn"]) for line in lines) == [
-        ("x", 1), ("x", 2), ("y", 1),
-    ]  # fmt: skip
+        ("x", 1),
+        ("x", 2),
+        ("y", 1),
+    ]
     assert all(line["answer"] for line in lines)
 
 
 def test_options_reach_the_server(url: str, fake: Fake, data: Path) -> None:
-    options = ("--history", "data", "--max-tokens", "data", "--ignore-eos", "--no-usage",
-               "--extra-body", '{"top_p": 0.5}', "--max-concurrency", "1")  # fmt: skip
+    options = (
+        "--history",
+        "data",
+        "--max-tokens",
+        "data",
+        "--ignore-eos",
+        "--no-usage",
+        "--extra-body",
+        '{"top_p": 0.5}',
+        "--max-concurrency",
+        "1",
+    )
     assert bench(url, data, *options) == OK
     [second] = [body for body in fake.bodies if len(body["messages"]) == 3]
     assert [m["content"] for m in second["messages"]] == ["hello", "hi", "and?"]

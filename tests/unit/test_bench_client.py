@@ -85,9 +85,13 @@ def test_body_is_the_apis_and_extra_fields_change_it() -> None:
     hold(fake, TALK, settings=replace(CHAT, ignore_eos=True, api_key="secret", extra=extra))
     body = {name: value for name, value in fake.bodies[0].items() if name != "messages"}
     assert body == {
-        "model": "m", "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True},
-        "ignore_eos": True, "top_p": 0.5,
-    }  # fmt: skip
+        "model": "m",
+        "max_tokens": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "top_p": 0.5,
+    }
     assert fake.headers[0]["Authorization"] == "Bearer secret"
     assert "secret" not in repr(replace(CHAT, api_key="secret"))
 
@@ -116,8 +120,12 @@ def test_conversations_of_a_client_take_turns() -> None:
     records = hold(fake, *both, clients=1)
     assert [texts(body)[-1] for body in fake.bodies] == ["0a", "1a", "0b", "1b", "0c"]
     assert [(r.conversation_id, r.turn) for r in records] == [
-        ("0", 1), ("0", 2), ("0", 3), ("1", 1), ("1", 2),
-    ]  # fmt: skip
+        ("0", 1),
+        ("0", 2),
+        ("0", 3),
+        ("1", 1),
+        ("1", 2),
+    ]
 
 
 # ---- what is recorded ---------------------------------------------------------------------------

@@ -230,8 +230,12 @@ def test_ctrl_c_while_a_server_starts_ends_it_and_keeps_the_others(tmp_path: Pat
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
-    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 128,
-              "max_position_embeddings": 20}  # fmt: skip
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 128,
+        "max_position_embeddings": 20,
+    }
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -245,14 +249,31 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 def command(tmp_path: Path, model: Path, *options: str) -> int:
     data = tmp_path / "talks.json"
-    data.write_text(json.dumps([
-        {"id": c.id, "conversations": [{"from": "human", "value": q} for q in c.questions]}
-        for c in TALKS
-    ]))  # fmt: skip
-    return main([
-        "--model", str(model), "--data", str(data), "--rate", "inf",
-        "--think", "constant:0", "--max-tokens", "3", "--out", str(tmp_path / "out"), *options,
-    ])  # fmt: skip
+    data.write_text(
+        json.dumps(
+            [
+                {"id": c.id, "conversations": [{"from": "human", "value": q} for q in c.questions]}
+                for c in TALKS
+            ]
+        )
+    )
+    return main(
+        [
+            "--model",
+            str(model),
+            "--data",
+            str(data),
+            "--rate",
+            "inf",
+            "--think",
+            "constant:0",
+            "--max-tokens",
+            "3",
+            "--out",
+            str(tmp_path / "out"),
+            *options,
+        ]
+    )
 
 
 def test_table_json_and_picture(

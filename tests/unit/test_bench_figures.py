@@ -115,9 +115,12 @@ def test_ratios_are_over_re_and_over_the_bound() -> None:
     )
     found = ratios({"re": slow, "attnstore": fast, "bound": fast})["attnstore"]
     assert found == {
-        "ttft_later_over_re": 0.1, "ttft_later_over_bound": 1.0, "throughput_over_re": 2.0,
-        "prefill_over_re": 0.5, "prefill_over_bound": 1.0,
-    }  # fmt: skip
+        "ttft_later_over_re": 0.1,
+        "ttft_later_over_bound": 1.0,
+        "throughput_over_re": 2.0,
+        "prefill_over_re": 0.5,
+        "prefill_over_bound": 1.0,
+    }
     assert ratios({"attnstore": fast})["attnstore"]["ttft_later_over_re"] is None
 
 
@@ -167,9 +170,14 @@ def test_sizes_are_scaled_with_the_working_set() -> None:
 def test_sessions_that_do_not_fit_the_context_take_no_room() -> None:
     talks = [TALK, Conversation("long", ("z" * 900,))]
     found = sized(
-        talks, Load(), RequestSettings(model="m", max_tokens=16), len,
-        kv_bytes_per_token=1024, context_tokens=512, block_tokens=16,
-    )  # fmt: skip
+        talks,
+        Load(),
+        RequestSettings(model="m", max_tokens=16),
+        len,
+        kv_bytes_per_token=1024,
+        context_tokens=512,
+        block_tokens=16,
+    )
     assert found.working_set_tokens == 332
 
 
@@ -199,8 +207,10 @@ def test_each_system_differs_in_what_it_is_named_for() -> None:
     ours = {n: connector(flags[n]) for n in ("attnstore", "attnstore-lru", "attnstore-fifo")}
     extras = {n: c["kv_connector_extra_config"] for n, c in ours.items() if c}
     assert {n: e.pop("eviction") for n, e in extras.items()} == {
-        "attnstore": "attnstore", "attnstore-lru": "lru", "attnstore-fifo": "fifo"
-    }  # fmt: skip
+        "attnstore": "attnstore",
+        "attnstore-lru": "lru",
+        "attnstore-fifo": "fifo",
+    }
     assert extras["attnstore"] == extras["attnstore-lru"] == extras["attnstore-fifo"]
     assert [connector(flags[name]) for name in ("re", "vllm", "bound")] == [None] * 3
     assert all(f[-2:] == ["--dtype", "x"] for f in flags.values())

@@ -166,12 +166,16 @@ def test_records_have_the_answers_only_if_asked(tmp_path: Path) -> None:
     load = Load(think=NO_THINK)
     outcome, rows = held(tmp_path, Fake(), talk, load)
     assert [(row["conversation_id"], row["session"], row["turn"]) for row in rows] == [
-        ("c", 0, 1), ("c", 0, 2),
-    ]  # fmt: skip
+        ("c", 0, 1),
+        ("c", 0, 2),
+    ]
     assert "answer" not in rows[0]
     assert outcome.to_json()["planned"] == {
-        "sessions": 1, "requests": 2, "warmup": 0, "last_due_s": 0.0,
-    }  # fmt: skip
+        "sessions": 1,
+        "requests": 2,
+        "warmup": 0,
+        "last_due_s": 0.0,
+    }
     _, rows = held(tmp_path, Fake(), talk, load, answers=True)
     assert [row["answer"] for row in rows] == ["1..", "3.."]
 

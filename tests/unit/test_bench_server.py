@@ -121,7 +121,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
     program = tmp_path / "vllm"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
-    monkeypatch.setattr(server, "vllm_program", lambda: str(program))
+    monkeypatch.setattr(server, "vllm_command", lambda: [str(program)])
     monkeypatch.setattr(lmcache, "command", lambda *_: [str(program)])
     found: list[Any] = []
     popen = subprocess.Popen
@@ -203,9 +203,16 @@ def test_what_outlives_a_process_may_tidy_up(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("lmcache") is not None, reason="its daemon would start")
 def test_a_daemon_that_does_not_start_is_told_and_no_server_is_started(tmp_path: Path) -> None:
     sizes = Sizes(
-        kv_bytes_per_token=1024, context_tokens=512, block_tokens=16, working_set_tokens=1,
-        hbm_tokens=1024, bound_tokens=1024, dram_bytes=3 << 20, nvme_bytes=1 << 30, written_bytes=1,
-    )  # fmt: skip
+        kv_bytes_per_token=1024,
+        context_tokens=512,
+        block_tokens=16,
+        working_set_tokens=1,
+        hbm_tokens=1024,
+        bound_tokens=1024,
+        dram_bytes=3 << 20,
+        nvme_bytes=1 << 30,
+        written_bytes=1,
+    )
     given = lmcache.command(sizes, tmp_path, 5, 6)
     assert given[given.index("--l1-size-gb") + 1] == str((3 << 20) / 1e9)
     assert str(tmp_path) in given[given.index("--l2-adapter") + 1]

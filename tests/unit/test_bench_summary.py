@@ -44,9 +44,12 @@ def test_row_has_the_statistics_of_numpy(count: int) -> None:
     for value in values:
         row.add(value)
     wanted = [
-        np.mean(values), np.std(values, ddof=1) if count > 1 else 0, min(values),
-        *np.percentile(values, [25, 50, 75, 90, 99]), max(values),
-    ]  # fmt: skip
+        np.mean(values),
+        np.std(values, ddof=1) if count > 1 else 0,
+        min(values),
+        *np.percentile(values, [25, 50, 75, 90, 99]),
+        max(values),
+    ]
     found = row.to_json()
     assert list(found) == list(COLUMNS)
     assert found["count"] == count
@@ -120,9 +123,12 @@ def test_failures_are_numbered_by_kind_and_their_times_left_out() -> None:
         return one
 
     found = summary_of(
-        record(), failed("HTTP 500"), failed("HTTP 500"),
-        failed("not sent, because turn 1 failed", sent=False), failed(INTERRUPTED),
-    )  # fmt: skip
+        record(),
+        failed("HTTP 500"),
+        failed("HTTP 500"),
+        failed("not sent, because turn 1 failed", sent=False),
+        failed(INTERRUPTED),
+    )
     requests = found.to_json()["requests"]
     wanted = {"all": 5, "answered": 1, "failed": 2, "not_sent": 1, "interrupted": 1}
     assert wanted.items() <= requests.items()

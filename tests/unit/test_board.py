@@ -90,9 +90,11 @@ def test_of_several_server_processes_one_reads(name: str) -> None:
     board, reader = Board(name), BoardReader((name,))
     board.write(data(3))
     with subprocess.Popen(
-        [sys.executable, "-c", OTHER, name], text=True, stdin=subprocess.PIPE,
+        [sys.executable, "-c", OTHER, name],
+        text=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    ) as other:  # fmt: skip
+    ) as other:
         assert other.stdin is not None and other.stdout is not None
         print("look", file=other.stdin, flush=True)
         assert "'chunks:written': 3" in other.stdout.readline(), "whoever comes first"

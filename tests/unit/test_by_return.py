@@ -186,8 +186,9 @@ def test_a_decision_finds_the_run_that_is_worth_least() -> None:
     estimator, rng = trained(), Random(2)
     kinds = [
         kind_of(turn, None, tokens, is_fresh=True, is_shared=False)
-        for turn in (1, 2) for tokens in (100, 4000, 40_000)
-    ]  # fmt: skip
+        for turn in (1, 2)
+        for tokens in (100, 4000, 40_000)
+    ]
     order = departures("attnstore", 60, estimator)
     left = {n: run_at(4.0 * n, rng.choice(kinds)) for n in range(60)}
     for slot, run in left.items():

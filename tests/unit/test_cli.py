@@ -141,8 +141,11 @@ def test_inspect_tells_groups_apart(with_groups: Path, capsys: pytest.CaptureFix
         for group in ours["groups"]
     }
     assert figures == {
-        "full": (4, 60, 0), "window": (3, 48, 2), "state": (2, 0, 0), "unknown": (1, 16, 0)
-    }  # fmt: skip
+        "full": (4, 60, 0),
+        "window": (3, 48, 2),
+        "state": (2, 0, 0),
+        "unknown": (1, 16, 0),
+    }
     assert sum(group["bytes"] for group in ours["groups"]) == ours["bytes"]
     assert (ours["chunks"], ours["tokens"]) == (10, 60)
     assert ours["sequences"]["up to 1024"] == 2

@@ -137,8 +137,14 @@ def test_doctor_says_what_the_cuda_half_lacks(tmp_path: Path) -> None:
 
 
 def test_doctor_counts_tokens_of_a_model(settings: Path, tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "hidden_size": 64, "head_dim": 16, "torch_dtype": "bfloat16"}  # fmt: skip
+    shape = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "head_dim": 16,
+        "torch_dtype": "bfloat16",
+    }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
     said = attnstore("doctor", settings, "--model", tmp_path)
     assert "256 tokens take 64KiB: dram holds 4,096 tokens, nvme 4,096" in said.stdout

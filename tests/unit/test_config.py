@@ -135,8 +135,9 @@ def test_every_setting_that_is_a_size_has_a_least(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(config_module, "parse_size", record)
     nvme = MINIMAL["nvme"] | {"daily_writes": "1TiB", "scrub": "8MiB"}
     StoreConfig.parse(MINIMAL | {"nvme": nvme, "write_buffer": "1GiB"})
-    assert len(asked) == sum("bytes" in field.name for cls in (StoreConfig, NvmeConfig)
-                             for field in fields(cls))  # fmt: skip
+    assert len(asked) == sum(
+        "bytes" in field.name for cls in (StoreConfig, NvmeConfig) for field in fields(cls)
+    )
     assert min(asked.values()) >= 65_536
 
 

@@ -156,8 +156,12 @@ def test_a_table_is_not_overwritten_while_a_copy_may_read_it(
     rig.pages[:] = rng.integers(0, 256, rig.pages.shape, np.uint8)
     wanted = rig.hbm()
     for i in range(60):
-        pages = table(*((int(rng.integers(SLOTS)), int(rng.integers(WITHIN)), (3 * i + k) % BLOCKS)
-                        for k in range(3)))  # fmt: skip
+        pages = table(
+            *(
+                (int(rng.integers(SLOTS)), int(rng.integers(WITHIN)), (3 * i + k) % BLOCKS)
+                for k in range(3)
+            )
+        )
         for layer in ALL:
             rig.engine.load(pages, range(layer, layer + 1))
         for slot, within, block in pages:

@@ -112,9 +112,13 @@ def test_what_is_refused_is_said_with_the_driver() -> None:
 @pytest.mark.parametrize("driver", ["/nowhere/libcuda.so.1", "libm.so.6"])
 def test_without_a_driver_the_module_says_what_is_missing(driver: str) -> None:
     told = subprocess.run(
-        [sys.executable, "-c", WHY], check=True, capture_output=True, text=True, cwd=ROOT,
+        [sys.executable, "-c", WHY],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
         env={**os.environ, "ATTNSTORE_CUDA_DRIVER": driver, "PYTHONPATH": str(ROOT)},
-    ).stdout  # fmt: skip
+    ).stdout
     assert driver in told
     assert ("has no cuInit" in told) == (driver == "libm.so.6")
 
@@ -134,6 +138,15 @@ def test_the_driver_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
     if nvcc is None:
         pytest.skip("no nvcc, and so no cuda.h")
     subprocess.run(
-        [nvcc, "-std=c++17", "-I", str(ROOT / "csrc"), "-c", "-o", str(tmp_path / "out.o"),
-         str(ROOT / "csrc" / "tests" / "check_driver.cpp")], check=True,
-    )  # fmt: skip
+        [
+            nvcc,
+            "-std=c++17",
+            "-I",
+            str(ROOT / "csrc"),
+            "-c",
+            "-o",
+            str(tmp_path / "out.o"),
+            str(ROOT / "csrc" / "tests" / "check_driver.cpp"),
+        ],
+        check=True,
+    )

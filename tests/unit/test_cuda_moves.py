@@ -55,9 +55,16 @@ def test_random_moves(gpu: FakeGpu | None, name: str, dtype: torch.dtype, is_neo
         sizes += [(16, 8, 128, 64), (32, 2, 96, 7), (16, 1, 80, 20)]
     for number, (block_tokens, heads, dim, pairs) in enumerate(sizes):
         memory = CudaMoved(
-            gpu, LAYOUTS[name], dtype, theta=theta_of(pairs), is_neox=is_neox,
-            block_tokens=block_tokens, heads=heads, dim=dim, seed=number,
-        )  # fmt: skip
+            gpu,
+            LAYOUTS[name],
+            dtype,
+            theta=theta_of(pairs),
+            is_neox=is_neox,
+            block_tokens=block_tokens,
+            heads=heads,
+            dim=dim,
+            seed=number,
+        )
         rng = np.random.default_rng(number)
         for _ in range(2):
             shifts = rng.choice(np.array((0, *SHIFTS)), int(rng.integers(1, 4)))

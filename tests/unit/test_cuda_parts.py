@@ -212,9 +212,11 @@ def test_a_table_is_where_pages_are_on_both_sides(native: Any) -> None:
     slots, blocks = [(1 << 20) + 3 * 4096 + 64, (1 << 20) + 2 * 4096], [7 * 64, 4 * 64]
     at_blocks, at_rows = [(1 << 30) + at for at in blocks], [(1 << 40) + row * 64 for row in rows]
     for move, sources, targets in (
-        (native.Copy.LOAD, slots, at_blocks), (native.Copy.SAVE, at_blocks, slots),
-        (native.Copy.GATHER, at_blocks, at_rows), (native.Copy.DRAIN, at_rows, slots),
-    ):  # fmt: skip
+        (native.Copy.LOAD, slots, at_blocks),
+        (native.Copy.SAVE, at_blocks, slots),
+        (native.Copy.GATHER, at_blocks, at_rows),
+        (native.Copy.DRAIN, at_rows, slots),
+    ):
         words = _mover(native).prepare(move, pages, rows).words
         assert words.reshape(-1, 2).tolist() == [[*at] for at in zip(sources, targets, strict=True)]
 

@@ -38,9 +38,11 @@ def test_a_table_is_tokens_and_then_angles(native: Any) -> None:
     pairs, block_tokens = 7, 16
     turns = rotator(arguments(theta=theta_of(pairs)), native)
     runs = [
-        MovedRun(2, 13, 7, 5, 1, -4), MovedRun(0, 0, 2, 3, 14, 0), MovedRun(1, 31, 1, 0, 0, 9),
+        MovedRun(2, 13, 7, 5, 1, -4),
+        MovedRun(0, 0, 2, 3, 14, 0),
+        MovedRun(1, 31, 1, 0, 0, 9),
         MovedRun(1, 30, 1, 0, 1, -4),
-    ]  # fmt: skip
+    ]
     table = turns.table(moved_table(runs))
     assert table.num_tokens == 11
     words = table.words

@@ -194,9 +194,10 @@ def test_a_benchmark_is_run_and_its_failure_told(tmp_path: Path) -> None:
         "results": "x.json",
         "points": {"a": {}},
     }
-    spec = {k: v for k, v in SPEC.items() if k != "simulate"} | {"script": script, "metrics": {
-        "m": {"words": "w"}
-    }}  # fmt: skip
+    spec = {k: v for k, v in SPEC.items() if k != "simulate"} | {
+        "script": script,
+        "metrics": {"m": {"words": "w"}},
+    }
     with pytest.raises(InterruptedError, match=r"-m tests.unit.no_such ended with 1"):
         scripted.run(parse("x", spec), kept=False)
     (tmp_path / "x.json").write_text('{"machine": {}, "took_s": 1, "m": [1, 2]}')
@@ -215,18 +216,26 @@ def test_each_point_is_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         asked.append(arguments)
         out = Path(arguments[arguments.index("--out") + 1])
         out.mkdir(parents=True)
-        found = {"options": {"out": str(out)}, "not_run": {"lmcache": f"not here\n{out}"},
-                 "systems": {"re": {"figures": {"failed": len(asked)}, "ratios": {}}}}  # fmt: skip
+        found = {
+            "options": {"out": str(out)},
+            "not_run": {"lmcache": f"not here\n{out}"},
+            "systems": {"re": {"figures": {"failed": len(asked)}, "ratios": {}}},
+        }
         (out / "compare.json").write_text(json.dumps(found))
         return 0
 
     monkeypatch.setattr(served, "compare", compare)
     monkeypatch.setattr(served, "WORK", tmp_path)
     points = {"slow": {"options": ["--rate", 1]}, "fast": {"options": ["--rate", 2]}}
-    experiment = parse("x", {
-        "question": "What?", "varied": "rate", "metrics": {"failed": {"words": "w"}},
-        "serve": {"model": "tiny", "points": points, "options": ["--turns", 3]},
-    })  # fmt: skip
+    experiment = parse(
+        "x",
+        {
+            "question": "What?",
+            "varied": "rate",
+            "metrics": {"failed": {"words": "w"}},
+            "serve": {"model": "tiny", "points": points, "options": ["--turns", 3]},
+        },
+    )
     found = served.run(experiment, SAMPLE, model="m")
     assert [a[-4:] for a in asked] == [["--turns", "3", "--rate", n] for n in ("1", "2")]
     assert found["values"] == {"failed": {"slow": {"re": 1}, "fast": {"re": 2}}}
@@ -301,9 +310,15 @@ def test_report_draws_pictures_again(
 
 
 def test_report_marks_goals_that_were_missed(quick: Path) -> None:
-    text = report.render({"missed": parse("missed", changed(
-        "metrics/found/goal", {"system": "attnstore", "at_least": 1.5}
-    ))}, quick, "r")  # fmt: skip
+    text = report.render(
+        {
+            "missed": parse(
+                "missed", changed("metrics/found/goal", {"system": "attnstore", "at_least": 1.5})
+            )
+        },
+        quick,
+        "r",
+    )
     assert "(goal for attnstore: at least 150)" in text
     assert "| **" in text
     assert "Missed: why has not been looked into yet." in text

@@ -170,9 +170,11 @@ def test_a_person_is_told_what_would_go_and_of_whom(
     ],
 )
 def test_what_is_not_there_is_an_error_that_says_what_is(
-    directory: Path, options: tuple[str, ...], parts: tuple[str, ...],
+    directory: Path,
+    options: tuple[str, ...],
+    parts: tuple[str, ...],
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     before = (directory / "slab").read_bytes()
     for yes in ((), ("--yes",)):
         printed = refused(capsys, directory, *options, *yes)

@@ -41,6 +41,9 @@ def test_slots_have_the_bytes_that_they_had() -> None:
 def test_the_namespace_has_the_facts_that_it_had() -> None:
     """Another name or number here would make every store cold."""
     assert geometry().facts() == {
-        "num_ranks": 2, "num_layers": 3, "block_tokens": 16, "page_bytes": 1024,
+        "num_ranks": 2,
+        "num_layers": 3,
+        "block_tokens": 16,
+        "page_bytes": 1024,
         "chunk_tokens": 64,
-    }  # fmt: skip
+    }

@@ -41,8 +41,12 @@ def test_without_a_gpu_it_refuses_in_one_line(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     told = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(out)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert told.returncode == 2
     assert told.stdout == ""
     assert told.stderr.startswith("gpu-check: ")
@@ -162,8 +166,10 @@ def test_the_measured_table_goes_by_what_is_never_slower(
 ) -> None:
     """The kernel takes 3 s, but 4 s on the fewest thread blocks where runs have 200 bytes."""
     kernel: dict[int, list[float]] = {
-        100: [3.1, 3, 3, 3, 3], 200: [4, 3, 3, 3, 3], 300: [3, 3, 3, 3, 3],
-    }  # fmt: skip
+        100: [3.1, 3, 3, 3, 3],
+        200: [4, 3, 3, 3, 3],
+        300: [3, 3, 3, 3, 3],
+    }
     times = {length: [dma[i], *kernel[length]] for i, length in enumerate(kernel)}
     found = rules.rules_from(times)
     assert found[Copy.LOAD] == loads

@@ -112,9 +112,10 @@ def test_a_store_shows_it_for_sizes_around_its_own() -> None:
 
 
 TRACES = (
-    "traces/mooncake_fast25_conversation.jsonl", "traces/claude_code_weka_sessions.jsonl.gz",
+    "traces/mooncake_fast25_conversation.jsonl",
+    "traces/claude_code_weka_sessions.jsonl.gz",
     "conversations/sharegpt_multiturn.json",
-)  # fmt: skip
+)
 
 
 @pytest.mark.long

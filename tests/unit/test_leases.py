@@ -129,8 +129,10 @@ STEPS = st.lists(st.tuples(st.sampled_from("aurtv"), st.integers(0, 9), st.integ
 def test_against_a_plain_model(steps: list[tuple[str, int, int]]) -> None:
     """Whatever happens, an expired slot is chosen as long as there is one."""
     order, owner, now = untrained(10), dict[int, Run](), 0.0
-    runs = [run_of(0.0, ttl_s=ttl, priority=n % 3 - 1) for n, ttl in
-            enumerate((None, 3.0, 5.0, 40.0, None, 7.0))]  # fmt: skip
+    runs = [
+        run_of(0.0, ttl_s=ttl, priority=n % 3 - 1)
+        for n, ttl in enumerate((None, 3.0, 5.0, 40.0, None, 7.0))
+    ]
     for action, slot, number in steps:
         if action == "a" and slot not in owner:
             order.add(slot, runs[number])

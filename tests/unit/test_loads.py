@@ -120,9 +120,12 @@ class Bench(Rig):
         return Told(*self.loads.take_received(), self.loads.take_finished())
 
     def step(
-        self, *begins: LoadPlan, ended: Collection[int] = (), whole: bool = False,
+        self,
+        *begins: LoadPlan,
+        ended: Collection[int] = (),
+        whole: bool = False,
         reads: Sequence[LoadPlan] | None = None,
-    ) -> Told:  # fmt: skip
+    ) -> Told:
         """A whole one; without `reads` it computes nothing."""
         self.loads.begin_step(ended, whole=whole)
         if reads is not None:
@@ -137,14 +140,19 @@ def bench() -> Bench:
 
 
 def load(
-    number: int = 1, *, before: int, partial: bool = False, slot: int = 0,
+    number: int = 1,
+    *,
+    before: int,
+    partial: bool = False,
+    slot: int = 0,
     blocks: tuple[int, ...] = BLOCKS,
-) -> LoadPlan:  # fmt: skip
+) -> LoadPlan:
     copies = [ChunkCopy(slot, 0, blocks)]
     if len(blocks) > 1:  # of two chunks
         copies = [ChunkCopy(slot, 1, blocks[:2]), ChunkCopy(slot + 1, 0, blocks[2:])]
-    return LoadPlan(number, f"request {number}", tuple(c for c in copies if c.block_ids), partial,
-                    before)  # fmt: skip
+    return LoadPlan(
+        number, f"request {number}", tuple(c for c in copies if c.block_ids), partial, before
+    )
 
 
 # ---- ahead of the step -----------------------------------------------------------------
@@ -260,11 +268,15 @@ def test_loads_ahead_are_told_in_the_order_in_which_they_come(bench: Bench) -> N
         told.append(bench.step())
     assert bench.stream.forced == 0
     assert [(i + 1, s.received) for i, s in enumerate(told) if s.received] == [
-        (2, {"request 1"}), (5, {"request 2"}), (7, {"request 3"}),
-    ]  # fmt: skip
+        (2, {"request 1"}),
+        (5, {"request 2"}),
+        (7, {"request 3"}),
+    ]
     assert [(i + 1, s.finished) for i, s in enumerate(told) if s.finished] == [
-        (3, [1]), (6, [2]), (9, [3]),
-    ]  # fmt: skip
+        (3, [1]),
+        (6, [2]),
+        (9, [3]),
+    ]
     assert all(bench.is_there(plan, layer) for plan in plans for layer in ALL)
 
 

@@ -57,9 +57,11 @@ def lines(config: StoreConfig, geometry: Geometry, slab: Slab) -> list[str]:
 
 
 GEOMETRY = Geometry(
-    num_ranks=1, regions=(2 * MIB // 16, 2 * MIB // 16), chunk_tokens=256,
+    num_ranks=1,
+    regions=(2 * MIB // 16, 2 * MIB // 16),
+    chunk_tokens=256,
     groups=(Group(64, ("a", "b")),),
-)  # fmt: skip
+)
 
 
 def test_the_start_says_what_there_is(config: StoreConfig) -> None:

@@ -16,23 +16,46 @@ from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.transfer.geometry import groups_text
 
-LLAMA_65B = {"num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": 8192,
-             "torch_dtype": "float16"}  # fmt: skip
-FALCON_7B = {"num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544,
-             "multi_query": True, "torch_dtype": "bfloat16"}  # fmt: skip
-DEEPSEEK_V3 = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512,
-               "qk_rope_head_dim": 64}  # fmt: skip
-GEMMA3_27B = {"model_type": "gemma3_text", "num_hidden_layers": 62, "num_attention_heads": 32,
-              "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024}  # fmt: skip
+LLAMA_65B = {
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "hidden_size": 8192,
+    "torch_dtype": "float16",
+}
+FALCON_7B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "hidden_size": 4544,
+    "multi_query": True,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+GEMMA3_27B = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "sliding_window": 1024,
+}
 GPT_OSS_120B = {
     "model_type": "gpt_oss", "num_hidden_layers": 36, "num_attention_heads": 64,
     "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
     "layer_types": 18 * ["sliding_attention", "full_attention"],
 }  # fmt: skip
 LLAMA4_SCOUT = {
-    "model_type": "llama4_text", "num_hidden_layers": 48, "num_attention_heads": 40,
-    "num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192,
-}  # fmt: skip
+    "model_type": "llama4_text",
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_chunk_size": 8192,
+}
 QWEN3_NEXT = {
     "model_type": "qwen3_next", "num_hidden_layers": 48, "num_attention_heads": 16,
     "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4,

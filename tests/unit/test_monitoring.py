@@ -23,8 +23,11 @@ from tools import dashboard
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "monitoring" / "alerts.yml"
 RULES = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"][0]["rules"]
-VLLMS = {"vllm:num_requests_running", "vllm:num_requests_waiting",
-         "vllm:prompt_tokens_by_source_total"}  # fmt: skip
+VLLMS = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:prompt_tokens_by_source_total",
+}
 NAME = re.compile(r"vllm:\w+")
 
 
@@ -58,8 +61,11 @@ def test_panels_lie_side_by_side_and_have_numbers_of_their_own() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"])
-                 for y in range(at["y"], at["y"] + at["h"])}  # fmt: skip
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert at["x"] + at["w"] <= 24 and not cells & taken, panel["title"]
         taken |= cells
     assert len({panel["id"] for panel in panels}) == len(panels)

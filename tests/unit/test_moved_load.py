@@ -43,9 +43,15 @@ def test_random_moves(name: str, dtype: torch.dtype, is_neox: bool) -> None:
         ((16, 2, 32, 16), (16, 3, 64, 16), (128, 1, 64, 32), (32, 2, 96, 7), (16, 1, 128, 64))
     ):
         memory = MovedMemory(
-            LAYOUTS[name], dtype, theta=theta_of(pairs), is_neox=is_neox,
-            block_tokens=block_tokens, heads=heads, dim=dim, seed=number,
-        )  # fmt: skip
+            LAYOUTS[name],
+            dtype,
+            theta=theta_of(pairs),
+            is_neox=is_neox,
+            block_tokens=block_tokens,
+            heads=heads,
+            dim=dim,
+            seed=number,
+        )
         rng = np.random.default_rng(number)
         for _ in range(6):
             shifts = rng.choice(np.array((0, *SHIFTS)), int(rng.integers(1, 4)))
@@ -117,9 +123,14 @@ def test_against_k_computed_at_the_new_position(shift: int, is_neox: bool) -> No
     """What is stored was rounded once, and is rounded again: two units at the pair's norm."""
     pairs, dim, tokens = 32, 64, 128
     memory = MovedMemory(
-        LAYOUTS["vec"], BF16, theta=theta_of(pairs), is_neox=is_neox, block_tokens=tokens,
-        heads=2, dim=dim,
-    )  # fmt: skip
+        LAYOUTS["vec"],
+        BF16,
+        theta=theta_of(pairs),
+        is_neox=is_neox,
+        block_tokens=tokens,
+        heads=2,
+        dim=dim,
+    )
     raw = torch.randn(LAYERS, SLOTS * CHUNK_BLOCKS, tokens, 2, dim, dtype=torch.float64).numpy()
     source = 4000 + np.arange(CHUNK_BLOCKS * tokens)
     at_source = _rope(memory, raw[:, :2].reshape(LAYERS, -1, 2, dim), source)

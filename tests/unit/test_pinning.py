@@ -28,8 +28,7 @@ def tiers_of(
     policy: Callable[[int], Departures] = by_return,
     shares: tuple[float, float] = (0.5, 0.5),
 ) -> Tiers:
-    tiers = Tiers(slots, 3 * slots, policy, chunk_tokens=CHUNK_TOKENS,
-                  pin_shares=shares)  # fmt: skip
+    tiers = Tiers(slots, 3 * slots, policy, chunk_tokens=CHUNK_TOKENS, pin_shares=shares)
     tiers.nvme.open(0, 3 * slots)
     return tiers
 

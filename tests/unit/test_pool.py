@@ -80,8 +80,10 @@ def member_in_a_process(
     arguments = (name, NUM_SLOTS, SLOT_BYTES, num_ranks, number)
     with subprocess.Popen(
         [sys.executable, "-c", OPEN_AND_WAIT, *map(str, arguments)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as child:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "open\n"
         yield child

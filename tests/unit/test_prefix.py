@@ -267,8 +267,9 @@ def test_stops_of_a_chunk_are_16_tokens_apart(num_tokens: int, before: int) -> N
     assert stops[0] == 0
     assert num_tokens < GRAIN_TOKENS or stops[-1] == num_tokens
     assert kept_end(num_tokens, max(0, num_tokens - before)) in (
-        num_tokens, whole_blocks(num_tokens)
-    )  # fmt: skip
+        num_tokens,
+        whole_blocks(num_tokens),
+    )
 
 
 def test_the_end_is_kept_where_the_answer_began_before_the_last_multiple() -> None:

@@ -30,9 +30,15 @@ ALPHABET = Alphabet(VOCABULARY_MIN)
 def tiny(layers: int, seed: int = 1) -> Llama:
     """About ten thousand parameters. Larger weights than usual, so that attention matters."""
     shape = Shape(
-        vocabulary=VOCABULARY_MIN + 16, window=WINDOW, layers=layers, hidden=16, intermediate=24,
-        heads=2, kv_heads=1, head_dim=8,
-    )  # fmt: skip
+        vocabulary=VOCABULARY_MIN + 16,
+        window=WINDOW,
+        layers=layers,
+        hidden=16,
+        intermediate=24,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+    )
     model = Llama(shape)
     initialize(model, seed)
     with torch.no_grad():
@@ -330,9 +336,13 @@ def test_measures_a_model_of_one_layer(text_file: Path, tmp_path: Path) -> None:
     corpus.save(tmp_path)
     export(model, tokenizer, tmp_path, torch.float32)
     settings = Settings(
-        overflows=(1, 3), documents=9, recall_documents=9, curve_documents=2, curve_tokens=(4,),
+        overflows=(1, 3),
+        documents=9,
+        recall_documents=9,
+        curve_documents=2,
+        curve_tokens=(4,),
         stored=None,
-    )  # fmt: skip
+    )
     result = measure(tmp_path, settings)
     assert len(result["cells"]) == 6
     assert model.num_parameters == result["model"]["parameters"]

@@ -116,9 +116,12 @@ def test_before_anything_was_seen_the_order_is_lru() -> None:
 
 def test_it_learns_what_returns() -> None:
     estimator = drive(
-        {FIRST: (0.1, lambda rng: rng.lognormvariate(4, 0.5)),
-         SECOND: (0.9, lambda rng: rng.lognormvariate(4, 0.5))}, 6000,
-    )  # fmt: skip
+        {
+            FIRST: (0.1, lambda rng: rng.lognormvariate(4, 0.5)),
+            SECOND: (0.9, lambda rng: rng.lognormvariate(4, 0.5)),
+        },
+        6000,
+    )
     assert estimator.returns(FIRST) == pytest.approx(0.1, abs=0.04)
     assert estimator.returns(SECOND) == pytest.approx(0.9, abs=0.04)
     assert estimator.worth(SECOND, 5.0) > 5 * estimator.worth(FIRST, 5.0)

@@ -226,8 +226,10 @@ def test_what_was_computed_though_nvme_has_it_is_in_dram_again(tiers: Tiers) -> 
     assert tiers.begin_save(name(0), again=True) is None, "it is on its way"
     tiers.finish_save(chunk)
     assert (chunk.dram.state, chunk.at(NVME).state, chunk.name.tokens) == (
-        State.READY, State.READY, name(0).tokens,
-    )  # fmt: skip
+        State.READY,
+        State.READY,
+        name(0).tokens,
+    )
     assert (tiers.num_dirty, tiers.counts["saved_again"]) == (0, 1)
     tiers.dram.leave_queue("a")
     for number in range(1, 1 + SLOTS):

@@ -218,9 +218,12 @@ class Requests:
             self._step()
 
     def _step(
-        self, before: Plans = (), after: Plans = (), finished: Plans = (),
+        self,
+        before: Plans = (),
+        after: Plans = (),
+        finished: Plans = (),
         computes: Plans | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         taken, self._taken = self._taken, []
         said = self.bench.step(before, after, finished=finished, taken=taken, computes=computes)
         assert not said.given_up
@@ -239,8 +242,10 @@ class Requests:
 def test_requests_that_end_one_after_the_other() -> None:
     """With every number of pieces carried out after each step."""
     plans = [save(0, 4, 5), save(1, 9, 10), save(2, 12, 13, 14)]
-    tails = [TransferPlan(p.plan_id + 3, p.request_id, save(p.plan_id + 3, 20 + p.plan_id).copies)
-             for p in plans]  # fmt: skip
+    tails = [
+        TransferPlan(p.plan_id + 3, p.request_id, save(p.plan_id + 3, 20 + p.plan_id).copies)
+        for p in plans
+    ]
     num_kept = 0
     for pieces in product((0, 1, LAYERS), repeat=2 * len(plans) - 1):
         requests, counts = Requests(), iter((*pieces, LAYERS))

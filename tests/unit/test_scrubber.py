@@ -38,9 +38,15 @@ class Scrubbed(Rig):
     def __post_init__(self) -> None:
         self.pool = helpers.open_pool(self.dram_slots)
         self.store = Store(
-            self.pool, self.slab, self.device, self.depth, io_deadline_s=IO_DEADLINE_S,
-            scrub_rate=self.rate, clock=lambda: self.now, threaded=False,
-        )  # fmt: skip
+            self.pool,
+            self.slab,
+            self.device,
+            self.depth,
+            io_deadline_s=IO_DEADLINE_S,
+            scrub_rate=self.rate,
+            clock=lambda: self.now,
+            threaded=False,
+        )
 
     def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(TURNS_MAX):

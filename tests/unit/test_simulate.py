@@ -56,10 +56,14 @@ def chats(seed: int, seconds: float = 4000.0) -> Trace:
 
 
 def test_chunks_are_renumbered_in_the_order_of_arrival() -> None:
-    trace = make_trace("t", 1, [
-        TraceRequest(2.0, np.array([70, 90]), 2, 1, 2),
-        TraceRequest(1.0, np.array([70, 5, 90]), 3, 1, 3),
-    ])  # fmt: skip
+    trace = make_trace(
+        "t",
+        1,
+        [
+            TraceRequest(2.0, np.array([70, 90]), 2, 1, 2),
+            TraceRequest(1.0, np.array([70, 5, 90]), 3, 1, 3),
+        ],
+    )
     assert [r.chunks.tolist() for r in trace.requests] == [[0, 1, 2], [0, 2]]
     assert (trace.num_chunks, trace.num_tokens, trace.duration_s) == (3, 5, 1.0)
 
@@ -148,8 +152,11 @@ def write(path: Path, *entries: Any) -> Path:
 
 def mooncake(timestamp: float, tokens: int, hashes: list[int]) -> dict[str, Any]:
     return {
-        "timestamp": timestamp, "input_length": tokens, "output_length": 7, "hash_ids": hashes,
-    }  # fmt: skip
+        "timestamp": timestamp,
+        "input_length": tokens,
+        "output_length": 7,
+        "hash_ids": hashes,
+    }
 
 
 def test_requests(tmp_path: Path) -> None:
@@ -157,8 +164,9 @@ def test_requests(tmp_path: Path) -> None:
     trace = read_trace(file, Arrivals())
     assert trace.chunk_tokens == 512
     assert [(r.arrival_s, r.num_tokens, r.chunks.tolist()) for r in trace.requests] == [
-        (1.0, 512, [0]), (2.0, 600, [0, 1]),
-    ]  # fmt: skip
+        (1.0, 512, [0]),
+        (2.0, 600, [0, 1]),
+    ]
     # What is found is what was stored: of the last block its part, in multiples of 16.
     again = write(tmp_path / "u", mooncake(1, 600, [9, 8]), mooncake(2, 600, [9, 8]))
     assert replay(read_trace(again, Arrivals()), "lru", 1.0).hit_tokens == 592
@@ -173,8 +181,13 @@ def test_sessions_and_agents_within_them(tmp_path: Path) -> None:
     trace = read_trace(file, Arrivals(sessions_s=0.001))
     assert trace.chunk_tokens == 256
     assert [r.chunks.tolist() for r in trace.requests] == [
-        [0, 1], [2], [0, 1], [3, 4], [5], [3, 4],
-    ]  # fmt: skip
+        [0, 1],
+        [2],
+        [0, 1],
+        [3, 4],
+        [5],
+        [3, 4],
+    ]
     assert [r.num_tokens for r in trace.requests[:2]] == [700, 256]
 
 
@@ -265,8 +278,10 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_json(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(small), "--policy", "attnstore,lru", "--capacity", "0.5",
-                 "--json"]) == 0  # fmt: skip
+    assert (
+        main(["simulate", str(small), "--policy", "attnstore,lru", "--capacity", "0.5", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert [run["policy"] for run in found["runs"]] == ["attnstore", "lru"]
     for run in found["runs"]:

@@ -253,9 +253,16 @@ def test_bytes_that_a_conversation_leaves(name: str, most: float) -> None:
     of = read_shape(MODELS / f"{name}.json")
     trace = talk(*14 * [(500, 40)])
     machine = Machine(
-        kv_bytes_per_token=1, hbm=1 << 50, dram=1 << 40, nvme=1 << 40, prefill_tokens_per_s=1e5,
-        decode_step_s=0.001, prefix_cache=False, hbm_bandwidth=1 << 50, nvme_write=1 << 50,
-    ).with_model(of)  # fmt: skip
+        kv_bytes_per_token=1,
+        hbm=1 << 50,
+        dram=1 << 40,
+        nvme=1 << 40,
+        prefill_tokens_per_s=1e5,
+        decode_step_s=0.001,
+        prefix_cache=False,
+        hbm_bandwidth=1 << 50,
+        nvme_write=1 << 50,
+    ).with_model(of)
     server = Server(trace, machine, "attnstore")
     out = server.run()
     assert server.store is not None
@@ -268,9 +275,16 @@ def test_bytes_that_a_conversation_leaves(name: str, most: float) -> None:
 
 def test_the_command_takes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
-        json.dumps({"timestamp": 1000 * n, "input_length": 1024, "output_length": 20,
-                    "hash_ids": [n % 5, 100 + n % 10]}) for n in range(40)
-    ]  # fmt: skip
+        json.dumps(
+            {
+                "timestamp": 1000 * n,
+                "input_length": 1024,
+                "output_length": 20,
+                "hash_ids": [n % 5, 100 + n % 10],
+            }
+        )
+        for n in range(40)
+    ]
     trace, machine = tmp_path / "t.jsonl", tmp_path / "m.yaml"
     trace.write_text("\n".join(lines))
     machine.write_text(

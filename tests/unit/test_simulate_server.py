@@ -89,10 +89,14 @@ def test_tokens_of_a_trace_are_the_numbers_of_its_chunks() -> None:
 def test_a_request_by_hand() -> None:
     """Two turns: 992 tokens computed and answered with 11, then 1,003 found but the last."""
     chunks = np.arange(16, dtype=np.int64)
-    trace = make_trace("t", SIZE, [
-        TraceRequest(0.0, chunks, 992, 11, 1003, 1, 0.0),
-        TraceRequest(0.0, chunks, 1023, 1, 1024, 1, 9.0),
-    ])  # fmt: skip
+    trace = make_trace(
+        "t",
+        SIZE,
+        [
+            TraceRequest(0.0, chunks, 992, 11, 1003, 1, 0.0),
+            TraceRequest(0.0, chunks, 1023, 1, 1024, 1, 9.0),
+        ],
+    )
     machine = replace(MACHINE, prefill_context=float("inf"))
     out = run(trace, "attnstore", machine)
     # 0.496 s for the first prompt, ten more tokens; then 9 s of thought, and 21 tokens computed.
@@ -111,10 +115,14 @@ def test_a_request_by_hand() -> None:
 
 def test_loading_takes_time_and_hides_behind_computing() -> None:
     chunks = np.arange(16, dtype=np.int64)
-    trace = make_trace("t", SIZE, [
-        TraceRequest(0.0, chunks, 992, 11, 1003, 1, 0.0),
-        TraceRequest(0.0, chunks, 1023, 1, 1024, 1, 9.0),
-    ])  # fmt: skip
+    trace = make_trace(
+        "t",
+        SIZE,
+        [
+            TraceRequest(0.0, chunks, 992, 11, 1003, 1, 0.0),
+            TraceRequest(0.0, chunks, 1023, 1, 1024, 1, 9.0),
+        ],
+    )
     seconds = {}
     for overlap in (True, False):
         for bandwidth in (KV * 1_000, KV * 1_000_000_000):  # 1,002 tokens take a second, or none
@@ -225,8 +233,14 @@ def test_shipped_machines_can_be_read(path: Path) -> None:
     ],
 )
 def test_a_machine_that_cannot_be(change: dict[str, object], said: str) -> None:
-    good = {"kv_bytes_per_token": 1000, "hbm": "1GB", "dram": "1GB", "nvme": "1GB",
-            "prefill_tokens_per_s": 100, "decode_step_s": 0.01}  # fmt: skip
+    good = {
+        "kv_bytes_per_token": 1000,
+        "hbm": "1GB",
+        "dram": "1GB",
+        "nvme": "1GB",
+        "prefill_tokens_per_s": 100,
+        "decode_step_s": 0.01,
+    }
     Machine.parse(good, "here")
     given = {key: value for key, value in (good | change).items() if value is not None}
     with pytest.raises(ConfigError, match="here") as error:
@@ -245,8 +259,16 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
         family = rng.randrange(8)
         count = rng.randint(1, 5)
         hashes = [100 * family + n for n in range(count)]
-        lines.append(json.dumps({"timestamp": 1000 * second, "input_length": 512 * count,
-                                 "output_length": 20, "hash_ids": hashes}))  # fmt: skip
+        lines.append(
+            json.dumps(
+                {
+                    "timestamp": 1000 * second,
+                    "input_length": 512 * count,
+                    "output_length": 20,
+                    "hash_ids": hashes,
+                }
+            )
+        )
     trace, machine = tmp_path / "trace.jsonl", tmp_path / "small.yaml"
     trace.write_text("\n".join(lines))
     machine.write_text(
@@ -291,8 +313,16 @@ def test_plan_spends_the_budget(
 ) -> None:
     trace, machine = map(str, files)
     model = tmp_path / "config.json"
-    model.write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 8,
-                                 "num_key_value_heads": 2, "hidden_size": 512}))  # fmt: skip
+    model.write_text(
+        json.dumps(
+            {
+                "num_hidden_layers": 4,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "hidden_size": 512,
+            }
+        )
+    )
     args = ["plan", str(model), trace, "--machine", machine, "--budget", "0.0001"]
     assert main([*args, "--json"]) == 0
     options = json.loads(capsys.readouterr().out)
@@ -311,9 +341,18 @@ def test_plan_says_what_several_groups_keep(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model = tmp_path / "config.json"
-    model.write_text(json.dumps({"num_hidden_layers": 12, "num_attention_heads": 8,
-                                 "num_key_value_heads": 2, "hidden_size": 512,
-                                 "model_type": "gemma3_text", "sliding_window": 64}))  # fmt: skip
+    model.write_text(
+        json.dumps(
+            {
+                "num_hidden_layers": 12,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "hidden_size": 512,
+                "model_type": "gemma3_text",
+                "sliding_window": 64,
+            }
+        )
+    )
     trace = read_trace(files[0], Arrivals())
     found = read_model(model, None, trace)
     show_model(found)

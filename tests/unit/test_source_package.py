@@ -64,8 +64,11 @@ def package(source: Path, environment: dict[str, str]) -> Path:
     out = source.parent / "dist"
     subprocess.run(
         [sys.executable, "setup.py", "-q", "sdist", "-d", str(out)],
-        cwd=source, env=environment, check=True, capture_output=True,
-    )  # fmt: skip
+        cwd=source,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
     (archive,) = out.iterdir()
     with tarfile.open(archive) as tar:
         tar.extractall(out, filter="data")
@@ -97,8 +100,12 @@ def test_warnings_are_errors_for_those_who_work_on_it_and_for_no_user(
         given["ATTNSTORE_WERROR"] = asked
     flags = subprocess.run(
         [sys.executable, "-c", PRINT_FLAGS],
-        cwd=source, env=given, check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+        cwd=source,
+        env=given,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     assert "-Wall" in flags
     assert ("-Werror" in flags) == (asked is not None)
 

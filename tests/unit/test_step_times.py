@@ -37,9 +37,12 @@ def times() -> Any:
 def test_prompts_and_answers_are_told_apart(times: Any) -> None:
     steps, heard, clock = times
     number = steps.planned(
-        output({"new": (512, 300)}, {"part": (2048, 1000), "answer": (90, 1), "drafts": (70, 3)},
-               drafts=["drafts"])
-    )  # fmt: skip
+        output(
+            {"new": (512, 300)},
+            {"part": (2048, 1000), "answer": (90, 1), "drafts": (70, 3)},
+            drafts=["drafts"],
+        )
+    )
     clock.now = 100.5
     steps.ended(number, 0.0)
     assert heard.steps == [(0.5, [(512, 812), (2048, 3048)], 2)]

@@ -124,9 +124,13 @@ def test_what_is_wrong_with_the_disk_is_said(
     ],
 )
 def test_a_server_that_cannot_be_shown_gets_a_sentence(
-    address: str, text: str, said: str, url: str, capsys: pytest.CaptureFixture[str],
+    address: str,
+    text: str,
+    said: str,
+    url: str,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(Answers, "text", text)
     for options in ([], ["--once"], ["--json"]):
         assert main(["top", address.replace("URL", url), *options]) == EXIT_ERROR
@@ -164,9 +168,12 @@ def test_ctrl_c_ends_the_live_view_without_a_traceback(url: str) -> None:
     controller, terminal = pty.openpty()
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "90"}
     with subprocess.Popen(
-        [*COMMAND, url, "127.0.0.1:9", "--interval=1s"], stdin=terminal, stdout=terminal,
-        stderr=subprocess.PIPE, env=environment,
-    ) as top:  # fmt: skip
+        [*COMMAND, url, "127.0.0.1:9", "--interval=1s"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as top:
         os.close(terminal)
         shown = b""
         deadline = time.monotonic() + 20

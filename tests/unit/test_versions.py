@@ -22,9 +22,12 @@ def test_a_vllm_without_what_is_needed_gets_one_sentence(tmp_path: Path) -> None
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("")
     done = subprocess.run(
-        [sys.executable, "-c", "import attnstore_vllm.connector"], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{check_sources.ROOT}"}, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", "import attnstore_vllm.connector"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{check_sources.ROOT}"},
+        check=False,
+    )
     last = done.stderr.strip().splitlines()[-1]
     assert "UnsupportedError: AttnStore cannot be used with " in last
     assert "No module named 'vllm.distributed'" in last

@@ -266,8 +266,14 @@ def test_what_a_request_waited_is_in_its_report() -> None:
     rig.state.counted.sources, rig.state.counted.in_hbm = {"dram": 1000, "nvme": 500}, 200
     rig.state.counted.why_computed = "deadline"
     assert rig.state.report() == {
-        "prompt_tokens": 3000, "hbm_tokens": 200, "dram_tokens": 1000, "nvme_tokens": 500,
-        "moved_tokens": 0, "computed_tokens": 1300, "why_computed": "deadline", "waited_ms": 750,
-    }  # fmt: skip
+        "prompt_tokens": 3000,
+        "hbm_tokens": 200,
+        "dram_tokens": 1000,
+        "nvme_tokens": 500,
+        "moved_tokens": 0,
+        "computed_tokens": 1300,
+        "why_computed": "deadline",
+        "waited_ms": 750,
+    }
     rig.state.load_failed = True
     assert rig.state.report()["why_computed"] == "copy_failed"

@@ -35,8 +35,13 @@ def make_adapter(directory: Path, shape: ModelShape, seed: int) -> Path:
             tensors[f"{module}.lora_B.weight"] = b.to(torch.bfloat16)
     save_file(tensors, directory / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": list(sizes), "task_type": "CAUSAL_LM",
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(sizes),
+        "task_type": "CAUSAL_LM",
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory

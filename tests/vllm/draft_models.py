@@ -97,9 +97,15 @@ def _write(
     if directory.exists():
         return directory
     config = {
-        **COMMON, "architectures": [architecture], "model_type": "llama", "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "dtype": "float32", **more,
-    }  # fmt: skip
+        **COMMON,
+        "architectures": [architecture],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        **more,
+    }
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(weights, directory / "model.safetensors")

@@ -20,6 +20,7 @@ import torch
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.tiny_model import TINY, ModelShape, make_model
+from benchmarks.rounding import CANDIDATES, LogProbs
 from tests.vllm.queues import check_queue
 from tests.vllm.stand_ins import stand_in_for_torchvision
 
@@ -29,13 +30,10 @@ BLOCK = 128
 CHUNK = 256
 
 Tokens = Sequence[int]
-CANDIDATES = 5
 GARBAGE = {torch.uint8: 0x7A, torch.int8: 0x5A, torch.float16: 6e4}
 """Of fp8, whichever; of the bytes of recurrent states; and of float16. It is large in each."""
 DUMMY = 0.2
 """The largest of random weights."""
-LogProbs = tuple[tuple[int, float], ...]
-"""(token, log-probability) of the candidates for one position, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +135,14 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------
 
     def submit(
-        self, prompt: Tokens | Mapping[str, Any], *, salt: str | None = None, priority: int = 0,
-        lora: Any = None, **sampling: Any,
-    ) -> str:  # fmt: skip
+        self,
+        prompt: Tokens | Mapping[str, Any],
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+        lora: Any = None,
+        **sampling: Any,
+    ) -> str:
         """Queue a request: greedy, to its full length, with log-probabilities, unless told."""
         from vllm import SamplingParams
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from attnstore_vllm.index.keys import encode_tokens
+from benchmarks.rounding import drift
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.prompts import random_tokens
-from tests.vllm.rounding import drift
 
 PROMPT, BRANCH, ANSWER, NEW = 1_808, 1_500, 40, 45
 SHORT_ANSWER, CONTINUATION = 4, 37

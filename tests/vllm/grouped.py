@@ -49,9 +49,11 @@ class Kind:
 
 def _spec(kind: Kind) -> Any:
     sizes: dict[str, Any] = {
-        "block_size": kind.block, "num_kv_heads": 1,
-        "head_size": PAGE_BYTES // kind.block // 2, "dtype": torch.uint8,
-    }  # fmt: skip
+        "block_size": kind.block,
+        "num_kv_heads": 1,
+        "head_size": PAGE_BYTES // kind.block // 2,
+        "dtype": torch.uint8,
+    }
     if kind.reach == "full":
         return FullAttentionSpec(**sizes)
     if kind.reach == "window":
@@ -59,9 +61,11 @@ def _spec(kind: Kind) -> Any:
     if kind.reach == "local":
         return ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=kind.tokens)
     return MambaSpec(
-        block_size=kind.block, shapes=((PAGE_BYTES,),), dtypes=(torch.uint8,),
+        block_size=kind.block,
+        shapes=((PAGE_BYTES,),),
+        dtypes=(torch.uint8,),
         mamba_cache_mode="align",
-    )  # fmt: skip
+    )
 
 
 def state_of(kv: Sequence[bytes], num_tokens: int, layer: int) -> Kv:
@@ -223,8 +227,9 @@ class GroupedEngine(ScriptedEngine):
         self, num_blocks: int, limits: Limits, num_ranks: int
     ) -> tuple[KVCacheConfig, Geometry]:
         layers = range(limits.layers)
-        names = [[f"{kind.reach} {group} {i}" for i in layers]
-                 for group, kind in enumerate(self.kinds)]  # fmt: skip
+        names = [
+            [f"{kind.reach} {group} {i}" for i in layers] for group, kind in enumerate(self.kinds)
+        ]
         groups = [KVCacheGroupSpec(n, _spec(k)) for n, k in zip(names, self.kinds, strict=True)]
         tensors = [
             KVCacheTensor(num_blocks * PAGE_BYTES, [n[i] for n in names], 0, PAGE_BYTES)

@@ -79,9 +79,12 @@ class EngineHost:
         return result
 
     def call_with_fault(
-        self, fault: str, function: Callable[Concatenate[Engine, P], R], *args: P.args,
+        self,
+        fault: str,
+        function: Callable[Concatenate[Engine, P], R],
+        *args: P.args,
         **kwargs: P.kwargs,
-    ) -> R:  # fmt: skip
+    ) -> R:
         """As call(), with a fault planted in the engine and its workers for this call only."""
         self._pipe.send((function, fault, args, kwargs))
         result: R = self._receive(self._call_deadline_s)

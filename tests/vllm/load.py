@@ -14,8 +14,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.rounding import CANDIDATES
 from benchmarks.server import VllmServer
-from tests.vllm.engine import CANDIDATES, Answer
+from tests.vllm.engine import Answer
 from tests.vllm.serve_helpers import MODEL_NAME, post
 from tests.vllm.soak import Author, Job
 

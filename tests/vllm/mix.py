@@ -54,9 +54,7 @@ class Mix:
         self.shape = Shape.draw(self.random)
         self.counts: Counter[str] = Counter()
         self._model, self._directory, self._seed = model, directory, seed
-        self._texts = [
-            [self.random.randrange(PLACEHOLDER) for _ in range(150)] for _ in range(3)
-        ]  # fmt: skip
+        self._texts = [[self.random.randrange(PLACEHOLDER) for _ in range(150)] for _ in range(3)]
         self._adapters = Adapters()
         self._weights = FILES
         self._worlds: dict[str, World] = {}
@@ -72,9 +70,12 @@ class Mix:
         shape = self.shape
         self._number_of_pictures = 0
         options: dict[str, Any] = {
-            "num_blocks": shape.num_blocks, "depth": shape.depth, "policy": shape.policy,
-            "seed": self.random.randrange(1 << 30), "limits": Limits(dram_slots=shape.dram_slots),
-        }  # fmt: skip
+            "num_blocks": shape.num_blocks,
+            "depth": shape.depth,
+            "policy": shape.policy,
+            "seed": self.random.randrange(1 << 30),
+            "limits": Limits(dram_slots=shape.dram_slots),
+        }
         store = self._directory / "store"
         self.engine: ScriptedEngine
         if shape.beside:
@@ -176,9 +177,17 @@ class Mix:
             how["prompt_logprobs"] = 1
         self.counts["pictures"] += len(asked[1])
         self.engine.add(
-            name, asked[0], new_tokens, self.random.randrange(3), params, pictures=asked[1],
-            named=self._named, salt=world.salt, lora=self._adapters.request(world.adapter), **how,
-        )  # fmt: skip
+            name,
+            asked[0],
+            new_tokens,
+            self.random.randrange(3),
+            params,
+            pictures=asked[1],
+            named=self._named,
+            salt=world.salt,
+            lora=self._adapters.request(world.adapter),
+            **how,
+        )
 
     def _new_name(self, kind: str, world: World) -> str:
         self._number += 1
@@ -349,9 +358,14 @@ class Mix:
             tokens, pictures = cut((list(row.tokens), list(row.pictures)), LENGTH_MAX)
             if tokens:
                 self.engine.add(
-                    name, tokens, 1, pictures=pictures, named=self._named, salt=world.salt,
+                    name,
+                    tokens,
+                    1,
+                    pictures=pictures,
+                    named=self._named,
+                    salt=world.salt,
                     lora=self._adapters.request(world.adapter),
-                )  # fmt: skip
+                )
         self.settle()
 
 

@@ -45,9 +45,14 @@ class Shape:
         depth, beside = random.choice((1, 1, 2, 3)), random.random() < 0.25
         drafts = random.choice((0, 3)) if not beside else 0
         return cls(
-            depth, drafts, random.choice(("fcfs", "priority")), random.choice((32, 44, 200)),
-            random.choice((8, 64)), beside, random.random() < 0.2,
-        )  # fmt: skip
+            depth,
+            drafts,
+            random.choice(("fcfs", "priority")),
+            random.choice((32, 44, 200)),
+            random.choice((8, 64)),
+            beside,
+            random.random() < 0.2,
+        )
 
     @property
     def deludes_sessions(self) -> bool:
@@ -119,9 +124,13 @@ def cut(asked: Input, stop: int) -> Input:
 
 
 def check_stored(
-    engine: ScriptedEngine, asked: list[tuple[World, Row]], adapters: Adapters,
-    secrets: list[bytes], *, counted: bool,
-) -> Counter[str]:  # fmt: skip
+    engine: ScriptedEngine,
+    asked: list[tuple[World, Row]],
+    adapters: Adapters,
+    secrets: list[bytes],
+    *,
+    counted: bool,
+) -> Counter[str]:
     """Each chunk in DRAM has the KV that some request had, in all layers, and says so."""
     ours = engine.ours
     counts: Counter[str] = Counter()

@@ -32,9 +32,14 @@ def ask_other_process(prompt: list[int], arguments: dict[str, Any]) -> tuple[lis
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     what = json.dumps({"prompt": prompt, "arguments": arguments})
     done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.other_process", what], cwd=ROOT, env=environment,
-        stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.vllm.other_process", what],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=DEADLINE_S,
+    )
     said = json.loads(done.stdout.strip().splitlines()[-1])
     return said["tokens"], said["cached"]
 

@@ -86,9 +86,12 @@ class ScriptedEngine:
         self.workers = []
         for rank in range(num_ranks):
             pool = SharedPool(
-                pool_name(str(transfer.engine_id), store), limits.dram_slots, geometry.slot_bytes,
-                num_ranks=num_ranks, member=rank,
-            )  # fmt: skip
+                pool_name(str(transfer.engine_id), store),
+                limits.dram_slots,
+                geometry.slot_bytes,
+                num_ranks=num_ranks,
+                member=rank,
+            )
             worker = self.worker_type(pool, geometry, num_blocks, seed, make_engine, rank)
             self.workers.append(worker)
         self.pool, self.worker = pool, self.workers[0]
@@ -157,9 +160,12 @@ class ScriptedEngine:
             sampling: more sampling parameters.
         """
         how = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, temperature=0,
-            extra_args={"kv_transfer_params": params} if params is not None else None, **sampling,
-        )  # fmt: skip
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            temperature=0,
+            extra_args={"kv_transfer_params": params} if params is not None else None,
+            **sampling,
+        )
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -231,9 +237,15 @@ def _digest(value: Any) -> bytes:
 
 
 def _vllm_config(
-    model: Path, store: Path, depth: int, drafts: int, policy: str, limits: Limits,
-    num_ranks: int, settings: dict[str, Any],
-) -> VllmConfig:  # fmt: skip
+    model: Path,
+    store: Path,
+    depth: int,
+    drafts: int,
+    policy: str,
+    limits: Limits,
+    num_ranks: int,
+    settings: dict[str, Any],
+) -> VllmConfig:
     slot_bytes = -(-num_ranks * limits.layers * limits.chunk_tokens * TOKEN_KV // 4096) * 4096
     transfer = KVTransferConfig(
         kv_connector="AttnStoreConnector",

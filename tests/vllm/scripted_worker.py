@@ -127,13 +127,20 @@ class ScriptedWorker:
     """
 
     def __init__(
-        self, pool: SharedPool, geometry: Geometry, num_blocks: int, seed: int,
-        make_engine: MakeEngine | None = None, rank: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        pool: SharedPool,
+        geometry: Geometry,
+        num_blocks: int,
+        seed: int,
+        make_engine: MakeEngine | None = None,
+        rank: int = 0,
+    ) -> None:
         regions = geometry.layer_names
         self.names = list(regions)
-        self.tensors = [torch.zeros((num_blocks, BLOCK, TOKEN_KV), dtype=torch.uint8)
-                        for _ in range(geometry.num_layers)]  # fmt: skip
+        self.tensors = [
+            torch.zeros((num_blocks, BLOCK, TOKEN_KV), dtype=torch.uint8)
+            for _ in range(geometry.num_layers)
+        ]
         self.hbm: list[Kv] = [tensor.numpy() for tensor in self.tensors]
         self.loaded_tokens = 0
         self.loads_ahead = 0
@@ -160,8 +167,7 @@ class ScriptedWorker:
         self._news: dict[str, NewRequestData] = {}
         self._random = Random(seed)
         self._first_layer = rank * geometry.num_layers
-        self.side = _Worker(pool, rank, geometry, num_blocks,
-                            write_buffer_bytes=lambda _: 0)  # fmt: skip
+        self.side = _Worker(pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0)
         self.side.make = make_engine
         self.side.register_kv_caches(
             {name: self.tensors[region] for name, region in regions.items()}, kernel="scripted"
@@ -248,9 +254,14 @@ class ScriptedWorker:
             pictures = [_picture(feature) for feature in new.mm_features]
             tables = [list(block_ids) for block_ids in new.block_ids]
             row = Row(
-                list(new.prompt_token_ids), tables, [], self.base(new), pictures,
-                new.req_id, self.deluded(new.req_id),
-            )  # fmt: skip
+                list(new.prompt_token_ids),
+                tables,
+                [],
+                self.base(new),
+                pictures,
+                new.req_id,
+                self.deluded(new.req_id),
+            )
             self._news[new.req_id] = new
             self._rows[new.req_id] = row
             self.sequences.append(row.tokens)

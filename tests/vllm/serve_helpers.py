@@ -25,7 +25,7 @@ from attnstore_vllm.cli.slab_file import RecordState, opened
 from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from attnstore_vllm.preflight import SHM_DIR, SLAB_NAME
 from attnstore_vllm.store.format import SegmentHeader, header_bytes
-from benchmarks.server import VllmServer, quiet_cpu_environment, vllm_program
+from benchmarks.server import VllmServer, quiet_cpu_environment, vllm_command
 
 DEADLINE_S = 120.0
 START_DEADLINE_S = 400.0
@@ -34,8 +34,12 @@ END_DEADLINE_S = 60.0
 FLAG = "--kv-transfer-config"
 MODEL_NAME = "tiny"
 ARGUMENTS = (
-    "--served-model-name", MODEL_NAME, "--enforce-eager", "--max-model-len", "2048",
-)  # fmt: skip
+    "--served-model-name",
+    MODEL_NAME,
+    "--enforce-eager",
+    "--max-model-len",
+    "2048",
+)
 CHUNK = 256
 SERIES = (
     *(f"vllm:attnstore_{name}_total" for name in COUNTERS),
@@ -99,7 +103,7 @@ def refused(model: Path, log: Path, *arguments: str, cores: str = "0") -> str:
     """What `vllm serve` prints when it is to end by itself, with an exit code other than 0."""
     with log.open("wb") as output:
         done = subprocess.run(
-            [vllm_program(), "serve", str(model), *ARGUMENTS, *arguments],
+            [*vllm_command(), "serve", str(model), *ARGUMENTS, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -28,10 +28,10 @@ from random import Random
 from typing import Any
 
 from attnstore_vllm.testing.family_models import FAMILIES as MODELS
-from tests.vllm.engine import BLOCK, CANDIDATES, Answer, Engine, EngineSpec, candidates
+from benchmarks.rounding import CANDIDATES, bound, drift
+from tests.vllm.engine import BLOCK, Answer, Engine, EngineSpec, candidates
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import FIRST_TOKEN, LAST_TOKEN
-from tests.vllm.rounding import bound, drift
 from tests.vllm.stored import foreign_chunks
 
 MODEL_LEN = 1280
@@ -43,9 +43,11 @@ PLAYING: dict[str, Any] = {
     },
 }  # fmt: skip
 DRAFTS = {
-    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
-}  # fmt: skip
+}
 REFERENCE: dict[str, Any] = {
     "store": None, "blocks": 160,
     "vllm": {
@@ -296,9 +298,7 @@ class Verdict:
     """Answers whose difference rounding cannot explain."""
 
 
-def judge(
-    reference: EngineHost, jobs: Sequence[Job], rounding: float | None = None
-) -> Verdict:  # fmt: skip
+def judge(reference: EngineHost, jobs: Sequence[Job], rounding: float | None = None) -> Verdict:
     """Compare all answers with what an engine without the store says of them.
 
     Args:

@@ -21,8 +21,14 @@ def __getattr__(name):
         raise AttributeError(name)
     return Nothing
 """
-MODULES = ("", "io", "transforms", "transforms/functional", "transforms/v2",
-           "transforms/v2/functional")  # fmt: skip
+MODULES = (
+    "",
+    "io",
+    "transforms",
+    "transforms/functional",
+    "transforms/v2",
+    "transforms/v2/functional",
+)
 
 
 def stand_in_for_torchvision(directory: Path) -> None:

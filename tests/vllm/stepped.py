@@ -127,9 +127,16 @@ class SteppedEngine(ScriptedEngine):
         self.loads.append(loads)
         self.saves.append(saves)
         return MemoryEngine(
-            pool.address, pool.num_slots, rank, geometry, layouts, loads=loads, saves=saves,
-            num_rows=self._num_rows, poison=True,
-        )  # fmt: skip
+            pool.address,
+            pool.num_slots,
+            rank,
+            geometry,
+            layouts,
+            loads=loads,
+            saves=saves,
+            num_rows=self._num_rows,
+            poison=True,
+        )
 
     @property
     def streams(self) -> list[Copies]:

@@ -49,9 +49,15 @@ def engine(
     engine: ScriptedEngine
     if request.param == "beside":
         engine = SteppedEngine(
-            model, tmp_path / "store", num_blocks=60, depth=2, seed=3, rows=6,
-            compute_if_sooner=True, looks_at_weights=True,
-        )  # fmt: skip
+            model,
+            tmp_path / "store",
+            num_blocks=60,
+            depth=2,
+            seed=3,
+            rows=6,
+            compute_if_sooner=True,
+            looks_at_weights=True,
+        )
         leave_to_chance(engine, seed=3)
     else:
         engine = ScriptedEngine(

@@ -28,7 +28,10 @@ print("sources", connector._SOURCES)
 
 def test_a_vllm_that_does_not_know_where_hits_came_from() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_SOURCES], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", WITHOUT_SOURCES],
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=300,
-    )  # fmt: skip
+    )
     assert done.stdout.strip().endswith("sources {}"), done.stderr[-2_000:]

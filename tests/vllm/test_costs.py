@@ -130,8 +130,11 @@ def test_an_engine_counts_what_it_decides(engine: EngineHost) -> None:
         0 if number in (*SLOWER, *LATE) else 2 * CHUNK for number in range(len(PROMPTS))
     ]
     assert [{c: int(d[c]) for c in CAUSES if d[c]} for d in differences] == [
-        {}, {"slower": len(SLOWER)}, {}, {"deadline": len(LATE)},
-    ]  # fmt: skip
+        {},
+        {"slower": len(SLOWER)},
+        {},
+        {"deadline": len(LATE)},
+    ]
     learned, slower, waited, late = differences
     assert [d["wait_seconds, number"] for d in differences] == [len(LEARNED), 0, 1, 1]
     assert learned["wait_seconds"] > len(LEARNED) * 2 * READ_S * 0.9

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
+from benchmarks.rounding import drift
 from tests.vllm import family_checks as checks
 from tests.vllm.conftest import StartEngine
 from tests.vllm.draft_models import make_eagle_head, make_model
 from tests.vllm.engine import BLOCK, CHUNK, Answer, Engine, Tokens
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
-from tests.vllm.rounding import drift
 
 LENGTH, ANSWER = 1_808, 64
 SHARED = 6 * CHUNK
@@ -45,9 +45,12 @@ def settings(models: Path, method: str = "eagle", **fields: Any) -> dict[str, An
         draft = make_eagle_head(models / f"head {NOISE}", NOISE)
     drafts = {"method": method, "model": str(draft), "num_speculative_tokens": GUESSES}
     options = {
-        "model": str(model), "dtype": "float32", "max_model_len": 4_096,
-        "skip_tokenizer_init": True, "speculative_config": {**drafts, **fields.pop("drafts", {})},
-    }  # fmt: skip
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 4_096,
+        "skip_tokenizer_init": True,
+        "speculative_config": {**drafts, **fields.pop("drafts", {})},
+    }
     return {"vllm": options, "blocks": 320, "dram": "256MiB", "nvme": "1GiB", **fields}
 
 

@@ -50,9 +50,13 @@ def shape(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[1, 2], ids=["synchronous", "two steps in flight"])
 def engine(
-    shape: str, ahead: int, request: pytest.FixtureRequest, models: Path, tmp_path: Path,
+    shape: str,
+    ahead: int,
+    request: pytest.FixtureRequest,
+    models: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[GroupedEngine]:  # fmt: skip
+) -> Iterator[GroupedEngine]:
     drafts = Kind("window", 90, ahead=ahead) if "alone" in shape else Kind("full", ahead=ahead)
     monkeypatch.setattr(build, "tokens_ahead", lambda _: ahead)
     engine = GroupedEngine(

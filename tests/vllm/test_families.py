@@ -29,9 +29,14 @@ from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
 
 DRAFTED = (
-    "llama_eagle", "llama_eagle3", "mimo_mtp", "gpt_oss_eagle", "gpt_oss_eagle3",
-    "llama_draft_same", "llama_draft_other",
-)  # fmt: skip
+    "llama_eagle",
+    "llama_eagle3",
+    "mimo_mtp",
+    "gpt_oss_eagle",
+    "gpt_oss_eagle3",
+    "llama_draft_same",
+    "llama_draft_other",
+)
 NEXT_TOKEN = DRAFTED[:5]
 """Their drafts' KV of a token is right if the next token is the same (scheduler/offer.py)."""
 SERVED = {
@@ -41,9 +46,19 @@ SERVED = {
 }  # fmt: skip
 """Families that the store serves. The others are skipped here until it does."""
 WINDOWED = {
-    "gemma2", "gemma3", "gemma3n", "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4",
-    "mistral_window", "phi3_window", "gpt_oss_eagle", "gpt_oss_eagle3",
-}  # fmt: skip
+    "gemma2",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "mimo_v2",
+    "cohere2",
+    "gpt_oss",
+    "llama4",
+    "mistral_window",
+    "phi3_window",
+    "gpt_oss_eagle",
+    "gpt_oss_eagle3",
+}
 ALL_WINDOWS = {"mistral_window", "phi3_window"}
 CHUNK_TOKENS = 256
 """Of the store, by default."""
@@ -81,9 +96,13 @@ def options(name: str, models: Path, **fields: Any) -> dict[str, Any]:
     """Fields of EngineSpec."""
     family = FAMILIES[name]
     return {
-        "vllm": family.arguments(models / "families"), "needs_images": family.needs_images,
-        "blocks": BLOCKS, "dram": "512MiB", "nvme": "2GiB", **fields,
-    }  # fmt: skip
+        "vllm": family.arguments(models / "families"),
+        "needs_images": family.needs_images,
+        "blocks": BLOCKS,
+        "dram": "512MiB",
+        "nvme": "2GiB",
+        **fields,
+    }
 
 
 @pytest.fixture(
@@ -108,9 +127,19 @@ def limit(engine: EngineHost) -> float:
 
 
 TOLD = {
-    "llama", "llama_fp8", "gemma2", "gemma3", "gemma3n", "gemma4", "cohere2", "gpt_oss", "llama4",
-    "qwen3_next", "qwen3_5", "lfm2",
-}  # fmt: skip
+    "llama",
+    "llama_fp8",
+    "gemma2",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "cohere2",
+    "gpt_oss",
+    "llama4",
+    "qwen3_next",
+    "qwen3_5",
+    "lfm2",
+}
 """Families whose bytes `attnstore plan` knows by their config.json alone."""
 
 

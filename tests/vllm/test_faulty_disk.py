@@ -86,12 +86,16 @@ def sick(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sic
     )
     settings["load_deadline_ms"] = int(1000 * LOAD_DEADLINE_S)
     transfer = json.loads(serving.in_json(settings)) | {
-        "kv_connector": "OnFaultyDisk", "kv_connector_module_path": "tests.vllm.faulty_disk",
-    }  # fmt: skip
+        "kv_connector": "OnFaultyDisk",
+        "kv_connector_module_path": "tests.vllm.faulty_disk",
+    }
     with serving.server(
-        make_model(models / "serve", TINY), home / "log", FLAG, json.dumps(transfer),
+        make_model(models / "serve", TINY),
+        home / "log",
+        FLAG,
+        json.dumps(transfer),
         environment={FAULTS_FILE: str(file), "PYTHONPATH": str(ROOT)},
-    ) as server:  # fmt: skip
+    ) as server:
         found = Sick(server, file, soak.Author(5))
         found.healthy_s = found.under(lambda: loaded(server)["nvme"] > 0).slowest_s
         yield found

@@ -166,9 +166,12 @@ def converse(engine: GroupedEngine, seed: int, *, stops: bool) -> list[tuple[int
             max_tokens=30, temperature=0, ignore_eos=True, stop_token_ids=[STOP] if stops else None
         )
         request = Request(
-            request_id=f"{seed} {turn}", prompt_token_ids=prompt, sampling_params=sampling,
-            pooling_params=None, block_hasher=engine._hasher,
-        )  # fmt: skip
+            request_id=f"{seed} {turn}",
+            prompt_token_ids=prompt,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=engine._hasher,
+        )
         engine.scheduler.add_request(request)
         stats = request.prefill_stats
         assert stats is not None

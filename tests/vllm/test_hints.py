@@ -26,9 +26,13 @@ def model(models: Path) -> Path:
 @pytest.fixture
 def engine(model: Path, tmp_path: Path) -> Iterator[ScriptedEngine]:
     engine = ScriptedEngine(
-        model, tmp_path / "store", num_blocks=64, depth=2, seed=1,
+        model,
+        tmp_path / "store",
+        num_blocks=64,
+        depth=2,
+        seed=1,
         pinning={"share": 0.5, "tenant_share": 0.5},
-    )  # fmt: skip
+    )
     try:
         yield engine
         wait_until(engine.ours.store.is_idle, engine.ours.store)

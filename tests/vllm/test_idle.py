@@ -93,9 +93,10 @@ def test_a_vllm_without_a_field(with_store: Any, role: KVConnectorRole) -> None:
     """A later one may have lost it: what raises is a reason to be idle."""
     kv = groups(FULL)
     other = SimpleNamespace(
-        num_blocks=kv.num_blocks, kv_cache_tensors=kv.kv_cache_tensors,
+        num_blocks=kv.num_blocks,
+        kv_cache_tensors=kv.kv_cache_tensors,
         kv_cache_groups=[SimpleNamespace(layer_names=["g0l0", "g0l1"])],
-    )  # fmt: skip
+    )
     connector = AttnStoreConnector(with_store, role, other)
     assert connector.scheduler is None and connector.worker is None
 
@@ -179,9 +180,11 @@ def test_reasons_of_settings(config: Any, section: str, name: str, value: Any, r
             values = self.__dict__["_values"]
             return values[asked] if asked in values else getattr(self.__dict__["_below"], asked)
 
-    changed = {name: value} if not section else {
-        section: Overlay(getattr(config, section), {name: value})
-    }  # fmt: skip
+    changed = (
+        {name: value}
+        if not section
+        else {section: Overlay(getattr(config, section), {name: value})}
+    )
     found = reason_to_idle(Overlay(config, changed), groups(FULL))
     assert found is not None and reason in found
 
@@ -277,8 +280,9 @@ IDLE = "AttnStore is idle, the server runs as without it"
 
 def test_a_worker_that_fails_makes_both_sides_idle(tmp_path: Path) -> None:
     connector = {
-        "kv_connector": "RefusingConnector", "kv_connector_module_path": "tests.vllm.refusing",
-    }  # fmt: skip
+        "kv_connector": "RefusingConnector",
+        "kv_connector_module_path": "tests.vllm.refusing",
+    }
     answers, log = serve(tmp_path, connector, max_model_len=1024)
     assert IDLE in log and "rank 0 cannot: RuntimeError: planted" in log
     assert answers[0].content == answers[1].content
@@ -287,8 +291,9 @@ def test_a_worker_that_fails_makes_both_sides_idle(tmp_path: Path) -> None:
 
 def test_a_worker_that_reaches_few_slots_has_a_store_of_these(tmp_path: Path) -> None:
     connector = {
-        "kv_connector": "FewSlotsConnector", "kv_connector_module_path": "tests.vllm.refusing",
-    }  # fmt: skip
+        "kv_connector": "FewSlotsConnector",
+        "kv_connector_module_path": "tests.vllm.refusing",
+    }
     (answers, slots), _ = serve(tmp_path, connector, ask_again_and_count, max_model_len=1024)
     assert slots == FEW
     assert answers[0].content == answers[1].content
@@ -302,12 +307,17 @@ def test_two_stores_in_one_engine(tmp_path: Path) -> None:
     settings = store_settings(spec)
     other = {**settings, "nvme": {**settings["nvme"], "path": str(tmp_path / "other")}}
     children = [
-        {"kv_connector": "AttnStoreConnector", "kv_role": "kv_both",
-         "kv_connector_extra_config": each} for each in (settings, other)
-    ]  # fmt: skip
+        {
+            "kv_connector": "AttnStoreConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": each,
+        }
+        for each in (settings, other)
+    ]
     connector = {
-        "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children},
-    }  # fmt: skip
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": children},
+    }
     answers, log = serve(tmp_path, connector, max_model_len=1024)
     assert log.count(IDLE) == 1 and "another AttnStore connector" in log
     assert answers[1].cached_tokens >= 512, "the first of them serves"
@@ -326,9 +336,14 @@ def test_windows_without_the_hybrid_manager(tmp_path: Path) -> None:
     config.architectures = ["Gemma3ForCausalLM"]
     config.save_pretrained(tmp_path / "gemma")
     answers, log = serve(
-        tmp_path, {}, model=str(tmp_path / "gemma"), load_format="dummy", skip_tokenizer_init=True,
-        disable_hybrid_kv_cache_manager=True, max_model_len=1024,
-    )  # fmt: skip
+        tmp_path,
+        {},
+        model=str(tmp_path / "gemma"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        disable_hybrid_kv_cache_manager=True,
+        max_model_len=1024,
+    )
     assert IDLE not in log
     assert answers[1].cached_tokens >= 512
     assert answers[0].tokens == answers[1].tokens

@@ -123,8 +123,10 @@ def test_the_model_of_these_layers() -> None:
     models = [make(), make()]
     for model in models:
         whole = nn.ModuleDict({"language_model": model})
-        layers = {f"language_model.layers.{i}": whole.get_submodule(f"language_model.layers.{i}")
-                  for i in range(3)}  # fmt: skip
+        layers = {
+            f"language_model.layers.{i}": whole.get_submodule(f"language_model.layers.{i}")
+            for i in range(3)
+        }
         assert models_of(layers) == [whole]
     mixed = {f"layers.{i}": models[i].get_submodule(f"layers.{i}") for i in range(2)}
     with pytest.raises(UnsupportedError, match="2 models have these layers, where 1 may"):

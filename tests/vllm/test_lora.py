@@ -237,9 +237,13 @@ class Manager:
 def test_content_decides() -> None:
     a = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     manager = Manager(
-        Held(1, a), Held(2, a.clone()), Held(3, a + 1), Held(4, a, scaling=2.0),
-        Held(5, a.reshape(3, 2)), Held(6, a.float()),
-    )  # fmt: skip
+        Held(1, a),
+        Held(2, a.clone()),
+        Held(3, a + 1),
+        Held(4, a, scaling=2.0),
+        Held(5, a.reshape(3, 2)),
+        Held(6, a.float()),
+    )
     told = LiveAdapters([manager]).tell([1, 2, 3, 4, 5, 6, 7])
     assert told[1] == told[2], "not the id"
     assert told[7] is None

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.testing.tiny_model import ModelShape
+from benchmarks.rounding import drift
 from tests.vllm.adapters import make_adapter
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.family_checks import PROMPT, forget
 from tests.vllm.prompts import random_tokens
-from tests.vllm.rounding import drift
 from tests.vllm.test_families import SAME_SPLIT, options
 from tests.vllm.test_lora import LORA, adapter
 

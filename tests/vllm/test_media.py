@@ -52,9 +52,7 @@ def names(config: Any, number: int, uuids: list[str | None] | None = None) -> li
     data: dict[str, Any] = {"audio": [[0.0] * 400, [1.0] * 400]}
     items = MultiModalDataParser(target_sr=16_000).parse_mm_data(data)
     given: Any = {"audio": uuids} if uuids is not None else {}
-    named = BaseRenderer._process_mm_uuids(
-        renderer, data, items, given, f"renderer0-mm-{number}"
-    )  # fmt: skip
+    named = BaseRenderer._process_mm_uuids(renderer, data, items, given, f"renderer0-mm-{number}")
     found: Any = named.get("audio", [None, None])
     return list(found)
 
@@ -111,9 +109,13 @@ def test_the_settings_of_a_real_model(tmp_path: Path, monkeypatch: pytest.Monkey
     ).save_pretrained(tmp_path)
     for caches, gb, counts in ((False, 0, True), (True, 0, False), (False, 1, False)):
         config = EngineArgs(
-            model=str(tmp_path), load_format="dummy", enable_prefix_caching=caches,
-            mm_processor_cache_gb=gb, max_model_len=1024, skip_tokenizer_init=True,
-        ).create_engine_config()  # fmt: skip
+            model=str(tmp_path),
+            load_format="dummy",
+            enable_prefix_caching=caches,
+            mm_processor_cache_gb=gb,
+            max_model_len=1024,
+            skip_tokenizer_init=True,
+        ).create_engine_config()
         assert counts_media(config) is counts
         assert (names(config, 1)[0] is not None) is counts
 
@@ -129,9 +131,7 @@ def start(models: Path, tmp_path: Path) -> Iterator[Any]:
     def start() -> ScriptedEngine:
         while running:
             running.pop().close()
-        running.append(
-            ScriptedEngine(model, tmp_path / "store", num_blocks=60, depth=1, seed=3)
-        )  # fmt: skip
+        running.append(ScriptedEngine(model, tmp_path / "store", num_blocks=60, depth=1, seed=3))
         wait_until_quiet(running[0].ours)  # it has found what is there
         return running[0]
 

@@ -45,9 +45,7 @@ Patch = pytest.MonkeyPatch
 def spans_are_taken_once(patch: Patch) -> None:
     seen: dict[tuple[int, str], Any] = {}
     now = request.spans_of
-    patch.setattr(
-        request, "spans_of", lambda r: seen.setdefault((id(r), r.request_id), now(r))
-    )  # fmt: skip
+    patch.setattr(request, "spans_of", lambda r: seen.setdefault((id(r), r.request_id), now(r)))
 
 
 def the_salt_is_left_out(patch: Patch) -> None:

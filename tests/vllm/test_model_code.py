@@ -68,9 +68,11 @@ def test_a_model_class_of_ones_own(tmp_path: Path) -> None:
     spec = EngineSpec(store=tmp_path / "store", models=tmp_path)
     (tmp_path / "store").mkdir()
     transfer = {
-        "kv_connector": "AttnStoreConnector", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": store_settings(spec),
-    }  # fmt: skip
+        "kv_connector": "AttnStoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": store_settings(spec),
+    }
     arguments = {
         "model": str(model), "dtype": "bfloat16", "kv_transfer_config": transfer,
         "enforce_eager": True, "max_model_len": 1024, "num_gpu_blocks_override": 64,

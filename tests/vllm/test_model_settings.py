@@ -49,9 +49,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(tmp_path: Path, name: str, model: Path, **vllm: Any) -> tuple[Answer, Answer]:
-    vllm |= {"model": str(model), "skip_tokenizer_init": True,
-             "distributed_executor_backend": "mp",  # as with --tensor-parallel-size
-             "disable_hybrid_kv_cache_manager": True}  # fmt: skip
+    vllm |= {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "distributed_executor_backend": "mp",  # as with --tensor-parallel-size
+        "disable_hybrid_kv_cache_manager": True,
+    }
     (tmp_path / "store").mkdir(exist_ok=True)
     spec = EngineSpec(store=tmp_path / "store", models=tmp_path, vllm=vllm, blocks=300)
     with EngineHost(spec, tmp_path / f"{name}.log") as host:

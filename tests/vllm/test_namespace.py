@@ -63,9 +63,11 @@ def _views(layout: KVCacheLayout, num_blocks: int) -> list[torch.Tensor]:
     if layout is KVCacheLayout.BHLNC:
         layer_stride = head
     tensor = KVCacheTensor(
-        size=layers * num_blocks * page, layers=[f"l{i}" for i in range(layers)],
-        layer_stride=layer_stride, block_stride=block_stride,
-    )  # fmt: skip
+        size=layers * num_blocks * page,
+        layers=[f"l{i}" for i in range(layers)],
+        layer_stride=layer_stride,
+        block_stride=block_stride,
+    )
     raw = torch.zeros(layers * num_blocks * page, dtype=torch.int8)
     return create_kv_cache_views(raw, spec, num_blocks, layout, tensor)
 

@@ -23,12 +23,12 @@ import pytest
 from attnstore_vllm.testing.memory_engine import SteppedStream
 from attnstore_vllm.testing.tiny_model import TINY
 from attnstore_vllm.transfer import worker_copies
+from benchmarks.rounding import beyond, bound, drift
 from tests.vllm import splits
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine, EngineSpec, store_settings
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
-from tests.vllm.rounding import beyond, bound, drift
 from tests.vllm.slow_copies import copies, transfer
 from tests.vllm.splits import Pair, different, inside_blocks, whole_blocks
 
@@ -106,9 +106,12 @@ def plain(start_engine: StartEngine, own_models: Path) -> Plain:
 def engine(start_engine: StartEngine, own_models: Path, plain: Plain) -> EngineHost:
     spec = EngineSpec(store=own_models / "store", models=own_models, shape=SHAPE, blocks=NUM_BLOCKS)
     return start_engine(
-        store=spec.store, models=own_models, shape=SHAPE, blocks=NUM_BLOCKS,
+        store=spec.store,
+        models=own_models,
+        shape=SHAPE,
+        blocks=NUM_BLOCKS,
         transfer=transfer(store_settings(spec)),
-    )  # fmt: skip
+    )
 
 
 @contextmanager

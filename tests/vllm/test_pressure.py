@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.rounding import beyond, bound, drift
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
-from tests.vllm.rounding import beyond, bound, drift
 from tests.vllm.stored import foreign_chunks
 
 ROOM = {"blocks": 24, "dram": "16MiB"}

@@ -40,8 +40,9 @@ class Prometheus:
         jobs = [{"job_name": "vllm", "static_configs": [{"targets": [target]}]}]
         settings = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "scrape_configs": jobs, "rule_files": [str(ALERTS)],
-        }  # fmt: skip
+            "scrape_configs": jobs,
+            "rule_files": [str(ALERTS)],
+        }
         (directory / "prometheus.yml").write_text(yaml.safe_dump(settings))
         self._log = (directory / "prometheus.log").open("wb")
         self._process = subprocess.Popen(

@@ -163,9 +163,12 @@ def test_after_a_restart(engine: EngineHost, start_engine: StartEngine) -> None:
     references = engine.call(ask_all, prompts)
     spec = engine.spec
     other = start_engine(
-        store=spec.store, shape=spec.shape, dram=spec.dram, vllm=spec.vllm,
+        store=spec.store,
+        shape=spec.shape,
+        dram=spec.dram,
+        vllm=spec.vllm,
         tensor_parallel=spec.tensor_parallel,
-    )  # fmt: skip
+    )
     found = other.call(ask_all, prompts)
     assert [a.cached_tokens for a in found] == [len(p) - 1 for p in prompts]
     assert found == [

@@ -32,9 +32,13 @@ class Flash:
     """FlashAttention's update, whose operator the CPU's build does not have."""
 
     def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         key_cache, value_cache = kv_cache.transpose(1, 2).split(DIM, dim=-1)
         block, within = slot_mapping // kv_cache.shape[2], slot_mapping % kv_cache.shape[2]
         key_cache[block, within], value_cache[block, within] = key, value

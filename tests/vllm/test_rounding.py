@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from benchmarks.rounding import drift
 from tests.vllm.engine import Answer
-from tests.vllm.rounding import drift
 
 BEST = ((1, -0.1), (2, -4.0), (3, -4.5), (4, -5.0), (5, -5.2))
 

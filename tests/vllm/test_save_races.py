@@ -73,9 +73,12 @@ def begin(engine: SteppedEngine, name: str, max_tokens: int = 1) -> None:
 
 
 def play(
-    engine: SteppedEngine, places: Places, when: When | None = None,
-    event: Callable[[], None] | None = None, steps: int = 4,
-) -> int:  # fmt: skip
+    engine: SteppedEngine,
+    places: Places,
+    when: When | None = None,
+    event: Callable[[], None] | None = None,
+    steps: int = 4,
+) -> int:
     """The steps in which pieces are carried out and the event comes; then others use the blocks
     while what is left is carried out. Returns how many chunks are in DRAM."""
     events = [event] if event is not None else []

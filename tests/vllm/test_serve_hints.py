@@ -245,9 +245,13 @@ def chat(server: VllmServer, turns: Turns, **fields: Any) -> tuple[int, int, dic
     serving.empty_hbm(server)
     before = serving.count(server, "moved_tokens", tier="dram")
     body = {
-        "model": MODEL_NAME, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
-        "messages": [{"role": role, "content": text} for role, text in turns], **fields,
-    }  # fmt: skip
+        "model": MODEL_NAME,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "messages": [{"role": role, "content": text} for role, text in turns],
+        **fields,
+    }
     status, answer = serving.post(server, "/v1/chat/completions", body)
     assert status == 200, answer
     found = json.loads(answer)
@@ -261,8 +265,9 @@ def dialogue(seed: str, system: str | None = None) -> Turns:
     turns = [("system", system)] if system is not None else []
     for turn in range(3):
         turns += [
-            ("user", story((seed, turn), 60)), ("assistant", story((seed, turn, "said"), 60)),
-        ]  # fmt: skip
+            ("user", story((seed, turn), 60)),
+            ("assistant", story((seed, turn, "said"), 60)),
+        ]
     return [*turns, ("user", story((seed, "last"), 30))]
 
 
@@ -283,9 +288,15 @@ def test_a_report_says_where_the_prompt_came_from(server: VllmServer) -> None:
     asks: dict[str, Any] = {"kv_transfer_params": {"attnstore": {"report": True}}}
     length, _, first = chat(server, turns, **asks)
     assert first == {
-        "prompt_tokens": length, "hbm_tokens": 0, "dram_tokens": 0, "nvme_tokens": 0,
-        "moved_tokens": 0, "computed_tokens": length, "why_computed": "not_stored", "waited_ms": 0,
-    }  # fmt: skip
+        "prompt_tokens": length,
+        "hbm_tokens": 0,
+        "dram_tokens": 0,
+        "nvme_tokens": 0,
+        "moved_tokens": 0,
+        "computed_tokens": length,
+        "why_computed": "not_stored",
+        "waited_ms": 0,
+    }
     _, _, again = chat(server, turns, **asks)
     found = whole_blocks(length - 1)
     assert again["dram_tokens"] + again["nvme_tokens"] == found

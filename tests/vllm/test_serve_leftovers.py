@@ -18,7 +18,7 @@ import pytest
 from attnstore_vllm.preflight import SHM_DIR
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.pool import pool_name
-from benchmarks.server import Process, quiet_cpu_environment, unbroken, vllm_program
+from benchmarks.server import Process, quiet_cpu_environment, unbroken, vllm_command
 from tests.vllm import serve_helpers as serving
 
 
@@ -26,7 +26,7 @@ def ended(model: Path, home: Path, name: str, number: signal.Signals, *, all_of_
     """A start that gets a signal as soon as it has its pool; returns the pool's path."""
     store = home / name
     transfer = json.loads(serving.in_json(serving.settings(store))) | {"engine_id": name}
-    command = [vllm_program(), "serve", str(model), *serving.ARGUMENTS, "--port", "0"]
+    command = [*vllm_command(), "serve", str(model), *serving.ARGUMENTS, "--port", "0"]
     command += [serving.FLAG, json.dumps(transfer)]
     environment = quiet_cpu_environment() | {"VLLM_CPU_OMP_THREADS_BIND": "0"}
     region = SHM_DIR / pool_name(name, store)
@@ -53,8 +53,11 @@ def ended(model: Path, home: Path, name: str, number: signal.Signals, *, all_of_
 def mapped_shared_memory(pid: int) -> set[Path]:
     """Files of /dev/shm that a process or one of its children has mapped."""
     server = psutil.Process(pid)
-    maps = [found.path for one in (server, *server.children(recursive=True))
-            for found in one.memory_maps()]  # fmt: skip
+    maps = [
+        found.path
+        for one in (server, *server.children(recursive=True))
+        for found in one.memory_maps()
+    ]
     return {Path(path) for path in maps if Path(path).parent == SHM_DIR}
 
 

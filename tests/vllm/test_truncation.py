@@ -18,11 +18,11 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, whole_blocks
 from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.testing.tiny_model import TINY
+from benchmarks.rounding import beyond, bound
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
-from tests.vllm.rounding import beyond, bound
 
 ASKS = {"kv_transfer_params": {"attnstore": {"truncation": True, "report": True}}}
 LENGTH = 1000
@@ -332,8 +332,11 @@ def settings(engine: Engine) -> list[int]:
 
 
 def test_enabled_for_all_with_sinks(start_engine: StartEngine) -> None:
-    host = start_engine(dram="32MiB", shape=TINY, settings={
-        "truncation": {"enabled": True, "sinks": 16, "share": "everyone"}})  # fmt: skip
+    host = start_engine(
+        dram="32MiB",
+        shape=TINY,
+        settings={"truncation": {"enabled": True, "sinks": 16, "share": "everyone"}},
+    )
     found = host.call(settings)
     assert found == [LENGTH - 300 - PART, 0, LENGTH - 302 - PART], "only behind 16 tokens in place"
 
@@ -345,9 +348,12 @@ def test_names_of_blocks(first: int) -> None:
     init_none_hash(sha256)
     length = 5 * BLOCK + 3
     request = Request(
-        "request", list(range(length)), SamplingParams(max_tokens=1), None,
+        "request",
+        list(range(length)),
+        SamplingParams(max_tokens=1),
+        None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
-    )  # fmt: skip
+    )
     state = make_state(request, bytes(32), b"", 2 * BLOCK)
     truncation = Truncation(None, TruncationConfig(), None)  # type: ignore[arg-type]
     manager: Any = SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=BLOCK))

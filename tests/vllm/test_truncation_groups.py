@@ -11,6 +11,7 @@ import torch
 
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.testing.family_models import COMMON, FAMILIES, WINDOW
+from benchmarks.rounding import drift
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.family_checks import compute, forget
@@ -28,7 +29,6 @@ from tests.vllm.moved_groups import (
     source_positions,
 )
 from tests.vllm.prompts import random_tokens
-from tests.vllm.rounding import drift
 from tests.vllm.test_families import options
 
 CUTS: dict[str, Kept] = {

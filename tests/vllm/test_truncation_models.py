@@ -15,10 +15,10 @@ import torch
 
 from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
+from benchmarks.rounding import beyond, bound
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.prompts import random_tokens
-from tests.vllm.rounding import beyond, bound
 from tests.vllm.test_truncation import ASKS, plain_kv
 
 LENGTH = 1400

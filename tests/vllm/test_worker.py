@@ -69,8 +69,9 @@ def test_only_steps_that_load_say_what_loads_took(engine: ScriptedEngine) -> Non
     ask_again(engine, "again")
     stats = worker.side.take_stats()
     assert {name: len(seen) for name, seen in stats.data["observed"].items()} == {
-        "load_seconds": 1, "load_wait_seconds": 1,
-    }  # fmt: skip
+        "load_seconds": 1,
+        "load_wait_seconds": 1,
+    }
 
 
 def test_bytes_of_saves_are_counted_once(engine: ScriptedEngine) -> None:
@@ -184,9 +185,10 @@ def test_groups_that_are_not_moved(
     worker._num_blocks = 2
     worker.geometry = Geometry(1, num_regions * (page_bytes,), groups, 16)
     kv = {
-        "l0": torch.zeros(2, 1, 16, 8), "l1": torch.zeros(4, 2, 8, 4),
+        "l0": torch.zeros(2, 1, 16, 8),
+        "l1": torch.zeros(4, 2, 8, 4),
         "l2": torch.zeros(2, 2, 16, 4),
-    }  # fmt: skip
+    }
     layouts = [describe(name, kv[name], 2) for name in groups[0].layers]
     asked: list[list[tuple[int, ...]]] = []
 

@@ -9,13 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from tests.vllm.engine import CANDIDATES, Answer, LogProbs
-
+CANDIDATES = 5
+"""That an answer names for each position."""
+LogProbs = tuple[tuple[int, float], ...]
+"""(token, log-probability) of the candidates for one position, best first."""
 MARGIN = 2.0
 """The run that is judged has more positions than the ones that were measured."""
 FLOOR = 0.125
 """Nats: one step of a bf16 logit between 16 and 32, where the best ones are."""
+
+
+class Answer(Protocol):
+    """The part of an answer that is compared."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[LogProbs]: ...
 
 
 def drift(a: Answer, b: Answer) -> float:
