@@ -346,7 +346,9 @@ class Saving:
         is likely to come, unless others use them too (a shared run). Whose prompt has parted from
         the one before it is another conversation, and the next one may part there as well."""
         before_tokens = 0 if state.visit is None else state.visit.before_tokens
-        if 0 < state.sequence.spine_stop <= before_tokens - GRAIN_TOKENS:
+        # The first who parts knows of no prompt before it, but that it was asked to leave a state.
+        has_parted = max(state.computing.junctions, default=0) > state.computing.first
+        if has_parted or 0 < state.sequence.spine_stop <= before_tokens - GRAIN_TOKENS:
             return
         prompt_end = state.request.num_prompt_tokens - 1
         for need in self._needs if state.computing.first else ():
