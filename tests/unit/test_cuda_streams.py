@@ -259,7 +259,7 @@ def test_wrong_bytes_are_found_when_it_is_made(fake: FakeGpu, name: str) -> None
     [
         ("cuMemHostRegister", UnsupportedError, r"0B of dram's .* page-locked.*refuses more"),
         ("cuMemAlloc_v2", ConfigError, r"write_buffer: 1\.\d+KiB of HBM are not free"),
-        (KERNEL, UnsupportedError, "ARCHITECTURES"),
+        (KERNEL, UnsupportedError, "gpu-check"),
         (BATCH, UnsupportedError, "cannot copy"),
     ],
 )
