@@ -113,10 +113,10 @@ def test_no_request_fails_or_waits(sick: Sick, effect: str, every: int, hang_s: 
     event = {"EIO": "read_failed", "ENOSPC": "write_failed", "hang": "device_late"}[effect]
     goes_out = every == 1 or effect == "hang"
     serving.wait_until(sick.in_use, "the disk is used again")
-    failures = count(sick.server, "chunks", event=event)
+    failures = count(sick.server, "errors", kind=event)
     load = sick.under(
         lambda: (
-            count(sick.server, "chunks", event=event) > failures
+            count(sick.server, "errors", kind=event) > failures
             and not (goes_out and sick.in_use())
         ),
         effect=effect, every=every, hang_s=hang_s, ops=ops,
