@@ -15,7 +15,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -43,13 +42,16 @@ def try_import() -> int:
     package = importlib.import_module("attnstore_vllm")
     where = Path(str(package.__file__)).parent
     expect(where.parent != HERE.parent, f"{where} is the checkout, not what was installed")
-    names = [module.name for module in pkgutil.walk_packages([str(where)], "attnstore_vllm.")]
+    files = [path.relative_to(where.parent).with_suffix("") for path in where.rglob("*.py")]
+    names = sorted(".".join(file.parts).removesuffix(".__init__") for file in files)
     for name in names:
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as error:
+        except Exception as error:
+            cause = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+            missing = cause.name if isinstance(cause, ModuleNotFoundError) else ""
             lacked = MAY_LACK.get(".".join(name.split(".")[:2]), set())
-            is_known = (error.name or "").partition(".")[0] in lacked
+            is_known = (missing or "").partition(".")[0] in lacked
             expect(is_known, f"{name} cannot be imported: {error}")
     expect((where / "py.typed").is_file(), f"{where} has no py.typed")
     return len(names)

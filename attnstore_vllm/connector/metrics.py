@@ -38,7 +38,10 @@ COUNTERS = {
         "Prompt tokens of requests when vLLM was first told what the store has of them: in HBM "
         "already (hbm), offered from a tier, or to be computed.",
     ),
-    "loaded_tokens": ("tier", "Tokens whose KV was loaded into HBM, by the tier it was in."),
+    "loaded_tokens": (
+        "tier",
+        "Tokens whose KV was loaded into HBM, by the tier it was in when the request came.",
+    ),
     "moved_tokens": ("tier", "Tokens among those whose KV was moved to another position."),
     "prefill_seconds_saved": (
         "tier",
