@@ -222,7 +222,8 @@ class Residency:
             if not stays:
                 self.counts["dropped"] += 1
             return None
-        chunk = known or Chunk(name, run=run or unknown_run(self.now), is_alone=is_alone)
+        chunk = known or Chunk(name, run=run or unknown_run(self.now))
+        chunk.is_alone = is_alone  # an entry on NVMe does not know it
         if chunk.run.lease is not None:
             chunk.run.lease.use(self.now)
         self.dram.give(chunk, State.SAVING)

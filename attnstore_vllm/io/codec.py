@@ -60,6 +60,7 @@ class Lossless(Codec):
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Lossless(),)}
+_FAULTS = (MemoryError, RuntimeError, ValueError)
 NONE = "none"
 CODEC_NAMES = (NONE, *CODECS)
 
@@ -84,6 +85,22 @@ class Coders:
         error = future.exception()
         if error is not None:
             logger.error("a chunk is neither stored nor loaded: its codec failed", exc_info=error)
+
+    def encode(self, payload: memoryview, out: memoryview) -> int:
+        """See Codec. A codec that fails, for want of memory above all, has encoded nothing."""
+        try:
+            return self.codec.encode(payload, out)
+        except _FAULTS:
+            logger.exception("codec %s could not encode a chunk: it is not stored", self.codec.name)
+            return 0
+
+    def decode(self, encoded: memoryview, out: memoryview) -> bool:
+        """See Codec. What a codec that fails was to decode counts as damaged."""
+        try:
+            return self.codec.decode(encoded, out)
+        except _FAULTS:
+            logger.exception("codec %s could not decode a chunk: it is lost", self.codec.name)
+            return False
 
     def close(self, timeout_s: float) -> bool:
         """Returns False if a job still touches its buffers then."""

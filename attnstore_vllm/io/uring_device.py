@@ -103,7 +103,7 @@ class UringDevice:
         finally:
             if not taken:
                 for tag in mine:
-                    del self._in_flight[tag]
+                    self._in_flight.pop(tag, None)  # close() may have forgotten it
         if not taken:
             raise DeviceError(f"{self.path}: the device is closed")
 

@@ -72,7 +72,7 @@ class Saving:
         if self._num_states and state.may_save:
             whole = state.sequence.spine_stop // self._state_tokens * self._state_tokens
             computing = state.computing
-            computing.junctions = (state.request.shared_prefix_boundary, whole)
+            computing.junctions = (getattr(state.request, "shared_prefix_boundary", 0), whole)
             computing.state_stop = start
             self._set_step_end(state, start)
 

@@ -246,7 +246,7 @@ class NvmeIo(TierIo):
         assert header.encoding is not None
         codec, size = self._coders.codec, header.encoding.num_bytes
         failure, begun_at = None, self._context.clock()
-        if not codec.decode(frame.encoded[:size], payload):
+        if not self._coders.decode(frame.encoded[:size], payload):
             failure = CorruptRecordError(where, "encoding", codec.name, "something else")
         with self._context.progress:
             self._codec_cost.decoded(self._context.clock() - begun_at, len(payload))
@@ -356,7 +356,7 @@ class NvmeIo(TierIo):
         assert frame.encoded is not None
         assert header.encoding is not None
         room = header.encoding.num_bytes
-        size = self._coders.codec.encode(payload, frame.encoded[:room])
+        size = self._coders.encode(payload, frame.encoded[:room])
         if not size:
             self._does_not_fit(frame, room, done)
             return

@@ -8,6 +8,7 @@ A chunk is read from the nearest tier that has it and answers.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -35,6 +36,8 @@ class Reader:
         self._context = context
         self._tiers = tiers
         self._wanted: OrderedDict[Chunk, None] = OrderedDict()
+        self.needs_all = False
+        """A part of what a request wants is of no use: its hit ends in several groups."""
         self.computing_s: Callable[[int, int], float | None] = lambda start, stop: None
         """Seconds for computing tokens [start, stop) of a prompt; None: it is not known, or all
         that is stored is waited for. Called with the lock held."""
@@ -67,7 +70,7 @@ class Reader:
         as one of the tiers that they come from is not known.
 
         What is in flight and what nearer requests want comes before them; without a place in the
-        queue, what was wanted earlier.
+        queue, what was wanted earlier. What was given up for the request never comes.
         """
         flying = self.num_reading
         look_ahead = self._context.residency.look_ahead
@@ -75,6 +78,7 @@ class Reader:
         if request_id not in look_ahead:
             mine = set(chunks)
             ahead += next((i for i, c in enumerate(self._wanted) if c in mine), 0)
+        is_given_up = request_id in look_ahead and not look_ahead.has_missing(request_id)
         arrivals, latest = [], 0.0
         for chunk in chunks:
             if chunk.dram.state in (State.READING, State.ABSENT):
@@ -84,6 +88,7 @@ class Reader:
                 is_absent = chunk.dram.state is State.ABSENT
                 ahead += is_absent
                 latest = max(latest, cost.seconds(ahead if is_absent else flying))
+                latest = math.inf if is_absent and is_given_up else latest
             arrivals.append(latest)
         return arrivals
 
@@ -126,13 +131,17 @@ class Reader:
         if own_s is None or (flying + 1) * read_s <= turn_s + own_s:
             return True
         wants = look_ahead.wants_of(request_id)
-        missing = [c for c in wants if isinstance(c, Chunk) and c.dram.state is not State.READY]
-        num_absent = sum(c.dram.state is State.ABSENT for c in missing)
-        first, last = _span(missing)
+        wanted = [chunk for chunk in wants if isinstance(chunk, Chunk)]
+        missing = [chunk for chunk in wanted if chunk.dram.state is not State.READY]
+        num_reads = flying + sum(chunk.dram.state is State.ABSENT for chunk in missing)
+        # What is there behind a gap is of use once the gap is closed.
+        first, last = _span(wanted if self.needs_all else missing)[0], _span(wanted)[1]
         here_s, all_s = self.computing_s(first, stop), self.computing_s(first, last)
         assert here_s is not None
         assert all_s is not None
-        return read_pays((flying + 1, flying + num_absent), read_s, turn_s, (here_s, all_s))
+        if self.needs_all:
+            return read_pays((num_reads, num_reads), read_s, turn_s, (all_s, all_s))
+        return read_pays((flying + 1, num_reads), read_s, turn_s, (here_s, all_s))
 
     def start(self) -> None:
         """Submit reads up to the depth. From any thread; waits for nothing."""

@@ -420,6 +420,7 @@ class Store:
             computing_s: see Reader.computing_s.
         """
         self.thread.reader.computing_s = computing_s
+        self.thread.reader.needs_all = bool(self.needs)
 
     def arrivals(self, request_id: str, pieces: Sequence[Piece]) -> list[float] | None:
         """See Reader.arrivals."""

@@ -50,8 +50,13 @@ class Board:
     def __init__(self, engine_id: str) -> None:
         self._path = board_path(engine_id)
         self._fd = region.create_anew(self._path)
-        os.ftruncate(self._fd, BOARD_BYTES)
-        self._page = mmap.mmap(self._fd, BOARD_BYTES)
+        try:
+            # Its memory is taken here, where a lack of it is an error: later it were a SIGBUS.
+            os.posix_fallocate(self._fd, 0, BOARD_BYTES)
+            self._page = mmap.mmap(self._fd, BOARD_BYTES)
+        except OSError:
+            region.leave(self._fd, self._path, is_creator=True)
+            raise
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
         self._observed: dict[str, tuple[int, list[float]]] = {}

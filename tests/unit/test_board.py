@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import time
@@ -103,6 +105,18 @@ def test_of_several_server_processes_one_reads(name: str) -> None:
         assert reader.take() is None
     reader.close()
     board.close()
+
+
+def test_shared_memory_without_room_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its pages the first write would be a SIGBUS, which ends the engine."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no room"):
+        Board(name)
+    assert not board_path(name).exists()
 
 
 def test_a_second_engine_of_one_name_is_refused(name: str) -> None:

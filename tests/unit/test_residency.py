@@ -106,6 +106,23 @@ def test_a_save_without_room_is_dropped_and_counted(tiers: Checked) -> None:
     assert tiers.index.get(name(3).key) is None
 
 
+def test_a_state_takes_no_other_states_place(tiers: Checked) -> None:
+    """Nor when it is computed again, while only NVMe has both."""
+
+    def save(number: int, num_tokens: int) -> None:
+        state = tiers.begin_save(name(number, num_tokens), again=True, is_alone=True)
+        assert state is not None
+        tiers.finish_save(state)
+
+    for number, num_tokens in ((1, 8), (1, 16), (2, 16)):
+        save(number, num_tokens)
+        tiers.write_back()
+    save(3, 16)
+    save(1, 16)
+    assert tiers.index.get(name(1, 8).key) is not None
+    assert "superseded" not in tiers.counts
+
+
 def test_a_longer_chunk_supersedes_its_tails(tiers: Checked) -> None:
     tail = tiers.save(name(1, 5))
     whole = tiers.save(name(1, 16))

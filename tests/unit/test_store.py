@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -78,9 +79,10 @@ def test_nothing_is_read_that_would_sooner_be_computed(open_rig: Rigs) -> None:
     with rig.store.queue() as queue:
         for number in range(3):
             queue.append(str(number))
-    rig.store.find(sequences[0], 0, 40, request_id="0")
+    found = rig.store.find(sequences[0], 0, 40, request_id="0")
     assert states()[0] == {State.ABSENT}
     assert not rig.store.has_missing("0"), "it does not wait for what is not read"
+    assert rig.store.arrivals("0", found) == [math.inf] * 3, "nor for what might be"
     with rig.store.queue():
         pace = rig.store.residency.dram.pace
         for turn in range(400):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Never
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.io.aiofiles_device import AiofilesDevice
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.io.codec import CODECS
+from attnstore_vllm.io.codec import CODECS, Lossless
 from attnstore_vllm.policy import codec_cost
 from attnstore_vllm.policy.codec_cost import SEEN_MIN, CodecCost
 from attnstore_vllm.store.format import (
@@ -200,6 +201,29 @@ def test_what_the_codec_does_not_take_is_a_miss(start: Start, tmp_path: Path) ->
     assert again.store.figures().counts["recovered"] == 3
     assert check_read(again, 1) == 0
     assert again.store.figures().counts["corrupt"] == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_a_codec_that_fails_costs_its_chunk(
+    start: Start, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: object) -> Never:
+        raise error
+
+    rig = start()
+    cold(rig)
+    with monkeypatch.context() as failing:
+        failing.setattr(Lossless, "decode", fail)
+        assert check_read(rig, 1) == 0
+    assert rig.store.figures().counts["corrupt"] == 3
+    with monkeypatch.context() as failing:
+        failing.setattr(Lossless, "encode", fail)
+        put_all(rig, 7)
+    assert rig.store.figures().counts["does_not_fit"] > 0
+    for number in (8, 9, 10, 11):  # nothing of what reads and writes take is lost
+        put_all(rig, number)
+    assert check_read(rig, 8) == 3
+    assert rig.store.is_idle()
 
 
 def test_cold_records_are_read_again(start: Start, tmp_path: Path) -> None:
