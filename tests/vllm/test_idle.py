@@ -289,6 +289,7 @@ def test_a_worker_that_fails_makes_both_sides_idle(tmp_path: Path) -> None:
     assert answers[1].cached_tokens == 0
 
 
+@pytest.mark.long
 def test_a_worker_that_reaches_few_slots_has_a_store_of_these(tmp_path: Path) -> None:
     connector = {
         "kv_connector": "FewSlotsConnector",

@@ -55,8 +55,8 @@ def test_each_data_parallel_engine_has_its_share_and_is_told_what_to_prefetch(
 @pytest.mark.parametrize(
     "is_served",
     [
-        pytest.param(True, id="some windows"),
-        # Why it stands aside is a unit test's; that a server runs so, the long tests'.
+        # Engines with windows are in test_families; that servers run so, the long tests say.
+        pytest.param(True, id="some windows", marks=pytest.mark.long),
         pytest.param(False, id="short windows alone", marks=pytest.mark.long),
     ],
 )
