@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.test_readme import anchors, metric_names
 from tools import dashboard
@@ -85,12 +88,8 @@ def lost(given: Any, back: Any, path: str = "") -> Iterator[str]:
 
 def through_grafana(given: dict[str, Any]) -> Any:
     """The dashboard as Grafana's own types read and write it."""
-    reason = "pip install grafana-foundation-sdk has the schema"
-    model = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=reason)
-    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason=reason)
-    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins", reason=reason)
-    plugins.register_default_plugins()
-    return json.loads(encoder.JSONEncoder().encode(model.Dashboard.from_json(given)))
+    register_default_plugins()
+    return json.loads(JSONEncoder().encode(Dashboard.from_json(given)))
 
 
 def test_grafana_knows_every_field() -> None:
