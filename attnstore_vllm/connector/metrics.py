@@ -275,16 +275,16 @@ def names_of_engine(engine_id: str, number: int) -> tuple[str, ...]:
 def _read_boards(
     metrics: weakref.ref[AttnStorePromMetrics], readers: Mapping[int, BoardReader]
 ) -> None:
-    """The thread that shows what changes while engines sleep. It ends with its metrics."""
-    while True:
-        time.sleep(PERIOD_S)
-        shown = metrics()
-        if shown is None:
-            break
+    """The thread that shows what changes while engines sleep. It ends with its metrics.
+
+    It looks at once: until the first look a board has a name, which a kill would leave behind.
+    """
+    while (shown := metrics()) is not None:
         for engine, reader in readers.items():
             data = reader.take()
             if data is not None:
                 shown.observe(data, engine)
         del shown
+        time.sleep(PERIOD_S)
     for reader in readers.values():
         reader.close()
