@@ -33,9 +33,11 @@ from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace
+from benchmarks.data import FOLDER, SOURCES
 from benchmarks.hit_latency import ROOT
 
 DATASETS = (
+    SOURCES["sharegpt"].where(FOLDER),  # where `python -m benchmarks.data fetch sharegpt` put it
     ROOT.parent / "shared/data/conversations/sharegpt_multiturn.json",
     ROOT / "benchmarks/data/conversations.json",
 )

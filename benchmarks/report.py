@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from attnstore_vllm.bench.environment import machine
+from benchmarks.data import is_papers
 from benchmarks.experiments.picture import plot
 from benchmarks.experiments.spec import Experiment, Metric, read_all
 
@@ -75,6 +76,8 @@ def _section(
         yield f"Not run yet: `{experiment.command}`\n"
         return
     yield f"`{result['command']}`: {MARKS[result['kind']]}. {_about(result)}"
+    if experiment.paper and not is_papers(result):
+        yield "\n**Other conversations than the paper's:** this is not its figure repeated."
     if result["quick"]:
         yield "\n**A quick run, on a small part of the load: these figures show that it runs.**"
     for metric in experiment.metrics:
@@ -90,14 +93,19 @@ def _section(
 def _about(result: Mapping[str, Any]) -> str:
     """Machine and configuration, in a line."""
     here, body = result["machine"], result["body"]
-    told = [f"{result['data']}"]
+    told = [str(result["data"])]
+    if "data_sha256" in result:
+        told[0] += f" (SHA-256 {result['data_sha256'][:12]})"
+    if "data_conversations" in result:
+        told.append(f"{result['data_conversations']:,} conversations")
     if result["kind"] != "simulated":
         if "model" in result:
             told.append(f"model {result['model']}, options `{' '.join(map(str, body['options']))}`")
         told.append(f"{here['cores']} cores, {here['cpu']}, vLLM {here['vllm']}")
     else:
         told.append(f"{body.get('sessions', 9000):,} sessions, seed {body.get('seed', 1)}")
-    told.append(f"commit {(here['commit'] or 'unknown')[:7]}, {result['seconds']:.0f} s")
+    changed = "" if here.get("is_clean", True) else ", changed"
+    told.append(f"commit {(here['commit'] or 'unknown')[:7]}{changed}, {result['seconds']:.0f} s")
     return "; ".join(told) + "."
 
 

@@ -22,15 +22,16 @@ def machine() -> dict[str, Any]:
             facts[package] = version(package)
         except PackageNotFoundError:
             facts[package] = None
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    facts["commit"] = commit.stdout.strip() if commit.returncode == 0 else None
+    facts["commit"] = _git("rev-parse", "HEAD")
+    facts["is_clean"] = _git("status", "--porcelain", "--untracked-files=no") == ""
     return facts
+
+
+def _git(*arguments: str) -> str | None:
+    done = subprocess.run(
+        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu() -> str:

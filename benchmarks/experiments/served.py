@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, TINY, make_model
 from benchmarks.compare.command import main as compare
+from benchmarks.data import facts as data_facts
 from benchmarks.experiments.spec import Experiment, SpecError
 from benchmarks.server import is_cpu_build
 
@@ -82,7 +83,7 @@ def run(experiment: Experiment, data: Path, *, model: str | None = None) -> dict
         found["not_run"] = {k: why.splitlines()[0] for k, why in found["not_run"].items()}
         comparisons[label] = {k: v for k, v in found.items() if k not in ("options", "machine")}
     return {
-        "data": data.name,
+        **data_facts(data),
         "model": model or body.get("model", "medium"),
         "values": values(experiment, comparisons),
         "not_run": {k: v for c in comparisons.values() for k, v in c["not_run"].items()},

@@ -23,6 +23,7 @@ from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import POLICIES, Server
 from attnstore_vllm.sim.trace import Trace
+from benchmarks.data import facts as data_facts
 from benchmarks.experiments.spec import Experiment, SpecError
 from benchmarks.placement import pooled
 
@@ -138,7 +139,7 @@ def run(experiment: Experiment, data: Path, *, cache: Path = CACHE) -> dict[str,
                     for policy, out in found.items()
                     if says(policy, metric)
                 }
-    return {"data": data.name, "values": values}
+    return {**data_facts(data), "values": values}
 
 
 def says(policy: str, metric: str) -> bool:
