@@ -86,13 +86,15 @@ class DramTier(Tier):
         self.free.append(slot)
 
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
+        standing: list[tuple[int, Departures]] = []  # few: what somebody waits for does not
+        order_of = self._order_of
         for chunk in chunks:
             chunk.run = run
-        slots = [chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0]
-        for order in (self.clean, self.dirty):
-            here = [slot for slot in slots if self._order_of.get(slot) is order]
-            if here:
-                order.use(here, run)
+            slot = chunk.dram.slot
+            if slot in order_of:
+                standing.append((slot, order_of[slot]))
+        for order in (self.clean, self.dirty) if standing else ():
+            order.use([slot for slot, its in standing if its is order], run)
 
     # ---- pins ----------------------------------------------------------------------------
 

@@ -17,12 +17,16 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
 
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.types import TOKEN_BYTES, Key
+
+if TYPE_CHECKING:
+    from attnstore_vllm.index.prefix import Piece
 
 _LENGTH = struct.Struct("<Q")
 
@@ -130,6 +134,8 @@ class SequenceKeys:
         """Up to where the spine was stored when it was last looked up, whatever else was."""
         self.short_of: set[int] = set()
         """The groups that lacked something of that then."""
+        self.matched: Sequence[Piece] = ()
+        """The whole chunks that the last match found, for the next one (prefix.py)."""
 
     def parent(self, chunk: int) -> Key:
         """The key that chunk number `chunk` continues."""

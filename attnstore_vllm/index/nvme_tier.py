@@ -153,15 +153,18 @@ class NvmeTier(TierBehind):
     # ---- runs and pins -------------------------------------------------------------------
 
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
+        state, pinned = self.state, self._pinned_runs
         slots = [chunk.behind[NVME].slot for chunk in chunks if NVME in chunk.behind]
+        owned: list[int] = []
         for slot in slots:
-            if self.state[slot] == ADOPTED:
-                self.state[slot] = OWNED
+            if state[slot] == ADOPTED:
+                state[slot] = OWNED
                 self.order.add(slot, run)
-            if slot in self._pinned_runs:
-                self._pinned_runs[slot] = run
-        owned = [slot for slot in slots if self.state[slot] == OWNED]
-        self.order.use([slot for slot in owned if slot not in self._pinned_runs], run)
+            if slot in pinned:
+                pinned[slot] = run
+            elif state[slot] == OWNED:
+                owned.append(slot)
+        self.order.use(owned, run)
 
     def run_of(self, chunk: Chunk) -> Run | None:
         slot = chunk.at(NVME).slot

@@ -170,6 +170,11 @@ class Piece:
             return 0
         return self.start - self.chunk.name.position - self.first
 
+    def has_end(self, grain: int) -> bool:
+        """Whether its chunk has an end (see the module). A section goes with the spine's blocks,
+        whatever its own end."""
+        return not self.group and self.chunk.name.num_tokens % grain != 0
+
 
 def confirm(
     piece: Piece, sequence: SequenceKeys, stop: int, begin: int | None = None
@@ -200,6 +205,30 @@ def confirm(
     name = piece.chunk.name
     end = first + stop_in(common_tokens(name.tokens, wanted), name.num_tokens, piece.grain)
     return replace(piece, stop=end, exact=True) if end > piece.start else None
+
+
+def still_there(sequence: SequenceKeys, start: int, stop: int, grain: int) -> list[Piece]:
+    """The whole chunks that a match for the tokens [start, stop) begins with, as far as the
+    sequence's last match found them and they can still be used.
+
+    A key names one chunk, so what is not dropped is what a look-up would find.
+    """
+    size, matched = sequence.chunk_tokens, sequence.matched
+    number = start // size
+    skip = number - matched[0].start // size if matched else 0
+    pieces: list[Piece] = []
+    if not 0 <= skip < len(matched):
+        return pieces
+    keys = sequence.keys(number, min(stop // size, number + len(matched) - skip))
+    for key, piece in zip(keys, matched[skip:], strict=False):
+        chunk = piece.chunk
+        if piece.start != start or piece.grain != grain or chunk.name.key != key:
+            break
+        if not chunk.usable:
+            break
+        pieces.append(piece)
+        start = piece.stop
+    return pieces
 
 
 def settle(pieces: list[Piece], grain: int = GRAIN_TOKENS) -> list[Piece]:
@@ -243,6 +272,12 @@ def ready_run(
     return settle(ready, grain), ends_anew
 
 
+def no_ends(pieces: Sequence[Piece], grain: int) -> list[Piece]:
+    """Those that have no end. Of a tail with one, ends_like() says who uses it: were it who has its
+    end, whoever has planted it would know."""
+    return [piece for piece in pieces if not piece.has_end(grain)]
+
+
 def has_come(pieces: Sequence[Piece]) -> bool:
     """Whether all of them are READY in DRAM, or one never will be."""
     chunks = [piece.chunk for piece in pieces]
@@ -266,7 +301,7 @@ class PrefixIndex:
         self, chunk_tokens: int, seed: int = 0, expected: int = 0, grain: int = GRAIN_TOKENS
     ) -> None:
         assert chunk_tokens % grain == 0
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self.grain = grain
         self.entries = Entries(chunk_tokens, seed, expected, grain)
         self._live: WeakValueDictionary[int, Chunk] = WeakValueDictionary()
@@ -371,7 +406,7 @@ class PrefixIndex:
         miss a sibling that stands among many: then a tail is kept twice.
         """
         whole = whole_blocks(name.num_tokens, self.grain)
-        if whole == self._chunk_tokens:
+        if whole == self.chunk_tokens:
             return False
         head = name.tokens[: whole * TOKEN_BYTES]
         near = self.entries.around(name.parent, name.extra, name.tokens, NEIGHBOURS_MAX)
@@ -402,7 +437,7 @@ class PrefixIndex:
         Args:
             stop: tokens from it on do not count.
         """
-        start = number * self._chunk_tokens
+        start = number * self.chunk_tokens
         if start >= stop:
             return []
         heads = self._heads_of(*sequence.part(number, stop))
@@ -476,11 +511,18 @@ class PrefixIndex:
             grain: see best_match().
 
         Cost: a hash look-up a chunk and one search among siblings; the tokens of one chunk are
-        encoded.
+        encoded. Of what the sequence's last match found, a look at each chunk.
         """
         grain = self.grain if grain is None else grain
+        pieces = self._match(sequence, start, stop, grain)
+        # The last one may be another chunk next time: siblings of it come and go.
+        sequence.matched = pieces[:-1]
+        return pieces
+
+    def _match(self, sequence: SequenceKeys, start: int, stop: int, grain: int) -> list[Piece]:
         size = sequence.chunk_tokens
-        pieces: list[Piece] = []
+        pieces = still_there(sequence, start, stop, grain)
+        start = pieces[-1].stop if pieces else start
         if start >= stop:
             return pieces
         number = start // size

@@ -25,7 +25,7 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
 from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
-from attnstore_vllm.policy.runs import ENDED_PRIORITY, Pins, Run, unknown_run
+from attnstore_vllm.policy.runs import ENDED_PRIORITY, Pins, Run, Visit, unknown_run
 from attnstore_vllm.types import NVME
 
 LOW_PRIORITY = -1
@@ -120,14 +120,44 @@ class Residency:
             run.lease.use(self.now)
         for tier in self._tiers if chunks else ():
             tier.use(chunks, run)
-        in_dram = [chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0]
         for behind in self.behind:
-            behind.waiting.use([slot for slot in in_dram if slot in behind.waiting], run)
+            if waiting := behind.waiting:
+                slots = [chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0]
+                waiting.use([slot for slot in slots if slot in waiting], run)
+        has_ended = run.priority <= ENDED_PRIORITY
         for chunk in chunks:
-            if chunk.refused_by or run.priority <= ENDED_PRIORITY:  # worth another look
+            if has_ended or chunk.refused_by:  # worth another look
                 chunk.refused_by.clear()
                 self._refuse_if_ended(chunk)
                 self._place(chunk)
+
+    def use_again(self, *runs: Run) -> None:
+        """Note that requests want all that these runs were the last to use. Cost: O(tiers)."""
+        for run in runs:
+            run.use(self.now)
+            for tier in self._tiers:
+                for order in tier.orders:
+                    order.use_again(run)
+
+    def is_wanted_so(
+        self, request_id: str | None, pieces: Sequence[Piece], visit: Visit | None
+    ) -> bool:
+        """Whether a waiting request wants just these already, all are in DRAM or on their way, and
+        nobody else has used them since. Cost: a look at each."""
+        if request_id is None or visit is None:
+            return False
+        wants, grain = self.look_ahead.wants_of(request_id), self.index.grain
+        if len(wants) != len(pieces):
+            return False
+        border = visit.num_shared * self.index.chunk_tokens
+        for wanted, piece in zip(wants, pieces, strict=True):
+            chunk = piece.chunk
+            if wanted is not chunk or chunk.dram.state is State.ABSENT or chunk.refused_by:
+                return False
+            run = visit.shared if piece.start < border else visit.own
+            if chunk.run is not run and not piece.has_end(grain):
+                return False
+        return True
 
     def run_of(self, chunk: Chunk) -> Run:
         """The run that used the chunk last, as far as that is known."""

@@ -267,7 +267,7 @@ class StepCost:
         """
         tokens = sum(stop - start for start, stop in prompts)
         products = sum((stop - start) * (start + stop) / 2 for start, stop in prompts)
-        row = np.array([1.0, tokens, products, num_generating]) * _SCALE
+        row = _SCALE * (1.0, tokens, products, num_generating)
         wrong = None
         forecast = float(row @ self._found) if self.is_known else 0.0
         if forecast > 0:
@@ -280,7 +280,8 @@ class StepCost:
         weight = 1 / max(seconds, forecast, 1e-6) ** 2  # errors count by their part of the step
         sums = self._sums[bool(prompts)]
         sums *= 1 - 1 / STEPS_KEPT
-        sums += weight * np.outer(row, np.append(row, seconds))
+        sums[:, :4] += weight * (row[:, None] * row)
+        sums[:, 4] += weight * (row * seconds)
         self._num_steps += bool(prompts)
         self._since_fit += 1
         if prompts and (self._since_fit >= REFIT_STEPS or self._num_steps == STEPS_MIN):

@@ -133,8 +133,9 @@ class LookAhead:
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return []
-        _, unwanted = self.want(request_id, (), ())
+        unwanted = self._unwant(request_id, waiting.wants)
         del self._waiting[request_id]
+        _discard(self._missing, waiting.order)
         _discard(self._queue, waiting.order)
         return unwanted
 
@@ -224,13 +225,15 @@ class LookAhead:
         for chunk in chunks:
             wanted_by = self.wanted_by[chunk]
             del wanted_by[request_id]
-            if not wanted_by:
-                del self.wanted_by[chunk]
-                self._absent.discard(chunk)
-                self._forget(chunk)
-                unwanted.append(chunk)
-            else:
+            if wanted_by:
                 self._rank(chunk)
+            else:
+                del self.wanted_by[chunk]
+                unwanted.append(chunk)
+        self._absent.difference_update(unwanted)
+        for table in (self._nearest, self._all.entries, self._present.entries):
+            for chunk in unwanted:
+                table.pop(chunk, None)
         return unwanted
 
     def wants_of(self, request_id: str) -> Sequence[Hashable]:

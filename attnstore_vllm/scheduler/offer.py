@@ -420,6 +420,7 @@ class Offers:
             layers_before=offered.layers_before,
         )
         state.waiting.deadline, state.computing.first = None, stop
+        state.sequence.matched = ()  # nobody looks again before it has lost its blocks
         if state.request.lora_request is not None:
             size = self._geometry.block_tokens
             state.computing.unchecked = tuple(tables[0][start // size : -(-stop // size)])

@@ -263,9 +263,9 @@ def plan_groups(
         some = list(found)
         block_tokens = geometry.groups[group].block_tokens
         first = some[0].start
-        block_ids = tables[group][first // block_tokens : -(-stop // block_tokens)]
-        needs_look = group > 0 or geometry.has_window_alone
-        assert all(block_ids) or not needs_look, "vLLM gave no block for what is loaded"
+        if group > 0 or geometry.has_window_alone:
+            block_ids = tables[group][first // block_tokens : -(-stop // block_tokens)]
+            assert all(block_ids), "vLLM gave no block for what is loaded"
         planned[group] = plan_copies(some, tables[group], first, stop, geometry, group)
     return planned
 

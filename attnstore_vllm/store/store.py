@@ -26,7 +26,7 @@ from itertools import takewhile
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.moved import MovedKv
-from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, has_come, ready_run, settle
+from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, has_come, no_ends, ready_run, settle
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
 from attnstore_vllm.io.device import Device
@@ -180,7 +180,7 @@ class Store:
             self._has_leases |= terms.ttl_s is not None
             self._want(request_id, pieces, visit, sequence, 0, stop)
             if terms.pin_s is not None:
-                for piece in self._without_ends(pieces):
+                for piece in no_ends(pieces, self.residency.index.grain):
                     self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
         self._read(pieces)
         if self._estimator.is_due:
@@ -302,7 +302,6 @@ class Store:
     ) -> None:
         """Locked."""
         residency, size = self.residency, sequence.chunk_tokens
-        used = self._without_ends(pieces)
         spine = [piece for piece in pieces if piece.group == 0]
         at = start if not spine else spine[-1].stop
         if at % size and spine:
@@ -310,6 +309,8 @@ class Store:
         if self.walks:  # the tail that it seems to have, be the window before it there or not
             at = max(start, sequence.spine_stop // size * size)
         ends = residency.index.ends_like(sequence, at // size, stop) if at < stop else []
+        is_known = residency.is_wanted_so(request_id, pieces, visit)
+        used = [] if is_known else no_ends(pieces, residency.index.grain)
         if visit is None:
             residency.renew([*(piece.chunk for piece in used), *ends])
         else:
@@ -319,20 +320,14 @@ class Store:
             own = [p.chunk for p in used if p.start >= border] + own_ends
             for chunks, run in ((shared, visit.shared), (own, visit.own)):
                 residency.use(chunks, run)
+            if is_known:
+                residency.use_again(visit.shared, visit.own)
+                return
         chunks = [piece.chunk for piece in pieces]
         if request_id is not None and request_id in residency.look_ahead:
             residency.dram.want(request_id, chunks)
         else:
             self.thread.reader.want(chunk for chunk in chunks if chunk.dram.state is State.ABSENT)
-
-    def _without_ends(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Those that have no end. Of a tail with one, ends_like() says who uses it: were it who
-        has its end, whoever has planted it would know (index/prefix.py). A section goes with the
-        spine's blocks, whatever its own end."""
-        grain = self.residency.index.grain
-        return [
-            piece for piece in pieces if piece.group or piece.chunk.name.num_tokens % grain == 0
-        ]
 
     @contextmanager
     def queue(self) -> Iterator[LookAhead]:

@@ -313,3 +313,25 @@ def test_a_request_ends_where_its_last_token_might_differ() -> None:
         assert [(p.start, p.stop) for p in index.match(asked, 0, 63)] == [(0, 32), (32, 48)]
     assert [(p.start, p.stop) for p in index.match(sequence, 0, 40)] == [(0, 32)]
     assert index.match(sequence, 32, 40) == []
+
+
+def test_what_a_sequence_found_before_is_found_as_it_is_now() -> None:
+    index, chunks = stored(64)
+    sequence = sequence_of(tokens_of(1, 70))
+
+    def found(start: int = 0) -> list[Chunk]:
+        return [piece.chunk for piece in index.match(sequence, start, 70)]
+
+    assert found() == found() == chunks
+    assert found(16) == found(16) == chunks[1:]
+    assert found() == chunks
+    chunks[1].dram = InTier(State.SAVING)  # of no use yet
+    assert found() == chunks[:1]
+    chunks[1].dram = InTier(State.READY)
+    assert found() == chunks
+    index.remove(chunks[2])
+    chunks[2].dropped = True
+    assert found() == chunks[:2]
+    chunks[2] = ready(name_of(sequence, 2))
+    index.add(chunks[2])
+    assert found() == chunks

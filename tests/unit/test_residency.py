@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
+from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.residency import SPARE_PRIORITY, Residency
 from attnstore_vllm.policy.eviction.departures import Departures
-from attnstore_vllm.policy.runs import Run, unknown_run
+from attnstore_vllm.policy.runs import Run, Visit, unknown_run
 from attnstore_vllm.types import NVME
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 
@@ -96,6 +97,36 @@ def test_saving_a_known_chunk_makes_it_recently_used(tiers: Checked) -> None:
     assert tiers.begin_save(name(1)) is None
     tiers.save(name(3))
     assert (first.dropped, second.dropped) == (False, True)
+
+
+def test_a_request_that_asks_again_is_looked_at_anew_where_something_has_changed(
+    tiers: Checked,
+) -> None:
+    chunk, other = tiers.save_to_nvme(name(1)), tiers.save(name(2))
+    visit, another = Visit(0, unknown_run(1.0), unknown_run(1.0)), unknown_run(2.0)
+    tiers.look_ahead.append("waits")
+
+    def is_wanted_so() -> bool:
+        return tiers.is_wanted_so("waits", [Piece(chunk, 0, 16)], visit)
+
+    def ask() -> None:
+        tiers.use([chunk], visit.own)
+        tiers.dram.want("waits", [chunk])
+
+    assert not is_wanted_so()
+    ask()
+    assert is_wanted_so()
+    assert not tiers.is_wanted_so(None, [Piece(chunk, 0, 16)], visit)
+    assert not tiers.is_wanted_so("waits", [Piece(other, 0, 16)], visit)
+    tiers.use([chunk], another)  # it stands in the orders as another one's
+    assert not is_wanted_so()
+    ask()
+    chunk.refused_by.add(NVME)  # a use gives it another chance
+    assert not is_wanted_so()
+    ask()
+    assert is_wanted_so()
+    tiers.leave_dram(chunk)  # to be fetched
+    assert not is_wanted_so()
 
 
 def test_a_save_without_room_is_dropped_and_counted(tiers: Checked) -> None:

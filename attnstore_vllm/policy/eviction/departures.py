@@ -115,6 +115,11 @@ class Departures:
         for old in left.values():
             self._tidy(old)
 
+    def use_again(self, run: Run) -> None:
+        """The run uses all that it used last. Cost: O(1)."""
+        if self._order.moves_on_use and run in self._by_run:
+            self._order.use(run)
+
     def rank(self, run: Run) -> None:
         """The kind of this run has changed. Cost: O(1)."""
         if run in self._by_run:
