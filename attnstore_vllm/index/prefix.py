@@ -207,30 +207,6 @@ def confirm(
     return replace(piece, stop=end, exact=True) if end > piece.start else None
 
 
-def still_there(sequence: SequenceKeys, start: int, stop: int, grain: int) -> list[Piece]:
-    """The whole chunks that a match for the tokens [start, stop) begins with, as far as the
-    sequence's last match found them and they can still be used.
-
-    A key names one chunk, so what is not dropped is what a look-up would find.
-    """
-    size, matched = sequence.chunk_tokens, sequence.matched
-    number = start // size
-    skip = number - matched[0].start // size if matched else 0
-    pieces: list[Piece] = []
-    if not 0 <= skip < len(matched):
-        return pieces
-    keys = sequence.keys(number, min(stop // size, number + len(matched) - skip))
-    for key, piece in zip(keys, matched[skip:], strict=False):
-        chunk = piece.chunk
-        if piece.start != start or piece.grain != grain or chunk.name.key != key:
-            break
-        if not chunk.usable:
-            break
-        pieces.append(piece)
-        start = piece.stop
-    return pieces
-
-
 def settle(pieces: list[Piece], grain: int = GRAIN_TOKENS) -> list[Piece]:
     """The same run, as the whole of what is offered: its last piece ends where one may.
 
@@ -519,9 +495,34 @@ class PrefixIndex:
         sequence.matched = pieces[:-1]
         return pieces
 
+    def _still_there(
+        self, sequence: SequenceKeys, start: int, stop: int, grain: int
+    ) -> list[Piece]:
+        """The whole chunks that a match for the tokens [start, stop) begins with, as far as the
+        sequence's last match found them and they can still be used.
+
+        A key names one chunk, so what is still entered is what a look-up would find.
+        """
+        size, matched = sequence.chunk_tokens, sequence.matched
+        number = start // size
+        skip = number - matched[0].start // size if matched else 0
+        pieces: list[Piece] = []
+        if not 0 <= skip < len(matched):
+            return pieces
+        keys = sequence.keys(number, min(stop // size, number + len(matched) - skip))
+        for key, piece in zip(keys, matched[skip:], strict=False):
+            chunk = piece.chunk
+            if piece.start != start or piece.grain != grain or chunk.name.key != key:
+                break
+            if self._live.get(chunk.entry) is not chunk or not chunk.usable:
+                break
+            pieces.append(piece)
+            start = piece.stop
+        return pieces
+
     def _match(self, sequence: SequenceKeys, start: int, stop: int, grain: int) -> list[Piece]:
         size = sequence.chunk_tokens
-        pieces = still_there(sequence, start, stop, grain)
+        pieces = self._still_there(sequence, start, stop, grain)
         start = pieces[-1].stop if pieces else start
         if start >= stop:
             return pieces

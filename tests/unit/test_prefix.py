@@ -335,3 +335,7 @@ def test_what_a_sequence_found_before_is_found_as_it_is_now() -> None:
     chunks[2] = ready(name_of(sequence, 2))
     index.add(chunks[2])
     assert found() == chunks
+    index, others = stored(64)
+    assert found() == others, "another index has other chunks of these names"
+    index.clear()
+    assert found() == []
