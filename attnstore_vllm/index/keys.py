@@ -135,7 +135,9 @@ class SequenceKeys:
         self.short_of: set[int] = set()
         """The groups that lacked something of that then."""
         self.matched: Sequence[Piece] = ()
-        """The whole chunks that the last match found, for the next one (prefix.py)."""
+        """The whole chunks that the last match found, for the next one (prefix.py) ..."""
+        self.matched_in: object = None
+        """... and which index it was, since when."""
 
     def parent(self, chunk: int) -> Key:
         """The key that chunk number `chunk` continues."""

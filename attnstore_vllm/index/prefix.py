@@ -282,6 +282,8 @@ class PrefixIndex:
         self.entries = Entries(chunk_tokens, seed, expected, grain)
         self._live: WeakValueDictionary[int, Chunk] = WeakValueDictionary()
         self._piece_tokens = self.entries.piece_tokens
+        self._entered_in = object()
+        """Another one after clear(): objects of before it have no entry, whatever they say."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -338,6 +340,7 @@ class PrefixIndex:
         kept = list(keep)
         self._live.clear()
         self.entries.clear()
+        self._entered_in = object()
         for chunk in kept:
             chunk.entry = -1
             self.add(chunk)
@@ -492,7 +495,7 @@ class PrefixIndex:
         grain = self.grain if grain is None else grain
         pieces = self._match(sequence, start, stop, grain)
         # The last one may be another chunk next time: siblings of it come and go.
-        sequence.matched = pieces[:-1]
+        sequence.matched, sequence.matched_in = pieces[:-1], self._entered_in
         return pieces
 
     def _still_there(
@@ -501,20 +504,21 @@ class PrefixIndex:
         """The whole chunks that a match for the tokens [start, stop) begins with, as far as the
         sequence's last match found them and they can still be used.
 
-        A key names one chunk, so what is still entered is what a look-up would find.
+        A sequence's keys do not change, and a key names one chunk: what is still entered is what
+        a look-up would find.
         """
         size, matched = sequence.chunk_tokens, sequence.matched
         number = start // size
         skip = number - matched[0].start // size if matched else 0
         pieces: list[Piece] = []
-        if not 0 <= skip < len(matched):
+        is_ours = sequence.matched_in is self._entered_in
+        if start >= stop or not is_ours or not 0 <= skip < len(matched):
             return pieces
-        keys = sequence.keys(number, min(stop // size, number + len(matched) - skip))
-        for key, piece in zip(keys, matched[skip:], strict=False):
+        for piece in matched[skip : skip + stop // size - number]:
             chunk = piece.chunk
-            if piece.start != start or piece.grain != grain or chunk.name.key != key:
+            if piece.start != start or piece.grain != grain:
                 break
-            if self._live.get(chunk.entry) is not chunk or not chunk.usable:
+            if chunk.entry < 0 or not chunk.usable:
                 break
             pieces.append(piece)
             start = piece.stop

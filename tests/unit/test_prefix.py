@@ -324,13 +324,13 @@ def test_what_a_sequence_found_before_is_found_as_it_is_now() -> None:
 
     assert found() == found() == chunks
     assert found(16) == found(16) == chunks[1:]
-    assert found() == chunks
+    assert index.match(sequence, 16, 10) == []
+    assert found() == found() == chunks
     chunks[1].dram = InTier(State.SAVING)  # of no use yet
     assert found() == chunks[:1]
     chunks[1].dram = InTier(State.READY)
     assert found() == chunks
     index.remove(chunks[2])
-    chunks[2].dropped = True
     assert found() == chunks[:2]
     chunks[2] = ready(name_of(sequence, 2))
     index.add(chunks[2])
