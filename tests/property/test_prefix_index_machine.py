@@ -115,6 +115,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.known: dict[Key, Known] = {}
         self.gone: deque[Key] = deque(maxlen=8)
         self.recent: deque[Prompt] = deque(maxlen=5)
+        self.asked: list[SequenceKeys] = []
+        """Sequences that may refer to what they have found."""
         self.num_made = 0
 
     @initialize(seed=st.integers(0, 2**64 - 1))
@@ -209,6 +211,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert known.chunk is not None
         known.chunk.dram = NOWHERE
         known.chunk = None
+        while self.asked:
+            self.asked.pop().matched = ()
         assert self.index.live(known.entry) is None
 
     @rule(which=choices)
@@ -260,6 +264,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def check_match(self, sequence: SequenceKeys, start: int, stop: int) -> None:
         pieces = self.index.match(sequence, start, stop)
+        self.asked.append(sequence)
         position = start
         for number in range(start // CHUNK_TOKENS, len(sequence.token_ids) // CHUNK_TOKENS):
             known = self.known.get(sequence.key(number))
