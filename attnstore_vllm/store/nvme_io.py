@@ -6,7 +6,8 @@ tokens that its key was made from, and if its payload has the checksum that the 
 header states. Anything else drops the chunk.
 
 Where the file's records are encoded (io/codec.py), a payload is encoded before it is written and
-decoded after it was read, on threads of their own. The checksum is that of the encoded bytes.
+decoded after it was read, on threads of their own. The checksum is that of the encoded bytes; they
+begin with that of the payload, which is compared too.
 
 A record is written once; clean data is never rewritten. When no slot is free another segment is
 claimed, and only when all are ours something is evicted.
@@ -247,7 +248,7 @@ class NvmeIo(TierIo):
         codec, size = self._coders.codec, header.encoding.num_bytes
         failure, begun_at = None, self._context.clock()
         if not self._coders.decode(frame.encoded[:size], payload):
-            failure = CorruptRecordError(where, "encoding", codec.name, "something else")
+            failure = CorruptRecordError(where, "encoding", codec.name, "other bytes")
         with self._context.progress:
             self._codec_cost.decoded(self._context.clock() - begun_at, len(payload))
             says_later = self._codec_cost.is_later and not self._has_said_later

@@ -23,6 +23,7 @@ from attnstore_vllm.io.aiofiles_device import AiofilesDevice
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Lossless
+from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.policy import codec_cost
 from attnstore_vllm.policy.codec_cost import SEEN_MIN, CodecCost
 from attnstore_vllm.store.format import (
@@ -196,11 +197,59 @@ def test_what_the_codec_does_not_take_is_a_miss(start: Start, tmp_path: Path) ->
     """Its checksums are right; a record of an encoder with a bug."""
     put_all(start(), 1)
     rig = start()
-    damage_payload(tmp_path, rig, 1, b"\5" + bytes(PAGE_BYTES - 1))
+    damage_payload(tmp_path, rig, 1, bytes(CHECKSUM_BYTES) + b"\5" + bytes(PAGE_BYTES - 17))
     again = start()
     assert again.store.figures().counts["recovered"] == 3
     assert check_read(again, 1) == 0
     assert again.store.figures().counts["corrupt"] == 1
+
+
+def turn_a_bit(data: memoryview) -> None:
+    data[len(data) // 2] ^= 1
+
+
+def test_a_decoder_that_makes_another_byte_is_a_miss(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack = Lossless.unpack
+
+    def wrong(codec: Lossless, packed: memoryview, out: memoryview) -> bool:
+        taken = unpack(codec, packed, out)
+        turn_a_bit(out)
+        return taken
+
+    rig = start()
+    cold(rig)
+    monkeypatch.setattr(Lossless, "unpack", wrong)
+    assert check_read(rig, 1) == 0
+    assert rig.store.figures().counts["corrupt"] == 3
+    monkeypatch.undo()
+    assert check_read(rig, 1) == 0, "the chunks are lost"
+
+
+def test_an_encoder_that_makes_another_byte_is_a_miss(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All that is read has the record's checksum, and the codec takes it."""
+    pack = Lossless.pack
+
+    def wrong(codec: Lossless, payload: memoryview, out: memoryview) -> int:
+        other = bytearray(payload)
+        turn_a_bit(memoryview(other))
+        return pack(codec, memoryview(other), out)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Lossless, "pack", wrong)
+        put_all(start(), 1)
+    rig = start()
+    assert rig.store.figures().counts["recovered"] == 3
+    assert main(["verify", str(tmp_path), "--json"]) == EXIT_BAD
+    assert json.loads(capsys.readouterr().out)["bad"] == {"encoding": 3}
+    assert check_read(rig, 1) == 0
+    assert rig.store.figures().counts["corrupt"] == 3
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
@@ -249,7 +298,7 @@ def test_the_command_line_knows_them(
     assert namespace["bytes"] == 3 * ENCODED.record_bytes
     assert main(["inspect", str(tmp_path)]) == EXIT_OK
     assert "codec lossless" in capsys.readouterr().out
-    damage_payload(tmp_path, rig, 1, b"\5" + bytes(PAGE_BYTES - 1))
+    damage_payload(tmp_path, rig, 1, bytes(CHECKSUM_BYTES) + b"\5" + bytes(PAGE_BYTES - 17))
     assert main(["verify", str(tmp_path), "--json"]) == EXIT_BAD
     assert json.loads(capsys.readouterr().out)["bad"] == {"encoding": 1}
 
