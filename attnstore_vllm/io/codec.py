@@ -4,8 +4,8 @@
 A codec is a class here, and its native half in csrc/codec. Its name and version are on the disk:
 whoever changes what it writes gives it another version.
 
-What is encoded begins with the checksum of the payload, which is compared with what was decoded. The
-record's own checksum covers what is on the disk, and sees no fault of a coder or of memory.
+What is encoded begins with the checksum of the payload, which is compared with what was decoded.
+The record's own checksum covers what is on the disk, and sees no fault of a coder or of memory.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from attnstore_vllm.store.reset import DiskReset
 from attnstore_vllm.store.scrubber import Scrubber, check_record
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.tier_io import Loaded, Stored, TierIo
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, StoreFailure
 
 logger = logging.getLogger(__name__)
 
@@ -368,11 +368,10 @@ class NvmeIo(TierIo):
 
     def _does_not_fit(self, frame: _Frame, room: int, done: Stored) -> None:
         with self._context.progress:
-            counts = self._context.residency.counts
-            counts["does_not_fit"] += 1
-            is_first = counts["does_not_fit"] == 1
             self._store_frames.append(frame)
-            done(None)
+            done(StoreFailure.DOES_NOT_FIT)
+            counts = self._context.residency.counts
+            is_first = counts[StoreFailure.DOES_NOT_FIT.value] == 1
         self.wake()
         if is_first:
             logger.warning(
@@ -386,7 +385,7 @@ class NvmeIo(TierIo):
         with self._context.progress:
             self._store_frames.append(frame)
             self._disk.set_stored_bytes(header)
-            done(completion.checksum if completion.error is None else None)
+            done(completion.checksum if completion.error is None else StoreFailure.FAILED)
         self.health.note_write(completion.error)
 
     def reset(self) -> DiskReset:

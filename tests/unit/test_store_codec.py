@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from attnstore_vllm.io.codec import CODECS, Lossless
 from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.policy import codec_cost
 from attnstore_vllm.policy.codec_cost import SEEN_MIN, CodecCost
+from attnstore_vllm.scheduler.figures import ERROR_EVENTS
 from attnstore_vllm.store.format import (
     PAGE_BYTES,
     Encoding,
@@ -79,13 +80,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts the store on a file in tmp_path; an earlier one there is closed first."""
     rigs: list[Rig] = []
 
-    def start(shape: SegmentHeader = ENCODED, scrub_rate: int | None = None) -> Rig:
+    def start(shape: SegmentHeader = ENCODED, **options: Any) -> Rig:
         for rig in rigs:
             rig.close()
         path = tmp_path / "slab"
         slab = open_slab(path, capacity_for(NUM_RECORDS), shape)
         device, _ = open_device(path, 4, "auto")
-        rigs.append(Rig(device, slab, DRAM_SLOTS, options={"scrub_rate": scrub_rate}))
+        rigs.append(Rig(device, slab, DRAM_SLOTS, options=options))
         rigs[-1].until_idle()
         return rigs[-1]
 
@@ -177,12 +178,21 @@ def test_what_does_not_fit_stays_in_dram(start: Start) -> None:
     rig.until_idle()
     counts = rig.store.figures().counts
     assert counts["does_not_fit"] == 3
-    assert "device_out" not in counts
+    assert counts.keys().isdisjoint(ERROR_EVENTS)
     assert rig.check_read(sequence) == 3
     for number in (2, 3, 4, 5):  # the memory that writes take has come back
         put_all(rig, number)
     assert rig.store.figures().counts["written"] == 12
     assert start().read(sequence) == []
+
+
+def test_what_does_not_fit_costs_no_writes_of_the_day(start: Start) -> None:
+    """The budget is enough for three records."""
+    rig = start(daily_writes=3 * 24 * ENCODED.record_bytes)
+    rig.put_all(sequence_of(tokens_of(1, 40)))  # bytes of all values
+    rig.until(lambda: rig.store.figures().counts.get("does_not_fit", 0) == 3)
+    put_all(rig, 2)
+    assert rig.store.figures().counts["written"] == 3
 
 
 def test_damage_on_the_disk_is_a_miss(start: Start, tmp_path: Path) -> None:
