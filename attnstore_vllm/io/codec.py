@@ -98,7 +98,7 @@ class Coders:
 
     def _ended(self, future: Future[None]) -> None:
         self._open.discard(future)
-        error = future.exception()
+        error = None if future.cancelled() else future.exception()
         if error is not None:
             logger.error("a chunk is neither stored nor loaded: its codec failed", exc_info=error)
 
@@ -119,6 +119,7 @@ class Coders:
             return False
 
     def close(self, timeout_s: float) -> bool:
-        """Returns False if a job still touches its buffers then."""
+        """Jobs that have not begun never do. Returns False if one still touches its buffers."""
         self._threads.shutdown()
-        return not wait(list(self._open), timeout_s).not_done
+        begun = [future for future in list(self._open) if not future.cancel()]
+        return not wait(begun, timeout_s).not_done

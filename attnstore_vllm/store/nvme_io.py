@@ -185,9 +185,10 @@ class NvmeIo(TierIo):
         self._disk.requests.cancel_all()
 
     def close(self, timeout_s: float) -> bool:
-        is_closed = self.device.close(timeout_s)
+        """Coders first: a job of theirs ends with a request to the device."""
+        deadline = time.monotonic() + timeout_s
         has_ended = self._coders is None or self._coders.close(timeout_s)
-        return is_closed and has_ended
+        return self.device.close(max(0.0, deadline - time.monotonic())) and has_ended
 
     # ---- NVMe -> DRAM ------------------------------------------------------------------
 
