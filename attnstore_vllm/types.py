@@ -25,3 +25,11 @@ class Flow(Enum):
     LOAD = "dram_to_hbm"
     WRITE_BACK = "dram_to_nvme"
     PREFETCH = "nvme_to_dram"
+
+
+class StoreFailure(Enum):
+    """Why a chunk was not written to a tier behind; the event that it counts as."""
+
+    FAILED = "write_failed"
+    DOES_NOT_FIT = "does_not_fit"
+    """Nothing was sent to the tier."""

@@ -26,7 +26,7 @@ from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.runs import ENDED_PRIORITY, Pins, Run, Visit, unknown_run
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, StoreFailure
 
 LOW_PRIORITY = -1
 SPARE_PRIORITY = -2
@@ -346,18 +346,18 @@ class Residency:
             return None
         return self.dram.owned[next(iter(tier.waiting_if_room))]
 
-    def finish_store(self, tier: TierBehind, chunk: Chunk, checksum: bytes | None) -> None:
-        """The write has ended; `checksum` is the payload's, or None if the write failed."""
+    def finish_store(self, tier: TierBehind, chunk: Chunk, outcome: bytes | StoreFailure) -> None:
+        """The write has ended, with the payload's checksum or without success."""
         copy = chunk.at(tier.name)
         assert copy.state is State.WRITING
         copy.uses -= 1
-        if checksum is None:
-            self.counts["write_failed"] += 1
+        if isinstance(outcome, StoreFailure):
+            self.counts[outcome.value] += 1
             chunk.refused_by.add(tier.name)  # tried again when it is used again
             self._leave(tier, chunk)
         else:
             is_first = not chunk.is_behind
-            copy.state, copy.checksum = State.READY, checksum
+            copy.state, copy.checksum = State.READY, outcome
             if not chunk.dropped:
                 tier.written(chunk)
             self.counts["written"] += 1

@@ -3,6 +3,9 @@
 
 A codec is a class here, and its native half in csrc/codec. Its name and version are on the disk:
 whoever changes what it writes gives it another version.
+
+What is encoded begins with the checksum of the payload, which is compared with what was decoded.
+The record's own checksum covers what is on the disk, and sees no fault of a coder or of memory.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from attnstore_vllm._native import lossless_decode, lossless_encode
+from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.daemon_pool import DaemonPool
+from attnstore_vllm.io.device import CHECKSUM_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +38,41 @@ class Codec(ABC):
             dtype: of the numbers of KV, as PyTorch or vLLM names it; "mixed": of several.
         """
 
-    @abstractmethod
     def encode(self, payload: memoryview, out: memoryview) -> int:
+        """The bytes written to `out`; 0: they have no room there."""
+        out[:CHECKSUM_BYTES] = checksum(payload)
+        size = self.pack(payload, out[CHECKSUM_BYTES:])
+        return CHECKSUM_BYTES + size if size else 0
+
+    def decode(self, encoded: memoryview, out: memoryview) -> bool:
+        """Fill `out`. False: that is not the payload that was encoded."""
+        is_filled = self.unpack(encoded[CHECKSUM_BYTES:], out)
+        return is_filled and checksum(out) == encoded[:CHECKSUM_BYTES]
+
+    @abstractmethod
+    def pack(self, payload: memoryview, out: memoryview) -> int:
         """The bytes written to `out`; 0: they have no room there."""
 
     @abstractmethod
-    def decode(self, encoded: memoryview, out: memoryview) -> bool:
-        """Fill `out`. False: `encoded` is not of a payload of this size."""
+    def unpack(self, packed: memoryview, out: memoryview) -> bool:
+        """Fill `out`. False: `packed` is not of a payload of this size."""
 
 
 class Lossless(Codec):
     """Every bit comes back. Sizes of numbers around zero: bf16 0.66, float16 0.85, float32 0.83."""
 
     name = "lossless"
-    version = 1
+    version = 2
 
     def room(self, payload_bytes: int, dtype: str) -> int:
         eighths = 6 if dtype == "bfloat16" else 7
         return payload_bytes * eighths // 8
 
-    def encode(self, payload: memoryview, out: memoryview) -> int:
+    def pack(self, payload: memoryview, out: memoryview) -> int:
         return lossless_encode(payload, out)
 
-    def decode(self, encoded: memoryview, out: memoryview) -> bool:
-        return lossless_decode(encoded, out)
+    def unpack(self, packed: memoryview, out: memoryview) -> bool:
+        return lossless_decode(packed, out)
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Lossless(),)}
@@ -82,7 +98,7 @@ class Coders:
 
     def _ended(self, future: Future[None]) -> None:
         self._open.discard(future)
-        error = future.exception()
+        error = None if future.cancelled() else future.exception()
         if error is not None:
             logger.error("a chunk is neither stored nor loaded: its codec failed", exc_info=error)
 
@@ -103,6 +119,7 @@ class Coders:
             return False
 
     def close(self, timeout_s: float) -> bool:
-        """Returns False if a job still touches its buffers then."""
+        """Jobs that have not begun never do. Returns False if one still touches its buffers."""
         self._threads.shutdown()
-        return not wait(list(self._open), timeout_s).not_done
+        begun = [future for future in list(self._open) if not future.cancel()]
+        return not wait(begun, timeout_s).not_done

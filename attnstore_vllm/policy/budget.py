@@ -32,5 +32,5 @@ class Budget:
         return True
 
     def give_back(self, num_bytes: int) -> None:
-        """Give back bytes that were taken last and not used."""
+        """Give back bytes that were taken and not used."""
         self._left += num_bytes

@@ -26,7 +26,8 @@ little-endian, token ids and checksums big-endian.                       216    
                                                                          264   4*n token ids
 Version 3 is the same, of payloads that a codec has encoded. A segment's encoding is at 360, a
 record's in the last 32 bytes of its header: 16 name, 4 version, 4 zero, 8 bytes of a place or of
-the encoded payload. The payload's checksum is that of what is on the disk.
+the encoded payload. The payload's checksum is that of what is on the disk, which begins with the
+checksum of the payload before encoding.
 """  # noqa: E501 (a picture)
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ tokens that its key was made from, and if its payload has the checksum that the 
 header states. Anything else drops the chunk.
 
 Where the file's records are encoded (io/codec.py), a payload is encoded before it is written and
-decoded after it was read, on threads of their own. The checksum is that of the encoded bytes.
+decoded after it was read, on threads of their own. The checksum is that of the encoded bytes; they
+begin with that of the payload, which is compared too.
 
 A record is written once; clean data is never rewritten. When no slot is free another segment is
 claimed, and only when all are ours something is evicted.
@@ -48,7 +49,7 @@ from attnstore_vllm.store.reset import DiskReset
 from attnstore_vllm.store.scrubber import Scrubber, check_record
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.tier_io import Loaded, Stored, TierIo
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, StoreFailure
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +185,10 @@ class NvmeIo(TierIo):
         self._disk.requests.cancel_all()
 
     def close(self, timeout_s: float) -> bool:
-        is_closed = self.device.close(timeout_s)
+        """Coders first: a job of theirs ends with a request to the device."""
+        deadline = time.monotonic() + timeout_s
         has_ended = self._coders is None or self._coders.close(timeout_s)
-        return is_closed and has_ended
+        return self.device.close(max(0.0, deadline - time.monotonic())) and has_ended
 
     # ---- NVMe -> DRAM ------------------------------------------------------------------
 
@@ -247,7 +249,7 @@ class NvmeIo(TierIo):
         codec, size = self._coders.codec, header.encoding.num_bytes
         failure, begun_at = None, self._context.clock()
         if not self._coders.decode(frame.encoded[:size], payload):
-            failure = CorruptRecordError(where, "encoding", codec.name, "something else")
+            failure = CorruptRecordError(where, "encoding", codec.name, "other bytes")
         with self._context.progress:
             self._codec_cost.decoded(self._context.clock() - begun_at, len(payload))
             says_later = self._codec_cost.is_later and not self._has_said_later
@@ -367,11 +369,10 @@ class NvmeIo(TierIo):
 
     def _does_not_fit(self, frame: _Frame, room: int, done: Stored) -> None:
         with self._context.progress:
-            counts = self._context.residency.counts
-            counts["does_not_fit"] += 1
-            is_first = counts["does_not_fit"] == 1
             self._store_frames.append(frame)
-            done(None)
+            done(StoreFailure.DOES_NOT_FIT)
+            counts = self._context.residency.counts
+            is_first = counts[StoreFailure.DOES_NOT_FIT.value] == 1
         self.wake()
         if is_first:
             logger.warning(
@@ -385,7 +386,7 @@ class NvmeIo(TierIo):
         with self._context.progress:
             self._store_frames.append(frame)
             self._disk.set_stored_bytes(header)
-            done(completion.checksum if completion.error is None else None)
+            done(completion.checksum if completion.error is None else StoreFailure.FAILED)
         self.health.note_write(completion.error)
 
     def reset(self) -> DiskReset:

@@ -9,6 +9,7 @@ checksum.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -56,6 +57,8 @@ class StoreThread:
         self._thread = threading.Thread(target=self._run, name="attnstore", daemon=True)
 
     def start(self) -> None:
+        # A thread that comes back from native code while the interpreter ends aborts the process.
+        atexit.register(self.stop, 0.0)
         self._thread.start()
 
     def wake(self) -> None:
@@ -70,6 +73,7 @@ class StoreThread:
 
     def stop(self, grace_s: float) -> None:
         """Write back what is dirty, of most worth first, for up to `grace_s`; then end all."""
+        atexit.unregister(self.stop)
         deadline = time.monotonic() + grace_s
         progress = self._context.progress
         with progress:

@@ -20,12 +20,13 @@ from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.cost import ReadCost
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
+from attnstore_vllm.types import StoreFailure
 
 Loaded = Callable[[AttnStoreError | None, bytes], None]
 """Called with the lock held, once: why the bytes are not those that were stored, or None; and the
 chunk's tokens, which came up with them."""
-Stored = Callable[[bytes | None], None]
-"""Called with the lock held, once: the payload's checksum, or None if it was not written."""
+Stored = Callable[[bytes | StoreFailure], None]
+"""Called with the lock held, once: the payload's checksum, or why it was not written."""
 
 
 IN_FLIGHT_S = 0.25

@@ -12,7 +12,7 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.tier_io import TierIo
-from attnstore_vllm.types import Flow
+from attnstore_vllm.types import Flow, StoreFailure
 
 DIRTY_PART = 8
 """Up to one slot in so many may be dirty while reads go before writes; with more, both go on."""
@@ -61,9 +61,9 @@ class Writer:
             if must_wait:
                 tier.submit()
                 return
-            if not self._budget.take(context.clock(), tier.record_bytes):
-                return
             with context.progress:
+                if not self._budget.take(context.clock(), tier.record_bytes):
+                    return
                 residency = context.residency
                 residency.now = context.clock()
                 chunk = residency.begin_store(tier.tier)
@@ -74,13 +74,15 @@ class Writer:
                 tier.begin_store(chunk, payload, partial(self._finish, chunk, residency.now))
             tier.submit()
 
-    def _finish(self, chunk: Chunk, begun_at: float, checksum: bytes | None) -> None:
+    def _finish(self, chunk: Chunk, begun_at: float, outcome: bytes | StoreFailure) -> None:
         """Locked."""
         context, tier = self._context, self._tier
-        if checksum is not None:
+        if outcome is StoreFailure.DOES_NOT_FIT:
+            self._budget.give_back(tier.record_bytes)  # nothing was sent to the disk
+        elif outcome is not StoreFailure.FAILED:
             now = context.clock()
             tier.write_cost.observe(now - max(begun_at, tier.store_ended_at))
             tier.store_ended_at = now
             context.moved_bytes[Flow.WRITE_BACK] += tier.record_bytes
-        context.residency.finish_store(tier.tier, chunk, checksum)
+        context.residency.finish_store(tier.tier, chunk, outcome)
         context.progress.notify_all()

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The lossless codec, version 1: numbers by their parts. Signs and mantissas are kept as they are;
+// The lossless codec: numbers by their parts. Signs and mantissas are kept as they are;
 // exponents are written by a Huffman code of their own in each block of 64 KiB. So K and V, layers
 // and heads have codes of their own wherever a block holds one of them.
 //
-// An encoded payload is its blocks, one after the other, each as (little-endian):
+// What is encoded is its blocks, one after the other, each as (little-endian):
 //
 //   kind             1 byte: 0 stored, 1, 2, 4 coded as words of so many bytes, 8 filled
 //   stored: the bytes. filled: the one byte that all are

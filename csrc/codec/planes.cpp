@@ -3,8 +3,6 @@
 
 #include <cstring>
 
-#include "codec/per_processor.h"
-
 namespace attnstore::codec {
 
 namespace {
@@ -21,7 +19,6 @@ void put(std::uint8_t* at, Word word) {
   std::memcpy(at, &word, sizeof word);
 }
 
-ATTNSTORE_PER_PROCESSOR
 void split_2(const std::uint8_t* raw, std::size_t num_words, std::uint8_t* __restrict top,
              std::uint8_t* __restrict low) {
   for (std::size_t i = 0; i < num_words; ++i) {
@@ -32,7 +29,6 @@ void split_2(const std::uint8_t* raw, std::size_t num_words, std::uint8_t* __res
   }
 }
 
-ATTNSTORE_PER_PROCESSOR
 void split_4(const std::uint8_t* raw, std::size_t num_words, std::uint8_t* __restrict top,
              std::uint8_t* __restrict low, std::uint8_t* __restrict third) {
   for (std::size_t i = 0; i < num_words; ++i) {
@@ -44,7 +40,6 @@ void split_4(const std::uint8_t* raw, std::size_t num_words, std::uint8_t* __res
   }
 }
 
-ATTNSTORE_PER_PROCESSOR
 void merge_2(const std::uint8_t* top, const std::uint8_t* low, std::size_t count,
              std::uint8_t* __restrict out) {
   for (std::size_t i = 0; i < count; ++i) {
@@ -53,7 +48,6 @@ void merge_2(const std::uint8_t* top, const std::uint8_t* low, std::size_t count
   }
 }
 
-ATTNSTORE_PER_PROCESSOR
 void merge_4(const std::uint8_t* top, const std::uint8_t* low, const std::uint8_t* third,
              std::size_t count, std::uint8_t* __restrict out) {
   for (std::size_t i = 0; i < count; ++i) {

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "codec/per_processor.h"
-
 namespace attnstore::codec {
 
 namespace {
@@ -190,7 +188,6 @@ std::array<Code, 256> assign_codes(const Lengths& lengths) {
   return codes;
 }
 
-ATTNSTORE_PER_PROCESSOR
 std::uint8_t* write_stream(const std::uint8_t* data, std::size_t size,
                            const std::array<Code, 256>& codes, std::uint8_t* out) {
   std::uint64_t window = 0;
@@ -240,7 +237,6 @@ bool make_table(const Lengths& lengths, Table& table) {
   return true;
 }
 
-ATTNSTORE_PER_PROCESSOR
 bool decode_streams(const Table& table, const std::array<Stream, kStreams>& streams) {
   std::array<std::size_t, kStreams> at{};
   std::array<std::size_t, kStreams> done{};

@@ -12,7 +12,7 @@ from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, Dep
 from attnstore_vllm.policy.eviction.lru import LOOK_MAX
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.runs import ENDED_MAX
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, StoreFailure
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 from tests.unit.test_room import CHECKSUM, Tiers
 
@@ -183,7 +183,7 @@ def test_a_disk_that_is_lost_takes_its_pins_along(tiers: Tiers) -> None:
     pin(tiers, written)
     assert len(tiers.nvme.pins) == 0
     assert set(tiers.dram.pins) == {clean.dram.slot, written.dram.slot}
-    tiers.finish_store(tiers.nvme, written, None)
+    tiers.finish_store(tiers.nvme, written, StoreFailure.FAILED)
 
 
 def test_the_chunk_that_takes_a_tails_place_is_pinned_in_its_stead() -> None:

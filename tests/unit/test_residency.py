@@ -13,7 +13,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.residency import SPARE_PRIORITY, Residency
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.runs import Run, Visit, unknown_run
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, StoreFailure
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
@@ -304,7 +304,7 @@ def test_what_would_leave_last_is_written_first(tiers: Checked) -> None:
 def test_a_failed_write_back_leaves_the_chunk_in_dram(tiers: Checked) -> None:
     chunk = tiers.save(name(1))
     tiers.begin_store(tiers.nvme)
-    tiers.finish_store(tiers.nvme, chunk, None)
+    tiers.finish_store(tiers.nvme, chunk, StoreFailure.FAILED)
     assert place(chunk) == (State.READY, State.ABSENT)
     assert chunk.usable
     assert tiers.nvme.num_used == 0
@@ -320,8 +320,8 @@ def test_what_is_being_written_is_not_evicted(tiers: Checked) -> None:
     assert chunk.dram.state is State.READY
 
 
-@pytest.mark.parametrize("checksum", [CHECKSUM, None])
-def test_dropped_while_being_written(tiers: Checked, checksum: bytes | None) -> None:
+@pytest.mark.parametrize("outcome", [CHECKSUM, *StoreFailure])
+def test_dropped_while_being_written(tiers: Checked, outcome: bytes | StoreFailure) -> None:
     chunk = tiers.save(name(1))
     tiers.begin_store(tiers.nvme)
     tiers.drop(chunk)
@@ -333,7 +333,7 @@ def test_dropped_while_being_written(tiers: Checked, checksum: bytes | None) -> 
     tiers.check_integrity()
     again = tiers.save(name(1))
     assert again.dram.slot != chunk.dram.slot
-    tiers.finish_store(tiers.nvme, chunk, checksum)
+    tiers.finish_store(tiers.nvme, chunk, outcome)
     assert place(chunk) == (State.ABSENT, State.ABSENT)
     assert (tiers.dram.num_used, tiers.nvme.num_used) == (1, 0)
 

@@ -15,7 +15,7 @@ from attnstore_vllm.policy.eviction.lru import Lru
 from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.lookahead import LAST
 from attnstore_vllm.policy.runs import ENDED_PRIORITY, Run, unknown_run
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, StoreFailure
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
@@ -182,12 +182,12 @@ def test_what_could_not_be_written_makes_room_and_is_tried_again_when_it_is_used
     chunk = tiers.save(0)
     for _ in range(2):
         assert tiers.begin_store(tiers.nvme) is chunk
-        tiers.finish_store(tiers.nvme, chunk, None)
+        tiers.finish_store(tiers.nvme, chunk, StoreFailure.FAILED)
         assert (tiers.num_dirty, chunk.dram.state) == (0, State.READY)
         tiers.use([chunk])
         assert tiers.num_dirty == 1
     assert tiers.begin_store(tiers.nvme) is chunk
-    tiers.finish_store(tiers.nvme, chunk, None)
+    tiers.finish_store(tiers.nvme, chunk, StoreFailure.FAILED)
     cold = tiers.cold(1)
     for number in range(2, 5):
         tiers.clean(number)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 import numpy as np
 import pytest
@@ -23,8 +23,10 @@ from attnstore_vllm.io.aiofiles_device import AiofilesDevice
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Lossless
+from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.policy import codec_cost
 from attnstore_vllm.policy.codec_cost import SEEN_MIN, CodecCost
+from attnstore_vllm.scheduler.figures import ERROR_EVENTS
 from attnstore_vllm.store.format import (
     PAGE_BYTES,
     Encoding,
@@ -78,13 +80,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts the store on a file in tmp_path; an earlier one there is closed first."""
     rigs: list[Rig] = []
 
-    def start(shape: SegmentHeader = ENCODED, scrub_rate: int | None = None) -> Rig:
+    def start(shape: SegmentHeader = ENCODED, **options: Any) -> Rig:
         for rig in rigs:
             rig.close()
         path = tmp_path / "slab"
         slab = open_slab(path, capacity_for(NUM_RECORDS), shape)
         device, _ = open_device(path, 4, "auto")
-        rigs.append(Rig(device, slab, DRAM_SLOTS, options={"scrub_rate": scrub_rate}))
+        rigs.append(Rig(device, slab, DRAM_SLOTS, options=options))
         rigs[-1].until_idle()
         return rigs[-1]
 
@@ -176,12 +178,21 @@ def test_what_does_not_fit_stays_in_dram(start: Start) -> None:
     rig.until_idle()
     counts = rig.store.figures().counts
     assert counts["does_not_fit"] == 3
-    assert "device_out" not in counts
+    assert counts.keys().isdisjoint(ERROR_EVENTS)
     assert rig.check_read(sequence) == 3
     for number in (2, 3, 4, 5):  # the memory that writes take has come back
         put_all(rig, number)
     assert rig.store.figures().counts["written"] == 12
     assert start().read(sequence) == []
+
+
+def test_what_does_not_fit_costs_no_writes_of_the_day(start: Start) -> None:
+    """The budget is enough for three records."""
+    rig = start(daily_writes=3 * 24 * ENCODED.record_bytes)
+    rig.put_all(sequence_of(tokens_of(1, 40)))  # bytes of all values
+    rig.until(lambda: rig.store.figures().counts.get("does_not_fit", 0) == 3)
+    put_all(rig, 2)
+    assert rig.store.figures().counts["written"] == 3
 
 
 def test_damage_on_the_disk_is_a_miss(start: Start, tmp_path: Path) -> None:
@@ -196,11 +207,59 @@ def test_what_the_codec_does_not_take_is_a_miss(start: Start, tmp_path: Path) ->
     """Its checksums are right; a record of an encoder with a bug."""
     put_all(start(), 1)
     rig = start()
-    damage_payload(tmp_path, rig, 1, b"\5" + bytes(PAGE_BYTES - 1))
+    damage_payload(tmp_path, rig, 1, bytes(CHECKSUM_BYTES) + b"\5" + bytes(PAGE_BYTES - 17))
     again = start()
     assert again.store.figures().counts["recovered"] == 3
     assert check_read(again, 1) == 0
     assert again.store.figures().counts["corrupt"] == 1
+
+
+def turn_a_bit(data: memoryview) -> None:
+    data[len(data) // 2] ^= 1
+
+
+def test_a_decoder_that_makes_another_byte_is_a_miss(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack = Lossless.unpack
+
+    def wrong(codec: Lossless, packed: memoryview, out: memoryview) -> bool:
+        taken = unpack(codec, packed, out)
+        turn_a_bit(out)
+        return taken
+
+    rig = start()
+    cold(rig)
+    monkeypatch.setattr(Lossless, "unpack", wrong)
+    assert check_read(rig, 1) == 0
+    assert rig.store.figures().counts["corrupt"] == 3
+    monkeypatch.undo()
+    assert check_read(rig, 1) == 0, "the chunks are lost"
+
+
+def test_an_encoder_that_makes_another_byte_is_a_miss(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All that is read has the record's checksum, and the codec takes it."""
+    pack = Lossless.pack
+
+    def wrong(codec: Lossless, payload: memoryview, out: memoryview) -> int:
+        other = bytearray(payload)
+        turn_a_bit(memoryview(other))
+        return pack(codec, memoryview(other), out)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Lossless, "pack", wrong)
+        put_all(start(), 1)
+    rig = start()
+    assert rig.store.figures().counts["recovered"] == 3
+    assert main(["verify", str(tmp_path), "--json"]) == EXIT_BAD
+    assert json.loads(capsys.readouterr().out)["bad"] == {"encoding": 3}
+    assert check_read(rig, 1) == 0
+    assert rig.store.figures().counts["corrupt"] == 3
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
@@ -249,7 +308,7 @@ def test_the_command_line_knows_them(
     assert namespace["bytes"] == 3 * ENCODED.record_bytes
     assert main(["inspect", str(tmp_path)]) == EXIT_OK
     assert "codec lossless" in capsys.readouterr().out
-    damage_payload(tmp_path, rig, 1, b"\5" + bytes(PAGE_BYTES - 1))
+    damage_payload(tmp_path, rig, 1, bytes(CHECKSUM_BYTES) + b"\5" + bytes(PAGE_BYTES - 17))
     assert main(["verify", str(tmp_path), "--json"]) == EXIT_BAD
     assert json.loads(capsys.readouterr().out)["bad"] == {"encoding": 1}
 

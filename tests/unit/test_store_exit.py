@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that ends while its store has work in flight ends as any other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnstore_vllm.io.choose import open_device
+from attnstore_vllm.io.codec import CODECS, NONE
+from attnstore_vllm.store.format import Encoding
+from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.pool import SharedPool
+from tests.helpers import GRAIN, SHAPE, names_of, sequence_of, tokens_of
+
+SLOT_BYTES = 4 << 20
+NUM_SLOTS = 24
+
+
+def leave_work_in_flight(path: Path, codec: str, seconds: float) -> None:
+    """What the child does: 21 chunks are to be written when its program ends."""
+    shape = replace(SHAPE, payload_bytes=SLOT_BYTES)
+    if codec != NONE:
+        made = CODECS[codec]
+        encoding = Encoding(codec, made.version, made.room(SLOT_BYTES, "bfloat16"))
+        shape = replace(shape, encoding=encoding)
+    slab = open_slab(path, 64 * shape.record_bytes, shape)
+    device, _ = open_device(path, 8, "auto")
+    pools = [
+        SharedPool(
+            f"attnstore-exit-{path.parent.name}", NUM_SLOTS, SLOT_BYTES, num_ranks=1, member=n
+        )
+        for n in (0, 1)
+    ]
+    pools[0].close()
+    store = Store(pools[1], slab, device, 4, grain=GRAIN)
+    normal = np.random.default_rng(1).standard_normal(SLOT_BYTES // 2, np.float32)
+    payload = (normal.view(np.uint32) >> 16).astype("<u2").tobytes()
+    for number in range(7):
+        for name in names_of(sequence_of(tokens_of(number, 40))):
+            chunk = store.begin_save(name)
+            assert chunk is not None
+            pools[1].slot(chunk.dram.slot)[:] = payload
+            store.finish_saves([chunk])
+    time.sleep(seconds)
+
+
+def end(tmp_path: Path, codec: str, times: int) -> None:
+    for number in range(times):
+        path = tmp_path / f"slab{number}"
+        call = f"leave_work_in_flight(Path({str(path)!r}), {codec!r}, {number % 10 / 500})"
+        code = f"from pathlib import Path; from {__name__} import leave_work_in_flight; {call}"
+        child = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+        path.unlink()
+
+
+@pytest.mark.parametrize("codec", [NONE, *CODECS])
+def test_a_process_ends_beside_work_in_flight(tmp_path: Path, codec: str) -> None:
+    end(tmp_path, codec, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("codec", [NONE, *CODECS])
+def test_it_does_so_every_time(tmp_path: Path, codec: str) -> None:
+    end(tmp_path, codec, 20)
