@@ -328,6 +328,16 @@ def test_a_creator_that_never_gets_ready_is_not_waited_for_for_ever(
             member(name, 0)
 
 
+def test_a_larger_pool_may_take_longer(new_name: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "OPEN_DEADLINE_S", 0.0)
+    monkeypatch.setattr(pool_module, "OPEN_DEADLINE_S_A_GIB", 1000.0)
+    name = new_name()
+    with (SHM_DIR / name).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with pytest.raises(ConfigError, match="within 1 s"):
+            member(name, 0)  # of a thousandth of a GiB
+
+
 # ---- files ------------------------------------------------------------------------------
 
 
