@@ -80,13 +80,15 @@ def parts_of(geometry: Geometry, num_slots: int) -> tuple[int, str]:
     All members come to the same answer.
     """
     parts = geometry.num_ranks // geometry.replicas
-    if parts > 1 and geometry.rank_bytes % mmap.PAGESIZE:
+    if parts == 1:
+        return 1, ""
+    if geometry.rank_bytes % mmap.PAGESIZE:
         return 1, f"a rank's part of a slot, {geometry.rank_bytes} bytes, is not whole pages"
-    may_have = int(MAX_MAP_COUNT.read_text()) - MAPPINGS_SPARE
-    if parts > 1 and parts * num_slots > may_have:
+    wanted = parts * num_slots + MAPPINGS_SPARE
+    if wanted > int(MAX_MAP_COUNT.read_text()):
         return 1, (
             f"{num_slots} slots of {parts} ranks are more mappings than a process may have; "
-            f"sysctl -w vm.max_map_count={parts * num_slots + MAPPINGS_SPARE} allows them"
+            f"sysctl -w vm.max_map_count={wanted} allows them"
         )
     return parts, ""
 
