@@ -46,6 +46,7 @@ from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
+from attnstore_vllm.transfer.pool_files import parts_of
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ def _open_pool(
     assert transfer is not None
     assert transfer.engine_id is not None
     name = pool_name(transfer.engine_id, config.nvme.path)
+    num_parts, why_one = parts_of(geometry, num_slots)
+    if why_one and member == geometry.num_ranks:
+        logger.warning("each rank maps and page-locks the parts of all ranks: %s", why_one)
     return SharedPool(
         name,
         num_slots,
@@ -124,17 +128,19 @@ def _open_pool(
         num_ranks=geometry.num_ranks,
         member=member,
         near=near,
+        num_parts=num_parts,
     )
 
 
-def _gpu_nodes(num_ranks: int) -> list[int]:
-    """NUMA nodes of the engine's GPUs; empty where there are none or one is not known."""
+def gpu_nodes(rank: int, num_ranks: int) -> list[int]:
+    """The NUMA node of each rank's GPU; empty where there are none or one is not known."""
     if not torch.cuda.is_available():
         return []
-    # A rank does not know which GPUs the others have: all that it sees, where it is not alone.
-    devices = range(torch.cuda.device_count()) if num_ranks > 1 else [torch.cuda.current_device()]
+    first = torch.cuda.current_device() - rank  # vLLM gives ranks GPUs in their order
+    if first < 0 or first + num_ranks > torch.cuda.device_count():
+        return []
     nodes = []
-    for device in devices:
+    for device in range(first, first + num_ranks):
         p = torch.cuda.get_device_properties(device)
         node = gpu_numa_node(f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
         if node is None:
@@ -172,7 +178,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         )
 
     return Worker(
-        _open_pool(vllm_config, config, geometry, member=rank, near=_gpu_nodes(geometry.num_ranks)),
+        _open_pool(vllm_config, config, geometry, rank, gpu_nodes(rank, geometry.num_ranks)),
         rank,
         geometry,
         kv_cache_config.num_blocks,

@@ -209,29 +209,32 @@ class Worker:
                     f"{self.geometry.page_bytes}, and only whole pages can be moved"
                 )
 
+    def place(self) -> tuple[int, int, int, Geometry]:
+        """The slots, as a CopyEngine of this rank takes them: address, slots, rank and shapes."""
+        pool = self.pool
+        if pool.num_parts == 1:
+            return pool.address, pool.num_slots, self.rank, self.geometry
+        return pool.address, pool.num_slots, 0, self.geometry.of_a_part()
+
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
-        pool, geometry = self.pool, self.geometry
-        saves = geometry.saves(self.rank)
+        saves = self.geometry.saves(self.rank)
         if device.type == "cuda":
             from attnstore_vllm.transfer.cuda_engine import CudaEngine  # noqa: PLC0415
 
             device_bytes = torch.cuda.get_device_properties(device).total_memory
-            num_rows = self._write_buffer_bytes(device_bytes) // geometry.block_bytes
+            num_rows = self._write_buffer_bytes(device_bytes) // self.geometry.block_bytes
             engine: CopyEngine = CudaEngine(
-                pool.address,
-                pool.num_slots,
-                self.rank,
-                geometry,
+                *self.place(),
                 layouts,
                 device,
                 num_rows=num_rows if saves else 0,
                 rotations=self._turns,
-                borders=pool.borders(),
+                borders=self.pool.borders(),
             )
             return engine if saves else LoadsOnly(engine, num_rows)
         if device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {device}")
-        engine = CpuEngine(pool.address, pool.num_slots, self.rank, geometry, layouts, self._turns)
+        engine = CpuEngine(*self.place(), layouts, self._turns)
         return engine if saves else LoadsOnly(engine, 0)
 
     # ---- a step ------------------------------------------------------------------------

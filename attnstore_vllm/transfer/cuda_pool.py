@@ -22,7 +22,7 @@ SLOTS_MIN = 2
 DEADLINE_S = 120.0
 """How long page-locking may take, and for each GiB of it: drivers take about 0.1 s."""
 DEADLINE_S_A_GIB = 1.0
-_WORTH_SAYING_BYTES = 16 << 30
+WORTH_SAYING_BYTES = 16 << 30
 """Size from which on progress is logged: it takes seconds."""
 _CAUSES = {
     "CUDA_ERROR_OUT_OF_MEMORY": (
@@ -104,7 +104,7 @@ class LockedPool:
                     return _meaning(error)
                 continue
             self.num_slots = end
-            if total >= _WORTH_SAYING_BYTES:
+            if total >= WORTH_SAYING_BYTES:
                 locked = format_size(end * self._slot_bytes)
                 logger.info("page-locked %s of %s for the GPU", locked, format_size(total))
         return ""

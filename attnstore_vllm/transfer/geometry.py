@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 SLOT_ALIGNMENT_BYTES = 4096
@@ -129,6 +129,10 @@ class Geometry:
     def layer_bytes(self) -> int:
         """A region's part of a chunk, where all are equal."""
         return self.blocks_per_chunk * self.page_bytes
+
+    def of_a_part(self) -> Geometry:
+        """The shapes to a rank whose part of the slots lies apart: it is the only one there."""
+        return replace(self, num_ranks=1, replicas=1)
 
     def part_at(self, rank: int) -> int:
         """Where a rank's part begins in a slot."""

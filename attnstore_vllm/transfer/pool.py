@@ -4,13 +4,13 @@
     0              control page: magic, size, one byte a member that has mapped the region
     64 KiB         one page a rank: what its KV tensors look like (JSON), written before the
                    scheduler side reads it
-    1 MiB          slots
+    1 MiB          slots: of a rank, its own part of each, where parts lie apart
 
 Whoever comes first creates it, under a name derived from the engine's id and the directory of
-its store. A large one is several files (transfer/pool_files.py). The first has the name itself: it
-is made first and removed last. The names go as soon as all members have mapped them, or with their
-creator, however that leaves Python. What a kill leaves behind the next start removes
-(transfer/region.py).
+its store. A large one is several files, and one whose ranks have parts of their own
+(transfer/pool_files.py). The first has the name itself: it is made first and removed last. The
+names go as soon as all members have mapped them, or with their creator, however that leaves
+Python. What a kill leaves behind the next start removes (transfer/region.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,14 @@ from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.preflight import SHM_DIR, lacks_memory, shared_memory
 from attnstore_vllm.transfer import region
-from attnstore_vllm.transfer.pool_files import cut, map_side_by_side
+from attnstore_vllm.transfer.pool_files import cut, map_side_by_side, stretches_of
 from attnstore_vllm.transfer.pool_memory import allocate
 
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"ATTNPOOL"
-_CONTROL = struct.Struct("<8sQ")
+_CONTROL = struct.Struct("<8sQQ")
+"""Magic, the region's bytes, parts that lie apart."""
 _MEMBERS_AT = 64
 _RANKS_AT = 64 * 1024
 _RANK_BYTES = 4096
@@ -72,7 +72,9 @@ class SharedPool:
         num_ranks: members 0..num_ranks-1 are the ranks, member num_ranks the scheduler side.
         member: which of them this is.
         near: the NUMA node of each rank's GPU, if all are known (pool_memory.gpu_numa_node()).
-            Who creates the region takes its memory there.
+            Who creates the region takes each part's memory there.
+        num_parts: of the slots, that lie apart (pool_files.parts_of()), the same in all members.
+            A rank maps its own part alone: that is what slots and their bytes mean to it then.
 
     Lifetime: `buffer` and every view of it are valid until close().
     Raises: ConfigError if the machine has less shared memory than that, or if another start
@@ -88,16 +90,22 @@ class SharedPool:
         num_ranks: int,
         member: int,
         near: Sequence[int] = (),
+        num_parts: int = 1,
     ) -> None:
         assert 0 < num_ranks <= RANKS_MAX
         assert 0 <= member <= num_ranks
+        assert num_ranks % num_parts == slot_bytes % num_parts == 0
         self.num_slots = num_slots
-        self.slot_bytes = slot_bytes
+        self.num_parts = num_parts
         self._size_bytes = SLOTS_AT + num_slots * slot_bytes
         self._path = SHM_DIR / name
-        self._files = cut(SLOTS_AT, num_slots, slot_bytes)
+        self._files = cut(SLOTS_AT, num_slots, slot_bytes // num_parts, num_parts)
+        part = None if num_parts == 1 or member == num_ranks else member * num_parts // num_ranks
+        self._part = part
+        self.slot_bytes = slot_bytes if part is None else slot_bytes // num_parts
         self._leave: list[Callable[[], Any]] = []
-        self.buffer = map_side_by_side(self._create_or_open(near), self._files)
+        fds = self._create_or_open(near)
+        self.buffer = map_side_by_side(fds, list(stretches_of(self._files, SLOTS_AT, part)))
         self._join(num_ranks, member)
 
     @property
@@ -112,12 +120,12 @@ class SharedPool:
         return [self._path, *(self._path.with_name(f"{self._path.name}.{i}") for i in later)]
 
     def borders(self) -> list[int]:
-        """The first slot of each file but the first."""
-        ends = accumulate(file.num_bytes for file in self._files)
-        return [(end - SLOTS_AT) // self.slot_bytes for end in ends][:-1]
+        """The first slot of each file but the first, of what this member maps."""
+        part = self._part or 0
+        return [file.first_slot for file in self._files if file.part == part][1:]
 
     def slot(self, slot: int) -> memoryview:
-        """The bytes of one slot, writable."""
+        """The bytes of one slot, or of this rank's part of it, writable."""
         assert 0 <= slot < self.num_slots
         start = SLOTS_AT + slot * self.slot_bytes
         return self.buffer[start : start + self.slot_bytes]
@@ -202,8 +210,13 @@ class SharedPool:
             region.sweep(SHM_DIR)
             for path in later:
                 fds.append(self._hold(region.create_anew(path), path, is_creator=True))
-            sizes = (file.file_bytes for file in self._files)
-            allocate(list(zip(fds, sizes, strict=True)), near)
+            of_a_part = len(near) // self.num_parts
+            allocate(
+                [
+                    (fd, file.file_bytes, near[file.part * of_a_part :][:of_a_part])
+                    for fd, file in zip(fds, self._files, strict=True)
+                ]
+            )
         except FileExistsError as error:
             self._give_up()
             raise ConfigError(f"{error}; {_ANOTHER_START}") from error
@@ -215,7 +228,7 @@ class SharedPool:
                 f"dram asks for {format_size(size)} of shared memory, which the machine does not "
                 f"have now ({error}): {why}"
             ) from error
-        os.pwrite(first, _CONTROL.pack(_MAGIC, self._size_bytes), 0)
+        os.pwrite(first, _CONTROL.pack(_MAGIC, *self._shape()), 0)
         return fds
 
     def _give_up(self) -> None:
@@ -229,10 +242,10 @@ class SharedPool:
             if region.remove_if_dead(fd, self._path):
                 os.close(fd)
                 return False
-            size = _size_if_ready(fd)
-            if size:
+            shape = _shape_if_ready(fd)
+            if shape:
                 if region.lock(fd):
-                    assert size == self._size_bytes, "members disagree about the pool's size"
+                    assert shape == self._shape(), "members disagree about the pool's size or parts"
                     return True
                 os.close(fd)
                 return False
@@ -242,6 +255,9 @@ class SharedPool:
             f"{self._path} was not made ready within {deadline_s:.0f} s by the process that "
             "created it; its log says why"
         )
+
+    def _shape(self) -> tuple[int, int]:
+        return self._size_bytes, self.num_parts
 
     def _join(self, num_ranks: int, member: int) -> None:
         if self.buffer[_MEMBERS_AT + member]:
@@ -253,8 +269,8 @@ class SharedPool:
                 path.unlink(missing_ok=True)
 
 
-def _size_if_ready(fd: int) -> int:
-    """The region's bytes, or 0 if its creator has not allocated it yet."""
+def _shape_if_ready(fd: int) -> tuple[int, int] | None:
+    """The region's bytes and parts, or None if its creator has not allocated it yet."""
     raw = os.pread(fd, _CONTROL.size, 0)
-    magic, size = _CONTROL.unpack(raw.ljust(_CONTROL.size, b"\0"))
-    return int(size) if magic == _MAGIC else 0
+    magic, num_bytes, num_parts = _CONTROL.unpack(raw.ljust(_CONTROL.size, b"\0"))
+    return (num_bytes, num_parts) if magic == _MAGIC else None

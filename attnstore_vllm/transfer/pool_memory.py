@@ -68,16 +68,16 @@ class NumaPolicy:
     nodes: tuple[int, ...]
 
 
-def allocate(files: Sequence[tuple[int, int]], near: Sequence[int]) -> None:
+def allocate(files: Sequence[tuple[int, int, Sequence[int]]]) -> None:
     """Back all of the new, empty files with memory, on as many threads as there are processors.
     What was done is logged.
 
     Args:
-        files: the descriptor and the bytes of each; all in one tmpfs.
-        near: the NUMA node of each rank's GPU, empty if that is not known.
+        files: the descriptor and the bytes of each, and the NUMA nodes of the GPUs that it should
+            be near, none if they are not known; all in one tmpfs.
     Raises: OSError if there is not so much. Without huge pages or NUMA it goes on.
     """
-    size_bytes = sum(num_bytes for _, num_bytes in files)
+    size_bytes = sum(num_bytes for _, num_bytes, _ in files)
     size = format_size(size_bytes)
     stat = os.fstatvfs(files[0][0])
     if stat.f_blocks and stat.f_bavail * stat.f_frsize < size_bytes:
@@ -86,10 +86,15 @@ def allocate(files: Sequence[tuple[int, int]], near: Sequence[int]) -> None:
     if size_bytes >= _WORTH_SAYING_BYTES:
         logger.info("allocating %s of shared memory on %d threads", size, num_threads)
     allowed = _huge_pages_of(files[0][0])
-    policy = numa_policy(_nodes_with_memory(), near)
+    nodes = _nodes_with_memory()
+
+    def back(file: tuple[int, int, Sequence[int]]) -> str:
+        fd, num_bytes, near = file
+        return _back(fd, num_bytes, allowed, numa_policy(nodes, near))
+
     with ThreadPoolExecutor(num_threads, "attnstore-allocate") as threads:
-        told = list(threads.map(lambda file: _back(file[0], file[1], allowed, policy), files))
-    logger.info("allocated %s of shared memory: %s%s", size, allowed.value, told[0])
+        told = "".join(dict.fromkeys(threads.map(back, files)))
+    logger.info("allocated %s of shared memory: %s%s", size, allowed.value, told)
 
 
 def _back(fd: int, num_bytes: int, allowed: HugePages, policy: NumaPolicy | None) -> str:
@@ -182,14 +187,14 @@ def gpu_numa_node(pci_bus_id: str) -> int | None:
 
 
 def numa_policy(nodes_with_memory: Sequence[int], gpu_nodes: Sequence[int]) -> NumaPolicy | None:
-    """Where the pool's memory should be; None: wherever the kernel puts it.
+    """Where memory of the pool should be; None: wherever the kernel puts it.
 
-    On the node of all GPUs, or over the nodes of the GPUs, since a slot holds the chunk's bytes
-    of all ranks. Neither is strict: where a node is full, its neighbours help out.
+    On the node of its GPUs, or over their nodes where ranks share a part. Neither is strict: where
+    a node is full, its neighbours help out.
 
     Args:
         nodes_with_memory: those that this process may take memory from.
-        gpu_nodes: of each rank's GPU; negative: not known.
+        gpu_nodes: of the GPUs that copy from it; negative: not known.
     """
     if len(nodes_with_memory) < 2 or not gpu_nodes or min(gpu_nodes) < 0:
         return None

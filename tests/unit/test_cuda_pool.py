@@ -9,6 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 
+from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer import cuda_pool
 from attnstore_vllm.transfer.pool import SharedPool
@@ -85,6 +86,20 @@ def test_page_locking_ends_when_its_time_is_over(
     rig = CudaRig(locks_two_slots)
     assert rig.cuda.num_slots == 2 and "may take 120 s" in caplog.text
     rig.engine.close()
+
+
+def test_progress_is_logged_where_it_takes_seconds(
+    locks_two_slots: FakeGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "attnstore_vllm.transfer.cuda_pool")
+    size = SLOTS * slot_bytes()
+    for worth_saying, lines in ((size + 1, 0), (size, -(-SLOTS // 2))):
+        monkeypatch.setattr(cuda_pool, "WORTH_SAYING_BYTES", worth_saying)
+        CudaRig(locks_two_slots).engine.close()
+        assert len([line for line in caplog.messages if "page-locked" in line]) == lines
+    total = format_size(size)
+    assert f"page-locked {format_size(2 * slot_bytes())} of {total} for the GPU" in caplog.messages
+    assert f"page-locked {total} of {total} for the GPU" in caplog.messages
 
 
 def test_slots_that_are_not_kept_are_none() -> None:

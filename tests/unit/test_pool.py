@@ -328,23 +328,38 @@ def test_a_creator_that_never_gets_ready_is_not_waited_for_for_ever(
             member(name, 0)
 
 
+def test_a_larger_pool_may_take_longer(new_name: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "OPEN_DEADLINE_S", 0.0)
+    monkeypatch.setattr(pool_module, "OPEN_DEADLINE_S_A_GIB", 1000.0)
+    name = new_name()
+    with (SHM_DIR / name).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with pytest.raises(ConfigError, match="within 1 s"):
+            member(name, 0)  # of a thousandth of a GiB
+
+
 # ---- files ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slot_bytes", [4096, 20480, 1 << 20])
 @pytest.mark.parametrize("num_slots", [1, 5, 40])
+@pytest.mark.parametrize("num_parts", [1, 3])
 def test_files_hold_whole_slots_and_huge_pages_fit(
-    num_slots: int, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+    num_parts: int, num_slots: int, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_files, "FILE_MIN_BYTES", slot_bytes)
-    found = pool_files.cut(SLOTS_AT, num_slots, slot_bytes)
-    assert len(found) == min(num_slots, pool_files.FILES_MAX)
-    assert sum(file.num_bytes for file in found) == SLOTS_AT + num_slots * slot_bytes
-    at = 0
-    for file in found:
-        assert at == 0 or (at - SLOTS_AT) % slot_bytes == 0
-        assert (at - file.skipped_bytes) % pool_files.HUGE_BYTES == 0
-        at += file.num_bytes
+    found = pool_files.cut(SLOTS_AT, num_slots, slot_bytes, num_parts)
+    assert len(found) == num_parts * min(num_slots, pool_files.FILES_MAX // num_parts)
+    for part in range(num_parts):
+        control, *pieces = pool_files.stretches_of(found, SLOTS_AT, part)
+        assert control == (0, 0, SLOTS_AT), "whose part it is, the control page is the first file's"
+        assert sum(piece.num_bytes for piece in pieces) == num_slots * slot_bytes
+        at = SLOTS_AT
+        for piece in pieces:
+            assert found[piece.file].part == part
+            assert (at - SLOTS_AT) % slot_bytes == 0
+            assert (at - piece.at) % pool_files.HUGE_BYTES == 0
+            at += piece.num_bytes
 
 
 def test_a_pool_below_two_gib_is_one_file(new_name: Names, file_min_bytes: int) -> None:

@@ -12,6 +12,7 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -57,6 +58,7 @@ def test_the_mount_decides(shmem_enabled: str, mount_options: str, expected: Hug
 POOL_IN_A_MOUNT = """
 import sys
 from pathlib import Path
+from threading import Barrier
 from attnstore_vllm.transfer import pool as pool_module
 pool_module.SHM_DIR = Path(sys.argv[1])
 members = [
@@ -100,6 +102,21 @@ def test_pools_in_a_tmpfs_that_allows_huge_pages_have_them(tmp_path: Path, allow
         assert int(found.stdout) == 0
     else:  # of both members; a machine without free huge pages has fewer
         assert int(found.stdout) > 0
+
+
+def test_files_are_allocated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Barrier(2, timeout=30)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+    def meet(*_: object) -> None:
+        both.wait()
+
+    monkeypatch.setattr(pool_memory, "numa_policy", meet)
+    fds = [os.memfd_create("attnstore-test") for _ in range(2)]
+    pool_memory.allocate([(fd, SIZE, ()) for fd in fds])
+    assert [os.fstat(fd).st_size for fd in fds] == [SIZE, SIZE]
+    for fd in fds:
+        os.close(fd)
 
 
 # ---- NUMA ----------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool, pool_name
+from attnstore_vllm.transfer.pool_files import parts_of
 from tests.vllm.queues import check_queue
 from tests.vllm.scripted_worker import (
     BLOCK,
@@ -91,6 +92,7 @@ class ScriptedEngine:
                 geometry.slot_bytes,
                 num_ranks=num_ranks,
                 member=rank,
+                num_parts=parts_of(geometry, limits.dram_slots)[0],
             )
             worker = self.worker_type(pool, geometry, num_blocks, seed, make_engine, rank)
             self.workers.append(worker)

@@ -39,7 +39,7 @@ REFUSED = 999_999
 """Sampled behind a load that has failed: no request may have it."""
 VOCAB = 50
 Kv = npt.NDArray[np.uint8]
-MakeEngine = Callable[[SharedPool, int, Geometry, list[LayerLayout]], CopyEngine]
+MakeEngine = Callable[[tuple[int, int, int, Geometry], list[LayerLayout]], CopyEngine]
 """Of the pool, the rank, the slots' shape and the layers."""
 
 
@@ -115,7 +115,7 @@ class _Worker(Worker):
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
         if self.make is None:
             return super()._make_engine(device, layouts)
-        return self.make(self.pool, self.rank, self.geometry, layouts)
+        return self.make(self.place(), layouts)
 
 
 class ScriptedWorker:

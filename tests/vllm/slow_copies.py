@@ -62,7 +62,7 @@ def _make_engine(worker: Worker, device: torch.device, layouts: list[LayerLayout
     geometry = worker.geometry
     loads, saves = ThrottledStream(math.inf), ThrottledStream(math.inf)
     engine = MemoryEngine(
-        worker.pool.address, worker.pool.num_slots, worker.rank, geometry, layouts,
+        *worker.place(), layouts,
         loads=loads, saves=saves,
         num_rows=worker._write_buffer_bytes(HBM_BYTES)
         // (geometry.num_layers * geometry.page_bytes),

@@ -24,7 +24,6 @@ from attnstore_vllm.testing.copy_streams import StreamPiece
 from attnstore_vllm.testing.memory_engine import MemoryEngine, SteppedStream
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
-from attnstore_vllm.transfer.pool import SharedPool
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, VOCAB
 
@@ -121,16 +120,13 @@ class SteppedEngine(ScriptedEngine):
         self.ours.take_stats = keep_stats
 
     def _make_engine(
-        self, pool: SharedPool, rank: int, geometry: Geometry, layouts: list[LayerLayout]
+        self, place: tuple[int, int, int, Geometry], layouts: list[LayerLayout]
     ) -> MemoryEngine:
         loads, saves = Copies(), Copies()
         self.loads.append(loads)
         self.saves.append(saves)
         return MemoryEngine(
-            pool.address,
-            pool.num_slots,
-            rank,
-            geometry,
+            *place,
             layouts,
             loads=loads,
             saves=saves,

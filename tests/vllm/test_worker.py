@@ -144,7 +144,7 @@ class Heard:
 class NoPool:
     """A pool of which nothing is copied."""
 
-    address, num_slots = 0, 2
+    address, num_slots, num_parts = 0, 2, 1
 
     def publish(self, rank: int, text: str) -> None:
         """Nobody reads it."""
