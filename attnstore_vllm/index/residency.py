@@ -223,7 +223,7 @@ class Residency:
                 self.counts["dropped"] += 1
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
-        chunk.is_alone = is_alone  # an entry on NVMe does not know it
+        chunk.is_alone = is_alone  # a record of an early release does not say it
         if chunk.run.lease is not None:
             chunk.run.lease.use(self.now)
         self.dram.give(chunk, State.SAVING)

@@ -192,11 +192,13 @@ def conversation_with_room(engine: Engine) -> list[Check]:
 
 def branches(engine: Engine, shared: int) -> list[Check]:
     """Three prompts, one after the other, that have so many tokens in common."""
+    return [load(engine, f"branch {n}", branch_of(n, shared, PROMPT)) for n in range(3)]
+
+
+def branch_of(number: int, shared: int, length: int) -> list[int]:
+    """One of the prompts of `length` tokens that have the first `shared` in common."""
     common = random_tokens(("shared", shared), shared)
-    return [
-        load(engine, f"branch {n}", [*common, *random_tokens(("own", shared, n), PROMPT - shared)])
-        for n in range(3)
-    ]
+    return [*common, *random_tokens(("own", shared, number), length - shared)]
 
 
 def around(edges: Sequence[int]) -> list[int]:
@@ -312,14 +314,24 @@ def leave(engine: Engine) -> Answer:
     return compute(engine, prompt, PROMPT - 1)
 
 
-def find(engine: Engine, reference: Answer) -> list[Check]:
-    """leave()'s prompt, after a restart: it is on NVMe only."""
-    prompt = random_tokens("restart", PROMPT)
+def leave_branches(engine: Engine, shared: int, length: int, found: int) -> Answer:
+    """Three prompts that part after `shared` tokens, kept; returns what a fourth one computes that
+    goes on from `found`."""
+    for n in range(3):
+        forget(engine)
+        engine.ask(branch_of(n, shared, length), max_tokens=1)
+    engine.settle()
+    return compute(engine, branch_of(3, shared, length), found)
+
+
+def find(engine: Engine, reference: Answer, prompt: list[int] | None = None) -> list[Check]:
+    """leave()'s prompt, or another one, after a restart: what there is of it is on NVMe only."""
+    prompt = prompt or random_tokens("restart", PROMPT)
     engine.llm.collective_rpc(fill_kv, args=(GARBAGE,))
     engine.loaded()
     got = engine.ask(prompt, max_tokens=ANSWER)
     assert engine.loaded() == {"dram": 0, "nvme": got.cached_tokens}
-    return [Check("restart", PROMPT, reference, got)]
+    return [Check("restart", len(prompt), reference, got)]
 
 
 def num_groups(engine: Engine) -> int:

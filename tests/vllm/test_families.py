@@ -342,3 +342,18 @@ def test_where_prompts_part_a_state_is_kept(
     check_answers(found, SAME_SPLIT if name == "qwen3_next" else engine.call(checks.limit))
     nearest = checks.BRANCH // BLOCK_OF[name] * BLOCK_OF[name]
     assert [check.found for check in found] == [0, first, nearest]
+
+
+@pytest.mark.long
+def test_a_state_where_prompts_part_is_found_after_a_restart(
+    start_engine: StartEngine, models: Path, tmp_path: Path
+) -> None:
+    """Another state, at the end of each prompt, is in the same chunk, which is longer."""
+    shared, length, parts = 1_500, 1_600, 1_500 // 128 * 128
+    how = options("lfm2", models, store=tmp_path / "store")
+    left = start_engine(**how)
+    limit = left.call(checks.limit)
+    reference = left.call(checks.leave_branches, shared, length, parts)
+    prompt = checks.branch_of(3, shared, length)
+    check_answers(found := start_engine(**how).call(checks.find, reference, prompt), limit)
+    assert found[0].found == parts
