@@ -141,6 +141,12 @@ class Residency:
         """Whether it is found, and one conversation alone has used it."""
         return not chunk.dropped and not self.run_of(chunk).is_shared
 
+    def own(self, *, spares: bool) -> Callable[[Chunk], bool]:
+        """is_own(), of what is worth little only with `spares`."""
+        return lambda chunk: (
+            self.is_own(chunk) and (spares or self.run_of(chunk).priority != SPARE_PRIORITY)
+        )
+
     def lower(self, chunks: Sequence[Chunk]) -> None:
         """Let these leave before most that is as old. One conversation has used all of them."""
         if chunks:
