@@ -283,6 +283,27 @@ def preempted(engine: Engine) -> list[Check]:
     return [Check("preempted", PROMPT, compute(engine, prompt, PROMPT - 1), got)]
 
 
+def aborted(engine: Engine) -> list[Check]:
+    """Given up amid the prompt, and amid the answer; then what that has left is used."""
+    usual = engine.scheduler.max_num_scheduled_tokens
+    engine.scheduler.max_num_scheduled_tokens = 512
+    try:
+        prompt = random_tokens("aborted prompt", PROMPT)
+        number = engine.submit(prompt, max_tokens=ANSWER)
+        engine.wait_for(lambda: engine.request(number).num_computed_tokens >= 1_024, engine.step)
+        engine.abort(number)
+    finally:
+        engine.scheduler.max_num_scheduled_tokens = usual
+    found = [load(engine, "prompt given up", prompt)]
+    prompt = random_tokens("aborted answer", PROMPT)
+    number = engine.submit(prompt, max_tokens=ANSWER)
+    engine.wait_for(lambda: len(_tokens(engine, number)) >= ANSWER // 2, engine.step)
+    said = list(engine.request(number).all_token_ids)
+    engine.abort(number)
+    turn = [*said, *random_tokens("behind what was given up", NEW)]
+    return [*found, load(engine, "answer given up", turn)]
+
+
 def _tokens(engine: Engine, number: str) -> tuple[int, ...]:
     found = engine.answers(number)
     return found[0].tokens if found else ()
