@@ -16,6 +16,8 @@ with it, the next turn; with the store vLLM's own cache is emptied before each. 
     silent   nothing came from it, and the log does not say why: a bug of ours
 
 --only runs these and keeps what the file says of others. --docs writes docs/models.md from it.
+Each result is written as it comes, with its commit: --resume goes on with a sweep that was stopped.
+The whole of it takes half an hour where nothing else runs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -65,19 +67,33 @@ ERROR: Final = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception)\b.*)$", re.MULTIL
 Result = dict[str, Any]
 
 
-def sweep(names: Sequence[str], models: Path, known: dict[str, Result]) -> dict[str, Result]:
-    """Results by family, in order; what is `known` of others is kept."""
-    found = dict(known)
+def left_to_do(names: Sequence[str], known: Mapping[str, Result], commit: str) -> list[str]:
+    """Those without a result that was found at this commit, of which the first digits do."""
+    return [n for n in names if not str(known.get(n, {}).get("commit", "")).startswith(commit)]
+
+
+def sweep(
+    names: Sequence[str], models: Path, known: Mapping[str, Result]
+) -> Iterator[dict[str, Result]]:
+    """After each family, all results in the order of the page: found now or known before."""
+    found, order, commit = dict(known), [*FAMILIES, *registry.others()], machine()["commit"]
     bar = tqdm(names, unit="family")
     for name in bar:
         bar.set_description(name)
         began = time.monotonic()
         found[name] = try_family(name, models)
         found[name]["seconds"] = round(time.monotonic() - began, 1)
+        found[name]["commit"] = commit
         bar.write(f"{name}: {found[name]['outcome']}  {found[name].get('why', '')}", sys.stdout)
         sys.stdout.flush()
-    order = [*FAMILIES, *registry.others()]
-    return {name: found[name] for name in order if name in found}
+        yield {name: found[name] for name in order if name in found}
+
+
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """All at once: what is stopped meanwhile leaves what was there."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(path)
 
 
 def try_family(name: str, models: Path) -> Result:
@@ -159,7 +175,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     parser.add_argument("--families", action="store_true", help="not the rest of the registry")
-    parser.add_argument("--missing", action="store_true", help="only those not in the file yet")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=machine()["commit"],
+        metavar="COMMIT",
+        help="only those without a result of this commit in the file (default: HEAD)",
+    )
     parser.add_argument("--json", type=Path, default=ROOT / "results" / "families.json")
     parser.add_argument("--models", type=Path, default=ROOT / ".cache" / "families")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md, run nothing")
@@ -170,13 +192,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         families = [name for name in FAMILIES if name not in DRAFTS]
         everything = families if args.families else [*families, *registry.others()]
         names = list(args.only or (QUICK if args.quick else everything))
-        if args.missing:
-            names = [name for name in names if name not in known]
-        found = known
-        for name in names:  # each is written as it comes: a long sweep may be interrupted
-            found = sweep([name], args.models, found)
+        if args.resume:
+            names = left_to_do(names, known, args.resume)
+        for found in sweep(names, args.models, known):
             before = {"machine": machine(), "families": found}
-            args.json.write_text(json.dumps(before, indent=1) + "\n")
+            write(args.json, before)
     text = render(before["families"])
     print(text)
     if args.docs:

@@ -11,8 +11,8 @@ A slot, by its state:
 
 Recovery enters what it found a batch of header pages at a time. Left out, with their slots still
 free, are records whose chunk is known to this process or from a newer record, and tails of which
-another record holds all tokens. Of the latter some stay, whose longer chunk came in an earlier
-batch: they cost a slot each until they are evicted.
+another record holds all tokens, unless they are states. Of those tails some stay, whose longer
+chunk came in an earlier batch: they cost a slot each until they are evicted.
 """
 
 from __future__ import annotations

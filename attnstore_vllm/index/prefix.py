@@ -296,9 +296,10 @@ class PrefixIndex:
         """The object of an entry that is in use."""
         chunk = self._live.get(entry)
         if chunk is None:
-            *_, slot, checksum = record = self.entries.record(entry)
+            *_, is_alone, slot, checksum = record = self.entries.record(entry)
             at_rest = {NVME: InTier(State.READY, slot, checksum)} if slot >= 0 else {}
-            chunk = Chunk(ChunkName(*record[:6], b""), behind=at_rest, entry=entry)
+            name = ChunkName(*record[:6], b"")
+            chunk = Chunk(name, behind=at_rest, is_alone=is_alone, entry=entry)
             self._live[entry] = chunk
         return chunk
 
@@ -319,7 +320,13 @@ class PrefixIndex:
         assert chunk.entry < 0
         assert len(name.tokens) == name.num_tokens * TOKEN_BYTES
         chunk.entry = self.entries.add(
-            name.key, name.parent, name.extra, name.tenant, name.position, name.tokens
+            name.key,
+            name.parent,
+            name.extra,
+            name.tenant,
+            name.position,
+            name.tokens,
+            chunk.is_alone,
         )
         self._live[chunk.entry] = chunk
         if chunk.at(NVME).state is State.READY:

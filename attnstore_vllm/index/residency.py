@@ -171,6 +171,12 @@ class Residency:
         """Whether it is found, and one conversation alone has used it."""
         return not chunk.dropped and not self.run_of(chunk).is_shared
 
+    def own(self, *, spares: bool) -> Callable[[Chunk], bool]:
+        """is_own(), of what is worth little only with `spares`."""
+        return lambda chunk: (
+            self.is_own(chunk) and (spares or self.run_of(chunk).priority != SPARE_PRIORITY)
+        )
+
     def lower(self, chunks: Sequence[Chunk]) -> None:
         """Let these leave before most that is as old. One conversation has used all of them."""
         if chunks:
@@ -253,7 +259,7 @@ class Residency:
                 self.counts["dropped"] += 1
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
-        chunk.is_alone = is_alone  # an entry on NVMe does not know it
+        chunk.is_alone = is_alone  # a record of an early release does not say it
         if chunk.run.lease is not None:
             chunk.run.lease.use(self.now)
         self.dram.give(chunk, State.SAVING)

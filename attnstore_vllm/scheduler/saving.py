@@ -352,12 +352,14 @@ class Saving:
             return
         prompt_end = state.request.num_prompt_tokens - 1
         for need in self._needs if state.computing.first else ():
-            if need.reach is Reach.STATE:
-                last = prompt_end // need.block_tokens * need.block_tokens
-                dropped = self._store.drop_states_before(
-                    state.sequence.section(need.group, 0), last
-                )
-                self.counts.add("sections_dropped", need.group, dropped)
+            # What the prompt before needed at its end, and its answer not, no hit has brought here.
+            is_state = need.reach is Reach.STATE
+            needed = prompt_end // need.block_tokens * need.block_tokens
+            if not is_state:
+                needed = min(need.first(prompt_end), need.first(end)) + 1
+            keys = state.sequence.section(need.group, 0)
+            dropped = self._store.drop_before(keys, needed, spares=is_state)
+            self.counts.add("sections_dropped", need.group, dropped)
         for chunk, need in state.computing.sections:
             if need.reach is Reach.STATE or not any(
                 need.first(stop) < chunk.name.position + self._geometry.chunk_tokens

@@ -24,6 +24,7 @@ little-endian, token ids and checksums big-endian.                       216    
                                                                          248     8 position
                                                                          256     8 written at, unix s
                                                                          264   4*n token ids
+                                                                         -36     4 flags: 1 is alone
 Version 3 is the same, of payloads that a codec has encoded. A segment's encoding is at 360, a
 record's in the last 32 bytes of its header: 16 name, 4 version, 4 zero, 8 bytes of a place or of
 the encoded payload. The payload's checksum is that of what is on the disk, which begins with the
@@ -62,6 +63,9 @@ _ENCODING = struct.Struct("<16sIIQ")
 ROOT_MAGIC = b"ATTNSLAB"
 SEGMENT_MAGIC = b"ATTNSEGM"
 HEADER_MAGIC = b"ATTNKV\r\n"
+_FLAGS = slice(-36, -32)
+"""Bytes of a record's header with its flags: right before its encoding, or where that would be."""
+_IS_ALONE = 1
 assert _SEGMENT.size == 360  # within one sector, so that it is rewritten whole or not at all
 assert _SEGMENT.size + _ENCODING.size <= 512
 assert _HEADER.size == 264
@@ -248,6 +252,8 @@ class Header:
     written_at: int
     """Unix time, seconds."""
     encoding: Encoding | None = None
+    is_alone: bool = False
+    """See index/chunk.py: Chunk. It stays where a longer record has all its tokens."""
 
     @property
     def stored_bytes(self) -> int:
@@ -282,6 +288,9 @@ class Header:
         )
         raw[_HEADER.size : end] = name.tokens
         raw[end:] = bytes(len(raw) - end)
+        if self.is_alone:
+            assert end <= len(raw) + _FLAGS.start
+            raw[_FLAGS] = _IS_ALONE.to_bytes(4, "little")
         if self.encoding is not None:
             raw[-_ENCODING.size :] = self.encoding.encode()
 
@@ -344,6 +353,7 @@ class Header:
             payload_digest,
             written_at,
             encoding,
+            bool(int.from_bytes(raw[_FLAGS], "little") & _IS_ALONE),
         )
 
 

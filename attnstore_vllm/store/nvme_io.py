@@ -328,6 +328,7 @@ class NvmeIo(TierIo):
             bytes(CHECKSUM_BYTES),
             int(time.time()),
             segment.encoding,
+            chunk.is_alone,
         )
         begin = self._store if self._coders is None else self._begin_encoding
         self._outbox.append(partial(begin, frame, header, payload, done))

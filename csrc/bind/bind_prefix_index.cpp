@@ -58,7 +58,7 @@ py::tuple record(PrefixIndex& self, Id id) {
   const py::bytes extra = entry.extra == 0 ? py::bytes() : as_py(self.extra(entry));
   return py::make_tuple(
       as_py(entry.key), as_py(entry.parent), extra, as_py(self.tenant(entry)), entry.position,
-      entry.num_tokens, entry.slot,
+      entry.num_tokens, entry.is_alone, entry.slot,
       py::bytes(reinterpret_cast<const char*>(entry.checksum.data()), entry.checksum.size()));
 }
 
@@ -98,6 +98,7 @@ void bind_prefix_index(py::module_& m) {
   offsets["tenant"] = at::kTenantAt;
   offsets["position"] = at::kPositionAt;
   offsets["tokens"] = at::kTokensAt;
+  offsets["flags"] = -static_cast<int>(at::kFlagsBeforeEnd);
   m.attr("record_offsets") = offsets;
   py::class_<PrefixIndex>(m, "PrefixIndex", "Names of chunks by entry id; see index/prefix.py.")
       .def(py::init<std::uint32_t, std::uint64_t, std::size_t, std::uint32_t>(),
@@ -125,19 +126,21 @@ void bind_prefix_index(py::module_& m) {
           },
           py::arg("keys"), "The ids of the leading keys that are known.")
       .def("ids", [](const PrefixIndex& self) { return as_array(self.ids()); })
-      .def("record", &record, py::arg("id"),
-           "Key, parent, extra, tenant, position, number of tokens, NVMe slot, checksum.")
+      .def(
+          "record", &record, py::arg("id"),
+          "Key, parent, extra, tenant, position, number of tokens, whether it is alone, NVMe slot, "
+          "checksum.")
       .def(
           "add",
           [](PrefixIndex& self, const py::bytes& key, const py::bytes& parent,
              const py::bytes& extra, const py::bytes& tenant, std::uint32_t position,
-             const py::bytes& tokens) {
+             const py::bytes& tokens, bool is_alone) {
             const Tokens all(tokens);
             return self.add({as_bytes32(key), as_bytes32(parent), as_bytes32(extra),
-                             as_bytes32(tenant), position, all.count, all.data});
+                             as_bytes32(tenant), position, all.count, all.data, is_alone});
           },
           py::arg("key"), py::arg("parent"), py::arg("extra"), py::arg("tenant"),
-          py::arg("position"), py::arg("tokens"))
+          py::arg("position"), py::arg("tokens"), py::arg("is_alone"))
       .def("remove", &PrefixIndex::remove, py::arg("id"))
       .def("clear", &PrefixIndex::clear)
       .def("bind", &bind, py::arg("id"), py::arg("slot"), py::arg("checksum"))

@@ -105,7 +105,8 @@ Id PrefixIndex::add(const Name& name, const Sketch& sketch) {
            -1,
            kNone,
            kNone,
-           false};
+           false,
+           name.is_alone};
   keys_.insert(key_hash(name.key), id);
   Id* const group = find_group(entry.parent, entry.extra);
   if (group == nullptr) {

@@ -37,7 +37,8 @@ struct Entry {
   std::int32_t slot;  // on NVMe, or -1
   Id left;
   Id right;
-  bool touched;  // a caller knows it, so that recovery must leave it alone
+  bool touched;   // a caller knows it, so that recovery must leave it alone
+  bool is_alone;  // see Name
 };
 
 struct Name {
@@ -48,6 +49,7 @@ struct Name {
   std::uint32_t position;
   std::uint32_t num_tokens;
   const std::uint8_t* tokens;  // big-endian
+  bool is_alone;  // it is of use at its own length alone, so none takes another's place
 };
 
 constexpr std::size_t kTwins = 4;
@@ -104,7 +106,8 @@ class PrefixIndex {
 
   // Enters records by their headers, which are valid, whole and of format version 2. Leaves out
   // those whose key is known, unless it is known from an older record; and of tails and the
-  // longer chunks that hold their whole blocks keeps the longer. What it cannot tell it keeps.
+  // longer chunks that hold their whole blocks keeps the longer, unless they are alone. What it
+  // cannot tell it keeps.
   // Throws std::invalid_argument, and has entered nothing, for a header of impossible sizes.
   Adoption adopt(const std::uint8_t* headers, std::size_t num_headers, std::size_t header_bytes,
                  const std::uint32_t* slots);

@@ -26,14 +26,15 @@ Bytes32 load_bytes(const std::uint8_t* from) {
   return value;
 }
 
-Name name_in(const std::uint8_t* header) {
+Name name_in(const std::uint8_t* header, std::size_t header_bytes) {
   return {load_bytes(header + record::kKeyAt),
           load_bytes(header + record::kParentAt),
           load_bytes(header + record::kExtraAt),
           load_bytes(header + record::kTenantAt),
           static_cast<std::uint32_t>(load64(header + record::kPositionAt)),
           load32(header + record::kNumTokensAt),
-          header + record::kTokensAt};
+          header + record::kTokensAt,
+          (load32(header + header_bytes - record::kFlagsBeforeEnd) & record::kIsAlone) != 0};
 }
 
 }  // namespace
@@ -58,13 +59,13 @@ void PrefixIndex::adopt_one(const Name& name, const std::uint8_t* header, std::u
     done->freed_slots.push_back(static_cast<std::uint32_t>(known.slot));
   } else {
     const Sketch sketch = sketcher_.sketch(name.tokens, name.num_tokens);
-    if (is_extended(name, sketch)) {
+    if (!name.is_alone && is_extended(name, sketch)) {
       ++done->num_left_out;
       return;
     }
     for (const Id tail :
          heads_of(name.parent, name.extra, name.tokens, name.num_tokens, kSupersedeLooks)) {
-      if (raw(tail).touched) continue;
+      if (name.is_alone || raw(tail).is_alone || raw(tail).touched) continue;
       done->freed_slots.push_back(static_cast<std::uint32_t>(raw(tail).slot));
       remove(tail);
       ++done->num_superseded;
@@ -86,8 +87,9 @@ Adoption PrefixIndex::adopt(const std::uint8_t* headers, std::size_t num_headers
   names.reserve(num_headers);
   for (std::size_t i = 0; i < num_headers; ++i) {
     const std::uint8_t* const header = headers + i * header_bytes;
-    if (header_bytes < record::kTokensAt) throw std::invalid_argument("a header is too short");
-    const Name name = name_in(header);
+    if (header_bytes < record::kTokensAt + record::kFlagsBeforeEnd)
+      throw std::invalid_argument("a header is too short");
+    const Name name = name_in(header, header_bytes);
     const std::size_t room = (header_bytes - record::kTokensAt) / kTokenBytes;
     const bool fits = name.num_tokens > 0 && name.num_tokens <= sketcher_.chunk_tokens() &&
                       name.num_tokens <= room && load64(header + record::kPositionAt) <= 0xffffffff;

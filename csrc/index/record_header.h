@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace attnstore::record {
 
@@ -16,5 +17,7 @@ constexpr std::size_t kExtraAt = 184;
 constexpr std::size_t kTenantAt = 216;
 constexpr std::size_t kPositionAt = 248;
 constexpr std::size_t kTokensAt = 264;
+constexpr std::size_t kFlagsBeforeEnd = 36;  // so many bytes before the header's end
+constexpr std::uint32_t kIsAlone = 1;        // a flag
 
 }  // namespace attnstore::record

@@ -94,6 +94,7 @@ class Known:
     entry: int
     chunk: Chunk | None
     """As long as DRAM has it, or is getting it. None: it is on NVMe only."""
+    is_alone: bool
     slot: int = -1
     checksum: bytes = b""
 
@@ -130,22 +131,22 @@ class IndexMachine(RuleBasedStateMachine):
 
     # ---- coming and going --------------------------------------------------------------
 
-    def enter(self, name: ChunkName, dram: State) -> None:
-        chunk = Chunk(name, dram=InTier(dram))
+    def enter(self, name: ChunkName, dram: State, *, is_alone: bool = False) -> None:
+        chunk = Chunk(name, dram=InTier(dram), is_alone=is_alone)
         if name.key in self.known:
             with pytest.raises(ValueError, match="known already"):
                 self.index.add(chunk)
             return
         self.index.add(chunk)
         assert chunk.entry not in {known.entry for known in self.known.values()}
-        self.known[name.key] = Known(name, chunk.entry, chunk)
+        self.known[name.key] = Known(name, chunk.entry, chunk, is_alone)
 
     @precondition(lambda self: len(self.known) < CHUNKS_MAX)
-    @rule(prompt=prompts, first=st.integers(0, 2), is_saving=st.booleans())
-    def add(self, prompt: Prompt, first: int, is_saving: bool) -> None:
+    @rule(prompt=prompts, first=st.integers(0, 2), is_saving=st.booleans(), is_alone=st.booleans())
+    def add(self, prompt: Prompt, first: int, is_saving: bool, is_alone: bool) -> None:
         self.recent.append(prompt)
         for name in names_for(prompt)[first:]:
-            self.enter(name, State.SAVING if is_saving else State.READY)
+            self.enter(name, State.SAVING if is_saving else State.READY, is_alone=is_alone)
 
     @precondition(lambda self: len(self.known) < CHUNKS_MAX - CROWD)
     @rule(prompt=prompts, number=st.integers(0, 2), shared=st.integers(0, 15), cold=st.booleans())
@@ -244,6 +245,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.get(known.name.key) is self.index.chunk(known.entry) is chunk
         assert (chunk.dram.state, chunk.at(NVME).state) == (State.ABSENT, State.READY)
         assert (chunk.at(NVME).slot, chunk.at(NVME).checksum) == (known.slot, known.checksum)
+        assert chunk.is_alone == known.is_alone
         others = bytes([known.name.tokens[0] ^ 1]) + known.name.tokens[1:]
         assert not self.index.learn(chunk, others)
         assert chunk.name.tokens == b""
@@ -340,8 +342,9 @@ class IndexMachine(RuleBasedStateMachine):
             assert index.entries.find(key) == known.entry
             record = index.entries.record(known.entry)
             assert ChunkName(*record[:6], known.name.tokens) == known.name
-            assert record[6] == known.slot
-            assert known.slot < 0 or record[7] == known.checksum
+            assert record[6] == known.is_alone
+            assert record[7] == known.slot
+            assert known.slot < 0 or record[8] == known.checksum
         assert set(index.all_live()) == {k.chunk for k in self.known.values()} - {None}
         assert all(index.get(key) is None for key in self.gone if key not in self.known)
 

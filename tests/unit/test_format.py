@@ -51,7 +51,9 @@ FIELDS = {  # name: (first byte, bytes), as the picture in store/format.py says
     "position": (248, 8),
     "written at": (256, 8),
     "tokens": (264, 4 * CHUNK_TOKENS),
-    "padding": (264 + 4 * CHUNK_TOKENS, PAGE_BYTES - 264 - 4 * CHUNK_TOKENS),
+    "padding": (264 + 4 * CHUNK_TOKENS, PAGE_BYTES - 300 - 4 * CHUNK_TOKENS),
+    "flags": (PAGE_BYTES - 36, 4),
+    "place of an encoding": (PAGE_BYTES - 32, 32),
 }
 
 
@@ -80,6 +82,7 @@ headers = st.builds(
     payload_bytes=st.just(SEGMENT.payload_bytes),
     payload_checksum=st.binary(min_size=16, max_size=16),
     written_at=st.integers(0, 2**64 - 1),
+    is_alone=st.booleans(),
 )
 NAME = ChunkName(Key(b"k" * 32), Key(b"p" * 32), b"", b"t" * 32, 48, 3, encode_tokens([1, 2, 3]))
 HEADER = Header(NAME, b"n" * 32, b"g" * 16, 5, 7, SEGMENT.payload_bytes, b"c" * 16, 1_700_000_001)
@@ -120,13 +123,16 @@ def test_the_native_reader_of_headers_looks_where_the_fields_are() -> None:
         "num_tokens": (3).to_bytes(4, "little"), "sequence": (0x5152535455).to_bytes(8, "little"),
         "payload_checksum": some(161, 16), "key": name.key, "parent": name.parent,
         "extra": name.extra, "tenant": name.tenant, "position": (0x7177).to_bytes(8, "little"),
-        "tokens": name.tokens,
+        "tokens": name.tokens, "flags": (1).to_bytes(4, "little"),
     }  # fmt: skip
-    header = Header(name, bytes(32), bytes(16), 1, 0x5152535455, 4096, some(161, 16), 9)
+    header = Header(
+        name, bytes(32), bytes(16), 1, 0x5152535455, 4096, some(161, 16), 9, is_alone=True
+    )
     raw = header.encode(16)
     assert record_offsets.keys() == fields.keys()
     for field, at in record_offsets.items():
-        assert raw[at : at + len(fields[field])] == fields[field], field
+        first = at % len(raw)
+        assert raw[first : first + len(fields[field])] == fields[field], field
 
 
 @given(headers, st.integers(0, 2**63))

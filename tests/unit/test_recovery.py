@@ -307,6 +307,26 @@ def test_a_tail_that_a_longer_record_supersedes_is_left_out(tail_first: bool) ->
     tiers.check_integrity()
 
 
+@pytest.mark.parametrize("lengths", [(8, 12, 16), (16, 12, 8), (12, 8, 16)])
+def test_states_within_one_chunk_are_all_found(lengths: tuple[int, ...]) -> None:
+    """Each is of use at its own length, and is one of those still when it is written again."""
+    _, device = empty()
+    with next_start(device.image, device) as rig:
+        for num_tokens in lengths:
+            state = rig.store.begin_save(name(1, num_tokens), is_alone=True)
+            assert state is not None
+            rig.store.finish_saves([state])
+        rig.put(name(2, 12))
+        rig.until_idle()
+    after = MemoryDevice(len(device.image))
+    after.image[:] = device.image
+    with next_start(after.image, after) as rig:
+        index = rig.store.residency.index
+        assert [n for n in lengths if index.get(name(1, n).key) is None] == []
+        assert all(rig.chunk(name(1, n)).is_alone for n in lengths)
+        assert not rig.chunk(name(2, 12)).is_alone
+
+
 def test_a_tail_that_is_in_use_already_stays_beside_the_longer_record() -> None:
     tiers = residency()
     tail = tiers.begin_save(name(2, 5))

@@ -412,6 +412,8 @@ def test_headers_come_back() -> None:
     raw = IN_RECORD.encode(CHUNK_TOKENS)
     assert Header.decode(raw, 5, IN_SEGMENT, "here") == IN_RECORD
     assert IN_RECORD.stored_bytes == PAGE_BYTES
+    alone = replace(IN_RECORD, is_alone=True)
+    assert Header.decode(alone.encode(CHUNK_TOKENS), 5, IN_SEGMENT, "here") == alone
 
 
 @pytest.mark.parametrize(

@@ -192,11 +192,13 @@ def conversation_with_room(engine: Engine) -> list[Check]:
 
 def branches(engine: Engine, shared: int) -> list[Check]:
     """Three prompts, one after the other, that have so many tokens in common."""
+    return [load(engine, f"branch {n}", branch_of(n, shared, PROMPT)) for n in range(3)]
+
+
+def branch_of(number: int, shared: int, length: int) -> list[int]:
+    """One of the prompts of `length` tokens that have the first `shared` in common."""
     common = random_tokens(("shared", shared), shared)
-    return [
-        load(engine, f"branch {n}", [*common, *random_tokens(("own", shared, n), PROMPT - shared)])
-        for n in range(3)
-    ]
+    return [*common, *random_tokens(("own", shared, number), length - shared)]
 
 
 def around(edges: Sequence[int]) -> list[int]:
@@ -281,6 +283,27 @@ def preempted(engine: Engine) -> list[Check]:
     return [Check("preempted", PROMPT, compute(engine, prompt, PROMPT - 1), got)]
 
 
+def aborted(engine: Engine) -> list[Check]:
+    """Given up amid the prompt, and amid the answer; then what that has left is used."""
+    usual = engine.scheduler.max_num_scheduled_tokens
+    engine.scheduler.max_num_scheduled_tokens = 512
+    try:
+        prompt = random_tokens("aborted prompt", PROMPT)
+        number = engine.submit(prompt, max_tokens=ANSWER)
+        engine.wait_for(lambda: engine.request(number).num_computed_tokens >= 1_024, engine.step)
+        engine.abort(number)
+    finally:
+        engine.scheduler.max_num_scheduled_tokens = usual
+    found = [load(engine, "prompt given up", prompt)]
+    prompt = random_tokens("aborted answer", PROMPT)
+    number = engine.submit(prompt, max_tokens=ANSWER)
+    engine.wait_for(lambda: len(_tokens(engine, number)) >= ANSWER // 2, engine.step)
+    said = list(engine.request(number).all_token_ids)
+    engine.abort(number)
+    turn = [*said, *random_tokens("behind what was given up", NEW)]
+    return [*found, load(engine, "answer given up", turn)]
+
+
 def _tokens(engine: Engine, number: str) -> tuple[int, ...]:
     found = engine.answers(number)
     return found[0].tokens if found else ()
@@ -312,14 +335,24 @@ def leave(engine: Engine) -> Answer:
     return compute(engine, prompt, PROMPT - 1)
 
 
-def find(engine: Engine, reference: Answer) -> list[Check]:
-    """leave()'s prompt, after a restart: it is on NVMe only."""
-    prompt = random_tokens("restart", PROMPT)
+def leave_branches(engine: Engine, shared: int, length: int, found: int) -> Answer:
+    """Three prompts that part after `shared` tokens, kept; returns what a fourth one computes that
+    goes on from `found`."""
+    for n in range(3):
+        forget(engine)
+        engine.ask(branch_of(n, shared, length), max_tokens=1)
+    engine.settle()
+    return compute(engine, branch_of(3, shared, length), found)
+
+
+def find(engine: Engine, reference: Answer, prompt: list[int] | None = None) -> list[Check]:
+    """leave()'s prompt, or another one, after a restart: what there is of it is on NVMe only."""
+    prompt = prompt or random_tokens("restart", PROMPT)
     engine.llm.collective_rpc(fill_kv, args=(GARBAGE,))
     engine.loaded()
     got = engine.ask(prompt, max_tokens=ANSWER)
     assert engine.loaded() == {"dram": 0, "nvme": got.cached_tokens}
-    return [Check("restart", PROMPT, reference, got)]
+    return [Check("restart", len(prompt), reference, got)]
 
 
 def num_groups(engine: Engine) -> int:

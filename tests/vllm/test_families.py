@@ -42,7 +42,9 @@ NEXT_TOKEN = DRAFTED[:5]
 SERVED = {
     "llama", "llama_fp8", "gemma3_hybrid_off", "gpt_oss_hybrid_off", "gemma2", "gemma3", "gemma3n",
     "gemma4", "mimo_v2", "cohere2", "gpt_oss", "llama4", "nemotron_nas", "llama_fp8_skip",
-    "qwen3_next", "qwen3_5", "lfm2", "mistral_window", "phi3_window", "llama_ngram", *DRAFTED,
+    "qwen3_next", "qwen3_5", "lfm2", "mistral_window", "phi3_window", "llama_ngram", "mixtral",
+    "olmo3", "gemma3n_hybrid_off", "gemma4_hybrid_off", "llama4_hybrid_off", "llama_fp8_e5m2",
+    "llama_no_prefix_cache", *DRAFTED,
 }  # fmt: skip
 """Families that the store serves. The others are skipped here until it does."""
 WINDOWED = {
@@ -52,6 +54,7 @@ WINDOWED = {
     "gemma4",
     "mimo_v2",
     "cohere2",
+    "olmo3",
     "gpt_oss",
     "llama4",
     "mistral_window",
@@ -70,7 +73,8 @@ AT_LEISURE = (
     "gpt_oss", "llama4",
     "llama", "llama_fp8", "gemma2", "gemma3_hybrid_off", "gemma3n", "gemma4", "mimo_v2", "cohere2",
     "gpt_oss_hybrid_off", "phi3_window", "qwen3_5", "lfm2", "nemotron_nas", "llama_fp8_skip",
-    "llama_ngram", *DRAFTED,
+    "llama_ngram", "mixtral", "olmo3", "gemma3n_hybrid_off", "gemma4_hybrid_off",
+    "llama4_hybrid_off", "llama_fp8_e5m2", "llama_no_prefix_cache", *DRAFTED,
 )  # fmt: skip
 PRESSED = ("gemma3", "gpt_oss", "qwen3_next", "gemma3_hybrid_off", "mistral_window")
 BLOCKS = 320
@@ -212,6 +216,15 @@ def test_preempted(engine: EngineHost, limit: float) -> None:
     check_answers(engine.call(checks.preempted), limit)
 
 
+@pytest.mark.long
+def test_aborted(family: str, engine: EngineHost, limit: float) -> None:
+    found = engine.call(checks.aborted)
+    check_answers(found, limit)
+    amid_prompt, amid_answer = found
+    assert amid_prompt.found >= 1_024 - GRAIN_TOKENS or family in RECURRENT
+    assert amid_answer.found >= PROMPT - RECURRENT.get(family, 3 * GRAIN_TOKENS)
+
+
 def test_a_group_that_is_not_loaded_is_seen(engine: EngineHost) -> None:
     """The comparison notices it, whichever group it is. What is loaded whole has no drift here."""
     for group in range(engine.call(checks.num_groups)):
@@ -342,3 +355,33 @@ def test_where_prompts_part_a_state_is_kept(
     check_answers(found, SAME_SPLIT if name == "qwen3_next" else engine.call(checks.limit))
     nearest = checks.BRANCH // BLOCK_OF[name] * BLOCK_OF[name]
     assert [check.found for check in found] == [0, first, nearest]
+
+
+@pytest.mark.long
+def test_a_state_where_prompts_part_is_found_after_a_restart(
+    start_engine: StartEngine, models: Path, tmp_path: Path
+) -> None:
+    """Another state, at the end of each prompt, is in the same chunk, which is longer."""
+    shared, length, parts = 1_500, 1_600, 1_500 // 128 * 128
+    how = options("lfm2", models, store=tmp_path / "store")
+    left = start_engine(**how)
+    limit = left.call(checks.limit)
+    reference = left.call(checks.leave_branches, shared, length, parts)
+    prompt = checks.branch_of(3, shared, length)
+    check_answers(found := start_engine(**how).call(checks.find, reference, prompt), limit)
+    assert found[0].found == parts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4", "mistral_window"])
+def test_with_guesses_of_n_grams(name: str, start_engine: StartEngine, models: Path) -> None:
+    """Steps of several tokens, of which some are taken back, in models with windows."""
+    how = options(name, models)
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    engine = start_engine(**{**how, "vllm": {**how["vllm"], "speculative_config": guesses}})
+    limit = engine.call(checks.limit)
+    check_answers(found := engine.call(checks.conversation), limit)
+    check_found(name, found, "dram")
+    check_answers(engine.call(checks.lengths, FAMILIES[name].edges), limit)
+    check_answers(engine.call(checks.preempted), limit)
+    engine.call(Engine.check_quiet)
