@@ -43,6 +43,9 @@ class Hints:
     ignored: int = 0
 
 
+NO_HINTS = Hints()
+
+
 class HintReader:
     """Reads hints by the server's settings.
 
@@ -61,19 +64,15 @@ class HintReader:
         may_truncate: bool = True,
         salted_only: bool = False,
     ) -> None:
-        self._salted_only = salted_only
+        self.salted_only = salted_only
         self._may_truncate = may_truncate
         self._ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
 
-    def may_share(self, cache_salt: str | None) -> bool:
-        """Whether requests of this salt find and leave KV at all."""
-        return bool(cache_salt) or not self._salted_only
-
     def read(self, params: object) -> Hints:
         """The hints in Request.kv_transfer_params, whatever it is. Cost: constant."""
         if not isinstance(params, dict) or SECTION not in params:
-            return Hints()
+            return NO_HINTS
         given = params[SECTION]
         if not isinstance(given, dict):
             return Hints(ignored=1)

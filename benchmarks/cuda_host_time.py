@@ -181,8 +181,7 @@ class Step:
         self._calls.is_over = True
         self._loads.end_step()
         self._saves.end_step(())
-        self._loads.take_waited_s()
-        self._engine.measured()
+        self._loads.take_times()
         assert self._loads.take_finished() or self._saves.take_finished()[0]
         self._copies = self._copies[::-1]  # so that the next step needs a table of its own
 

@@ -67,7 +67,7 @@ def measure(name: str, num_tokens: int) -> dict[str, Any]:
         record_bytes = store.thread.tiers[0].record_bytes
         chunks = -(-len(tokens) // engine.side.geometry.chunk_tokens)
         all_bytes = chunks * len(engine.side.geometry.groups) * record_bytes
-        held = store.figures().gauges["held_bytes", "nvme"]
+        held = store.gauges()["held_bytes", "nvme"]
         return {
             "tokens": len(tokens),
             "found": found / wanted,

@@ -27,7 +27,7 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.policy.eviction.departures import Departures, departures
-from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
+from attnstore_vllm.policy.runs import ReturnEstimator
 from attnstore_vllm.types import NVME, Key
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +84,7 @@ def look_up(residency: Residency, seed: int, num_tokens: int) -> tuple[float, fl
     seconds = []
     for _ in range(2):
         started = time.perf_counter()
-        keys.hash_up_to(num_tokens)
+        keys.keys(0, num_tokens // CHUNK_TOKENS)
         pieces = residency.index.match(keys, 0, num_tokens)
         seconds.append(time.perf_counter() - started)
         assert pieces[-1].stop == num_tokens

@@ -41,8 +41,6 @@ HOOKS = (
     "on_report",
     "on_failed_requests",
     "request_finished",
-    "keeps_blocks",
-    "has_transfers",
     "take_stats",
 )
 TENANT = bytes(32)

@@ -17,6 +17,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,7 +136,7 @@ def one_request(scheduler: Scheduler, request: Any, block_tokens: int) -> tuple[
     scheduler.on_report(StepReport(plan.number, weights=Seen.SAME))
     tail = scheduler.build_step(step_of({}))
     ids = [p.plan_id for step in (plan, tail) for p in (*step.loads, *step.saves)]
-    reported_ms, _ = timed(lambda: scheduler.on_report(StepReport(tail.number, ids)))
+    reported_ms, _ = timed(lambda: scheduler.on_report(StepReport(tail.number, Counter(ids))))
     return came_ms + ran_ms + ended_ms + reported_ms, again_ms, offered
 
 

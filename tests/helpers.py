@@ -19,7 +19,7 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import Departures, departures
-from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
+from attnstore_vllm.policy.runs import ReturnEstimator
 from attnstore_vllm.store.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
 from attnstore_vllm.store.slab import Slab, new_generation, num_segments_for, segment_bytes_for
 from attnstore_vllm.store.store import Store

@@ -46,7 +46,8 @@ from attnstore_vllm.connector.support import (
 from attnstore_vllm.connector.worker import KindOfLayer, Worker
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.plugin import check_early, log_as_vllm
-from attnstore_vllm.scheduler.messages import StepPlan, StepStats
+from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -321,10 +322,10 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.request_finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler is not None and self.scheduler.keeps_blocks()
+        return self.scheduler is not None and self.scheduler.plans.keeps_blocks()
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler is not None and self.scheduler.has_transfers()
+        return self.scheduler is not None and self.scheduler.plans.any_open()
 
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset() if self.scheduler is not None else True

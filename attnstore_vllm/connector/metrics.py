@@ -2,8 +2,8 @@
 """The figures that /metrics shows. Counters travel as differences, gauges as values.
 
 Everything is `vllm:attnstore_<name>`, with vLLM's own labels (model, engine) and at most one of
-ours; `info` has several. Figures come with each step, and while the engine sleeps by a board
-(transfer/board.py), which is read once a second.
+ours; `info` has several. Counts come with each step and gauges once a second; while the engine
+sleeps, both by a board (transfer/board.py), which is read once a second.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.policy.hit_curve import CURVE_TIMES
-from attnstore_vllm.scheduler.figures import ERROR_EVENTS, in_words
-from attnstore_vllm.scheduler.messages import StepStats, add_stats
+from attnstore_vllm.scheduler.figures import ERROR_EVENTS, StepStats, in_words
 from attnstore_vllm.transfer.board import PERIOD_S, BoardReader
 from attnstore_vllm.types import Flow
 
@@ -187,7 +186,12 @@ class AttnStoreStats(KVConnectorStats):
         self.data: dict[str, Any] = StepStats().data
 
     def aggregate(self, other: KVConnectorStats) -> AttnStoreStats:
-        add_stats(self.data, other.data)
+        counters = self.data["counters"]
+        for key, amount in other.data["counters"].items():
+            counters[key] = counters.get(key, 0) + amount
+        self.data["gauges"].update(other.data["gauges"])
+        for name, values in other.data["observed"].items():
+            self.data["observed"].setdefault(name, []).extend(values)
         return self
 
     def reduce(self) -> dict[str, Any]:

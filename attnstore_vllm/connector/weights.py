@@ -60,16 +60,12 @@ class Weights:
     def __init__(self, namespace: bytes, digest: Digest | bytes) -> None:
         self._base = namespace
         self._digest = digest
-        self._namespace: bytes | None = None
 
     @property
     def namespace(self) -> bytes | None:
         """The fingerprint that all keys begin with; None: nobody knows yet whose KV it is."""
-        if self._namespace is None:
-            found = self._digest.value if isinstance(self._digest, Digest) else self._digest
-            if found is not None:
-                self._namespace = blake3(self._base + found).digest()
-        return self._namespace
+        found = self._digest.value if isinstance(self._digest, Digest) else self._digest
+        return None if found is None else blake3(self._base + found).digest()
 
     def close(self) -> None:
         if isinstance(self._digest, Digest):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from attnstore_vllm.connector.live_lora import LiveAdapters
 from attnstore_vllm.connector.rank import KvFacts, RankDescription
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport, StepStats
+from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, LoadsOnly, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes, page_of
@@ -85,6 +87,10 @@ class Worker:
         self._engine: CopyEngine | None = None
         self._stats = StepStats()
         self._plan = StepPlan()
+        self._num_saves = 0
+        """Saves that were planned and are not over."""
+        self._is_saving = False
+        """Whether this step has anything to do with saves. Most have not."""
         self._freed: set[str] = set()
         self._hooked: set[int] = set()
         """Regions of the layers for which this forward pass has called its hook."""
@@ -245,19 +251,22 @@ class Worker:
         self._hooked.clear()
         self._whole = plan.may_replay or not self._has_hooks
         self.loads.begin_step(plan.ended_loads, whole=self._whole)
-        self._saves.begin_step(
-            plan.saves_before,
-            plan.saves,
-            plan.preempted,
-            by_layer=self._by_layer and not self._whole,
-        )
+        self._num_saves += len(plan.saves_before) + len(plan.saves)
+        self._is_saving = self._num_saves > 0 or bool(plan.finished_saving)
+        if self._is_saving:
+            self._saves.begin_step(
+                plan.saves_before,
+                plan.saves,
+                plan.preempted,
+                by_layer=self._by_layer and not self._whole,
+            )
         # Behind saves_before: they read blocks that loads of this step fill.
         if self._marks and any(load.layers_before for load in plan.loads):
             self.loads.mark()
 
     def start_load(self) -> None:
-        self.loads.begin(self._plan.loads, whole=self._whole)
         if self._plan.loads:
+            self.loads.begin(self._plan.loads, whole=self._whole)
             self._count(Flow.LOAD, self._plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
@@ -268,20 +277,20 @@ class Worker:
 
     def layer_computed(self, layer: str) -> None:
         index = self._regions.get(layer)
-        if index is not None:
+        if index is not None and self._is_saving:
             self._saves.layer_computed(index)
 
     def end_step(self) -> None:
         """After the forward pass."""
         self._has_hooks = self._has_hooks or len(self._hooked) == self.geometry.num_layers
         self.loads.end_step()
-        self._saves.end_step(self._plan.finished_saving)
+        if self._is_saving:
+            self._saves.end_step(self._plan.finished_saving)
         # Here and not before the forward pass, which would wait for it.
         if self._plan.saves_before or self._plan.saves:
             self._count(Flow.SAVE, [*self._plan.saves_before, *self._plan.saves])
         # Here, since vLLM asks for the figures before it asks for the report.
-        self._waited_s = self.loads.take_waited_s()
-        self._measured = self.engine.measured()
+        self._waited_s, self._measured = self.loads.take_times()
         if self._waited_s:
             self._stats.observe("load_wait_seconds", self._waited_s)
         if self._measured:
@@ -289,7 +298,7 @@ class Worker:
 
     def take_finished(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose kept blocks are free, that are received, and whose load has failed."""
-        self._freed = self._saves.take_freed()
+        self._freed = self._saves.take_freed() if self._is_saving else set()
         return self._freed, *self.loads.take_received()
 
     def failed_blocks(self) -> set[int]:
@@ -307,24 +316,20 @@ class Worker:
 
     def take_report(self) -> StepReport:
         """After take_finished()."""
-        saved, given_up = self._saves.take_finished()
+        saved, given_up = self._saves.take_finished() if self._is_saving else ([], [])
+        self._num_saves -= len(saved) + len(given_up)
         freed, self._freed = self._freed, set()
+        adapters = self.adapters.tell(self._plan.adapters) if self._plan.adapters else {}
         return StepReport(
             self._plan.number,
-            self.loads.take_finished() + saved,
-            given_up,
-            freed,
+            Counter([*self.loads.take_finished(), *saved, *given_up]),
+            set(given_up),
+            Counter(freed),
             self._waited_s,
             self._measured,
-            self.rank,
-            self.adapters.tell(self._plan.adapters) if self._plan.adapters else None,
+            {lora_id: {self.rank: told} for lora_id, told in adapters.items()},
             self._weights() if self._plan.looks_at_weights else Seen.NOTHING,
         )
-
-    @property
-    def engine(self) -> CopyEngine:
-        assert self._engine is not None, "register_kv_caches comes before the first step"
-        return self._engine
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""

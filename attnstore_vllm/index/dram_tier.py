@@ -5,14 +5,14 @@ for first, then the farthest in the queue."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
-from attnstore_vllm.index.tier import Tier
+from attnstore_vllm.index.tier import Pin, Pins, Tier
 from attnstore_vllm.policy.cost import QueuePace, ReadsInTime
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
-from attnstore_vllm.policy.runs import Pin, Pins, Run
+from attnstore_vllm.policy.runs import Run
 from attnstore_vllm.types import DRAM
 
 SAVES_PART = 8
@@ -41,7 +41,7 @@ class DramTier(Tier):
         clean: Departures,
         dirty: Departures,
         pins: Pins,
-        look_ahead: LookAhead,
+        look_ahead: LookAhead[Chunk],
         behind: Sequence[str],
     ) -> None:
         self.name = DRAM
@@ -64,10 +64,6 @@ class DramTier(Tier):
     def num_used(self) -> int:
         return len(self.owned)
 
-    @property
-    def orders(self) -> Sequence[Departures]:
-        return self.clean, self.dirty
-
     def copy_of(self, chunk: Chunk) -> InTier:
         return chunk.dram
 
@@ -86,15 +82,12 @@ class DramTier(Tier):
         self.free.append(slot)
 
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
-        standing: list[tuple[int, Departures]] = []  # few: what somebody waits for does not
-        order_of = self._order_of
         for chunk in chunks:
             chunk.run = run
-            slot = chunk.dram.slot
-            if slot in order_of:
-                standing.append((slot, order_of[slot]))
-        for order in (self.clean, self.dirty) if standing else ():
-            order.use([slot for slot, its in standing if its is order], run)
+        slots = [chunk.dram.slot for chunk in chunks if chunk.dram.slot in self._order_of]
+        if slots:
+            self.clean.use(slots, run)
+            self.dirty.use(slots, run)
 
     # ---- pins ----------------------------------------------------------------------------
 
@@ -147,9 +140,7 @@ class DramTier(Tier):
 
     def farther(self, whose: Order | None) -> Chunk | None:
         """A chunk that only requests beyond this one want, and that can be read again."""
-        wanted = self._look_ahead.farthest(whose, self._can_be_fetched_again)
-        assert wanted is None or isinstance(wanted, Chunk)
-        return wanted
+        return self._look_ahead.farthest(whose, self._can_be_fetched_again)
 
     def victim(
         self, now: float, whose: Order | None, run: Run | None = None
@@ -195,8 +186,7 @@ class DramTier(Tier):
     def _worth(self, slot: int, now: float) -> float:
         return self.clean.worth(self.owned[slot].run, now)
 
-    def _can_be_fetched_again(self, chunk: Hashable) -> bool:
-        assert isinstance(chunk, Chunk)
+    def _can_be_fetched_again(self, chunk: Chunk) -> bool:
         copy = chunk.dram
         is_ready = copy.state is State.READY and chunk.is_behind
         return is_ready and copy.uses == 0 and copy.slot not in self.pins
@@ -208,33 +198,30 @@ class DramTier(Tier):
         absent = [chunk for chunk in chunks if chunk.dram.state is State.ABSENT]
         new, unwanted = self._look_ahead.want(request_id, chunks, absent)
         for chunk in new:
-            assert isinstance(chunk, Chunk)
             if chunk.dram.state is State.READY:
                 chunk.came_from = ""  # for others, or too late for who wanted it: now it is here
-        self._place_all((*new, *unwanted))
+        for chunk in (*new, *unwanted):
+            self.place(chunk)
 
     def leave_queue(self, request_id: str) -> None:
         """The request runs, or was aborted."""
         came = late = 0
         is_broken = False  # what has come behind a chunk that has not is of no use
         for chunk in self._look_ahead.wants_of(request_id):
-            assert isinstance(chunk, Chunk)
             is_here = chunk.dram.state is State.READY
             is_broken |= not is_here
             if chunk.came_from or not is_here:
                 came, late = came + (not is_broken), late + is_broken
-        self.reads.observe(came, late)
-        self._place_all(self._look_ahead.remove(request_id))
+        if came or late:
+            self.reads.observe(came, late)
+        for chunk in self._look_ahead.remove(request_id):
+            self.place(chunk)
 
     def lose(self, chunk: Chunk) -> None:
         """The chunk is not found any more."""
         self.place(chunk)
-        self._place_all(self._look_ahead.lost(chunk))
-
-    def _place_all(self, chunks: Sequence[Hashable]) -> None:
-        for chunk in chunks:
-            assert isinstance(chunk, Chunk)
-            self.place(chunk)
+        for unwanted in self._look_ahead.lost(chunk):
+            self.place(unwanted)
 
     def check_integrity(self) -> None:
         assert len(self.free) + len(self.owned) == self.num_slots

@@ -189,11 +189,6 @@ class SequenceKeys:
             self.key(last - 1)
         return self._keys[first:last]
 
-    def hash_up_to(self, stop: int) -> None:
-        """Compute now the keys of all whole chunks that end at or before token `stop`."""
-        if stop >= self.chunk_tokens:
-            self.key(stop // self.chunk_tokens - 1)
-
     def tokens(self, start: int, stop: int) -> bytes:
         encoded = encode_tokens(self.token_ids[start:stop])
         assert len(encoded) == (stop - start) * TOKEN_BYTES

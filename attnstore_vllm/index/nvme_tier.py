@@ -26,10 +26,10 @@ import numpy.typing as npt
 
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.prefix import PrefixIndex
-from attnstore_vllm.index.tier import TierBehind
+from attnstore_vllm.index.tier import Pin, Pins, TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.runs import NO_RUN, Pin, Pins, Run
+from attnstore_vllm.policy.runs import NO_RUN, Run
 from attnstore_vllm.types import NVME
 
 CLOSED: Final = 0
@@ -59,7 +59,7 @@ class NvmeTier(TierBehind):
         *,
         waiting: Departures,
         dram_pins: Pins,
-        look_ahead: LookAhead,
+        look_ahead: LookAhead[Chunk],
     ) -> None:
         super().__init__(NVME, waiting, dram_pins, look_ahead)
         self.num_slots = num_slots

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from attnstore_vllm.index.chunk import Chunk, State
-from attnstore_vllm.index.tier import Tier
-from attnstore_vllm.policy.runs import Pin, Run
+from attnstore_vllm.index.tier import Pin, Tier
+from attnstore_vllm.policy.runs import Run
 
 
 class Pinning:

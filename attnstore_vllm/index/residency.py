@@ -22,10 +22,10 @@ from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.nvme_tier import NvmeTier
 from attnstore_vllm.index.pinning import Pinning
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
-from attnstore_vllm.index.tier import TierBehind
+from attnstore_vllm.index.tier import Pins, TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
-from attnstore_vllm.policy.runs import ENDED_PRIORITY, Pins, Run, Visit, unknown_run
+from attnstore_vllm.policy.runs import ENDED_PRIORITY, Run, Visit, unknown_run
 from attnstore_vllm.types import NVME, StoreFailure
 
 LOW_PRIORITY = -1
@@ -45,7 +45,7 @@ class MakeBooks(Protocol):
     name: str
 
     def books(
-        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead
+        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
     ) -> TierBehind: ...
 
 
@@ -77,7 +77,7 @@ class Residency:
         expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
         self.index = PrefixIndex(chunk_tokens, seed, expected, grain)
         self.counts = Counter[str]()
-        self.look_ahead = LookAhead()
+        self.look_ahead = LookAhead[Chunk]()
         self.now = 0.0  # seconds; the caller sets it before what may need room
         self.first_written_tokens = 0
         """Tokens written behind DRAM that no record there had before."""
@@ -104,6 +104,9 @@ class Residency:
         ]
         """All tiers behind DRAM, nearest first."""
         self._tiers = [self.dram, *self.behind]
+        behind = [order for tier in self.behind for order in (tier.order, tier.waiting)]
+        self._orders = [self.dram.clean, self.dram.dirty, *behind]
+        """All in which a slot may stand."""
         self.pinning = Pinning(self._tiers, self.counts)
 
     @property
@@ -118,12 +121,13 @@ class Residency:
         run = run or unknown_run(self.now)
         if run.lease is not None:
             run.lease.use(self.now)
-        for tier in self._tiers if chunks else ():
+        if not chunks:
+            return
+        for tier in self._tiers:
             tier.use(chunks, run)
         for behind in self.behind:
             if waiting := behind.waiting:
-                slots = [chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0]
-                waiting.use([slot for slot in slots if slot in waiting], run)
+                waiting.use([chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0], run)
         has_ended = run.priority <= ENDED_PRIORITY
         for chunk in chunks:
             if has_ended or chunk.refused_by:  # worth another look
@@ -135,9 +139,8 @@ class Residency:
         """Note that requests want all that these runs were the last to use. Cost: O(tiers)."""
         for run in runs:
             run.use(self.now)
-            for tier in self._tiers:
-                for order in tier.orders:
-                    order.use_again(run)
+            for order in self._orders:
+                order.use_again(run)
 
     def is_wanted_so(
         self, request_id: str | None, pieces: Sequence[Piece], visit: Visit | None
@@ -167,6 +170,13 @@ class Residency:
                     chunk.run = tier.run_of(chunk) or chunk.run
         return chunk.run
 
+    def last_runs(self, pieces: Sequence[Piece], size: int) -> list[Run]:
+        """The run that used each of the leading chunks last, of `size` tokens. Of those before a
+        window, of which nothing is needed, it is taken to be that of its first."""
+        spine = [piece for piece in pieces if piece.group == 0]
+        runs = [self.run_of(piece.chunk) for piece in spine]
+        return spine[0].start // size * runs[:1] + runs if runs else []
+
     def is_own(self, chunk: Chunk) -> bool:
         """Whether it is found, and one conversation alone has used it."""
         return not chunk.dropped and not self.run_of(chunk).is_shared
@@ -185,9 +195,8 @@ class Residency:
 
     def rank(self, run: Run) -> None:
         """The kind of this run has changed. Cost: O(tiers)."""
-        for tier in self._tiers:
-            for order in tier.orders:
-                order.rank(run)
+        for order in self._orders:
+            order.rank(run)
 
     def renew(self, chunks: Sequence[Chunk]) -> None:
         """A request for these, in the order of depth, may come soon. They stay of the runs that

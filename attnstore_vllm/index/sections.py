@@ -196,7 +196,7 @@ def proven(pieces: list[Piece], ahead: int, grain: int) -> list[Piece]:
     Args:
         ahead: on so many (Need.ahead).
     """
-    return cut(pieces, pieces[-1].stop - ahead, grain) if pieces and ahead else pieces
+    return cut(pieces, pieces[-1].stop - ahead, grain) if pieces else pieces
 
 
 def cut(pieces: Sequence[Piece], stop: int, grain: int) -> list[Piece]:

@@ -10,12 +10,85 @@ HBM is copied from and to it alone. The tiers behind it are a list, nearest firs
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.runs import Pin, Pins, Run
+from attnstore_vllm.policy.runs import Run
+
+ENDED_MAX = 64
+"""Pins that one look ends."""
+STALE_MAX = 16
+"""The heap forgets what is not pinned any more when it is more than this and what is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    tenant: bytes
+    until: float
+
+
+class Pins(dict[int, Pin]):
+    """The pins of one tier, by slot. Changed by its own methods alone. Cost of each call:
+    O(log pins), amortized.
+
+    All pins together, and those of each tenant, have a share of the tier's slots. A pin beyond it
+    is refused, so no tenant can take another's room, or more of it than the operator has allowed.
+    """
+
+    def __init__(self, share: float = 0.0, tenant_share: float = 0.0) -> None:
+        super().__init__()
+        self._share = share
+        self._tenant_share = tenant_share
+        self._per_tenant: Counter[bytes] = Counter()
+        self._ends: list[tuple[float, int]] = []  # a heap; may name what has gone or lasts longer
+
+    def add(self, slot: int, pin: Pin, num_slots: int) -> bool:
+        """Pin the slot, or let its pin last longer. False: it would be beyond the share.
+
+        Args:
+            num_slots: that the tier has now.
+        """
+        before = self.get(slot)
+        if before is not None:
+            if before.until >= pin.until:
+                return True
+            pin = Pin(before.tenant, pin.until)
+        else:
+            if len(self) >= int(self._share * num_slots):
+                return False
+            if self._per_tenant[pin.tenant] >= int(self._tenant_share * num_slots):
+                return False
+            self._per_tenant[pin.tenant] += 1
+        self[slot] = pin
+        heappush(self._ends, (pin.until, slot))
+        if len(self._ends) > 2 * len(self) + STALE_MAX:
+            self._ends = [(pin.until, slot) for slot, pin in self.items()]
+            heapify(self._ends)
+        return True
+
+    def remove(self, slot: int) -> None:
+        """The slot is pinned no longer, if it was."""
+        pin = self.pop(slot, None)
+        if pin is not None:
+            self._per_tenant[pin.tenant] -= 1
+            if not self._per_tenant[pin.tenant]:
+                del self._per_tenant[pin.tenant]
+
+    def take_ended(self, now: float) -> list[int]:
+        """Slots whose pin has ended, ENDED_MAX at most; they are pinned no longer."""
+        ended: list[int] = []
+        while self._ends and self._ends[0][0] <= now and len(ended) < ENDED_MAX:
+            _, slot = heappop(self._ends)
+            pin = self.get(slot)
+            if pin is not None and pin.until <= now:
+                self.remove(slot)
+                ended.append(slot)
+        return ended
 
 
 class Tier(ABC):
@@ -38,11 +111,6 @@ class Tier(ABC):
     @abstractmethod
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
         """A run uses those of these chunks that are here, in the order of depth."""
-
-    @property
-    @abstractmethod
-    def orders(self) -> Sequence[Departures]:
-        """All orders of departure in which its slots, or those that wait for one, may stand."""
 
     @abstractmethod
     def pin(self, chunk: Chunk, pin: Pin) -> bool:
@@ -77,7 +145,7 @@ class TierBehind(Tier):
     """Who leaves next, by slot. What is pinned stands in none."""
 
     def __init__(
-        self, name: str, waiting: Departures, dram_pins: Pins, look_ahead: LookAhead
+        self, name: str, waiting: Departures, dram_pins: Pins, look_ahead: LookAhead[Chunk]
     ) -> None:
         self.name = name
         self.is_lost = False
@@ -91,10 +159,6 @@ class TierBehind(Tier):
 
     def copy_of(self, chunk: Chunk) -> InTier:
         return chunk.at(self.name)
-
-    @property
-    def orders(self) -> Sequence[Departures]:
-        return self.order, self.waiting
 
     @property
     @abstractmethod
@@ -180,11 +244,9 @@ class TierBehind(Tier):
 
     def _farthest(self) -> int | None:
         chunk = self._look_ahead.farthest_of_all(self._can_leave)
-        assert chunk is None or isinstance(chunk, Chunk)
         return chunk.at(self.name).slot if chunk is not None else None
 
-    def _can_leave(self, chunk: Hashable) -> bool:
-        assert isinstance(chunk, Chunk)
+    def _can_leave(self, chunk: Chunk) -> bool:
         is_pinned = chunk.at(self.name).slot in self.pins
         return self._is_idle(chunk) and not chunk.dropped and not is_pinned
 

@@ -210,13 +210,10 @@ class LoadRate:
     """
 
     def __init__(self) -> None:
+        self.is_known = False
         self._count = 0
         self._weight = 0.0
         self._mean = 0.0  # seconds a byte
-
-    @property
-    def is_known(self) -> bool:
-        return self._count >= LOADS_MIN
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """A load is over. One of no bytes or in no time says nothing."""
@@ -229,6 +226,7 @@ class LoadRate:
         keep = 1 - 1 / LOADS_KEPT
         self._weight = keep * self._weight + num_bytes
         self._mean += (rate - self._mean) * num_bytes / self._weight
+        self.is_known = self._count >= LOADS_MIN
 
     def seconds(self, num_bytes: int) -> float:
         """For a load of so many bytes, on the mean. Ask `is_known` first."""
@@ -242,6 +240,7 @@ class StepCost:
     """
 
     def __init__(self) -> None:
+        self.is_known = False
         # Steps with a prompt in them and those without are forgotten apart: a long answer must not
         # take what prompts cost away.
         self._sums = [np.zeros((4, 5)), np.zeros((4, 5))]
@@ -250,10 +249,6 @@ class StepCost:
         self._num_wrong = 0
         self._num_steps = 0
         self._since_fit = 0
-
-    @property
-    def is_known(self) -> bool:
-        return self._num_steps >= STEPS_MIN
 
     def observe(
         self, seconds: float, prompts: Sequence[tuple[int, int]], num_generating: int
@@ -286,6 +281,7 @@ class StepCost:
         self._since_fit += 1
         if prompts and (self._since_fit >= REFIT_STEPS or self._num_steps == STEPS_MIN):
             self._fit()
+            self.is_known = self._num_steps >= STEPS_MIN
         return wrong
 
     def seconds(self, start: int, stop: int, spreads: float = 0.0) -> float:

@@ -17,6 +17,7 @@ finds all that are before it. Pure: no clock.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -25,6 +26,8 @@ CURVE_TIMES = (0.25, 0.5, 1, 2, 4, 8)
 SAMPLED_MAX = 8192
 TOKENS_KEPT = 1 << 31
 """About so many prompt tokens count; what was before is forgotten by halves."""
+NEWS_MAX = 4096
+"""Events that wait for being counted; beyond, the oldest does not count."""
 _ALL = 1 << 64
 
 
@@ -48,6 +51,8 @@ class HitCurve:
         self._chunk_tokens = chunk_tokens
         self._sampled_max = sampled_max
         self._tokens_kept = tokens_kept
+        self.news: deque[tuple[Sequence[int] | bytes, int]] = deque(maxlen=NEWS_MAX)
+        """Arguments of use() and store() for catch_up(), for who has no time for them now."""
         self._threshold = _ALL
         self._used_at: dict[int, int] = {}
         """The number of the last use of each followed chunk."""
@@ -74,11 +79,21 @@ class HitCurve:
         return cls([max(1, int(times * num_slots)) for times in CURVE_TIMES], chunk_tokens)
 
     def by_times(self) -> list[tuple[str, float]]:
-        """shares() by the name of each of CURVE_TIMES, to a thousandth."""
+        """shares() by the name of each of CURVE_TIMES, to a thousandth. Counts the news first."""
+        self.catch_up()
         return [
             (f"{times:g}", round(share, 3))
             for times, share in zip(CURVE_TIMES, self.shares(), strict=True)
         ]
+
+    def catch_up(self, most: int = NEWS_MAX) -> None:
+        """Count so many of the news, in the order in which they came."""
+        for _ in range(min(most, len(self.news))):
+            chunks, num_tokens = self.news.popleft()
+            if isinstance(chunks, bytes):
+                self.store(chunks, num_tokens)
+            else:
+                self.use(chunks, num_tokens)
 
     def use(self, chunks: Sequence[int], num_tokens: int) -> None:
         """A request looks these up, in the order of depth, and has all of them afterwards.

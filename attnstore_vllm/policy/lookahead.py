@@ -20,6 +20,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+C = TypeVar("C", bound=Hashable)
+"""A chunk, or whatever stands for one."""
 
 SHARED_MIN = 16
 """A chunk that so many waiting requests want counts as wanted by a near one."""
@@ -28,27 +32,27 @@ LOOK_MAX = 64
 
 Order = tuple[float, float, str]
 """Requests run in ascending order of this. The last is the request's id."""
-_Entry = tuple[float, float, int, int, Hashable]
+_Entry = tuple[float, float, int, int, C]
 """The order of the nearest request that wants a chunk, backwards; its depth there; a number; it."""
 LAST: Order = (math.inf, 0.0, "")
 """The order of a chunk that no request waits for."""
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Waiting(Generic[C]):
     order: Order
-    wants: tuple[Hashable, ...] = ()
+    wants: tuple[C, ...] = ()
 
 
-class _FarthestFirst:
+class _FarthestFirst(Generic[C]):
     """Chunks by the nearest request that wants each. A call costs O(log chunks), amortized."""
 
     def __init__(self) -> None:
-        self._heap: list[_Entry] = []
-        self.entries: dict[Hashable, _Entry] = {}
+        self._heap: list[_Entry[C]] = []
+        self.entries: dict[C, _Entry[C]] = {}
         self._count = itertools.count()
 
-    def put(self, chunk: Hashable, order: Order, depth: int) -> None:
+    def put(self, chunk: C, order: Order, depth: int) -> None:
         entry = (-order[0], -order[1], -depth, next(self._count), chunk)
         self.entries[chunk] = entry
         heappush(self._heap, entry)
@@ -56,10 +60,10 @@ class _FarthestFirst:
             self._heap = list(self.entries.values())
             heapify(self._heap)
 
-    def first(self, beyond: Order | None, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+    def first(self, beyond: Order | None, can_go: Callable[[C], bool]) -> C | None:
         """The farthest that can go, and is farther than `beyond`."""
         heap, found = self._heap, None
-        aside: list[_Entry] = []
+        aside: list[_Entry[C]] = []
         while heap and len(aside) < LOOK_MAX:
             entry = heap[0]
             chunk = entry[-1]
@@ -77,23 +81,23 @@ class _FarthestFirst:
         return found
 
 
-class LookAhead:
+class LookAhead(Generic[C]):
     """See the module. Cost of each call: O(chunks of one request * log(all that is wanted))."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _Waiting[C]] = {}
         self._queue: list[Order] = []
-        self.wanted_by: dict[Hashable, dict[str, int]] = {}
+        self.wanted_by: dict[C, dict[str, int]] = {}
         """By which requests, and how deep in their prompts."""
-        self._nearest: dict[Hashable, tuple[Order, int]] = {}
+        self._nearest: dict[C, tuple[Order, int]] = {}
         """The nearest request that wants a chunk, and its depth there; none for chunks that
         SHARED_MIN want."""
-        self._absent: set[Hashable] = set()
+        self._absent: set[C] = set()
         """Wanted, to be fetched, and not on its way."""
         self._missing: list[Order] = []
         """Requests that may want something absent; in order, and tidied late."""
-        self._all = _FarthestFirst()
-        self._present = _FarthestFirst()
+        self._all = _FarthestFirst[C]()
+        self._present = _FarthestFirst[C]()
         self._last = self._first = 0.0
 
     def __len__(self) -> int:
@@ -128,7 +132,7 @@ class LookAhead:
         """A request has come or was preempted; the queue is ordered by priority, then arrival."""
         self._enter((float(priority), arrival_s, request_id))
 
-    def remove(self, request_id: str) -> list[Hashable]:
+    def remove(self, request_id: str) -> list[C]:
         """It runs, or was aborted. Returns what nobody wants any more."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
@@ -147,8 +151,8 @@ class LookAhead:
     # ---- what it wants -----------------------------------------------------------------
 
     def want(
-        self, request_id: str, chunks: Iterable[Hashable], absent: Iterable[Hashable]
-    ) -> tuple[list[Hashable], list[Hashable]]:
+        self, request_id: str, chunks: Iterable[C], absent: Iterable[C]
+    ) -> tuple[list[C], list[C]]:
         """Note what a waiting request wants, in place of what it wanted before.
 
         Args:
@@ -179,7 +183,7 @@ class LookAhead:
         (_add if has_missing else _discard)(self._missing, waiting.order)
         return new, unwanted
 
-    def _rank(self, chunk: Hashable) -> None:
+    def _rank(self, chunk: C) -> None:
         """Who wants the chunk may have changed, and whether it is here."""
         wanted_by = self.wanted_by.get(chunk, {})
         if not 0 < len(wanted_by) < SHARED_MIN:
@@ -199,17 +203,17 @@ class LookAhead:
         elif is_news or chunk not in self._present.entries:
             self._present.put(chunk, *nearest)
 
-    def _forget(self, chunk: Hashable) -> None:
+    def _forget(self, chunk: C) -> None:
         self._nearest.pop(chunk, None)
         self._all.entries.pop(chunk, None)
         self._present.entries.pop(chunk, None)
 
-    def lost(self, chunk: Hashable) -> list[Hashable]:
+    def lost(self, chunk: C) -> list[C]:
         """The chunk is in no tier any more: who wants it wants nothing from it on.
 
         Returns what nobody wants any more.
         """
-        unwanted: list[Hashable] = []
+        unwanted: list[C] = []
         for request_id in list(self.wanted_by.get(chunk, ())):
             waiting = self._waiting[request_id]
             at = waiting.wants.index(chunk)
@@ -219,7 +223,7 @@ class LookAhead:
                 _discard(self._missing, waiting.order)
         return unwanted
 
-    def _unwant(self, request_id: str, chunks: Iterable[Hashable]) -> list[Hashable]:
+    def _unwant(self, request_id: str, chunks: Iterable[C]) -> list[C]:
         """Returns those that nobody wants any more."""
         unwanted = []
         for chunk in chunks:
@@ -236,18 +240,18 @@ class LookAhead:
                 table.pop(chunk, None)
         return unwanted
 
-    def wants_of(self, request_id: str) -> Sequence[Hashable]:
+    def wants_of(self, request_id: str) -> Sequence[C]:
         """Chunks that the waiting request wants."""
         waiting = self._waiting.get(request_id)
         return waiting.wants if waiting is not None else ()
 
-    def has_come(self, chunk: Hashable) -> None:
+    def has_come(self, chunk: C) -> None:
         """The chunk is in DRAM or on its way, or there is nothing left to fetch."""
         if chunk in self._absent:
             self._absent.remove(chunk)
             self._rank(chunk)
 
-    def has_gone(self, chunk: Hashable) -> None:
+    def has_gone(self, chunk: C) -> None:
         """The chunk has left DRAM, and can be fetched again."""
         wanted_by = self.wanted_by.get(chunk)
         if wanted_by:
@@ -261,7 +265,7 @@ class LookAhead:
         self._absent.clear()  # what is not here now counts as present: nobody fetches it
         self._missing.clear()
 
-    def next_to_fetch(self) -> tuple[Hashable, Order] | None:
+    def next_to_fetch(self) -> tuple[C, Order] | None:
         """The chunk that is to be fetched next, and for whom; None if nothing is absent.
 
         The nearest request's, in the order of the prompt.
@@ -296,7 +300,7 @@ class LookAhead:
         """
         waiting = self._waiting.get(request_id)
         beyond = waiting.order if waiting is not None else LAST
-        found: set[Hashable] = set()
+        found: set[C] = set()
         looks = 0
         for order in self._missing:
             if order >= beyond or looks >= 4 * LOOK_MAX:
@@ -306,7 +310,7 @@ class LookAhead:
             found.update(chunk for chunk in wants if chunk in self._absent)
         return len(found)
 
-    def farthest(self, beyond: Order | None, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+    def farthest(self, beyond: Order | None, can_go: Callable[[C], bool]) -> C | None:
         """The chunk in DRAM to give up for a request: one that only requests beyond it want, of the
         farthest, the deepest; or None.
 
@@ -315,7 +319,7 @@ class LookAhead:
         """
         return self._present.first(beyond, can_go)
 
-    def farthest_of_all(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+    def farthest_of_all(self, can_go: Callable[[C], bool]) -> C | None:
         """The chunk to give up for good, wherever it is."""
         return self._all.first(None, can_go)
 

@@ -1,25 +1,391 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs: the part of a conversation that one request used, and what that request asked for it:
-terms, leases and pins.
+"""Runs: the part of a conversation that one request used; what that request asked for it, and when
+it comes back. Pure: time is given.
 
-A visit is which stored chunks a request uses, and by which two runs it is remembered. Pure: time is
-given. A chunk is of the run that used it last.
+A visit is which stored chunks a request uses, and by which two runs it is remembered. A chunk is of
+the run that used it last. ReturnEstimator learns online, from what the store sees, which runs come
+back and when.
+
+A *run* is a stretch of chunks up to some chunk, its *end*. It *returns* when a later request goes
+through that end. Most runs never do, and nobody says which; so two things are learned together (a
+mixture cure model):
+
+    p(kind)        how likely a run of this kind returns at all;
+    q(class, age)  of those that do, how likely in this stretch of ages, if not before.
+
+A run that is still open counts as one that will return with the probability that it has left, so
+what has not ended yet is neither ignored nor taken for lost. Both are fitted by expectation and
+maximisation: p as a logistic regression over the factors of a kind (turn, gap, answer, ...), so
+that a kind that was seldom seen borrows from those that it shares factors with; q as a discrete
+hazard that each class of gaps borrows from all together.
+
+What a slot is worth then is the Gittins index: the best ratio, over all times to keep the run for,
+of the probability that it returns to the time that it stays. Before anything was seen p is the
+same for all and the worth falls with age, so the order is that of LRU.
+
+Runs are followed whether or not their chunks are still stored: nobody learns from survivors only.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
 
-from attnstore_vllm.policy.eviction.return_estimator import (
-    TURNS_MAX,
-    Before,
-    ReturnEstimator,
-    answered,
-    kind_of,
-)
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+RUNS_MAX = 65536
+"""Open runs that are followed. The oldest is given up for a new one."""
+REFIT_RUNS = 256
+FIRST_REFITS = (32, 64, 128)
+DECAY_RUNS = 1 << 17
+"""After so many runs what was seen before counts half."""
+
+NUM_AGES = 40
+FIRST_S = 1.0
+EDGES_S = np.concatenate([[0.0], FIRST_S * 2.0 ** (np.arange(NUM_AGES) / 2)])
+"""Age b is from EDGES_S[b] to EDGES_S[b + 1] seconds; the last ends after 8.6 days."""
+WIDTHS_S = np.diff(EDGES_S)
+
+TURNS_MAX = 4
+GAPS_S = (15.0, 60.0, 240.0)
+LENGTHS_TOKENS = (2048, 8192, 32768)
+ANSWERS_TOKENS = (64, 256, 1024)
+SHAPE = (TURNS_MAX, len(GAPS_S) + 2, len(LENGTHS_TOKENS) + 1, 2, 2, len(ANSWERS_TOKENS) + 1)
+"""Axes of the kinds: turn, gap to the turn before, tokens of the prompt, mostly new?, shared?,
+tokens of the answer as far as known: none before the request has ended, and of what is shared."""
+NUM_KINDS = math.prod(SHAPE)
+
+PRIOR_HAZARD = np.array([0.65] + [0.25] * (NUM_AGES - 1))
+"""Hazard of each age before anything was seen: as ages double, a rate that falls as 1/t. The first
+age is a wider one, and its rate the highest."""
+PRIOR_RUNS = 4.0
+"""Runs' worth of evidence that the prior has among all classes together ..."""
+CLASS_RUNS = 16.0
+"""... that all classes together have in each class ..."""
+KIND_RUNS = 16.0
+"""... and that the regression has in each kind."""
+RIDGE = 5.0
+STEP_MAX = 1.0
+"""The longest step of Newton's method, for each coefficient: with few runs a full one may go far
+astray."""
+ROUNDS = 3
+
+
+def kind_of(
+    turn: int, gap_s: float | None, num_tokens: int, *, is_fresh: bool, is_shared: bool
+) -> int:
+    """The kind of a run before its request is answered.
+
+    Args:
+        turn: 1 for the first request of a conversation.
+        gap_s: since the request before went through its beginning; None if none did.
+        num_tokens: of the prompt.
+        is_fresh: most of the prompt was not known before.
+        is_shared: other conversations go through it too.
+    """
+    gap = 0 if gap_s is None else 1 + sum(gap_s >= limit for limit in GAPS_S)
+    length = sum(num_tokens >= limit for limit in LENGTHS_TOKENS)
+    kind = (min(turn, TURNS_MAX) - 1) * SHAPE[1] + gap
+    return (((kind * SHAPE[2] + length) * 2 + is_fresh) * 2 + is_shared) * SHAPE[5]
+
+
+def answered(kind: int, num_tokens: int) -> int:
+    """The kind of a run whose request was answered with so many tokens."""
+    return kind - kind % SHAPE[5] + sum(num_tokens >= limit for limit in ANSWERS_TOKENS)
+
+
+def age_of(seconds: float) -> int:
+    """The age, an index of WIDTHS_S."""
+    if seconds < FIRST_S:
+        return 0
+    return min(int(2 * math.log2(seconds / FIRST_S)) + 1, NUM_AGES - 1)
+
+
+_FACTORS = np.indices(SHAPE).reshape(len(SHAPE), NUM_KINDS)
+_DESIGN = np.concatenate(
+    [np.ones((1, NUM_KINDS))]
+    + [_FACTORS[f] == np.arange(size)[:, None] for f, size in enumerate(SHAPE)]
+).T.astype(np.float64)
+"""[kind, 1 + values of all factors]: which it has."""
+_CLASSES = _FACTORS[1] * 2 + _FACTORS[4]
+_NUM_CLASSES = SHAPE[1] * 2
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The open run that a request continues."""
+
+    number: int
+    depth: int
+    """Chunks of the request up to the run's end."""
+    turn: int
+    """0 if it was a shared one."""
+    since: float
+    num_tokens: int
+    """The length of its request's prompt; 0 if that was not said."""
+
+
+class ReturnEstimator:
+    """See the module. State: RUNS_MAX open runs, some 10 MB, and a table of kinds and ages.
+
+    Deterministic: the same calls give the same worth.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}  # end -> place of the open run
+        self._end = [0] * RUNS_MAX
+        self._number = np.zeros(RUNS_MAX, np.int64)
+        self._kind = np.zeros(RUNS_MAX, np.int32)
+        self._turn = np.zeros(RUNS_MAX, np.int16)
+        self._num_tokens = np.zeros(RUNS_MAX, np.int32)
+        self._since = np.zeros(RUNS_MAX)
+        self._weight = np.zeros(RUNS_MAX)
+        self._is_open = np.zeros(RUNS_MAX, np.bool_)
+        self.is_due = False
+        """Whether refit() is to be called soon."""
+        self._opened = 0
+        self._decay_at = DECAY_RUNS
+        self._weight_sum = 0.0
+        # [kind, age], in weights: runs that returned at that age; that were followed up to it.
+        self._returned = np.zeros((NUM_KINDS, NUM_AGES))
+        self._departed = np.zeros((NUM_KINDS, NUM_AGES))
+        p, q = np.full(NUM_KINDS, 0.5), np.tile(PRIOR_HAZARD, (_NUM_CLASSES, 1))
+        self._fit = Fit(p, q, np.zeros(_DESIGN.shape[1]), {})
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def arrive(self, marks: Sequence[int], now: float) -> Before | None:
+        """A request came whose whole chunks have these marks. Ends the runs that it goes through.
+
+        Args:
+            marks: 64 bits of each chunk's key, or anything that names it.
+        Returns: the deepest of them. Cost: a look-up a chunk.
+        """
+        deepest: Before | None = None
+        for depth in range(len(marks), 0, -1):
+            place = self._places.pop(marks[depth - 1], None)
+            if place is None:
+                continue
+            if deepest is None:
+                deepest = Before(
+                    int(self._number[place]),
+                    depth,
+                    int(self._turn[place]),
+                    float(self._since[place]),
+                    int(self._num_tokens[place]),
+                )
+            self._close(place, self._returned, now)
+        return deepest
+
+    def open(
+        self, end: int, kind: int, turn: int, weight: float, now: float, num_tokens: int = 0
+    ) -> int:
+        """Follow a run from now on.
+
+        Args:
+            end: the mark of its last chunk.
+            turn: of its conversation; TURNS_MAX at most. 0 for a shared run.
+            weight: its chunks; slots are what is worth something, not requests.
+            num_tokens: of its request's prompt.
+        Returns: its number. Cost: O(1).
+        """
+        if end in self._places:
+            self._close(self._places.pop(end), self._returned, now)
+        place = self._opened % RUNS_MAX
+        if self._is_open[place]:
+            del self._places[self._end[place]]
+            self._close(place, self._departed, now)
+        self._opened += 1
+        self._weight_sum += weight
+        self._end[place] = end
+        self._number[place] = self._opened
+        self._kind[place], self._turn[place] = kind, turn
+        self._num_tokens[place] = num_tokens
+        self._since[place], self._weight[place] = now, weight
+        self._is_open[place] = True
+        self._places[end] = place
+        self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
+        return self._opened
+
+    def change(self, number: int, kind: int) -> None:
+        """An open run is of this kind; nothing changes for one that is not open. Cost: O(1)."""
+        place = (number - 1) % RUNS_MAX
+        if self._is_open[place] and self._number[place] == number:
+            self._kind[place] = kind
+
+    def answer(self, run: Run, num_tokens: int) -> None:
+        """The request was answered with so many tokens, which tells something of whether it is gone
+        on with. The caller tells the orders of departure. Nothing changes for what others share."""
+        if not run.is_shared:
+            run.kind = answered(run.kind, num_tokens)
+            self.change(run.number, run.kind)
+
+    def worth(self, kind: int, seconds: float) -> float:
+        """Expected returns per second of a slot whose run has not returned for that long."""
+        return self._fit.worth(kind)[age_of(seconds)]
+
+    def returns(self, kind: int) -> float:
+        """The probability that a run of this kind returns at all."""
+        return float(self._fit.p[kind])
+
+    def _close(self, place: int, table: Array, now: float) -> None:
+        self._is_open[place] = False
+        age = age_of(now - self._since[place])
+        table[self._kind[place], age] += self._weight[place]
+
+    def refit(self, now: float) -> None:
+        """Learn from what was seen since the last time. Cost: some milliseconds."""
+        self.learn(self.seen(now).fit())
+
+    def seen(self, now: float) -> Observed:
+        """A copy of what fit() learns from, which may be called beside further events."""
+        self.is_due = False
+        seen = Observed(
+            now,
+            self._is_open.copy(),
+            self._kind.copy(),
+            self._since.copy(),
+            self._weight.copy(),
+            self._returned.copy(),
+            self._departed.copy(),
+            self._weight_sum / max(1, self._opened),
+            self._fit,
+        )
+        if self._opened >= self._decay_at:
+            self._decay_at += DECAY_RUNS
+            self._returned *= 0.5
+            self._departed *= 0.5
+        return seen
+
+    def learn(self, fit: Fit) -> None:
+        self._fit = fit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """A fit: all that was learned."""
+
+    p: Array
+    """[kind] the probability to return at all."""
+    q: Array
+    """[class, age] of those that do, to return at this age, if not before."""
+    coefficients: Array
+    """Coefficients of the regression."""
+    rows: dict[int, list[float]]
+    """Returns a second, [age], by kind: of those that were seen or asked for."""
+
+    def worth(self, kind: int) -> list[float]:
+        """[age] returns a second. Cost: O(1), or some 0.2 ms for a kind that was never seen."""
+        row = self.rows.get(kind)
+        if row is None:
+            row = self.rows[kind] = _gittins(self.p, self.q, np.array([kind]))[0].tolist()
+        return row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """The estimator's state at a time, and what was learned before."""
+
+    now: float
+    is_open: npt.NDArray[np.bool_]
+    kind: npt.NDArray[np.int32]
+    since: Array
+    weight: Array
+    """[place] of the open runs."""
+    returned: Array
+    """[kind, age] weights that returned at that age."""
+    departed: Array
+    """[kind, age] that were followed up to it and no further."""
+    run: float
+    """The mean weight of a run: the unit."""
+    before: Fit
+
+    def fit(self) -> Fit:
+        """Pure. Cost: some milliseconds."""
+        live = np.flatnonzero(self.is_open)
+        ages = np.searchsorted(EDGES_S, self.now - self.since[live], side="right") - 1
+        cells = self.kind[live] * NUM_AGES + np.clip(ages, 0, NUM_AGES - 1)
+        counts = np.bincount(cells, self.weight[live], NUM_KINDS * NUM_AGES)
+        waiting = self.departed + counts.reshape(NUM_KINDS, NUM_AGES)
+        b = self.before
+        p, q, coefficients = _fit(
+            self.returned / self.run, waiting / self.run, b.p, b.q, b.coefficients
+        )
+        seen = np.flatnonzero((self.returned + waiting).any(axis=1))
+        rows = dict(zip(seen.tolist(), _gittins(p, q, seen).tolist(), strict=True))
+        return Fit(p, q, coefficients, rows)
+
+
+def _fit(
+    returned: Array, waiting: Array, p: Array, q: Array, coefficients: Array
+) -> tuple[Array, Array, Array]:
+    """Expectation and maximisation, from the last fit on.
+
+    Args:
+        returned, waiting: [kind, age] runs that returned at that age; that have not up to it.
+    """
+    returned_sum, total = returned.sum(axis=1), (returned + waiting).sum(axis=1)
+    seen = np.flatnonzero(total)  # the others would add nothing to any sum below
+    returned, waiting, returned_sum = returned[seen], waiting[seen], returned_sum[seen]
+    design, classes, total = _DESIGN[seen], _CLASSES[seen], total[seen]
+    for _ in range(ROUNDS):
+        after = np.cumprod(1 - q, axis=1)
+        before = np.concatenate([np.ones((_NUM_CLASSES, 1)), after[:, :-1]], axis=1)
+        left = p[seen, None] * ((after + before) / 2)[classes]
+        will_return = waiting * left / (1 - p[seen, None] + left)
+        positive = returned_sum + will_return.sum(axis=1)
+        coefficients = _regress(design, positive, total, coefficients)
+        p = _logistic(_DESIGN @ coefficients)
+        p[seen] = (positive + KIND_RUNS * p[seen]) / (total + KIND_RUNS)
+        by_class = np.zeros((2, _NUM_CLASSES, NUM_AGES))
+        np.add.at(by_class[0], classes, returned)
+        np.add.at(by_class[1], classes, will_return)
+        returned_in_all, waiting_in_all = by_class.sum(axis=1)
+        pooled = _hazard(returned_in_all, waiting_in_all, PRIOR_HAZARD, PRIOR_RUNS)
+        q = np.clip(_hazard(by_class[0], by_class[1], pooled, CLASS_RUNS), 1e-6, 0.999)
+    return p, q, coefficients
+
+
+def _regress(design: Array, positive: Array, total: Array, coefficients: Array) -> Array:
+    """Two steps of Newton's method towards the ridge estimate; the next rounds do the rest."""
+    ridge = RIDGE * np.eye(len(coefficients))
+    for _ in range(2):
+        mean = _logistic(design @ coefficients)
+        slope = design.T @ (positive - total * mean) - RIDGE * coefficients
+        curvature = (design * (total * mean * (1 - mean))[:, None]).T @ design + ridge
+        step = np.linalg.solve(curvature, slope)
+        coefficients = coefficients + np.clip(step, -STEP_MAX, STEP_MAX)
+    return coefficients
+
+
+def _logistic(x: Array) -> Array:
+    return 1 / (1 + np.exp(-np.clip(x, -30, 30)))
+
+
+def _hazard(returned: Array, waiting: Array, prior: Array, prior_runs: float) -> Array:
+    """[..., age] the probability to return at an age, of those that had not before."""
+    reached = np.cumsum((returned + waiting)[..., ::-1], axis=-1)[..., ::-1] - waiting / 2
+    return (returned + prior_runs * prior) / (reached + prior_runs)
+
+
+def _gittins(p: Array, q: Array, kinds: npt.NDArray[np.int64]) -> Array:
+    """[of these kinds, age] the best ratio of returns to seconds, over all times to keep a slot."""
+    survival = np.cumprod(1 - q, axis=1)
+    survival = np.concatenate([np.ones((_NUM_CLASSES, 1)), survival], axis=1)[_CLASSES[kinds]]
+    alive = 1 - p[kinds, None] * (1 - survival)
+    seconds = np.cumsum(WIDTHS_S * (alive[:, 1:] + alive[:, :-1]) / 2, axis=1)
+    seconds = np.concatenate([np.zeros((len(kinds), 1)), seconds], axis=1)
+    best = np.zeros((len(kinds), NUM_AGES))
+    for age in range(NUM_AGES):
+        returns = alive[:, age, None] - alive[:, age + 1 :]
+        best[:, age] = (returns / (seconds[:, age + 1 :] - seconds[:, age, None])).max(axis=1)
+    return best
+
 
 ENDED_PRIORITY = -3
 """Priority of KV that nobody comes back to, as its last request has said."""
@@ -61,7 +427,8 @@ class Run:
 
     number: int
     kind: int
-    """Its kind for the estimator. Changed by answer() alone; orders of departure are to be told."""
+    """Its kind for the estimator. Changed by ReturnEstimator.answer() alone; orders of departure
+    are to be told."""
     since: float
     is_shared: bool
     priority: int = 0
@@ -153,14 +520,6 @@ def visit_of(
     return Visit(num_shared, shared, own, before.num_tokens if before is not None else 0)
 
 
-def answer(estimator: ReturnEstimator, run: Run, num_tokens: int) -> None:
-    """The request was answered with so many tokens, which tells something of whether it is gone on
-    with. The caller tells the orders of departure. Nothing changes for what others share."""
-    if not run.is_shared:
-        run.kind = answered(run.kind, num_tokens)
-        estimator.change(run.number, run.kind)
-
-
 def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
     """How many of the leading chunks other conversations use too."""
     own = before.number if before is not None else 0
@@ -168,74 +527,3 @@ def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
         if run is None or not (run.is_shared or run.number != own):
             return number
     return len(last_runs)
-
-
-ENDED_MAX = 64
-"""Pins that one look ends."""
-STALE_MAX = 16
-"""The heap forgets what is not pinned any more when it is more than this and what is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    tenant: bytes
-    until: float
-
-
-class Pins(dict[int, Pin]):
-    """The pins of one tier, by slot. Changed by its own methods alone. Cost of each call:
-    O(log pins), amortized.
-
-    All pins together, and those of each tenant, have a share of the tier's slots. A pin beyond it
-    is refused, so no tenant can take another's room, or more of it than the operator has allowed.
-    """
-
-    def __init__(self, share: float = 0.0, tenant_share: float = 0.0) -> None:
-        super().__init__()
-        self._share = share
-        self._tenant_share = tenant_share
-        self._per_tenant: Counter[bytes] = Counter()
-        self._ends: list[tuple[float, int]] = []  # a heap; may name what has gone or lasts longer
-
-    def add(self, slot: int, pin: Pin, num_slots: int) -> bool:
-        """Pin the slot, or let its pin last longer. False: it would be beyond the share.
-
-        Args:
-            num_slots: that the tier has now.
-        """
-        before = self.get(slot)
-        if before is not None:
-            if before.until >= pin.until:
-                return True
-            pin = Pin(before.tenant, pin.until)
-        else:
-            if len(self) >= int(self._share * num_slots):
-                return False
-            if self._per_tenant[pin.tenant] >= int(self._tenant_share * num_slots):
-                return False
-            self._per_tenant[pin.tenant] += 1
-        self[slot] = pin
-        heappush(self._ends, (pin.until, slot))
-        if len(self._ends) > 2 * len(self) + STALE_MAX:
-            self._ends = [(pin.until, slot) for slot, pin in self.items()]
-            heapify(self._ends)
-        return True
-
-    def remove(self, slot: int) -> None:
-        """The slot is pinned no longer, if it was."""
-        pin = self.pop(slot, None)
-        if pin is not None:
-            self._per_tenant[pin.tenant] -= 1
-            if not self._per_tenant[pin.tenant]:
-                del self._per_tenant[pin.tenant]
-
-    def take_ended(self, now: float) -> list[int]:
-        """Slots whose pin has ended, ENDED_MAX at most; they are pinned no longer."""
-        ended: list[int] = []
-        while self._ends and self._ends[0][0] <= now and len(ended) < ENDED_MAX:
-            _, slot = heappop(self._ends)
-            pin = self.get(slot)
-            if pin is not None and pin.until <= now:
-                self.remove(slot)
-                ended.append(slot)
-        return ended

@@ -1,22 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store's own figures, and who takes them: each step, or the board while no step is planned;
-and what they say to a reader of the log."""
+"""Figures: counts of a step; the store's own, and who takes them: each step, or the board while no
+step is planned; and what they say to a reader of the log."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attnstore_vllm.config import format_size
-from attnstore_vllm.scheduler.messages import StepStats
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import PERIOD_S, Board
+from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.types import NVME
 
 ERROR_EVENTS = frozenset({"read_failed", "write_failed", "corrupt", "device_late", "device_out"})
 """Events of Residency.counts that the metric `errors` has; `chunks` has the others."""
+
+
+class StepStats:
+    """`data`: {"counters" and "gauges": {"name:label": n}, "observed": {"name": [n, ...]}}.
+
+    A plain dict of strings and numbers, because it crosses processes. connector/metrics.py has
+    what they mean.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {"counters": {}, "gauges": {}, "observed": {}}
+
+    def add(self, name: str, label: str, amount: float) -> None:
+        if amount:
+            counters = self.data["counters"]
+            counters[f"{name}:{label}"] = counters.get(f"{name}:{label}", 0) + amount
+
+    def set(self, name: str, label: str, value: float) -> None:
+        self.data["gauges"][f"{name}:{label}"] = value
+
+    def observe(self, name: str, value: float) -> None:
+        self.data["observed"].setdefault(name, []).append(value)
+
+
+class GroupCounts:
+    """Figures by kind of KV cache group (index/sections.py: Reach), of models with several: of
+    others they say nothing."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._kinds = [group.reach for group in geometry.groups]
+        self._block_bytes = geometry.num_ranks // geometry.replicas * geometry.block_bytes
+        self._counts = Counter[tuple[str, str]]()
+
+    def add(self, name: str, group: int, amount: float) -> None:
+        """Args: group: its place in the geometry."""
+        if len(self._kinds) > 1:
+            self._counts[name, self._kinds[group]] += int(amount)
+
+    def add_blocks(self, name: str, group: int, num_blocks: int) -> None:
+        """The bytes of so many blocks, on all ranks."""
+        self.add(name, group, num_blocks * self._block_bytes)
+
+    def move_to(self, stats: StepStats) -> None:
+        """Add to `stats` what was counted since the last call."""
+        for (name, kind), amount in self._counts.items():
+            stats.add(name, kind, amount)
+        self._counts.clear()
 
 
 class StoreFigures:
@@ -35,14 +84,19 @@ class StoreFigures:
         self._lock = threading.Lock()
         self.taken_at = time.monotonic()
         """When somebody last asked."""
+        self._looked_at = -math.inf
+        """When gauges were last asked for."""
 
     def add_to(self, stats: StepStats) -> None:
-        """Add what has changed since the last call."""
+        """Add what has changed since the last call; of gauges, once in PERIOD_S."""
         with self._lock:
-            self.taken_at = time.monotonic()
+            now = self.taken_at = time.monotonic()
             figures = self._store.figures()
             totals: dict[tuple[str, str], float] = {
-                **{(_metric_of(event), event): n for event, n in figures.counts.items()},
+                **{
+                    ("errors" if event in ERROR_EVENTS else "chunks", event): n
+                    for event, n in figures.counts.items()
+                },
                 **{("bytes", flow.value): n for flow, n in figures.moved_bytes.items()},
                 ("first_written_bytes", NVME): int(
                     figures.first_written_tokens * self._token_bytes
@@ -53,17 +107,15 @@ class StoreFigures:
                 if more:
                     stats.add(name, label, more)
             self._reported.update(totals)
-            for (name, label), value in (figures.gauges | self._info).items():
-                if self._reported.get((name, label)) != value:
-                    self._reported[name, label] = value
-                    stats.set(name, label, value)
-            for name, values in self._store.take_seconds().items():
+            if now - self._looked_at >= PERIOD_S:
+                self._looked_at = now
+                for (name, label), value in (self._store.gauges() | self._info).items():
+                    if self._reported.get((name, label)) != value:
+                        self._reported[name, label] = value
+                        stats.set(name, label, value)
+            for name, values in figures.seconds.items():
                 for value in values:
                     stats.observe(name, value)
-
-
-def _metric_of(event: str) -> str:
-    return "errors" if event in ERROR_EVENTS else "chunks"
 
 
 def in_words(data: Mapping[str, Any]) -> str:

@@ -25,7 +25,8 @@ from attnstore_vllm.policy.cost import (
     layers_before,
     pieces_to_wait_for,
 )
-from attnstore_vllm.scheduler.messages import GroupCounts, StepReport, StepStats
+from attnstore_vllm.scheduler.figures import GroupCounts, StepStats
+from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.truncation import Truncation
@@ -74,7 +75,7 @@ class Costs:
         self.times = StepTimes(self._steps, clock)
         self._copies = CopyCost()
         self._loads = LoadRate()
-        self._ahead_layers = ahead_layers
+        self.ahead_layers = ahead_layers
         self._step_tokens = step_tokens
 
     # ---- steps -------------------------------------------------------------------------
@@ -115,7 +116,7 @@ class Costs:
         Args:
             num_bytes: of all layers, and of loads that may be before them; a rank's.
         """
-        if not (layers and self._ahead_layers and self._loads.is_known):
+        if not (layers and self.ahead_layers and self._loads.is_known):
             return None
         step_s = self.times.usual_s if self.times.num_running else 0.0
         return ahead_seconds(self._loads.seconds(num_bytes), layers, num_layers, step_s)
@@ -140,14 +141,14 @@ class Costs:
             num_bytes, queued_bytes: of the load, and of those that may be before it; a rank's.
             end: of the request's tokens.
         """
-        if not self._ahead_layers or not self._loads.is_known or not self._steps.is_known:
+        if not self.ahead_layers or not self._loads.is_known or not self._steps.is_known:
             return 0
         load_s = self._loads.seconds(num_bytes + queued_bytes)
         compute_s = self._steps.step_seconds(stop, min(end, stop + self._step_tokens))
         others, step_s = self.times.num_running, self.times.usual_s
-        if not ahead_pays(load_s, compute_s, self._ahead_layers, others, step_s):
+        if not ahead_pays(load_s, compute_s, self.ahead_layers, others, step_s):
             return 0
-        return layers_before(load_s, compute_s, self._ahead_layers)
+        return layers_before(load_s, compute_s, self.ahead_layers)
 
     def deadline(self, state: RequestState, now: float) -> float:
         """Until when the request waits at most, from when it was first asked for."""
@@ -318,7 +319,8 @@ class Offers:
         self._costs.end_wait(state, stats)
         self._waits.answered(state)
         num_tokens = ready_stop - local
-        if held and not self._costs.copy_pays(local, ready_stop, self._ahead_s(state, held)):
+        ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
+        if held and not self._costs.copy_pays(local, ready_stop, ahead_s):
             cause, num_tokens = "slower", 0
         state.computing.first = local
         if not state.counted.offered:  # the request's first answer
@@ -358,6 +360,8 @@ class Offers:
         # step vLLM 0.32 counts one block of each recurrent group too few, and may stop for it.
         if any(need.reach is Reach.STATE for need in self._needs.values()):
             return self._geometry.num_layers
+        if not self._costs.ahead_layers:
+            return 0
         return self._costs.layers_before(
             *self._load_bytes(held), held[-1].stop, state.request.num_tokens
         )
@@ -445,10 +449,10 @@ class Offers:
 
     def withdraw(self, state: RequestState) -> None:
         """The offer is not taken, or asked for anew."""
-        if state.offered is not None:
-            self._store.release(piece.chunk for piece in state.offered.pieces)
-            state.offered = None
-            self._truncation.take_back(state)
+        assert state.offered is not None
+        self._store.release(piece.chunk for piece in state.offered.pieces)
+        state.offered = None
+        self._truncation.take_back(state)
 
     def end_schedule(self, *, is_empty: bool) -> None:
         """A step is planned: what vLLM has not taken by now it does not take.
@@ -457,7 +461,8 @@ class Offers:
             is_empty: it computes nothing.
         """
         for state in self._open:
-            self.withdraw(state)
+            if state.offered is not None:
+                self.withdraw(state)
         self._open.clear()
         self._waits.end_step(is_empty=is_empty)
 

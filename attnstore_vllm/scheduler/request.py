@@ -272,7 +272,8 @@ class RequestState:
             if bypasses(request) or now != self.came_with:
                 return 0
             self.stores = self.stores and _says_store(request)
-        return self.media.named_tokens(request) // self.chunk_tokens * self.chunk_tokens
+        named = self.media.named_tokens(request) if request.mm_features else ALL_TOKENS
+        return named // self.chunk_tokens * self.chunk_tokens
 
     @property
     def may_save(self) -> bool:
@@ -304,7 +305,7 @@ class RequestState:
                 root,
                 tokens,
                 self.chunk_tokens,
-                spans_of(self.request),
+                spans_of(self.request) if self.request.mm_features else (),
                 finds_moved=self.may_find_moved,
             )
         return self._sequence

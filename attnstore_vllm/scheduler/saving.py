@@ -23,7 +23,7 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.index.residency import SPARE_PRIORITY
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.scheduler.messages import GroupCounts
+from attnstore_vllm.scheduler.figures import GroupCounts
 from attnstore_vllm.scheduler.offer import Costs
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import RequestState
@@ -179,7 +179,7 @@ class Saving:
                 before_tokens = 0 if state.visit is None else state.visit.before_tokens
                 went_on_from_prompt = 0 < state.computing.first <= before_tokens
                 self._store.lower(saved if went_on_from_prompt else state.computing.prompt_states)
-            if is_state_at_end or not states:
+            if self._needs and (is_state_at_end or not states):
                 self._drop_passed(state, end)
 
     def _has_state_in_tail(self, state: RequestState, need: Need, end: int) -> bool:

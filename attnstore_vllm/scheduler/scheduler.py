@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
-from attnstore_vllm.hints import SECTION, HintReader, PrefetchOrder, prefetch_order
+from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
-from attnstore_vllm.scheduler.figures import IdleFigures, StoreFigures
-from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport, StepStats
+from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
+from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Costs, Offers, Waits
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import (
@@ -86,6 +86,9 @@ class Scheduler:
         board: shows figures that change while no step is planned.
         clock: monotonic seconds.
     """
+
+    namespace: bytes | None = None
+    """That of `names`, once it is known."""
 
     def __init__(
         self,
@@ -166,10 +169,12 @@ class Scheduler:
     # ---- a request comes ---------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        namespace = self.names.namespace
-        order = prefetch_order(request.kv_transfer_params)
+        if self.namespace is None:
+            self.namespace = self.names.namespace
+        namespace, params = self.namespace, request.kv_transfer_params
+        order = prefetch_order(params) if params else None
         if order is not None:  # no request: vLLM ends it before the next step
-            if self._hints.may_share(order.cache_salt):
+            if order.cache_salt or not self._hints.salted_only:
                 prefetch(self.store, self._stats, order, namespace, self.geometry.chunk_tokens)
             return
         if self._queue is not None:
@@ -185,13 +190,14 @@ class Scheduler:
         is_doubtful = request.resumable and self._overcounts_drafts
         if is_doubtful and self._kv_cache_manager is not None:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
-        if bypasses(request) or not self._hints.may_share(request.cache_salt) or namespace is None:
+        is_alone = self._hints.salted_only and not request.cache_salt
+        if bypasses(request) or is_alone or namespace is None:
             return
         lora = request.lora_request
         adapter = NO_ADAPTER if lora is None else self.adapters.identity(lora)
         state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, self._media)
         self.requests[request.request_id] = state
-        state.hints = hints = self._hints.read(request.kv_transfer_params)
+        state.hints = hints = self._hints.read(params) if params else NO_HINTS
         state.stores = hints.store and not is_doubtful
         if self._truncation.by_default if hints.truncation is None else hints.truncation:
             self._truncation.note(state)
@@ -222,7 +228,8 @@ class Scheduler:
             return None, False
         if state is None or state.load_failed or self._is_left_alone(request):
             return 0, False
-        self._offers.withdraw(state)
+        if state.offered is not None:
+            self._offers.withdraw(state)
         if state.moved is not None:  # it has lost its blocks: vLLM asks of no others
             self._truncation.take_back(state)
         if request.lora_request is not None:
@@ -236,7 +243,7 @@ class Scheduler:
         if state.visit is None:
             self._look_up(state)
         found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats)
-        if found is not None:
+        if found is not None and self.store.needs:
             self._saving.begin(state, num_computed_tokens + found)
         return found, is_ahead
 
@@ -401,7 +408,8 @@ class Scheduler:
         state = self.requests.pop(request.request_id, None)
         if state is None:
             return False, None
-        self._offers.withdraw(state)
+        if state.offered is not None:
+            self._offers.withdraw(state)
         if state.visit is not None:
             self.store.answered(state.visit, request.num_tokens - request.num_prompt_tokens)
         self._saving.save_rest(state, self._tables(block_ids))
@@ -413,18 +421,11 @@ class Scheduler:
 
     # ---- the rest ----------------------------------------------------------------------
 
-    def has_transfers(self) -> bool:
-        """Whether workers still have to copy or report: the engine must go on stepping."""
-        return self.plans.any_open()
-
-    def keeps_blocks(self) -> bool:
-        """Whether blocks of finished requests come free when their saves have left them."""
-        return self.plans.keeps_blocks()
-
     def reset(self) -> bool:
         """Drop every tier. Chunks that the workers copy now are dropped when they are done."""
         for state in self.requests.values():
-            self._offers.withdraw(state)
+            if state.offered is not None:
+                self._offers.withdraw(state)
             # Computed with what is being replaced: must not come back under the same name.
             state.computing.is_outdated = True
         return self.store.reset()

@@ -46,7 +46,11 @@ class VllmQueue:
 
     def on_new_request(self, request: Request) -> None:
         self._waiting[request.request_id] = request
-        self._enter([request], preempted=False)
+        with self._store.queue() as queue:
+            if self._by_priority:
+                queue.insert(request.request_id, request.priority, request.arrival_time)
+            else:
+                queue.append(request.request_id)
 
     def on_step(self, output: SchedulerOutput, states: Mapping[str, RequestState]) -> None:
         """A step was planned. What was preempted since the last one waits again."""
@@ -56,7 +60,7 @@ class VllmQueue:
             del self._running[request.request_id]
             self._waiting[request.request_id] = request
         if back:
-            self._enter(back, preempted=True)
+            self._enter_again(back)
         # A streaming session's next input is scheduled as a new request, behind all that run.
         begun = {new.req_id for new in output.scheduled_new_reqs}
         new = [
@@ -87,15 +91,14 @@ class VllmQueue:
             self._waiting.pop(request_id, None)
             self._store.leave_queue([request_id])
 
-    def _enter(self, requests: list[Request], *, preempted: bool) -> None:
+    def _enter_again(self, requests: list[Request]) -> None:
+        """These were preempted."""
         with self._store.queue() as queue:
-            if self._by_priority:
-                for request in requests:
-                    queue.insert(request.request_id, request.priority, request.arrival_time)
-            elif preempted:
+            if not self._by_priority:
                 queue.prepend([request.request_id for request in requests])
-            else:
-                queue.append(requests[0].request_id)
+                return
+            for request in requests:
+                queue.insert(request.request_id, request.priority, request.arrival_time)
 
     def _look_up(self, request: Request, states: Mapping[str, RequestState]) -> None:
         """Look up what a preempted request will want again."""

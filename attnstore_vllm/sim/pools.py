@@ -14,8 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from attnstore_vllm.policy.eviction.departures import departures
-from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
-from attnstore_vllm.policy.runs import answer, unknown_run, visit_of
+from attnstore_vllm.policy.runs import ReturnEstimator, unknown_run, visit_of
 from attnstore_vllm.sim.baselines import BASELINES, Baseline
 from attnstore_vllm.sim.trace import Trace, TraceRequest
 
@@ -77,7 +76,7 @@ class ByReturnPool:
         last_runs = [order.run_of(chunk) for chunk in chunks[:num_found]]
         whole = chunks[: request.num_tokens // self._chunk_tokens]
         visit = visit_of(self._estimator, last_runs, whole, request.num_tokens, now)
-        answer(self._estimator, visit.own, request.answer_tokens)
+        self._estimator.answer(visit.own, request.answer_tokens)
         if self._estimator.is_due:
             self._estimator.refit(now)
         for part, run in (

@@ -12,7 +12,7 @@ come first served, room for prompt and answer taken at once.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 
 from attnstore_vllm.io.device import Op
@@ -112,7 +112,7 @@ class Server:
         return out
 
     def _has_transfers(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_transfers()
+        return self._scheduler is not None and self._scheduler.plans.any_open()
 
     @property
     def _next_arrival(self) -> float:
@@ -261,7 +261,7 @@ class Server:
         done = [p.plan_id for plans in (plan.loads, plan.saves, plan.saves_before) for p in plans]
         weights = Seen.SAME if plan.looks_at_weights else Seen.NOTHING
         self._scheduler.on_report(
-            StepReport(plan.number, done, load_wait_s=load_wait_s, weights=weights)
+            StepReport(plan.number, Counter(done), load_wait_s=load_wait_s, weights=weights)
         )
         return bool(done) or plan.looks_at_weights
 

@@ -42,5 +42,6 @@ class Figures(NamedTuple):
     """Bytes moved between DRAM and NVMe since the start."""
     first_written_tokens: int
     """Tokens written to NVMe that were not there before."""
-    gauges: dict[tuple[str, str], float]
-    """Values as they are now, as (name, label): value."""
+    seconds: dict[str, list[float]]
+    """Seconds of transfers that have ended since the last call, by the metric that shows them: each
+    is told once. Of more than are kept (disk_requests.py: TIMES_KEPT) the newest."""

@@ -107,7 +107,6 @@ class Reader:
             if found is None:
                 break
             chunk, whose = found
-            assert isinstance(chunk, Chunk)
             source = self.source(chunk)
             if not chunk.dropped and chunk.dram.state is State.ABSENT and source is not None:
                 if whose is LAST or self._pays(chunk, source, whose[2]):
@@ -130,8 +129,7 @@ class Reader:
         own_s = self.computing_s(start, stop)
         if own_s is None or (flying + 1) * read_s <= turn_s + own_s:
             return True
-        wants = look_ahead.wants_of(request_id)
-        wanted = [chunk for chunk in wants if isinstance(chunk, Chunk)]
+        wanted = look_ahead.wants_of(request_id)
         missing = [chunk for chunk in wanted if chunk.dram.state is not State.READY]
         num_reads = flying + sum(chunk.dram.state is State.ABSENT for chunk in missing)
         # What is there behind a gap is of use once the gap is closed.

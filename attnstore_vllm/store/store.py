@@ -31,10 +31,9 @@ from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
-from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
 from attnstore_vllm.policy.hit_curve import HitCurve
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.runs import NO_TERMS, Run, Terms, Visit, answer, visit_of
+from attnstore_vllm.policy.runs import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
 from attnstore_vllm.store.context import Context, Figures, Pool
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
@@ -144,6 +143,9 @@ class Store:
 
     def _learn(self) -> None:
         """On our thread. The table is fitted beside the scheduler, and put in place at once."""
+        while self._curve.news:
+            with self._lock:  # for one at a time: the scheduler's thread may wait for it
+                self._curve.catch_up(1)
         if not self._estimator.is_due:
             return
         with self._lock:
@@ -173,9 +175,9 @@ class Store:
         marks = [int.from_bytes(key[:8], "big") for key in keys]
         with self._lock:
             now = self.residency.now = self._clock()
-            self._curve.use(marks, num_tokens)
+            self._curve.news.append((marks, num_tokens))
             pieces = self._match(sequence, 0, stop, min_tokens)
-            last_runs = self._last_runs(pieces, sequence.chunk_tokens)
+            last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
             self._has_leases |= terms.ttl_s is not None
             self._want(request_id, pieces, visit, sequence, 0, stop)
@@ -190,15 +192,8 @@ class Store:
     def answered(self, visit: Visit, num_tokens: int) -> None:
         """The request of this visit has ended, with so many tokens of its own."""
         with self._lock:
-            answer(self._estimator, visit.own, num_tokens)
+            self._estimator.answer(visit.own, num_tokens)
             self.residency.rank(visit.own)
-
-    def _last_runs(self, pieces: Sequence[Piece], size: int) -> list[Run]:
-        """Locked. The run that used each of the leading chunks last. Of those before a window, of
-        which nothing is needed, it is taken to be that of its first."""
-        spine = [piece for piece in pieces if piece.group == 0]
-        runs = [self.residency.run_of(piece.chunk) for piece in spine]
-        return spine[0].start // size * runs[:1] + runs if spine else []
 
     def find(
         self,
@@ -220,7 +215,7 @@ class Store:
             request_id: of the waiting request that asks; None: one is likely to come, and what
                 it will want is read after all that is waited for.
         """
-        sequence.hash_up_to(stop)
+        sequence.keys(0, stop // sequence.chunk_tokens)  # the costly part, before the lock
         with self._lock:
             self.residency.now = self._clock()
             pieces = self._match(sequence, start, stop, min_tokens)
@@ -247,7 +242,8 @@ class Store:
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
         pieces = pieces[: self._pieces_max]  # more can never be in DRAM at once
         pieces = settle(pieces, self.residency.index.grain)
-        pieces = proven(pieces, self.ahead, self.residency.index.grain)
+        if self.ahead:
+            pieces = proven(pieces, self.ahead, self.residency.index.grain)
         if pieces and pieces[-1].stop - start < min_tokens:
             return []
         if not self.needs:
@@ -330,7 +326,7 @@ class Store:
             self.thread.reader.want(chunk for chunk in chunks if chunk.dram.state is State.ABSENT)
 
     @contextmanager
-    def queue(self) -> Iterator[LookAhead]:
+    def queue(self) -> Iterator[LookAhead[Chunk]]:
         """The waiting queue, for requests that enter it. What one wants, find() says."""
         with self._lock:
             yield self.residency.look_ahead
@@ -361,7 +357,7 @@ class Store:
                 return self._hold_walked(pieces, sequence, start, stop) if pieces else []
             grain = self.residency.index.grain
             held, ends_anew = ready_run(pieces, sequence, stop, grain)
-            if ends_anew:
+            if ends_anew and self.ahead:
                 held = proven(held, self.ahead, grain)
             self.residency.hold(*(piece.chunk for piece in held))
             return held if not self.needs else self._hold_sections(held, sequence)
@@ -471,7 +467,7 @@ class Store:
                 name, run, again=again, stays=stays, is_alone=is_alone
             )
             if not self.needs:  # else it may be another group's
-                self._curve.store(name.key, name.num_tokens)
+                self._curve.news.append((name.key, name.num_tokens))
             if pin_s is not None:
                 kept = chunk or self.residency.index.get(name.key)
                 if kept is not None:
@@ -560,6 +556,17 @@ class Store:
             return all(reset.succeeded for reset in resets)
 
     def figures(self) -> Figures:
+        kept = [item for io in self.thread.tiers for item in io.seconds.items()]
+        with self._lock:
+            return Figures(
+                dict(self.residency.counts),
+                dict(self._context.moved_bytes),
+                self.residency.first_written_tokens,
+                {name: [times.popleft() for _ in range(len(times))] for name, times in kept},
+            )
+
+    def gauges(self) -> dict[tuple[str, str], float]:
+        """Values as they are now, as (name, label): value."""
         with self._lock:
             dram = self.residency.dram
             slot_bytes = self._pool.slot_bytes
@@ -571,18 +578,7 @@ class Store:
             for io in self.thread.tiers:
                 gauges |= io.gauges_now()
                 gauges["dirty_bytes", io.tier.name] = float(len(io.tier.waiting) * slot_bytes)
-            return Figures(
-                dict(self.residency.counts),
-                dict(self._context.moved_bytes),
-                self.residency.first_written_tokens,
-                gauges,
-            )
-
-    def take_seconds(self) -> dict[str, list[float]]:
-        """Seconds of transfers that have ended since the last call, by the metric that shows
-        them. Of more than are kept (disk_requests.py: TIMES_KEPT) the newest."""
-        kept = [item for io in self.thread.tiers for item in io.seconds.items()]
-        return {name: [times.popleft() for _ in range(len(times))] for name, times in kept if times}
+            return gauges
 
     def is_idle(self) -> bool:
         """Nothing dirty, nothing in flight, nothing held."""

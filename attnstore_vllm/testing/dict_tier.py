@@ -14,11 +14,11 @@ from functools import partial
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, State
 from attnstore_vllm.index.dram_tier import DramTier
-from attnstore_vllm.index.tier import TierBehind
+from attnstore_vllm.index.tier import Pin, Pins, TierBehind
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.runs import Pin, Pins, Run
+from attnstore_vllm.policy.runs import Run
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.tier_io import Loaded, Stored, TierIo
@@ -37,7 +37,7 @@ class DictBooks(TierBehind):
         order: Departures,
         waiting: Departures,
         dram: DramTier,
-        look_ahead: LookAhead,
+        look_ahead: LookAhead[Chunk],
     ) -> None:
         super().__init__(name, waiting, dram.pins, look_ahead)
         self.num_slots = num_slots
@@ -202,7 +202,7 @@ class MakeDictTier:
         self._num_slots = num_slots
 
     def books(
-        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead
+        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
     ) -> DictBooks:
         order = policy(self._num_slots)
         return DictBooks(

@@ -137,10 +137,11 @@ class Loads:
         finished, self._finished = self._finished, []
         return finished
 
-    def take_waited_s(self) -> float:
-        """Seconds for which the model has waited for loads since the last call."""
+    def take_times(self) -> tuple[float, list[tuple[int, float]]]:
+        """Since the last call: seconds for which the model has waited for loads; and what
+        CopyEngine.measured() says."""
         waited, self._host_wait_s = self._host_wait_s, 0.0
-        return waited + self._engine.waited_s()
+        return waited + self._engine.waited_s(), self._engine.measured()
 
     def close(self) -> None:
         """Complete what is in flight."""

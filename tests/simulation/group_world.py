@@ -200,7 +200,7 @@ class GroupWorld:
         for job in [*self.running, *self.waiting, *self.remote.values()]:
             self._end(job, "aborted")
         for _ in range(REST_STEPS):
-            is_quiet = not (self.scheduler.has_transfers() or self.remote)
+            is_quiet = not (self.scheduler.plans.any_open() or self.remote)
             if is_quiet and self.store.is_idle():
                 break
             self.step()
@@ -462,8 +462,9 @@ class GroupWorld:
         assert not failed
         saved, given_up = self.saves.take_finished()
         seen = Seen.SAME if plan.looks_at_weights else Seen.NOTHING
-        done = self.loads.take_finished() + saved
-        self.scheduler.on_report(StepReport(plan.number, done, given_up, freed, weights=seen))
+        done = Counter([*self.loads.take_finished(), *saved, *given_up])
+        report = StepReport(plan.number, done, set(given_up), Counter(freed), weights=seen)
+        self.scheduler.on_report(report)
         self.counts["given up"] += len(given_up)
         for name in freed:
             self.hbm.give_back(name)

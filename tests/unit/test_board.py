@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.scheduler.figures import IdleFigures, StoreFigures
-from attnstore_vllm.scheduler.messages import StepStats
+from attnstore_vllm.scheduler import figures as figures_module
+from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.transfer.board import VALUES_MAX, Board, BoardReader, board_path
 from tests import helpers
 
@@ -132,6 +132,24 @@ def _until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_gauges_are_looked_at_once_a_second_and_counts_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = helpers.memory_rig(32)
+    figures = StoreFigures(rig.store, 1.0)
+    steps = [StepStats() for _ in range(3)]
+    figures.add_to(steps[0])
+    assert steps[0].data["gauges"]["held_bytes:dram"] == 0
+    rig.put_all(helpers.sequence_of(helpers.tokens_of(1, 4 * helpers.CHUNK_TOKENS)))
+    figures.add_to(steps[1])
+    assert steps[1].data["counters"]["chunks:saved"] == 4
+    assert steps[1].data["gauges"] == {}
+    monkeypatch.setattr(figures_module, "PERIOD_S", 0.0)
+    figures.add_to(steps[2])
+    assert steps[2].data["gauges"]["held_bytes:dram"] == 4 * helpers.PAYLOAD_BYTES
+    rig.store.close()
 
 
 def test_what_changes_without_steps_leaves_by_the_board_and_once(name: str) -> None:

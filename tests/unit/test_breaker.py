@@ -112,11 +112,7 @@ def test_a_hang_costs_the_chunk_and_the_tier_comes_back() -> None:
     (piece,) = store.find(sequence, 0, CHUNK_TOKENS)
     until(lambda: piece.chunk.dropped)
     assert store.figures().counts["read_late"] == store.figures().counts["device_late"] == 1
-    assert (
-        store.figures().gauges["nvme_in_use", "reads"]
-        == store.figures().gauges["nvme_in_use", "writes"]
-        == 0
-    )
+    assert store.gauges()["nvme_in_use", "reads"] == store.gauges()["nvme_in_use", "writes"] == 0
     assert piece.chunk.dram.state is State.READING, "the device may still write to its slot"
     on_nvme = sequence_of(tokens_of(2, CHUNK_TOKENS))
     ready = [
@@ -124,8 +120,8 @@ def test_a_hang_costs_the_chunk_and_the_tier_comes_back() -> None:
     ]
     assert ready == [], "nobody waits for a tier that is out of use"
     slow.release()
-    until(lambda: store.figures().gauges["nvme_in_use", "reads"] == 1)
-    until(lambda: store.figures().gauges["nvme_in_use", "writes"] == 1)
+    until(lambda: store.gauges()["nvme_in_use", "reads"] == 1)
+    until(lambda: store.gauges()["nvme_in_use", "writes"] == 1)
     put(9)
     store.residency.check_integrity()
     assert store.residency.num_held() == 0

@@ -10,14 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.policy.eviction.by_return import VICTIMS_MAX
-from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, Departures, departures
-from attnstore_vllm.policy.eviction.return_estimator import (
+from attnstore_vllm.policy.eviction.departures import (
+    GROUPS_MAX,
+    SLOTS_MAX,
+    VICTIMS_MAX,
+    Departures,
+    departures,
+)
+from attnstore_vllm.policy.runs import (
     ReturnEstimator,
+    Run,
+    Visit,
     answered,
     kind_of,
+    visit_of,
 )
-from attnstore_vllm.policy.runs import Run, Visit, answer, visit_of
 
 KIND = kind_of(1, None, 1000, is_fresh=True, is_shared=False)
 
@@ -241,9 +248,9 @@ def test_what_an_answer_tells_counts_at_once() -> None:
     order = departures("attnstore", 100, estimator)
     runs = [run_at(1030.0 + number) for number in range(40)]
     for number, run in enumerate(runs):
-        answer(estimator, run, 600)
+        estimator.answer(run, 600)
         order.add(number, run)
-    answer(estimator, runs[20], 20)
+    estimator.answer(runs[20], 20)
     order.rank(runs[20])
     assert order.victim(1080.0, anything) == 20
     order.remove(20)
@@ -254,7 +261,7 @@ def test_what_an_answer_tells_counts_at_once() -> None:
 def test_what_others_share_has_no_answer() -> None:
     estimator = returns_after_long_answers()
     run = Run(estimator.open(9999, KIND, 0, 4.0, 1030.0), KIND, 1030.0, True)
-    answer(estimator, run, 600)
+    estimator.answer(run, 600)
     assert run.kind == KIND
 
 
@@ -264,7 +271,7 @@ def test_by_age_an_answer_changes_nothing(policy: str) -> None:
     runs = [run_at(float(number)) for number in range(3)]
     for number, run in enumerate(runs):
         order.add(number, run)
-    answer(ReturnEstimator(), runs[0], 600)
+    ReturnEstimator().answer(runs[0], 600)
     order.rank(runs[0])
     assert empty(order, 10.0) == [0, 1, 2]
 

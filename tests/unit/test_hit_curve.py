@@ -100,12 +100,28 @@ def test_memory_is_bounded_and_nothing_looked_up_is_nothing_found() -> None:
     assert curve.num_followed <= 8192
 
 
+def test_news_count_late_as_they_would_have_at_once() -> None:
+    at_once, late = HitCurve.around(10, 16), HitCurve.around(10, 16)
+    rng = Random(1)
+    for _ in range(500):
+        chunks = [rng.randrange(30) << 57 for _ in range(4)]
+        key = (rng.randrange(30) << 57).to_bytes(8, "big")
+        at_once.use(chunks, 64)
+        at_once.store(key, 16)
+        late.news += (chunks, 64), (key, 16)
+    late.catch_up(700)
+    assert late.shares() != at_once.shares()
+    late.catch_up()
+    assert late.shares() == at_once.shares()
+    assert not late.news
+
+
 def test_a_store_shows_it_for_sizes_around_its_own() -> None:
     rig = helpers.memory_rig(dram_slots=8)
     sequence = helpers.sequence_of(helpers.tokens_of(1, 4 * helpers.CHUNK_TOKENS))
     for name in ("a", "b"):
         rig.store.arrive(name, sequence, len(sequence.token_ids))
-    gauges = rig.store.figures().gauges
+    gauges = rig.store.gauges()
     shares = [gauges["dram_curve_ratio", times] for times in ("0.25", "0.5", "1", "8")]
     assert shares == [0.25, 0.375, 0.375, 0.375], "3 whole chunks of 4, at the second time"
     rig.close()

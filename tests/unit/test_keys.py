@@ -133,7 +133,7 @@ def test_keys_of_a_growing_sequence_stay() -> None:
     tokens = list(TOKENS[:20])
     keys = SequenceKeys(root_key(NAMESPACE, None, b""), tokens, 16)
     first = keys.key(0)
-    keys.hash_up_to(20)
+    keys.keys(0, 1)
     tokens += TOKENS[20:]
     whole = SequenceKeys(root_key(NAMESPACE, None, b""), TOKENS, 16)
     assert keys.key(0) == first == whole.key(0)

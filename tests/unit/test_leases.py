@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, STALE_MAX, departures
-from attnstore_vllm.policy.eviction.return_estimator import ReturnEstimator
-from attnstore_vllm.policy.runs import ENDED_PRIORITY, Lease, Run, Terms, lease_for, visit_of
+from attnstore_vllm.policy.runs import (
+    ENDED_PRIORITY,
+    Lease,
+    ReturnEstimator,
+    Run,
+    Terms,
+    lease_for,
+    visit_of,
+)
 from tests.helpers import Rig, Rigs, conversation, name_of, names_of, sequence_of
 from tests.unit.test_by_return import KIND, anything, empty, fill, untrained
 

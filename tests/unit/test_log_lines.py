@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.config import StoreConfig
-from attnstore_vllm.scheduler.figures import in_words
-from attnstore_vllm.scheduler.messages import StepStats
+from attnstore_vllm.scheduler.figures import StepStats, in_words
 from attnstore_vllm.scheduler.start_log import start_lines
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.transfer.geometry import Geometry, Group

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,16 +17,16 @@ def anything(_: object) -> bool:
     return True
 
 
-def queue_of(wants: dict[str, str]) -> LookAhead:
+def queue_of(wants: dict[str, str]) -> LookAhead[Any]:
     """Requests by name, each wanting chunks named by letters; all of them are missing."""
-    queue = LookAhead()
+    queue = LookAhead[Any]()
     for name, chunks in wants.items():
         queue.append(name)
         queue.want(name, chunks, chunks)
     return queue
 
 
-def fetch_all(queue: LookAhead) -> str:
+def fetch_all(queue: LookAhead[Any]) -> str:
     fetched = ""
     while (found := queue.next_to_fetch()) is not None:
         fetched += str(found[0])
@@ -46,7 +48,7 @@ def test_first_come_first_served_and_the_preempted_before_them() -> None:
 
 
 def test_priorities_come_before_arrival() -> None:
-    queue = LookAhead()
+    queue = LookAhead[Any]()
     for name, priority, arrival in (("a", 1, 5.0), ("b", 0, 9.0), ("c", 1, 4.0), ("d", 1, 4.0)):
         queue.insert(name, priority, arrival)
     assert list(queue) == ["b", "c", "d", "a"]
@@ -176,7 +178,7 @@ class Queue(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = LookAhead()
+        self.queue = LookAhead[Any]()
         self.order: list[str] = []
         self.wants: dict[str, list[int]] = {}
         self.absent: set[int] = set()

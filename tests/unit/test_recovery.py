@@ -101,7 +101,7 @@ def test_every_record_is_found_and_served(num_records: int) -> None:
     with next_start(device.image, device) as rig:
         assert slots(rig) == {record: name(record).key for record in range(num_records)}
         assert rig.store.figures().counts["recovered"] == num_records
-        assert rig.store.figures().gauges["recovery_records", ""] == num_records
+        assert rig.store.gauges()["recovery_records", ""] == num_records
         for record in (0, num_records - 1):
             assert rig.check_read(sequence_of(tokens_of(record, CHUNK_TOKENS))) == 1
 
@@ -166,7 +166,7 @@ def test_a_record_that_cannot_be_read_is_a_free_slot() -> None:
     with next_start(device.image, failing) as rig:
         assert set(slots(rig)) == {0, 2, 3}
         assert rig.store.figures().counts["read_failed"] == 1
-        assert rig.store.figures().gauges["nvme_in_use", "reads"] == 1
+        assert rig.store.gauges()["nvme_in_use", "reads"] == 1
 
 
 def test_of_two_records_of_a_chunk_the_newer_counts() -> None:

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from attnstore_vllm.policy.eviction import return_estimator as returns
-from attnstore_vllm.policy.eviction.return_estimator import (
+from attnstore_vllm.policy import runs as returns
+from attnstore_vllm.policy.runs import (
     NUM_KINDS,
     ReturnEstimator,
     age_of,

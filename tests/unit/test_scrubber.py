@@ -212,7 +212,7 @@ def test_a_read_that_goes_wrong_costs_that_chunk_alone(open_cold: Cold, effect: 
     rig, memory = open_cold()
     rig.inject(Fault(effect=effect, op=Op.READ, nth=1, bit=8 * RECORD_BYTES - 7))
     check_lost(rig, memory, 1, "read_failed" if effect is Effect.FAIL else "corrupt")
-    assert rig.store.figures().gauges["nvme_in_use", "reads"] == 1
+    assert rig.store.gauges()["nvme_in_use", "reads"] == 1
 
 
 def test_the_stores_own_thread_scrubs() -> None:

@@ -268,7 +268,7 @@ def test_bytes_that_a_conversation_leaves(name: str, most: float, turn: tuple[in
     server = Server(trace, machine, "attnstore")
     out = server.run()
     assert server.store is not None
-    gauges = server.store.figures().gauges
+    gauges = server.store.gauges()
     held = gauges["held_bytes", "nvme"] / server.store.thread.tiers[0].record_bytes
     everything = -(-(14 * sum(turn)) // of.geometry.chunk_tokens) * len(of.geometry.groups)
     assert out.found_history > 0.98 * out.history_tokens

@@ -15,7 +15,7 @@ from attnstore_vllm.cli.main import main
 from attnstore_vllm.cli.size_plan import read_model, show_model
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys, root_key
-from attnstore_vllm.policy.eviction.return_estimator import answered, kind_of
+from attnstore_vllm.policy.runs import answered, kind_of
 from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome

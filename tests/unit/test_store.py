@@ -280,7 +280,7 @@ def test_held_bytes_are_counted_by_tier(open_rig: Rigs) -> None:
     rig, device = open_rig()
     rig.put_all(sequence_of(conversation(1)))
     device.settle()
-    gauges = rig.store.figures().gauges
+    gauges = rig.store.gauges()
     assert gauges["held_bytes", DRAM] == 3 * PAYLOAD_BYTES
     assert gauges["held_bytes", NVME] == 3 * RECORD_BYTES
 

@@ -196,8 +196,8 @@ def test_a_disk_that_refuses_every_write(open_faulty: Open) -> None:
         assert faulty.read(number) == right(number)
     assert faulty.counts["write_failed"] == FAILURES_MAX, "then it is left alone for a while"
     assert faulty.counts["device_out"] == 1
-    assert faulty.rig.store.figures().gauges["nvme_in_use", "writes"] == 0
-    assert faulty.rig.store.figures().gauges["nvme_in_use", "reads"] == 1
+    assert faulty.rig.store.gauges()["nvme_in_use", "writes"] == 0
+    assert faulty.rig.store.gauges()["nvme_in_use", "reads"] == 1
     assert faulty.rig.store.residency.num_dirty <= 2 * DRAM_SLOTS, "what is not written piles up"
     assert faulty.rig.store.residency.nvme.num_used == 0
     assert not faulty.rig.store.reset(), "the old records may come back: that has to be said"

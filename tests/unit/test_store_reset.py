@@ -41,8 +41,8 @@ def test_a_reset_drops_all_also_for_the_next_start(open_rig: Rigs) -> None:
     tokens = nvme_only(rig, device)
     assert rig.store.reset()
     assert rig.read(sequence_of(tokens)) == []
-    assert rig.store.figures().gauges["held_bytes", DRAM] == 0
-    assert rig.store.figures().gauges["held_bytes", NVME] == 0
+    assert rig.store.gauges()["held_bytes", DRAM] == 0
+    assert rig.store.gauges()["held_bytes", NVME] == 0
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.figures().counts["recovered"] == 0
     assert again.read(sequence_of(tokens)) == []

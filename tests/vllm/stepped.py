@@ -18,7 +18,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from attnstore_vllm.scheduler.messages import StepStats, add_stats
+from attnstore_vllm.connector.metrics import AttnStoreStats
+from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.vllm_view import ResetWatch
 from attnstore_vllm.testing.copy_streams import StreamPiece
 from attnstore_vllm.testing.memory_engine import MemoryEngine, SteppedStream
@@ -114,7 +115,7 @@ class SteppedEngine(ScriptedEngine):
 
         def keep_stats() -> StepStats:
             taken: StepStats = take_stats()
-            add_stats(self.stats.data, taken.data)
+            AttnStoreStats(data=self.stats.data).aggregate(AttnStoreStats(data=taken.data))
             return taken
 
         self.ours.take_stats = keep_stats

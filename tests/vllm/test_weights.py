@@ -54,7 +54,7 @@ def unknown_for_a_while(engine: Engine, model: Path) -> list[tuple[int, int]]:
     weights, seen = engine.side.names, []
     assert isinstance(weights, Weights)
     assert isinstance(weights._digest, Digest)
-    weights._namespace, known = None, weights._digest
+    engine.side.namespace, known = None, weights._digest
     slow = weights._digest = Digest(
         [model / "model.safetensors"], Memo(Path("/nowhere")), budget_s=0, bytes_per_s=1 << 10
     )

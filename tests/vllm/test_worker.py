@@ -13,13 +13,14 @@ import torch
 
 from attnstore_vllm.connector import worker as worker_module
 from attnstore_vllm.connector.worker import Worker
-from attnstore_vllm.scheduler.messages import StepPlan, StepStats
+from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.scheduler.open_plans import KEPT_S
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import describe
-from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan
+from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
 from attnstore_vllm.types import Flow
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV
@@ -101,13 +102,13 @@ def test_blocks_are_not_waited_for_without_end(model: Path, tmp_path: Path) -> N
     engine = SteppedEngine(model, tmp_path / "store", depth=1, rows=4, num_blocks=60, seed=1)
     engine.add("first", PROMPT, 4)
     with mock.patch.object(engine.ours.plans, "_clock", Clock(0.0)) as clock:
-        while not engine.ours.keeps_blocks():
+        while not engine.ours.plans.keeps_blocks():
             engine.step()
         clock.now = KEPT_S + 0.01
-        assert not engine.ours.keeps_blocks()
-        assert engine.ours.has_transfers()
+        assert not engine.ours.plans.keeps_blocks()
+        assert engine.ours.plans.any_open()
     engine.settle()
-    assert not engine.ours.keeps_blocks()
+    assert not engine.ours.plans.keeps_blocks()
     engine.close()
 
 
@@ -165,7 +166,8 @@ def test_loads_ahead_come_after_what_is_gathered_for_others(
     worker = Worker(pool, 0, Geometry(1, (512,), groups, 16), 2, write_buffer_bytes=lambda _: 0)
     worker.register_kv_caches({"l0": torch.zeros(2, 1, 16, 8)}, "a kernel")
     plan = LoadPlan(1, "a", (ChunkCopy(0, 0, (1,)),), layers_before=layers_before)
-    worker.begin_step(StepPlan(loads=[plan]))
+    gone = TransferPlan(2, "b", (ChunkCopy(1, 0, (1,)),))
+    worker.begin_step(StepPlan(loads=[plan], saves_before=[gone]))
     marks = ["loads mark"] if layers_before and reach == "full" else []
     assert calls == ["loads begin the step", "saves begin the step", *marks]
 

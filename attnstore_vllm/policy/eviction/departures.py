@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose each slot of a tier is, and which leaves next. Pure: time is given.
+"""Whose each slot of a tier is, and which leaves next; the order that servers use. Pure: time is
+given.
 
 The slots stand in groups: those that a run (policy/runs.py) was the last to use. An order says
 which run gives up a slot; of its group the deepest chunk goes first, for without it the others
@@ -11,19 +12,123 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from typing import Generic
 
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm.policy.eviction.base import Order
-from attnstore_vllm.policy.eviction.by_return import ByReturn
+from attnstore_vllm.policy.eviction.base import K, Order
 from attnstore_vllm.policy.eviction.lru import Fifo, Lru
-from attnstore_vllm.policy.eviction.return_estimator import EDGES_S, ReturnEstimator
-from attnstore_vllm.policy.runs import ENDED_PRIORITY, Lease, Run, lease_for, unknown_run
+from attnstore_vllm.policy.runs import (
+    EDGES_S,
+    ENDED_PRIORITY,
+    ReturnEstimator,
+    Run,
+    lease_for,
+    unknown_run,
+)
+
+KEYS_MAX = 4
+"""Keys at one end of a lane that a decision looks at, if none of their slots can go."""
+VICTIMS_MAX = 16
+"""So many slots of a key are given up before all are looked at again."""
+
+
+class ByReturn(Generic[K]):
+    """The key that is least likely to return soon.
+
+    All slots of a key return together or not at all, so they are worth the same. Keys of one lane
+    stand in the order of their age, and what they are worth rises with age up to some point and
+    falls from there: the one that is worth least stands at one end or the other. So a decision
+    looks at two keys of each lane, however many there are.
+
+    Args:
+        lane: of a key: those of one lane differ in their age alone.
+        worth: of a key at a time; of those that are worth the same, False goes first.
+    """
+
+    moves_on_use = True
+
+    def __init__(
+        self, lane: Callable[[K], Hashable], worth: Callable[[K, float], tuple[float, bool]]
+    ) -> None:
+        self._lane = lane
+        self._worth = worth
+        self.clear()
+
+    def clear(self) -> None:
+        self._lanes: dict[Hashable, OrderedDict[K, None]] = {}  # each oldest first
+        self._lane_of: dict[K, Hashable] = {}
+        self._poorest: K | None = None
+        self._victims_left = 0
+
+    def add(self, key: K) -> None:
+        name = self._lane_of[key] = self._lane(key)
+        self._lanes.setdefault(name, OrderedDict())[key] = None
+        self._poorest = None
+
+    def add_oldest(self, keys: Iterable[K]) -> None:
+        """Their age says it."""
+        for key in keys:
+            self.add(key)
+
+    def use(self, key: K) -> None:
+        """A key's age counts from its beginning."""
+
+    def rank(self, key: K) -> None:
+        """It may be of another lane, and stands behind those that were there before it: the order
+        by age is one by ends of requests then, which a look at both ends can do with."""
+        if self._lane(key) != self._lane_of[key]:
+            self.remove(key)
+            self.add(key)
+
+    def remove(self, key: K) -> None:
+        name = self._lane_of.pop(key)
+        lane = self._lanes[name]
+        del lane[key]
+        if not lane:
+            del self._lanes[name]
+        if key is self._poorest:
+            self._poorest = None
+
+    def victim(self, now: float, can_go: Callable[[K], bool]) -> K | None:
+        """See Order. Cost: two keys a lane for the first slot of a key, O(1) for those after it."""
+        if self._poorest is not None and self._victims_left:
+            self._victims_left -= 1
+            if can_go(self._poorest):
+                return self._poorest
+        self._victims_left = VICTIMS_MAX
+        found, least = None, (0.0, False)
+        for lane in self._lanes.values():
+            for end in (iter(lane), reversed(lane)):
+                for _, key in zip(range(KEYS_MAX), end, strict=False):
+                    if not can_go(key):
+                        continue
+                    worth = self._worth(key, now)
+                    if found is None or worth < least:
+                        found, least, self._poorest = key, worth, key
+                    break
+        return found
+
+    def last(self, now: float) -> K | None:
+        """See Order. Of each lane the newest. Cost: a key a lane."""
+        newest = (next(reversed(lane)) for lane in self._lanes.values())
+        return max(newest, key=lambda key: self._worth(key, now), default=None)
+
+    def worth(self, key: K, now: float) -> float:
+        return self._worth(key, now)[0]
+
+    def admits(self, key: K, over: K, now: float) -> bool:
+        """Not if it is less likely to return soon than what would have to go.
+
+        So prompts that come once do not push out conversations.
+        """
+        return self._worth(key, now)[0] >= self._worth(over, now)[0]
+
 
 GROUPS_MAX = 4
 """Expired groups that a decision looks at, if none of their slots can go ..."""
@@ -91,21 +196,27 @@ class Departures:
     def add(self, slot: int, run: Run) -> None:
         """The slot was filled, for this run."""
         assert self._group_of[slot] < 0
-        self._enter(self._group(run), slot)
+        group = self._group(run)
+        self._group_of[slot] = group.number
+        group.slots.append(slot)
+        group.num_left += 1
+        self._length += 1
 
     def use(self, slots: Sequence[int], run: Run) -> None:
-        """A run uses these, in the order of depth. May be said again while it does."""
-        if not slots:
+        """A run uses those of these that are here, in the order of depth. May be said again while
+        it does."""
+        group_of = self._group_of
+        here = [slot for slot in slots if group_of[slot] >= 0]
+        if not here:
             return
         if not self._order.moves_on_use:
-            for slot in slots:
-                self.groups[self._group_of[slot]].run.use(run.since)
+            for slot in here:
+                self.groups[group_of[slot]].run.use(run.since)
             return
         group, left = self._group(run), dict[int, _Group]()
-        group_of, number = self._group_of, group.number
-        for slot in slots:
+        number = group.number
+        for slot in here:
             before = group_of[slot]
-            assert before >= 0
             if before != number:
                 left[before] = old = self.groups[before]
                 old.num_left -= 1
@@ -208,11 +319,11 @@ class Departures:
             if group is not None and group.run.has_expired(now):
                 self.expired[group.number] = group
             elif group is not None:
-                self._watch(group, group.run.lease)
+                self._watch(group)
         for group in list(islice(self.expired.values(), GROUPS_MAX)):
             if not group.run.has_expired(now):  # used again meanwhile
                 del self.expired[group.number]
-                self._watch(group, group.run.lease)
+                self._watch(group)
                 continue
             slot = self._last(group, can_go)
             if slot is not None:
@@ -220,8 +331,9 @@ class Departures:
             self.expired.move_to_end(group.number)
         return None
 
-    def _watch(self, group: _Group, lease: Lease | None) -> None:
+    def _watch(self, group: _Group) -> None:
         """Look at the group when its lease may have expired. Cost: O(log groups), amortized."""
+        lease = group.run.lease
         if lease is None:
             return
         heappush(self.leases, (lease.expires, group.number))
@@ -253,14 +365,9 @@ class Departures:
     def _open(self, run: Run) -> _Group:
         self._opened += 1
         group = self._by_run[run] = self.groups[self._opened] = _Group(self._opened, run)
-        self._watch(group, run.lease)
+        if run.lease is not None:
+            self._watch(group)
         return group
-
-    def _enter(self, group: _Group, slot: int) -> None:
-        self._group_of[slot] = group.number
-        group.slots.append(slot)
-        group.num_left += 1
-        self._length += 1
 
     def _tidy(self, group: _Group) -> None:
         """Some slots have left. Cost: O(1) a slot, amortized."""
