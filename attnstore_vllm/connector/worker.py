@@ -298,7 +298,8 @@ class Worker:
 
     def take_finished(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose kept blocks are free, that are received, and whose load has failed."""
-        self._freed = self._saves.take_freed() if self._is_saving else set()
+        # Also in steps without saves: drafts have reports taken before end_step().
+        self._freed = self._saves.take_freed()
         return self._freed, *self.loads.take_received()
 
     def failed_blocks(self) -> set[int]:

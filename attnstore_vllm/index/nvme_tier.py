@@ -190,7 +190,11 @@ class NvmeTier(TierBehind):
 
     def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
         for slot in self.pins.take_ended(now):
-            self._come_back(slot, renewed(self._pinned_runs[slot]))
+            run = renewed(self._pinned_runs[slot])
+            chunk = self.live(slot)
+            if chunk is not None:
+                chunk.run = run  # so that who waits for it sees that its run is another's
+            self._come_back(slot, run)
 
     def _come_back(self, slot: int, run: Run) -> None:
         """The slot's pin has ended: it stands in the order of departure again."""

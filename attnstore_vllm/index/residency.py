@@ -369,6 +369,7 @@ class Residency:
         if isinstance(outcome, StoreFailure):
             self.counts[outcome.value] += 1
             chunk.refused_by.add(tier.name)  # tried again when it is used again
+            chunk.if_room = False
             self._leave(tier, chunk)
         else:
             is_first = not chunk.is_behind

@@ -102,13 +102,13 @@ class Coders:
         if error is not None:
             logger.error("a chunk is neither stored nor loaded: its codec failed", exc_info=error)
 
-    def encode(self, payload: memoryview, out: memoryview) -> int:
-        """See Codec. A codec that fails, for want of memory above all, has encoded nothing."""
+    def encode(self, payload: memoryview, out: memoryview) -> int | None:
+        """See Codec. None: it failed, for want of memory above all."""
         try:
             return self.codec.encode(payload, out)
         except _FAULTS:
             logger.exception("codec %s could not encode a chunk: it is not stored", self.codec.name)
-            return 0
+            return None
 
     def decode(self, encoded: memoryview, out: memoryview) -> bool:
         """See Codec. What a codec that fails was to decode counts as damaged."""

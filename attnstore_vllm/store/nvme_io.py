@@ -361,21 +361,22 @@ class NvmeIo(TierIo):
         room = header.encoding.num_bytes
         size = self._coders.encode(payload, frame.encoded[:room])
         if not size:
-            self._does_not_fit(frame, room, done)
+            failure = StoreFailure.FAILED if size is None else StoreFailure.DOES_NOT_FIT
+            self._not_stored(frame, room, failure, done)
             return
         end = pages(size)
         frame.encoded[size:end] = bytes(end - size)  # what another chunk has left there
         encoded = replace(header, encoding=header.encoding._replace(num_bytes=size))
         self._disk.requests.submit([self._store(frame, encoded, frame.encoded[:end], done)])
 
-    def _does_not_fit(self, frame: _Frame, room: int, done: Stored) -> None:
+    def _not_stored(self, frame: _Frame, room: int, failure: StoreFailure, done: Stored) -> None:
+        """The codec gave nothing that could be sent to the disk."""
         with self._context.progress:
             self._store_frames.append(frame)
-            done(StoreFailure.DOES_NOT_FIT)
-            counts = self._context.residency.counts
-            is_first = counts[StoreFailure.DOES_NOT_FIT.value] == 1
+            done(failure)
+            is_first = self._context.residency.counts[failure.value] == 1
         self.wake()
-        if is_first:
+        if is_first and failure is StoreFailure.DOES_NOT_FIT:
             logger.warning(
                 "A chunk takes more than the %d bytes that records of %s have for what "
                 "nvme.codec makes of it; such chunks stay in DRAM only (event does_not_fit)",

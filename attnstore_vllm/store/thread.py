@@ -9,10 +9,11 @@ checksum.
 
 from __future__ import annotations
 
-import atexit
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from attnstore_vllm.policy.budget import Budget
@@ -58,8 +59,13 @@ class StoreThread:
 
     def start(self) -> None:
         # A thread that comes back from native code while the interpreter ends aborts the process.
-        atexit.register(self.stop, 0.0)
+        # What was made later ends first: an engine that closes its store at exit finds it running.
+        self._at_exit = weakref.finalize(self._thread, self._end_with, os.getpid())
         self._thread.start()
+
+    def _end_with(self, pid: int) -> None:
+        if os.getpid() == pid:  # a fork's child has no thread, and may have a lock that stays held
+            self.stop(0.0)
 
     def wake(self) -> None:
         self.tiers[0].wake()
@@ -73,14 +79,14 @@ class StoreThread:
 
     def stop(self, grace_s: float) -> None:
         """Write back what is dirty, of most worth first, for up to `grace_s`; then end all."""
-        atexit.unregister(self.stop)
+        self._at_exit.detach()
         deadline = time.monotonic() + grace_s
         progress = self._context.progress
         with progress:
             for writer in self._writers:
                 writer.is_ending = True
             self.reader.forget_wanted()  # nobody waits for it now, and reads go before writes
-            while self._has_writes():
+            while self._has_writes() and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break

@@ -192,6 +192,9 @@ class SharedPool:
                 if len(found) == len(self._files):
                     return found
                 self._give_up()  # it goes with its creator
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"a part of {first} has lost its name; {_ANOTHER_START}")
+                time.sleep(0.01)
 
     def _open(self, paths: Sequence[Path]) -> Iterator[int]:
         """The later files, locked, as far as they still have their names."""
@@ -244,10 +247,15 @@ class SharedPool:
                 return False
             shape = _shape_if_ready(fd)
             if shape:
-                if region.lock(fd):
-                    assert shape == self._shape(), "members disagree about the pool's size or parts"
+                if region.lock(fd) and shape == self._shape():
                     return True
                 os.close(fd)
+                if shape != self._shape():
+                    raise ConfigError(
+                        f"{self._path} has {shape[0]} bytes in {shape[1]} parts, and this process "
+                        f"expects {self._shape()}: settings, or vm.max_map_count, have changed "
+                        "while the server started; start it again"
+                    )
                 return False
             time.sleep(0.01)
         os.close(fd)

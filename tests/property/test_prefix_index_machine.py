@@ -266,6 +266,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     def check_match(self, sequence: SequenceKeys, start: int, stop: int) -> None:
         pieces = self.index.match(sequence, start, stop)
+        if any(self.known[piece.chunk.name.key].chunk is None for piece in sequence.matched):
+            sequence.matched = ()  # what is on NVMe only has no object once we have looked
         self.asked.append(sequence)
         position = start
         for number in range(start // CHUNK_TOKENS, len(sequence.token_ids) // CHUNK_TOKENS):

@@ -215,3 +215,16 @@ def test_use_by_others_neither_ends_a_pin_nor_is_forgotten(tiers: Tiers) -> None
     tiers.now += 1000.0
     press(tiers, 30, 1)
     assert len(tiers.nvme.pins) == 0
+
+
+def test_a_pin_that_ends_behind_dram_alone_gives_its_chunk_the_run_that_the_order_has() -> None:
+    tiers = tiers_of(4, shares=(0.25, 0.25))
+    first, second = press(tiers, 0, 2)
+    pin(tiers, first)
+    pin(tiers, second, 1.0)
+    assert (len(tiers.dram.pins), len(tiers.nvme.pins)) == (1, 2)  # DRAM has no share for it
+    tiers.now += 2.0
+    tiers.pinning.end(tiers.now)
+    assert len(tiers.nvme.pins) == 1
+    assert second.run is tiers.nvme.run_of(second)
+    tiers.check_integrity()

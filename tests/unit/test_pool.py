@@ -198,7 +198,7 @@ def test_closing_twice_or_while_viewed_is_harmless(new_name: Names) -> None:
 def test_members_that_disagree_about_the_size(new_name: Names) -> None:
     name = new_name()
     pool = member(name, 0)
-    with pytest.raises(AssertionError, match="disagree"):
+    with pytest.raises(ConfigError, match="this process expects"):
         member(name, 1, num_slots=NUM_SLOTS + 1)
     pool.close()
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from attnstore_vllm.connector import build
+from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.preflight import SHM_DIR
 from attnstore_vllm.transfer import pool_files, pool_memory
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
@@ -189,7 +190,7 @@ def test_a_process_has_so_many_mappings(tmp_path: Path, monkeypatch: pytest.Monk
 def test_members_that_disagree_about_the_parts() -> None:
     name = f"attnstore-test-{secrets.token_hex(8)}"
     pool = SharedPool(name, 4, 2 * PAGE, num_ranks=2, member=0, num_parts=2)
-    with pytest.raises(AssertionError, match="disagree"):
+    with pytest.raises(ConfigError, match="this process expects"):
         SharedPool(name, 4, 2 * PAGE, num_ranks=2, member=1)
     pool.close()
 

@@ -16,7 +16,7 @@ import pytest
 
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import Limits
-from tests.vllm.stepped import SteppedEngine, leave_to_chance
+from tests.vllm.stepped import SteppedEngine, leave_to_chance, prompt
 from tests.vllm.test_async_scheduling import CASES, Case, check_stored, drive, wait_until_quiet
 
 
@@ -47,3 +47,29 @@ def test_only_right_kv_is_used_and_stored(case: Case, seed: int, engine: Stepped
     wait_until_quiet(engine.ours)
     assert check_stored(engine) >= 1
     assert engine.worker.loads_ahead > 0
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize(("rows", "gives_away"), [(64, False), (4, True), (0, False)])
+def test_kept_blocks_come_free_in_a_step_without_saves(
+    rows: int,
+    gives_away: bool,
+    drafts: int,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With drafts the report of a step is taken before what ends with it."""
+    engine = SteppedEngine(
+        model, tmp_path / "store", depth=1, rows=rows, num_blocks=60, seed=1, drafts=drafts
+    )
+    engine.worker.reports_first = drafts > 0
+    monkeypatch.setattr(engine.ours.plans, "_gives_blocks_away", gives_away)
+    engine.add("first", prompt("a", 96 if gives_away else 64), 1)
+    for _ in range(60):
+        if engine.scheduler.has_requests() or engine.in_flight:
+            for stream in engine.streams:
+                stream.go_on()
+            engine.step()
+    assert not engine.ours.plans.any_open()
+    engine.close()
