@@ -162,7 +162,8 @@ class DramTier(Tier):
             return self.owned[slot].dram.uses == 0
 
         late = self.reads.late
-        dirty = self.dirty.victim(now, can_go) if late or whose is None else None
+        # While no read comes late, nothing is lost with what can be read again.
+        dirty = self.dirty.victim(now, can_go) if late else None
         loss = self._worth(dirty, now) if dirty is not None else math.inf
         slot = self.clean.victim(now, can_go)
         if slot is not None:

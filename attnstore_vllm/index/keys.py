@@ -179,8 +179,7 @@ class SequenceKeys:
         return ChunkName(key, parent, extra, tenant, start, stop - start, tokens)
 
     def chunk_bytes(self, chunk: int) -> bytes:
-        """The encoded tokens of a whole chunk."""
-        self.key(chunk)
+        """The encoded tokens of a whole chunk whose key was asked for."""
         return self._chunks[chunk]
 
     def keys(self, first: int, last: int) -> list[Key]:

@@ -120,14 +120,14 @@ class OpenPlans:
         """
         plan = TransferPlan(next(self._ids), request_id, copies, is_fleeting=is_fleeting)
         self._plan.saves.append(plan)
-        self._add(plan, Flow.SAVE, [chunk])
-        self._open[plan.plan_id].lora, self._open[plan.plan_id].adapter = lora, adapter
-        self._saving_blocks += plan.num_blocks
+        found = self._add(plan, Flow.SAVE, [chunk])
+        found.lora, found.adapter = lora, adapter
+        self._saving_blocks += found.num_blocks
 
-    def _add(self, plan: TransferPlan, flow: Flow, chunks: list[Chunk]) -> None:
-        self._open[plan.plan_id] = _Open(
-            flow, chunks, plan.num_blocks, plan.request_id, self._num_ranks
-        )
+    def _add(self, plan: TransferPlan, flow: Flow, chunks: list[Chunk]) -> _Open:
+        found = _Open(flow, chunks, plan.num_blocks, plan.request_id, self._num_ranks)
+        self._open[plan.plan_id] = found
+        return found
 
     def take_plan(self) -> StepPlan:
         """The plan for the workers in this step."""
