@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
-from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.index.keys import SequenceKeys, approximate_root, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
+from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Costs, Offers, Waits
@@ -76,6 +77,8 @@ class Scheduler:
         gives_blocks_away: what finished requests leave is saved from blocks that are free.
         step_tokens: what a step computes of one prompt, at most.
         truncation: of the store's settings, and why KV cannot be moved here, or None.
+        approximate: the codec that changes KV (Codec.label), if one does, and whether requests get
+            such KV that do not ask.
         replays: of the tokens of each of a step's requests, whether the step may be a CUDA graph
             that calls no hook.
         media: says which pictures and sounds have names.
@@ -107,6 +110,7 @@ class Scheduler:
         gives_blocks_away: bool = True,
         step_tokens: int = 1 << 30,
         truncation: tuple[TruncationConfig | None, str | None] = (None, None),
+        approximate: tuple[str | None, bool] = (None, False),
         replays: Callable[[Collection[int]], bool] = lambda _: False,
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
@@ -132,6 +136,7 @@ class Scheduler:
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
         self._truncation = Truncation(store, *truncation)
+        self._approximate = Approximate(approximate[0], by_default=approximate[1])
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
@@ -175,7 +180,8 @@ class Scheduler:
         order = prefetch_order(params) if params else None
         if order is not None:  # no request: vLLM ends it before the next step
             if order.cache_salt or not self._hints.salted_only:
-                prefetch(self.store, self._stats, order, namespace, self.geometry.chunk_tokens)
+                size, codec = self.geometry.chunk_tokens, self._approximate.codec
+                prefetch(self.store, self._stats, order, namespace, size, codec)
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
@@ -199,6 +205,7 @@ class Scheduler:
         self.requests[request.request_id] = state
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
         state.stores = hints.store and not is_doubtful
+        self._approximate.begin(state, hints.approximate)
         if self._truncation.by_default if hints.truncation is None else hints.truncation:
             self._truncation.note(state)
         if hints.applied or hints.ignored:
@@ -461,16 +468,19 @@ def prefetch(
     order: PrefetchOrder,
     namespace: bytes | None,
     chunk_tokens: int,
+    codec: str | None = None,
 ) -> None:
     """Bring KV up from NVMe for a request that is likely to come: queue the reads. On the
     scheduler's thread.
 
     Args:
         namespace: None: it is not known yet whose KV there is.
+        codec: that changes KV: what NVMe has is of its lineage.
     """
     if namespace is None:
         return
     root = root_key(namespace, order.cache_salt, b"")
+    root = approximate_root(root, codec) if codec is not None else root
     sequence = SequenceKeys(root, order.token_ids, chunk_tokens)
     pieces = store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
     stats.add("prefetches", "hit" if pieces else "miss", 1)

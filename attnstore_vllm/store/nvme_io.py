@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from attnstore_vllm.errors import CorruptRecordError, DeviceError
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.io.codec import CODECS, Coders
+from attnstore_vllm.io.codec import CODECS, Codec, Coders
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.codec_cost import CodecCost
@@ -81,13 +81,15 @@ def _frames(slab: Slab, count: int) -> deque[_Frame]:
     )
 
 
-def _coders(slab: Slab) -> Coders | None:
+def _coders(slab: Slab, codec: Codec | None) -> Coders | None:
     """Threads for the codec of the file's records: half of the processors, at most."""
     encoding = slab.shape.encoding
     if encoding is None:
         return None
+    assert codec is None or codec.name == encoding.codec, "the file's records are of another codec"
+    codec = codec or CODECS[encoding.codec]
     processors = len(os.sched_getaffinity(0))
-    return Coders(CODECS[encoding.codec], max(1, min(CODER_THREADS_MAX, processors // 2)))
+    return Coders(codec, max(1, min(CODER_THREADS_MAX, processors // 2)))
 
 
 class NvmeIo(TierIo):
@@ -97,6 +99,7 @@ class NvmeIo(TierIo):
         depth: requests in flight; at most half of it are writes.
         deadline_s: a request that takes longer puts NVMe out of use for a while.
         scrub_rate: bytes a second for reading cold records again, or None: no scrubbing.
+        codec: of the file's records, if it has to know the model.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class NvmeIo(TierIo):
         *,
         deadline_s: float,
         scrub_rate: int | None,
+        codec: Codec | None = None,
     ) -> None:
         super().__init__()
         residency = context.residency
@@ -122,7 +126,7 @@ class NvmeIo(TierIo):
         self.device = device
         self._depths = depth, max(1, depth // 2)
         self._load_frames, self._store_frames = (_frames(slab, n) for n in self._depths)
-        self._coders = _coders(slab)
+        self._coders = _coders(slab, codec)
         self._codec_cost = CodecCost(self._coders.num_threads if self._coders else 1)
         self._read_ended_at = 0.0
         self._has_said_later = False
@@ -359,7 +363,7 @@ class NvmeIo(TierIo):
         assert frame.encoded is not None
         assert header.encoding is not None
         room = header.encoding.num_bytes
-        size = self._coders.encode(payload, frame.encoded[:room])
+        size = self._coders.encode(payload, frame.encoded[:room], header.name.num_tokens)
         if not size:
             failure = StoreFailure.FAILED if size is None else StoreFailure.DOES_NOT_FIT
             self._not_stored(frame, room, failure, done)

@@ -260,10 +260,10 @@ def test_an_encoder_that_makes_another_byte_is_a_miss(
     """All that is read has the record's checksum, and the codec takes it."""
     pack = Lossless.pack
 
-    def wrong(codec: Lossless, payload: memoryview, out: memoryview) -> int:
+    def wrong(codec: Lossless, payload: memoryview, out: memoryview, num_tokens: int) -> int:
         other = bytearray(payload)
         turn_a_bit(memoryview(other))
-        return pack(codec, memoryview(other), out)
+        return pack(codec, memoryview(other), out, num_tokens)
 
     with monkeypatch.context() as planted:
         planted.setattr(Lossless, "pack", wrong)
