@@ -127,7 +127,7 @@ class NvmeIo(TierIo):
         self._depths = depth, max(1, depth // 2)
         self._load_frames, self._store_frames = (_frames(slab, n) for n in self._depths)
         self._coders = _coders(slab, codec)
-        self._codec_cost = CodecCost(self._coders.num_threads if self._coders else 1)
+        self.codec_cost = CodecCost(self._coders.num_threads if self._coders else 1)
         self._read_ended_at = 0.0
         self._has_said_later = False
         self._outbox: deque[Callable[[], DiskRequest | None]] = deque()
@@ -234,8 +234,9 @@ class NvmeIo(TierIo):
                 header = check_record(frame.page, completion.checksum, chunk, segment, where)
                 tokens = header.name.tokens
                 if self._coders is not None:
-                    with self._context.progress:
-                        self._codec_cost.read(read_at - max(begun_at, before), header.stored_bytes)
+                    if begun_at < before:
+                        with self._context.progress:
+                            self.codec_cost.read(read_at - before, header.stored_bytes)
                     decode = partial(self._decode, frame, header, where, payload, done)
                     self._coders.submit(decode)
                     return
@@ -255,8 +256,8 @@ class NvmeIo(TierIo):
         if not self._coders.decode(frame.encoded[:size], payload):
             failure = CorruptRecordError(where, "encoding", codec.name, "other bytes")
         with self._context.progress:
-            self._codec_cost.decoded(self._context.clock() - begun_at, len(payload))
-            says_later = self._codec_cost.is_later and not self._has_said_later
+            self.codec_cost.decoded(self._context.clock() - begun_at, len(payload))
+            says_later = self.codec_cost.is_later and not self._has_said_later
             self._has_said_later |= says_later
         if says_later:
             logger.warning(
@@ -264,7 +265,7 @@ class NvmeIo(TierIo):
                 "and %s GB/s are decoded; set it to none, or give the server more processors",
                 codec.name,
                 self._disk.slab.path,
-                *(f"{speed / 1e9:.2f}" for speed in self._codec_cost.speeds),
+                *(f"{speed / 1e9:.2f}" for speed in self.codec_cost.speeds),
             )
         self._end_load(frame, failure, header.name.tokens, done)
         self.wake()
