@@ -34,9 +34,10 @@ from attnstore_vllm.hints import HintReader
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.io.codec import CODECS, Codec, KvShape, Quantized
+from attnstore_vllm.io.codec import CODECS, Codec, PayloadShape, Quantized
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
+from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
@@ -266,7 +267,7 @@ def _scheduler(
         gives_blocks_away=not zeroes and (None in rows or all(r.is_alone for r in ranks)),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         truncation=(truncation, why_not_moved),
-        approximate=(changes, config.nvme.is_for_all),
+        approximate=Approximate(changes, by_default=config.nvme.is_for_all),
         replays=_replays(vllm_config),
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
@@ -421,7 +422,7 @@ def _codec(
             "Set lossless or none"
         )
     units = geometry.num_ranks // geometry.replicas * geometry.num_layers
-    shape = KvShape(
+    shape = PayloadShape(
         page.dtype,
         units,
         geometry.blocks_per_chunk,

@@ -43,7 +43,7 @@ class Codec(ABC):
 
     @property
     def label(self) -> str:
-        """What decoded bytes depend on, where they are not those that were encoded."""
+        """Its name and version, on which decoded bytes depend where they are not those encoded."""
         return f"{self.name}/{self.version}"
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Codec(ABC):
         return is_filled and checksum(out) == encoded[:CHECKSUM_BYTES]
 
     def comes_back(self, payload: memoryview, packed: memoryview) -> memoryview:
-        """What decoding gives."""
+        """The bytes that decoding gives."""
         return payload
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Lossless(Codec):
 
 
 @dataclass(frozen=True, slots=True)
-class KvShape:
+class PayloadShape:
     """How KV lies in a payload: of each rank and layer a unit of so many blocks, a page each."""
 
     dtype: str
@@ -124,7 +124,7 @@ class KvShape:
 
 _NUMBERS = ("bfloat16", "float16", "float32")
 OUTLIERS_PART = 0.03
-"""Of a payload's bytes: the room that a place has for outliers."""
+"""The part of a payload's bytes that a place has for outliers."""
 
 
 class Quantized(Codec):
@@ -138,12 +138,12 @@ class Quantized(Codec):
     version = 1
     is_exact = False
 
-    def __init__(self, name: str, kind: int, shape: KvShape | None = None) -> None:
+    def __init__(self, name: str, kind: int, shape: PayloadShape | None = None) -> None:
         self.name = name
         self._kind = kind
         self._shape = shape
 
-    def of(self, shape: KvShape) -> Quantized:
+    def of(self, shape: PayloadShape) -> Quantized:
         return Quantized(self.name, self._kind, shape)
 
     def room(self, payload_bytes: int, dtype: str) -> int:

@@ -13,6 +13,7 @@ What exact requests compute stays in DRAM: the disk would change it.
 from __future__ import annotations
 
 import secrets
+from typing import Final
 
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_view import KEY_BYTES, hide_blocks
@@ -26,7 +27,7 @@ class Approximate:
         by_default: requests that do not say so get such KV.
     """
 
-    def __init__(self, codec: str | None, *, by_default: bool) -> None:
+    def __init__(self, codec: str | None, *, by_default: bool = False) -> None:
         self.codec = codec
         self._by_default = by_default
         self._key = secrets.token_bytes(KEY_BYTES)
@@ -44,3 +45,6 @@ class Approximate:
             hide_blocks(state.request, 0, self._key)
         else:
             state.dram_only = True
+
+
+EXACT_ALONE: Final = Approximate(None)

@@ -21,7 +21,7 @@ from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.keys import SequenceKeys, approximate_root, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
-from attnstore_vllm.scheduler.approximate import Approximate
+from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Costs, Offers, Waits
@@ -77,8 +77,7 @@ class Scheduler:
         gives_blocks_away: what finished requests leave is saved from blocks that are free.
         step_tokens: what a step computes of one prompt, at most.
         truncation: of the store's settings, and why KV cannot be moved here, or None.
-        approximate: the codec that changes KV (Codec.label), if one does, and whether requests get
-            such KV that do not ask.
+        approximate: who gets KV that a codec has changed.
         replays: of the tokens of each of a step's requests, whether the step may be a CUDA graph
             that calls no hook.
         media: says which pictures and sounds have names.
@@ -110,7 +109,7 @@ class Scheduler:
         gives_blocks_away: bool = True,
         step_tokens: int = 1 << 30,
         truncation: tuple[TruncationConfig | None, str | None] = (None, None),
-        approximate: tuple[str | None, bool] = (None, False),
+        approximate: Approximate = EXACT_ALONE,
         replays: Callable[[Collection[int]], bool] = lambda _: False,
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
@@ -120,8 +119,7 @@ class Scheduler:
         board: Board | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.store = store
-        self._lock = lock
+        self.store, self._lock = store, lock
         self.geometry = geometry
         self._order = geometry.order
         self.names = names
@@ -135,8 +133,7 @@ class Scheduler:
         self.plans = OpenPlans(
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
-        self._truncation = Truncation(store, *truncation)
-        self._approximate = Approximate(approximate[0], by_default=approximate[1])
+        self._truncation, self._approximate = Truncation(store, *truncation), approximate
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts

@@ -98,8 +98,8 @@ class NvmeIo(TierIo):
     Args:
         depth: requests in flight; at most half of it are writes.
         deadline_s: a request that takes longer puts NVMe out of use for a while.
-        scrub_rate: bytes a second for reading cold records again, or None: no scrubbing.
         codec: of the file's records, if it has to know the model.
+        scrub_rate: bytes a second for reading cold records again, or None: no scrubbing.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class NvmeIo(TierIo):
         slab: Slab,
         device: Device,
         depth: int,
+        codec: Codec | None = None,
         *,
         deadline_s: float,
         scrub_rate: int | None,
-        codec: Codec | None = None,
     ) -> None:
         super().__init__()
         residency = context.residency

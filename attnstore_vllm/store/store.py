@@ -130,13 +130,7 @@ class Store:
         self._pool = pool
         self._context = context = Context(self.residency, self._progress, pool, clock)
         nvme = NvmeIo(
-            context,
-            slab,
-            device,
-            io_depth,
-            deadline_s=io_deadline_s,
-            scrub_rate=scrub_rate,
-            codec=codec,
+            context, slab, device, io_depth, codec, deadline_s=io_deadline_s, scrub_rate=scrub_rate
         )
         behind = self.residency.behind[1:]
         more = [make.io(context, tier) for make, tier in zip(more_tiers, behind, strict=True)]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from attnstore_vllm.bench.summary import table
-from attnstore_vllm.io.codec import CODECS, KvShape, Quantized
+from attnstore_vllm.io.codec import CODECS, PayloadShape, Quantized
 from benchmarks.quality.data import load_held_out
 from benchmarks.quality.evaluate import (
     BATCH,
@@ -54,7 +54,7 @@ def through(name: str) -> Change:
             (0, dim, tokens, 0, step, dim, 0, 1),
             (tokens * step, dim, tokens, 0, step, dim, 0, 1),
         )
-        codec = plain.of(KvShape("bfloat16", len(layers), 1, tokens, heads, dim, *sides))
+        codec = plain.of(PayloadShape("bfloat16", len(layers), 1, tokens, heads, dim, *sides))
         back = []
         for number in range(sequences):
             kv = torch.stack([torch.stack((kv.k[number], kv.v[number])) for kv in layers])

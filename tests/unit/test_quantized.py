@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attnstore_vllm._native import quantized_bytes
-from attnstore_vllm.io.codec import CODECS, KvShape, Quantized
+from attnstore_vllm.io.codec import CODECS, PayloadShape, Quantized
 from attnstore_vllm.io.device import CHECKSUM_BYTES
 
 HEADS, DIM, BLOCK, BLOCKS, UNITS = 2, 32, 16, 4, 3
@@ -37,11 +37,11 @@ KINDS = ("int8", "fp8")
 PART = {"int8": 0.5 / 127 * 1.01, "fp8": 16 / 448 * 1.01}
 
 
-def shape_of(dtype: str, layout: str = "plain") -> KvShape:
-    return KvShape(dtype, UNITS, BLOCKS, BLOCK, HEADS, DIM, *LAYOUTS[layout])
+def shape_of(dtype: str, layout: str = "plain") -> PayloadShape:
+    return PayloadShape(dtype, UNITS, BLOCKS, BLOCK, HEADS, DIM, *LAYOUTS[layout])
 
 
-def places(shape: KvShape, side: tuple[int, ...]) -> np.ndarray:
+def places(shape: PayloadShape, side: tuple[int, ...]) -> np.ndarray:
     """[units, tokens, heads, dims]: the element of the payload. Written apart from the codec's."""
     base, head_step, t_group, t_outer, t_inner, d_group, d_outer, d_inner = side
     found = np.empty((UNITS, TOKENS, HEADS, DIM), np.int64)
@@ -59,7 +59,7 @@ def places(shape: KvShape, side: tuple[int, ...]) -> np.ndarray:
     return found
 
 
-def payload_of(shape: KvShape, key: torch.Tensor, value: torch.Tensor) -> bytearray:
+def payload_of(shape: PayloadShape, key: torch.Tensor, value: torch.Tensor) -> bytearray:
     """Both [units, tokens, heads, dims]; in a payload with the end of a page behind it."""
     dtype = DTYPES[shape.dtype]
     flat = torch.zeros(UNITS * BLOCKS * PAGE, dtype=dtype)
@@ -69,7 +69,7 @@ def payload_of(shape: KvShape, key: torch.Tensor, value: torch.Tensor) -> bytear
     return bytearray(raw + bytes(-len(raw) % 4096))
 
 
-def read(shape: KvShape, payload: bytearray) -> tuple[torch.Tensor, torch.Tensor]:
+def read(shape: PayloadShape, payload: bytearray) -> tuple[torch.Tensor, torch.Tensor]:
     size = UNITS * BLOCKS * PAGE * DTYPES[shape.dtype].itemsize
     flat = torch.frombuffer(payload, dtype=torch.uint8)[:size].view(DTYPES[shape.dtype])
     key, value = (
@@ -88,7 +88,7 @@ def through(codec: Quantized, payload: bytearray, num_tokens: int = TOKENS) -> b
     return back
 
 
-def made(kind: str, shape: KvShape) -> Quantized:
+def made(kind: str, shape: PayloadShape) -> Quantized:
     codec = CODECS[kind]
     assert isinstance(codec, Quantized)
     return codec.of(shape)
