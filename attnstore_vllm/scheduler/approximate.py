@@ -38,8 +38,7 @@ class Approximate:
         Args:
             wanted: whether it has asked for approximate KV; None: it does not say.
         """
-        if self.codec is None:
-            return
+        assert self.codec is not None, "no codec changes anything"
         if self._by_default if wanted is None else wanted:
             state.approximate = self.codec
             hide_blocks(state.request, 0, self._key)

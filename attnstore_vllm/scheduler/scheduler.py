@@ -202,7 +202,8 @@ class Scheduler:
         self.requests[request.request_id] = state
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
         state.stores = hints.store and not is_doubtful
-        self._approximate.begin(state, hints.approximate)
+        if self._approximate.codec is not None:
+            self._approximate.begin(state, hints.approximate)
         if self._truncation.by_default if hints.truncation is None else hints.truncation:
             self._truncation.note(state)
         if hints.applied or hints.ignored:
