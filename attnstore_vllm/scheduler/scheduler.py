@@ -176,9 +176,7 @@ class Scheduler:
         namespace, params = self.namespace, request.kv_transfer_params
         order = prefetch_order(params) if params else None
         if order is not None:  # no request: vLLM ends it before the next step
-            if order.cache_salt or not self._hints.salted_only:
-                size, codec = self.geometry.chunk_tokens, self._approximate.codec
-                prefetch(self.store, self._stats, order, namespace, size, codec)
+            self._prefetch(order, namespace)
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
@@ -211,6 +209,11 @@ class Scheduler:
             self._stats.add("hints", "ignored", hints.ignored)
         if self._queue is not None and adapter is not None:
             self._look_up(state)
+
+    def _prefetch(self, order: PrefetchOrder, namespace: bytes | None) -> None:
+        if order.cache_salt or not self._hints.salted_only:
+            size, codec = self.geometry.chunk_tokens, self._approximate.codec
+            prefetch(self.store, self._stats, order, namespace, size, codec)
 
     def _is_left_alone(self, request: Request) -> bool:
         """Whether it has an adapter that is not served. A session's next input may bring one."""
