@@ -67,6 +67,16 @@ def lossless_encode(raw: Buffer, out: Buffer) -> int:
 def lossless_decode(encoded: Buffer, out: Buffer) -> bool:
     """Fill `out`. False if that is not what was encoded; `out` may have been written to then."""
 
+def quantized_bytes(fields: Sequence[int], raw_bytes: int) -> int:
+    """Bytes of an encoding without outliers; 0: the fields are not of such a payload."""
+
+def quantized_encode(fields: Sequence[int], raw: Buffer, out: Buffer) -> int:
+    """Encode the whole buffer. Returns the bytes written; 0: `out` has too few, or the fields
+    (csrc/codec/quantized.h) are of another payload."""
+
+def quantized_decode(kind: int, encoded: Buffer, out: Buffer) -> bool:
+    """Fill `out`. False if that is not what was encoded; `out` may have been written to then."""
+
 has_uring: bool
 """Whether Uring is there: the extension was built with liburing and xxhash.h."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.io.codec import CODEC_NAMES, NONE
+from attnstore_vllm.io.codec import CODEC_NAMES, CODECS, NONE
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -157,12 +157,16 @@ class NvmeConfig:
     """The speed at which cold records are read again, to find rot early; None: never."""
     codec: str = NONE
     """The codec that KV on the disk is encoded with."""
+    is_for_all: bool = False
+    """`approximate: all`: with a codec that changes KV, every request may get such that does not
+    say otherwise; else only those that ask for it."""
 
     @classmethod
     def parse(cls, given: object) -> NvmeConfig:
         if not isinstance(given, Mapping):
             raise ConfigError(f"nvme is {given!r}; it must be {{path: ..., capacity: ...}}")
         known = {"path", "capacity", "io", "io_deadline_ms", "daily_writes", "scrub", "codec"}
+        known.add("approximate")
         check_keys("nvme.", given, known, {"path", "capacity"})
         raw = given["path"]
         if not isinstance(raw, str) or not raw:
@@ -181,6 +185,13 @@ class NvmeConfig:
             raise ConfigError(
                 f"nvme.codec is {codec!r}; it must be one of {', '.join(CODEC_NAMES)}"
             )
+        who = given.get("approximate", "asked")
+        if who not in ("asked", "all"):
+            raise ConfigError(f"nvme.approximate is {who!r}; it must be asked or all")
+        if who == "all" and (codec == NONE or CODECS[codec].is_exact):
+            raise ConfigError(
+                f"nvme.approximate is all, but nvme.codec: {codec} changes no KV; leave it out"
+            )
         deadline = given.get("io_deadline_ms", 5000)
         writes, scrub = given.get("daily_writes", False), given.get("scrub", "8MiB")
         return cls(
@@ -191,6 +202,7 @@ class NvmeConfig:
             daily_writes_bytes=_off_or_size("nvme.daily_writes", writes, SIZE_MIN, "GiB"),
             scrub_bytes_per_s=_off_or_size("nvme.scrub", scrub, _SCRUB_MIN, "MiB"),
             codec=codec,
+            is_for_all=who == "all",
         )
 
     def share(self, rank: int, ranks: int) -> NvmeConfig:

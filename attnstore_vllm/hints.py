@@ -6,6 +6,7 @@ body.
     priority: low|normal|high
     ttl: 600, "10m", "1h"   after so long without use its KV is not found any more
     truncation: true        its prompt may be served with stored KV that is moved to other positions
+    approximate: true       its prompt may be served with KV that a codec has changed
     report: true            the response says where its prompt's KV came from
     ended: true             the conversation is over: its KV leaves before all other KV
     pin: true               its prompt's KV is not evicted until that time is over, within a share
@@ -38,6 +39,8 @@ class Hints:
     terms: Terms = NO_TERMS
     truncation: bool | None = None
     """None: it does not say."""
+    approximate: bool | None = None
+    """None: it does not say."""
     report: bool = False
     applied: int = 0
     ignored: int = 0
@@ -53,6 +56,7 @@ class HintReader:
         ttl_s: of the whole server, which a hint may shorten; None: none.
         longest_pin_s: None where nothing may be pinned.
         may_truncate: requests may ask for moved KV.
+        may_approximate: requests may ask for KV that a codec has changed: there is some.
         salted_only: requests without a cache_salt share nothing.
     """
 
@@ -62,10 +66,12 @@ class HintReader:
         longest_pin_s: float | None = None,
         *,
         may_truncate: bool = True,
+        may_approximate: bool = False,
         salted_only: bool = False,
     ) -> None:
         self.salted_only = salted_only
         self._may_truncate = may_truncate
+        self._may_approximate = may_approximate
         self._ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
 
@@ -83,6 +89,8 @@ class HintReader:
         may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
         truncation, report = given.get("truncation"), given.get("report")
         moves = isinstance(truncation, bool) and (self._may_truncate or not truncation)
+        approximate = given.get("approximate")
+        changes = isinstance(approximate, bool) and (self._may_approximate or not approximate)
         applied = sum(
             (
                 isinstance(store, bool),
@@ -90,6 +98,7 @@ class HintReader:
                 ttl_s is not None,
                 may_pin,
                 moves,
+                changes,
                 isinstance(report, bool),
                 isinstance(ended, bool),
             )
@@ -100,6 +109,7 @@ class HintReader:
             store is not False,
             Terms(ENDED_PRIORITY if ended is True else level or 0, ttl_s, pin_s),
             truncation if moves else None,
+            approximate if changes else None,
             report is True,
             applied,
             len(given) - applied,

@@ -12,6 +12,7 @@ copies="$copies copy/omp_team.cpp"
 content="tests/test_content.cpp content/content_index.cpp content/content_find.cpp"
 content="$content content/content_anchors.cpp index/prefix_index_sketch.cpp"
 codec="tests/test_codec.cpp codec/lossless.cpp codec/planes.cpp codec/prefix_code.cpp"
+quantized="tests/test_quantized.cpp codec/quantized.cpp"
 words="tests/test_page_words.cpp copy/page_runs.cpp cuda/copy_jobs.cpp"
 rotator="rotate/page_rotator.cpp rotate/moved_tokens.cpp copy/page_runs.cpp copy/omp_team.cpp"
 rotator="$rotator rotate/rotate_block.cpp rotate/rotate_block_avx2.cpp"
@@ -61,6 +62,9 @@ for kind in ${*:-address,undefined thread}; do
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $codec -o "$out/codec"
   "$out/codec" "${ATTNSTORE_CODEC_INPUTS:-20000}"
+  # shellcheck disable=SC2086
+  "$CXX" $flags -fsanitize="$kind" $recover $quantized -o "$out/quantized"
+  "$out/quantized" "${ATTNSTORE_CODEC_INPUTS:-20000}"
   # Not under ThreadSanitizer: one thread calls it, and Python is not built for that.
   if [ "$stories" -gt 0 ] && [ "$kind" != thread ]; then
     (

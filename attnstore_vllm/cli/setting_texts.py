@@ -71,8 +71,15 @@ SETTINGS = (
     Setting(
         "nvme.codec", "none", ", ".join(CODEC_NAMES),
         "How KV is encoded on the disk. lossless brings back every bit, in about 0.7 of the bytes "
-        "in bf16, and takes processor time. What was stored with another codec is not found.",
+        "in bf16, and takes processor time. int8 and fp8 keep a byte a number, and are "
+        "approximate: see nvme.approximate. What was stored with another codec is not found.",
         "Set lossless where the disk is small, or reads up to about 1 GB/s.",
+    ),
+    Setting(
+        "nvme.approximate", "asked", "asked, all",
+        "With int8 or fp8, who is served from NVMe: requests that ask (`approximate: true`), or "
+        "all that do not refuse. The KV of other requests stays in DRAM and HBM, and is exact.",
+        "all, where answers may differ slightly.",
     ),
     Setting(
         "chunk_tokens", "256", "tokens, 16 to 4096",

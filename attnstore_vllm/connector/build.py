@@ -23,7 +23,7 @@ from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.drafts import drafts_of, tokens_ahead
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.live_model import LiveWeights, models_of
-from attnstore_vllm.connector.model_rotation import rotations_of
+from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of
@@ -34,9 +34,10 @@ from attnstore_vllm.hints import HintReader
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.io.codec import CODECS
+from attnstore_vllm.io.codec import CODECS, Codec, PayloadShape, Quantized
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
+from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
@@ -169,6 +170,8 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
 
     of_groups = [{name: layers[name] for name in group.layers} for group in geometry.groups]
     rotations = partial(rotations_of, find_one, of_groups, vllm_config.model_config.dtype)
+    codec = CODECS.get(config.nvme.codec)
+    page = None if codec is None or codec.is_exact else partial(page_of_kv, of_groups[0])
 
     def write_buffer_bytes(device_bytes: int) -> int:
         if config.write_buffer_bytes is not None:
@@ -187,6 +190,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         by_layer=not vllm_config.parallel_config.use_ubatching,
         is_alone=_is_alone(),
         rotations=None if config.truncation is None else rotations,
+        page=page,
         weights=live.look,
         own_files=live.own_files,
     )
@@ -238,7 +242,9 @@ def _scheduler(
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
     pinning, truncation = config.pinning, config.truncation
-    store, disk = _store(vllm_config, config, geometry, pool, namespace)
+    codec = _codec(config, geometry, ranks)
+    changes = codec.label if codec is not None and not codec.is_exact else None
+    store, disk = _store(vllm_config, config, geometry, pool, namespace, codec)
     return Scheduler(
         store,
         geometry,
@@ -253,6 +259,7 @@ def _scheduler(
             config.ttl_s,
             pinning.longest_s if pinning is not None else None,
             may_truncate=truncation is not None,
+            may_approximate=changes is not None,
             salted_only=config.shared_by == "salted",
         ),
         rows=None if None in rows else min(row for row in rows if row is not None),
@@ -260,6 +267,7 @@ def _scheduler(
         gives_blocks_away=not zeroes and (None in rows or all(r.is_alone for r in ranks)),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         truncation=(truncation, why_not_moved),
+        approximate=Approximate(changes, by_default=config.nvme.is_for_all),
         replays=_replays(vllm_config),
         media=MediaNames(counted=counts_media(vllm_config)),
         overcounts_drafts=_overcounts_drafts(vllm_config),
@@ -294,6 +302,7 @@ def _store(
     geometry: Geometry,
     pool: SharedPool,
     namespace: bytes,
+    codec: Codec | None,
 ) -> tuple[Store, str]:
     """The store, on the slab file of the settings' directory; and what serves the file."""
     shape = SegmentHeader(
@@ -304,7 +313,7 @@ def _store(
         generation=b"",
         last_used=int(time.time()),
         label=_label(vllm_config, geometry),
-        encoding=_encoding(vllm_config, config, geometry),
+        encoding=_encoding(vllm_config, codec, geometry),
     )
     slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
     region = (pool.address, pool.num_slots * pool.slot_bytes)
@@ -326,6 +335,7 @@ def _store(
         ahead=tokens_ahead(vllm_config),
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
+        codec=codec,
     )
     return store, kind
 
@@ -395,12 +405,47 @@ def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
     return lambda counts: max(counts, default=0) <= decoding
 
 
-def _encoding(vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry) -> Encoding | None:
-    """The codec of the settings, with room for payloads of this model.
+def _codec(
+    config: StoreConfig, geometry: Geometry, ranks: Sequence[RankDescription]
+) -> Codec | None:
+    """The codec of the settings. Raises ConfigError where it makes no sense of this model's KV."""
+    codec = CODECS.get(config.nvme.codec)
+    if not isinstance(codec, Quantized):
+        return codec
+    page, num_pages = ranks[0].page, len({rank.page for rank in ranks})
+    why = next(filter(None, [rank.why_no_page for rank in ranks]), None)
+    if why is None and (page is None or num_pages > 1):
+        why = "its ranks differ in where K and V are"
+    if why is not None or page is None:
+        raise ConfigError(
+            f"nvme.codec is {codec.name}, which cannot keep this model's KV: {why}. "
+            "Set lossless or none"
+        )
+    units = geometry.num_ranks // geometry.replicas * geometry.num_layers
+    shape = PayloadShape(
+        page.dtype,
+        units,
+        geometry.blocks_per_chunk,
+        page.block_tokens,
+        page.num_heads,
+        page.head_dim,
+        page.key,
+        page.value,
+    )
+    made = codec.of(shape)
+    if not made.room(geometry.slot_bytes, page.dtype):
+        raise ConfigError(
+            f"nvme.codec is {codec.name}, but chunks of this model are no pages of {page}. Set "
+            "lossless or none"
+        )
+    return made
+
+
+def _encoding(vllm_config: VllmConfig, codec: Codec | None, geometry: Geometry) -> Encoding | None:
+    """The codec, with room for payloads of this model.
 
     States are often float32 in a bfloat16 model, and have places of the same size as KV.
     """
-    codec = CODECS.get(config.nvme.codec)
     if codec is None:
         return None
     dtype = str(vllm_config.cache_config.cache_dtype)

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
     YaRNScalingRotaryEmbedding,
 )
 
+from attnstore_vllm.connector.rank import KvPage
 from attnstore_vllm.connector.rope_trial import turns
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.engine import Rotation
@@ -188,6 +189,19 @@ def rotations_of(
         Rotation(rope, content, block.shape[1], block.shape[3] // 2, _name_of(block.dtype))
         for rope, content, block in zip(ropes, contents, blocks, strict=True)
     ]
+
+
+def page_of_kv(layers: Mapping[str, Attention], block: torch.Tensor) -> KvPage:
+    """Where K and V are in a page of these layers. Raises UnsupportedError.
+
+    Args:
+        block: see rotations_of().
+    """
+    layer = next(iter(layers.values()))
+    content = content_of(layer, block)
+    kernel_blocks, num_heads, tokens, _ = block.shape
+    sides = content.key.numbers(), content.value.numbers()
+    return KvPage(_name_of(block.dtype), kernel_blocks * tokens, num_heads, layer.head_size, *sides)
 
 
 def _name_of(dtype: torch.dtype) -> str:

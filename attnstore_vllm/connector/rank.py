@@ -47,6 +47,19 @@ class KvFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class KvPage:
+    """Where K and V of one block are in a page: in every layer."""
+
+    dtype: str
+    block_tokens: int
+    num_heads: int
+    head_dim: int
+    key: tuple[int, ...]
+    """See ContentSide."""
+    value: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankDescription:
     """A rank, as the scheduler side knows it."""
 
@@ -62,10 +75,14 @@ class RankDescription:
     """Why nobody but the model's code knows which files it loads. None: they can be named."""
     why_not_moved: str | None
     """None: it can load KV to other positions."""
+    page: KvPage | None = None
+    """Where K and V are in a page, if a codec has to know."""
+    why_no_page: str | None = None
+    """Why nobody can say."""
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
-        for name in ("own_files", "why_not_moved"):
+        for name in ("own_files", "why_not_moved", "why_no_page"):
             reason = found[name]
             if reason is not None and len(reason) > REASON_MAX:
                 found[name] = reason[:REASON_MAX] + " ..."
@@ -74,6 +91,10 @@ class RankDescription:
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> RankDescription:
         rest = dict(found)
+        page = rest.pop("page", None)
+        if page is not None:
+            sides = {name: tuple(page[name]) for name in ("key", "value")}
+            rest["page"] = KvPage(**dict(page) | sides)
         kv = dict(rest.pop("kv"))
         kv["live"] = tuple((str(name), str(value)) for name, value in kv["live"])
         for name in ("shape", "axes", "strides"):

@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 
 from attnstore_vllm.connector.live_lora import LiveAdapters
-from attnstore_vllm.connector.rank import KvFacts, RankDescription
+from attnstore_vllm.connector.rank import KvFacts, KvPage, RankDescription
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.figures import StepStats
@@ -50,6 +50,8 @@ class Worker:
         rotations: says how the KV of each group is moved to other positions; given a block of the
             KV tensor of each group's first layer. Raises UnsupportedError with the reason why it
             cannot be.
+        page: says where K and V are, given such a block of the one group; None: nobody asks.
+            Raises UnsupportedError.
         weights: looks at them.
         own_files: see connector/weights.py.
     """
@@ -65,12 +67,14 @@ class Worker:
         by_layer: bool = True,
         is_alone: bool = True,
         rotations: Callable[[Sequence[torch.Tensor]], list[Rotation]] | None = None,
+        page: Callable[[torch.Tensor], KvPage] | None = None,
         weights: Callable[[], Seen] = lambda: Seen.SAME,
         own_files: str | None = None,
     ) -> None:
         self._weights = weights
         self._own_files = own_files
         self._rotations = rotations
+        self._page = page
         self._turns: list[Rotation] = []
         self.pool = pool
         self.rank = rank
@@ -134,6 +138,7 @@ class Worker:
         kinds = _kinds(tensors, every)
         facts = live([(i, tensors[i], every[i]) for i in kinds]) if live is not None else {}
         self._turns, why_not = self._find_rotations(kv_caches, layouts)
+        page, why_no_page = self._find_page(kv_caches, layouts)
         engine = self._engine = self._make_engine(first.device, layouts)
         self.loads = Loads(engine, len(layouts))
         self._saves = Saves(engine, len(layouts), queue_blocks=engine.num_rows)
@@ -160,6 +165,8 @@ class Worker:
                 own_files=self._own_files,
                 # CudaEngine has tried it.
                 why_not_moved=why_not or getattr(engine, "why_not_moved", None),
+                page=page,
+                why_no_page=why_no_page,
             ).to_json(),
         )
 
@@ -191,19 +198,42 @@ class Worker:
             return [], "it has recurrent states, which are of all tokens before them"
         if self.geometry.has_window_alone:
             return [], "all its layers have windows"
-        tensors = [[kv_caches[name] for name in group.layers] for group in groups]
-        num_kinds = max(len(set(map(_facts_of, of_group, layouts))) for of_group in tensors)
-        if num_kinds > 1:
-            return [], f"its layers keep KV of {num_kinds} kinds, and K of one kind can be turned"
-        # The kernels' blocks may be smaller.
-        blocks = [of_group[0][: len(of_group[0]) // self._num_blocks] for of_group in tensors]
         try:
-            self._check_pages(blocks)
-            return self._rotations(blocks), None
+            return self._rotations(self._first_blocks(kv_caches, layouts)), None
         except UnsupportedError as error:
             return [], str(error)
         except _OF_A_MODELS_CODE as error:  # a server that never moves KV must start
             return [], f"it could not be found out: {type(error).__name__}: {error}"
+
+    def _find_page(
+        self, kv_caches: Mapping[str, torch.Tensor], layouts: Sequence[LayerLayout]
+    ) -> tuple[KvPage | None, str | None]:
+        """Where K and V are, in all layers alike, or why nobody can say."""
+        if self._page is None:
+            return None, None
+        if len(self.geometry.groups) > 1 or self.geometry.has_window_alone:
+            return None, "it has KV cache groups beside one of all tokens"
+        try:
+            return self._page(self._first_blocks(kv_caches, layouts)[0]), None
+        except UnsupportedError as error:
+            return None, str(error)
+        except _OF_A_MODELS_CODE as error:
+            return None, f"it could not be found out: {type(error).__name__}: {error}"
+
+    def _first_blocks(
+        self, kv_caches: Mapping[str, torch.Tensor], layouts: Sequence[LayerLayout]
+    ) -> list[torch.Tensor]:
+        """A block of each group's first layer, which stands for all. Raises UnsupportedError."""
+        tensors = [[kv_caches[name] for name in group.layers] for group in self.geometry.groups]
+        num_kinds = max(len(set(map(_facts_of, of_group, layouts))) for of_group in tensors)
+        if num_kinds > 1:
+            raise UnsupportedError(
+                f"its layers keep KV of {num_kinds} kinds, and K of one kind can be turned"
+            )
+        # The kernels' blocks may be smaller.
+        blocks = [of_group[0][: len(of_group[0]) // self._num_blocks] for of_group in tensors]
+        self._check_pages(blocks)
+        return blocks
 
     def _check_pages(self, blocks: Sequence[torch.Tensor]) -> None:
         """That K and V of a block fill its page. Raises UnsupportedError."""

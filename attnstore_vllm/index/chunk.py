@@ -84,6 +84,8 @@ class Chunk(_Referable):
     """Tiers that are full of what is worth more: it comes there only if it is used again."""
     if_room: bool = False
     """It was refused beforehand, and goes to those tiers as long as they have room to spare."""
+    dram_only: bool = False
+    """No tier behind may have it: what they give back is not what they were given."""
     is_alone: bool = False
     """It is of use at its own length alone (a state), so it takes no shorter one's place."""
     dropped: bool = False

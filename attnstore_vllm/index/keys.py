@@ -60,6 +60,16 @@ def moved_root(root: Key, stop: int) -> Key:
     return Key(_hash(b"moved", root, stop.to_bytes(8, "big")))
 
 
+def approximate_root(root: Key, codec: str) -> Key:
+    """The parent of KV that a codec may have changed, and of all that was computed behind such:
+    exact requests never match its lineage.
+
+    Args:
+        codec: its name and version (Codec.label).
+    """
+    return Key(_hash(b"approximate", root, codec.encode()))
+
+
 def tenant_hash(cache_salt: str | None) -> bytes:
     """The tenant as records have it: a hash of the salt, never the salt. Zero without one."""
     return bytes(32) if cache_salt is None else _hash(b"tenant", _encode(cache_salt))

@@ -132,7 +132,7 @@ class Residency:
         for chunk in chunks:
             if has_ended or chunk.refused_by:  # worth another look
                 chunk.refused_by.clear()
-                self._refuse_if_ended(chunk)
+                self._refuse_if_not_wanted(chunk)
                 self._place(chunk)
 
     def use_again(self, *runs: Run) -> None:
@@ -238,6 +238,7 @@ class Residency:
         again: bool = False,
         stays: bool = False,
         is_alone: bool = False,
+        dram_only: bool = False,
     ) -> Chunk | None:
         """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
 
@@ -246,7 +247,7 @@ class Residency:
             again: the request has computed it though a tier behind may have it: DRAM takes it too.
             stays: it is worth little: it takes no room from anything that is worth more, and is
                 not written to the tiers behind before a request uses it.
-            is_alone: see Chunk.
+            is_alone, dram_only: see Chunk.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
         there is no room (counted as dropped if it is nowhere else).
         """
@@ -269,6 +270,7 @@ class Residency:
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.is_alone = is_alone  # a record of an early release does not say it
+        chunk.dram_only = dram_only
         if chunk.run.lease is not None:
             chunk.run.lease.use(self.now)
         self.dram.give(chunk, State.SAVING)
@@ -284,7 +286,7 @@ class Residency:
         """All ranks have copied: the bytes are ready, and dirty until written back."""
         assert chunk.dram.state is State.SAVING
         chunk.dram.state = State.READY
-        self._refuse_if_ended(chunk)
+        self._refuse_if_not_wanted(chunk)
         self._place(chunk)
         if not chunk.dropped:
             self.counts["saved_again" if chunk.behind else "saved"] += 1
@@ -303,9 +305,10 @@ class Residency:
         for tier in self.behind if chunk.dram.slot >= 0 else ():
             tier.place_in_dram(chunk)
 
-    def _refuse_if_ended(self, chunk: Chunk) -> None:
-        """Tiers behind do not get what has ended, so DRAM gives it up like what is clean."""
-        if chunk.run.priority <= ENDED_PRIORITY:
+    def _refuse_if_not_wanted(self, chunk: Chunk) -> None:
+        """Tiers behind do not get what has ended, nor what DRAM alone may have: so DRAM gives it up
+        like what is clean."""
+        if chunk.dram_only or chunk.run.priority <= ENDED_PRIORITY:
             chunk.refused_by.update(tier.name for tier in self.behind)
 
     # ---- DRAM -> HBM -------------------------------------------------------------------
@@ -344,6 +347,7 @@ class Residency:
             self._place(chunk)
         else:
             return None
+        assert not chunk.dram_only, "the tier would give back other bytes"
         chunk.behind[tier.name] = InTier(State.WRITING, tier.give(chunk), uses=1)
         self._place(chunk)
         self.pinning.spread(chunk, self.now)

@@ -6,6 +6,7 @@ whoever changes what it writes gives it another version.
 
 What is encoded begins with the checksum of the payload, which is compared with what was decoded.
 The record's own checksum covers what is on the disk, and sees no fault of a coder or of memory.
+Of an approximate codec it is that of what decoding gives, found out when the payload is encoded.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import astuple, dataclass
 
-from attnstore_vllm._native import lossless_decode, lossless_encode
+from attnstore_vllm._native import (
+    lossless_decode,
+    lossless_encode,
+    quantized_bytes,
+    quantized_decode,
+    quantized_encode,
+)
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.io.device import CHECKSUM_BYTES
@@ -29,6 +37,14 @@ class Codec(ABC):
     name: str
     """16 bytes at most."""
     version: int
+    is_exact: bool = True
+    """Whether every bit comes back. Else only requests that may have such KV see what was decoded
+    (scheduler/approximate.py)."""
+
+    @property
+    def label(self) -> str:
+        """Its name and version, on which decoded bytes depend where they are not those encoded."""
+        return f"{self.name}/{self.version}"
 
     @abstractmethod
     def room(self, payload_bytes: int, dtype: str) -> int:
@@ -38,20 +54,31 @@ class Codec(ABC):
             dtype: of the numbers of KV, as PyTorch or vLLM names it; "mixed": of several.
         """
 
-    def encode(self, payload: memoryview, out: memoryview) -> int:
-        """The bytes written to `out`; 0: they have no room there."""
-        out[:CHECKSUM_BYTES] = checksum(payload)
-        size = self.pack(payload, out[CHECKSUM_BYTES:])
-        return CHECKSUM_BYTES + size if size else 0
+    def encode(self, payload: memoryview, out: memoryview, num_tokens: int) -> int:
+        """The bytes written to `out`; 0: they have no room there.
+
+        Args:
+            num_tokens: that the payload has, from its first one on; behind them is anything.
+        """
+        size = self.pack(payload, out[CHECKSUM_BYTES:], num_tokens)
+        if not size:
+            return 0
+        end = CHECKSUM_BYTES + size
+        out[:CHECKSUM_BYTES] = checksum(self.comes_back(payload, out[CHECKSUM_BYTES:end]))
+        return end
 
     def decode(self, encoded: memoryview, out: memoryview) -> bool:
         """Fill `out`. False: that is not the payload that was encoded."""
         is_filled = self.unpack(encoded[CHECKSUM_BYTES:], out)
         return is_filled and checksum(out) == encoded[:CHECKSUM_BYTES]
 
+    def comes_back(self, payload: memoryview, packed: memoryview) -> memoryview:
+        """The bytes that decoding gives."""
+        return payload
+
     @abstractmethod
-    def pack(self, payload: memoryview, out: memoryview) -> int:
-        """The bytes written to `out`; 0: they have no room there."""
+    def pack(self, payload: memoryview, out: memoryview, num_tokens: int) -> int:
+        """The bytes written to `out`; 0: they have no room there. See encode()."""
 
     @abstractmethod
     def unpack(self, packed: memoryview, out: memoryview) -> bool:
@@ -68,14 +95,80 @@ class Lossless(Codec):
         eighths = 6 if dtype == "bfloat16" else 7
         return payload_bytes * eighths // 8
 
-    def pack(self, payload: memoryview, out: memoryview) -> int:
+    def pack(self, payload: memoryview, out: memoryview, num_tokens: int) -> int:
         return lossless_encode(payload, out)
 
     def unpack(self, packed: memoryview, out: memoryview) -> bool:
         return lossless_decode(packed, out)
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Lossless(),)}
+@dataclass(frozen=True, slots=True)
+class PayloadShape:
+    """How KV lies in a payload: of each rank and layer a unit of so many blocks, a page each."""
+
+    dtype: str
+    units: int
+    blocks: int
+    block_tokens: int
+    num_heads: int
+    head_dim: int
+    key: tuple[int, ...]
+    """See ContentSide (transfer/page_content.py)."""
+    value: tuple[int, ...]
+
+    def fields(self, kind: int, num_tokens: int) -> list[int]:
+        """As csrc/codec/quantized.h has them."""
+        _, *counts, key, value = astuple(self)
+        return [kind, _NUMBERS.index(self.dtype), *counts, num_tokens, *key, *value]
+
+
+_NUMBERS = ("bfloat16", "float16", "float32")
+OUTLIERS_PART = 0.03
+"""The part of a payload's bytes that a place has for outliers."""
+
+
+class Quantized(Codec):
+    """A byte a number: approximate. K by channel, V by token, outliers exact.
+
+    Args:
+        kind: see csrc/codec/quantized.h.
+        shape: of what is encoded. None: it only decodes, for which a record says all itself.
+    """
+
+    version = 1
+    is_exact = False
+
+    def __init__(self, name: str, kind: int, shape: PayloadShape | None = None) -> None:
+        self.name = name
+        self._kind = kind
+        self._shape = shape
+
+    def of(self, shape: PayloadShape) -> Quantized:
+        return Quantized(self.name, self._kind, shape)
+
+    def room(self, payload_bytes: int, dtype: str) -> int:
+        """0: a payload of so many bytes does not lie so."""
+        assert self._shape is not None
+        num_tokens = self._shape.blocks * self._shape.block_tokens
+        size = quantized_bytes(self._shape.fields(self._kind, num_tokens), payload_bytes)
+        return CHECKSUM_BYTES + size + round(OUTLIERS_PART * payload_bytes) if size else 0
+
+    def comes_back(self, payload: memoryview, packed: memoryview) -> memoryview:
+        decoded = memoryview(bytearray(len(payload)))
+        if not self.unpack(packed, decoded):
+            raise RuntimeError(f"codec {self.name} does not decode what it has encoded")
+        return decoded
+
+    def pack(self, payload: memoryview, out: memoryview, num_tokens: int) -> int:
+        assert self._shape is not None
+        return quantized_encode(self._shape.fields(self._kind, num_tokens), payload, out)
+
+    def unpack(self, packed: memoryview, out: memoryview) -> bool:
+        return quantized_decode(self._kind, packed, out)
+
+
+_ALL: tuple[Codec, ...] = (Lossless(), Quantized("int8", 1), Quantized("fp8", 2))
+CODECS: dict[str, Codec] = {codec.name: codec for codec in _ALL}
 _FAULTS = (MemoryError, RuntimeError, ValueError)
 NONE = "none"
 CODEC_NAMES = (NONE, *CODECS)
@@ -102,10 +195,10 @@ class Coders:
         if error is not None:
             logger.error("a chunk is neither stored nor loaded: its codec failed", exc_info=error)
 
-    def encode(self, payload: memoryview, out: memoryview) -> int | None:
+    def encode(self, payload: memoryview, out: memoryview, num_tokens: int) -> int | None:
         """See Codec. None: it failed, for want of memory above all."""
         try:
-            return self.codec.encode(payload, out)
+            return self.codec.encode(payload, out, num_tokens)
         except _FAULTS:
             logger.exception("codec %s could not encode a chunk: it is not stored", self.codec.name)
             return None

@@ -14,6 +14,7 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import (
     MultimodalSpan,
     SequenceKeys,
+    approximate_root,
     moved_root,
     root_key,
     tenant_hash,
@@ -210,6 +211,10 @@ class RequestState:
     """The device failed a copy: what is left is computed."""
     computing: Computing = field(default_factory=Computing)
     counted: Counted = field(default_factory=Counted)
+    approximate: str | None = None
+    """The codec whose KV will do too, which is its lineage then (approximate.py)."""
+    dram_only: bool = False
+    """Tiers behind DRAM change KV, and this request has asked for none that is changed."""
     finds_moved: bool = False
     """KV of its tokens at other positions will do too (truncation.py)."""
     moved_tokens: int = 0
@@ -247,6 +252,7 @@ class RequestState:
             "dram_tokens": dram,
             "nvme_tokens": nvme,
             "moved_tokens": self.moved_tokens,
+            "approximate": self.approximate if computed < prompt else None,
             "computed_tokens": computed,
             "why_computed": why,
             "waited_ms": round(1000 * found.waited_s),
@@ -290,7 +296,8 @@ class RequestState:
         """The parent of its first chunk."""
         if self._root is None:
             assert self.adapter is not None, "nobody knows the adapter yet"
-            self._root = root_key(self.namespace, self.request.cache_salt, self.adapter)
+            root = root_key(self.namespace, self.request.cache_salt, self.adapter)
+            self._root = approximate_root(root, self.approximate) if self.approximate else root
         return self._root
 
     @property

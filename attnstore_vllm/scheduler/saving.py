@@ -302,6 +302,7 @@ class Saving:
             again=name.position >= state.computing.first and not is_passed,
             stays=is_passed,
             is_alone=is_alone,
+            dram_only=state.dram_only,
         )
         # Who parts from a prompt for the first time does so within a long text that was new.
         is_mostly_new = 2 * state.computing.first < state.request.num_prompt_tokens

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
-from attnstore_vllm.index.keys import SequenceKeys, root_key
+from attnstore_vllm.index.keys import SequenceKeys, approximate_root, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
+from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Costs, Offers, Waits
@@ -76,6 +77,7 @@ class Scheduler:
         gives_blocks_away: what finished requests leave is saved from blocks that are free.
         step_tokens: what a step computes of one prompt, at most.
         truncation: of the store's settings, and why KV cannot be moved here, or None.
+        approximate: who gets KV that a codec has changed.
         replays: of the tokens of each of a step's requests, whether the step may be a CUDA graph
             that calls no hook.
         media: says which pictures and sounds have names.
@@ -107,6 +109,7 @@ class Scheduler:
         gives_blocks_away: bool = True,
         step_tokens: int = 1 << 30,
         truncation: tuple[TruncationConfig | None, str | None] = (None, None),
+        approximate: Approximate = EXACT_ALONE,
         replays: Callable[[Collection[int]], bool] = lambda _: False,
         media: MediaNames | None = None,
         overcounts_drafts: bool = False,
@@ -116,8 +119,7 @@ class Scheduler:
         board: Board | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.store = store
-        self._lock = lock
+        self.store, self._lock = store, lock
         self.geometry = geometry
         self._order = geometry.order
         self.names = names
@@ -131,7 +133,7 @@ class Scheduler:
         self.plans = OpenPlans(
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
-        self._truncation = Truncation(store, *truncation)
+        self._truncation, self._approximate = Truncation(store, *truncation), approximate
         self._replays = replays
         self._media = media or MediaNames()
         self._overcounts_drafts = overcounts_drafts
@@ -174,8 +176,7 @@ class Scheduler:
         namespace, params = self.namespace, request.kv_transfer_params
         order = prefetch_order(params) if params else None
         if order is not None:  # no request: vLLM ends it before the next step
-            if order.cache_salt or not self._hints.salted_only:
-                prefetch(self.store, self._stats, order, namespace, self.geometry.chunk_tokens)
+            self._prefetch(order, namespace)
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
@@ -199,6 +200,8 @@ class Scheduler:
         self.requests[request.request_id] = state
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
         state.stores = hints.store and not is_doubtful
+        if self._approximate.codec is not None:
+            self._approximate.begin(state, hints.approximate)
         if self._truncation.by_default if hints.truncation is None else hints.truncation:
             self._truncation.note(state)
         if hints.applied or hints.ignored:
@@ -206,6 +209,11 @@ class Scheduler:
             self._stats.add("hints", "ignored", hints.ignored)
         if self._queue is not None and adapter is not None:
             self._look_up(state)
+
+    def _prefetch(self, order: PrefetchOrder, namespace: bytes | None) -> None:
+        if order.cache_salt or not self._hints.salted_only:
+            size, codec = self.geometry.chunk_tokens, self._approximate.codec
+            prefetch(self.store, self._stats, order, namespace, size, codec)
 
     def _is_left_alone(self, request: Request) -> bool:
         """Whether it has an adapter that is not served. A session's next input may bring one."""
@@ -461,16 +469,19 @@ def prefetch(
     order: PrefetchOrder,
     namespace: bytes | None,
     chunk_tokens: int,
+    codec: str | None = None,
 ) -> None:
     """Bring KV up from NVMe for a request that is likely to come: queue the reads. On the
     scheduler's thread.
 
     Args:
         namespace: None: it is not known yet whose KV there is.
+        codec: that changes KV: what NVMe has is of its lineage.
     """
     if namespace is None:
         return
     root = root_key(namespace, order.cache_salt, b"")
+    root = approximate_root(root, codec) if codec is not None else root
     sequence = SequenceKeys(root, order.token_ids, chunk_tokens)
     pieces = store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
     stats.add("prefetches", "hit" if pieces else "miss", 1)

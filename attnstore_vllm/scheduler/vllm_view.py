@@ -195,15 +195,18 @@ tokens alone must not be found by others: whoever finds them computes more of th
 it to the store under an honest name."""
 
 
-def hide_blocks(request: Request, first: int) -> Any:
+def hide_blocks(request: Request, first: int, key: bytes | None = None) -> Any:
     """Name the blocks from `first` on, also those to come, so that nobody else finds them.
+
+    Args:
+        key: shared by requests that may find each other's blocks; None: there are none.
 
     Returns what has named them so far, for show_blocks(); None where vLLM names no blocks.
     """
     hasher = request._block_hasher
     if hasher is None:
         return None
-    key = secrets.token_bytes(KEY_BYTES)
+    key = key or secrets.token_bytes(KEY_BYTES)
 
     def hide(name: bytes) -> bytes:
         return blake3(name, key=key).digest()

@@ -51,8 +51,17 @@ class SimulatedStore(Store):
         again: bool = False,
         stays: bool = False,
         is_alone: bool = False,
+        dram_only: bool = False,
     ) -> Chunk | None:
-        chunk = super().begin_save(name, run, pin_s, again=again, stays=stays, is_alone=is_alone)
+        chunk = super().begin_save(
+            name,
+            run,
+            pin_s,
+            again=again,
+            stays=stays,
+            is_alone=is_alone,
+            dram_only=dram_only,
+        )
         if chunk is not None:
             self.saved_tokens += name.num_tokens
         return chunk

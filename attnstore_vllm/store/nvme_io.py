@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from attnstore_vllm.errors import CorruptRecordError, DeviceError
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.io.codec import CODECS, Coders
+from attnstore_vllm.io.codec import CODECS, Codec, Coders
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.codec_cost import CodecCost
@@ -81,13 +81,15 @@ def _frames(slab: Slab, count: int) -> deque[_Frame]:
     )
 
 
-def _coders(slab: Slab) -> Coders | None:
+def _coders(slab: Slab, codec: Codec | None) -> Coders | None:
     """Threads for the codec of the file's records: half of the processors, at most."""
     encoding = slab.shape.encoding
     if encoding is None:
         return None
+    assert codec is None or codec.name == encoding.codec, "the file's records are of another codec"
+    codec = codec or CODECS[encoding.codec]
     processors = len(os.sched_getaffinity(0))
-    return Coders(CODECS[encoding.codec], max(1, min(CODER_THREADS_MAX, processors // 2)))
+    return Coders(codec, max(1, min(CODER_THREADS_MAX, processors // 2)))
 
 
 class NvmeIo(TierIo):
@@ -96,6 +98,7 @@ class NvmeIo(TierIo):
     Args:
         depth: requests in flight; at most half of it are writes.
         deadline_s: a request that takes longer puts NVMe out of use for a while.
+        codec: of the file's records, if it has to know the model.
         scrub_rate: bytes a second for reading cold records again, or None: no scrubbing.
     """
 
@@ -105,6 +108,7 @@ class NvmeIo(TierIo):
         slab: Slab,
         device: Device,
         depth: int,
+        codec: Codec | None = None,
         *,
         deadline_s: float,
         scrub_rate: int | None,
@@ -122,8 +126,8 @@ class NvmeIo(TierIo):
         self.device = device
         self._depths = depth, max(1, depth // 2)
         self._load_frames, self._store_frames = (_frames(slab, n) for n in self._depths)
-        self._coders = _coders(slab)
-        self._codec_cost = CodecCost(self._coders.num_threads if self._coders else 1)
+        self._coders = _coders(slab, codec)
+        self.codec_cost = CodecCost(self._coders.num_threads if self._coders else 1)
         self._read_ended_at = 0.0
         self._has_said_later = False
         self._outbox: deque[Callable[[], DiskRequest | None]] = deque()
@@ -230,8 +234,9 @@ class NvmeIo(TierIo):
                 header = check_record(frame.page, completion.checksum, chunk, segment, where)
                 tokens = header.name.tokens
                 if self._coders is not None:
-                    with self._context.progress:
-                        self._codec_cost.read(read_at - max(begun_at, before), header.stored_bytes)
+                    if begun_at < before:
+                        with self._context.progress:
+                            self.codec_cost.read(read_at - before, header.stored_bytes)
                     decode = partial(self._decode, frame, header, where, payload, done)
                     self._coders.submit(decode)
                     return
@@ -251,8 +256,8 @@ class NvmeIo(TierIo):
         if not self._coders.decode(frame.encoded[:size], payload):
             failure = CorruptRecordError(where, "encoding", codec.name, "other bytes")
         with self._context.progress:
-            self._codec_cost.decoded(self._context.clock() - begun_at, len(payload))
-            says_later = self._codec_cost.is_later and not self._has_said_later
+            self.codec_cost.decoded(self._context.clock() - begun_at, len(payload))
+            says_later = self.codec_cost.is_later and not self._has_said_later
             self._has_said_later |= says_later
         if says_later:
             logger.warning(
@@ -260,7 +265,7 @@ class NvmeIo(TierIo):
                 "and %s GB/s are decoded; set it to none, or give the server more processors",
                 codec.name,
                 self._disk.slab.path,
-                *(f"{speed / 1e9:.2f}" for speed in self._codec_cost.speeds),
+                *(f"{speed / 1e9:.2f}" for speed in self.codec_cost.speeds),
             )
         self._end_load(frame, failure, header.name.tokens, done)
         self.wake()
@@ -359,7 +364,7 @@ class NvmeIo(TierIo):
         assert frame.encoded is not None
         assert header.encoding is not None
         room = header.encoding.num_bytes
-        size = self._coders.encode(payload, frame.encoded[:room])
+        size = self._coders.encode(payload, frame.encoded[:room], header.name.num_tokens)
         if not size:
             failure = StoreFailure.FAILED if size is None else StoreFailure.DOES_NOT_FIT
             self._not_stored(frame, room, failure, done)

@@ -29,6 +29,7 @@ from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, has_come, no_ends, ready_run, settle
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
+from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve
@@ -63,6 +64,7 @@ class Store:
         ttl_s: after so long without use a chunk is not found; None: as long as there is room.
         pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
         moved: MovedKv's min_tokens and sinks.
+        codec: of the file's records, if it has to know the model.
         more_tiers: behind NVMe, nearest first.
         needs: of the KV cache groups beside the spine, and of the spine if it needs less than all
             tokens; a hit ends where all have what they need.
@@ -85,6 +87,7 @@ class Store:
         ttl_s: float | None = None,
         pin_shares: tuple[float, float] = (0.0, 0.0),
         moved: tuple[int, int] = (64, 0),
+        codec: Codec | None = None,
         more_tiers: Sequence[MakeTier] = (),
         needs: Sequence[Need] = (),
         ahead: int = 0,
@@ -127,7 +130,7 @@ class Store:
         self._pool = pool
         self._context = context = Context(self.residency, self._progress, pool, clock)
         nvme = NvmeIo(
-            context, slab, device, io_depth, deadline_s=io_deadline_s, scrub_rate=scrub_rate
+            context, slab, device, io_depth, codec, deadline_s=io_deadline_s, scrub_rate=scrub_rate
         )
         behind = self.residency.behind[1:]
         more = [make.io(context, tier) for make, tier in zip(more_tiers, behind, strict=True)]
@@ -455,6 +458,7 @@ class Store:
         again: bool = False,
         stays: bool = False,
         is_alone: bool = False,
+        dram_only: bool = False,
     ) -> Chunk | None:
         """See Residency.begin_save.
 
@@ -464,7 +468,7 @@ class Store:
         with self._lock:
             now = self.residency.now = self._clock()
             chunk = self.residency.begin_save(
-                name, run, again=again, stays=stays, is_alone=is_alone
+                name, run, again=again, stays=stays, is_alone=is_alone, dram_only=dram_only
             )
             if not self.needs:  # else it may be another group's
                 self._curve.news.append((name.key, name.num_tokens))

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lossless codec: how small KV becomes, and how fast.
+"""The codecs: how small KV becomes, and how fast.
 
-    python -m benchmarks.micro.codec [--model DIR] [--rounds 15] [--json]
+    python -m benchmarks.micro.codec [--model DIR] [--rounds 15] [--no-models] [--json]
 
 Sizes: KV of random models of 8 and 24 layers, and with --model of one that benchmarks.quality
 has trained. transformers computes it for 4,000 tokens, of a text where there is one. It stands as
 in a slot of the store: by layer and block of 128 tokens, K before V, in bf16.
 
 Speeds: raw bytes by processor time of one thread, the median of the rounds, on 32 MiB of KV and
-of numbers around zero. A round reads and writes other memory first, so that caches are cold.
+of numbers around zero. int8 and fp8: the same as pages of 8 heads of
+128 dims. A round reads and writes other memory first, so that caches are cold.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from attnstore_vllm._native import lossless_bound, lossless_decode, lossless_encode
 from attnstore_vllm.bench.summary import table
+from attnstore_vllm.io.codec import CODECS, PayloadShape, Quantized
 from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, make_model
 from benchmarks.quality import data
 from benchmarks.report import machine
@@ -119,16 +122,43 @@ def samples() -> dict[str, bytes]:
     return found | {"noise": np.random.default_rng(2).bytes(SPEED_BYTES)}
 
 
+def approximate(raw: bytes, rounds: int) -> dict[str, dict[str, float]]:
+    """int8 and fp8, of bf16 numbers; without checksums, as speeds()."""
+    heads, dim, tokens, block = 8, 128, 256, 16
+    sides = [(at, 2 * dim * block, block, 0, 2 * dim, dim, 0, 1) for at in (0, dim)]
+    units = len(raw) // (4 * heads * dim * tokens)
+    shape = PayloadShape("bfloat16", units, tokens // block, block, heads, dim, sides[0], sides[1])
+    room, back = memoryview(bytearray(len(raw))), memoryview(bytearray(len(raw)))
+    payload, rows = memoryview(raw), {}
+    for name in ("int8", "fp8"):
+        plain = CODECS[name]
+        assert isinstance(plain, Quantized)
+        codec = plain.of(shape)
+        size = codec.pack(payload, room, tokens)
+        made = memoryview(bytes(room[:size]))
+        rows[f"{name}, normal, bf16"] = {
+            "size": size / len(raw),
+            "encode": gigabytes_per_second(
+                partial(codec.pack, payload, room, tokens), len(raw), rounds
+            ),
+            "decode": gigabytes_per_second(partial(codec.unpack, made, back), len(raw), rounds),
+        }
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--no-models", action="store_true", help="numbers around zero alone")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: dict[str, dict[str, Any]] = {}
-    for name, raw in (all_kv(args.model) | samples()).items():
+    numbers = samples()
+    for name, raw in (numbers if args.no_models else all_kv(args.model) | numbers).items():
         rows[name] = speeds(raw[:SPEED_BYTES], args.rounds) | {"size": len(encoded(raw)) / len(raw)}
+    rows |= approximate(numbers["normal, bf16"], args.rounds)
     if args.json:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
         return

@@ -4,6 +4,7 @@
     python -m benchmarks.quality                                         both, with the defaults
     python -m benchmarks.quality train [--text FILE]... [--minutes N] [--out DIR]
     python -m benchmarks.quality evaluate [--model DIR] [--json FILE] [--plot FILE] [--no-server]
+    python -m benchmarks.quality codecs [--model DIR] [--json FILE]      what int8 and fp8 cost
 
 train goes on where an interrupted run left off, if the texts and the recipe are the same. What it
 leaves in DIR is a model that transformers and vLLM load. methods.py says what the methods are.
@@ -21,6 +22,8 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.quality import data, picture, report
+from benchmarks.quality.codecs import measure_codecs
+from benchmarks.quality.codecs import tables as codec_tables
 from benchmarks.quality.evaluate import Settings
 from benchmarks.quality.export import CONFIG_FILE, export
 from benchmarks.quality.measure import measure
@@ -94,7 +97,10 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "command", nargs="?", choices=("train", "evaluate"), help="both in order, if left out"
+        "command",
+        nargs="?",
+        choices=("train", "evaluate", "codecs"),
+        help="the first two, if left out",
     )
     parser.add_argument("--text", type=Path, action="append", help="to train on; may be repeated")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of training, in all")
@@ -103,10 +109,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stored", choices=STORED, default="bfloat16", help="how KV is kept")
     parser.add_argument("--documents", type=int, default=Settings().documents)
     parser.add_argument("--no-server", action="store_true", help="leave out the real server")
-    parser.add_argument("--json", type=Path, default=RESULTS / "quality.json")
+    parser.add_argument("--json", type=Path, help="of results/, if left out")
     parser.add_argument("--plot", type=Path, default=RESULTS / "quality.png")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.json is None:
+        name = "quality_codecs.json" if args.command == "codecs" else "quality.json"
+        args.json = RESULTS / name
+    return args
 
 
 def main() -> None:
@@ -116,7 +126,12 @@ def main() -> None:
     if args.command == "train" or (args.command is None and not is_there):
         texts = args.text or data.default_texts()
         run_training(texts, args.minutes, args.model, Shape(), Recipe(seed=args.seed))
-    if args.command != "train":
+    if args.command == "codecs":
+        many = Settings(documents=args.documents, stored=STORED[args.stored])
+        result = measure_codecs(args.model, many)
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(codec_tables(result))
+    elif args.command != "train":
         many = args.documents
         settings = Settings(
             documents=many,

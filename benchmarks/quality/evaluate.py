@@ -80,7 +80,7 @@ def losses_after(
         at = truncation.window + (overflow - 1) * truncation.drop
         following = streams[:, at : at + truncation.drop]
         logits = model.lm_head(window.feed(following[:, :-1]))
-        yield overflow, _losses(logits, following[:, 1:]).mean(1).double().numpy()
+        yield overflow, losses_of(logits, following[:, 1:]).mean(1).double().numpy()
 
 
 @torch.no_grad()
@@ -122,11 +122,11 @@ def text_losses(model: Llama, text: Ids, most: int) -> Scores:
     scores = []
     for at in range(0, len(pieces), BATCH):
         tokens = torch.from_numpy(np.stack(pieces[at : at + BATCH]))
-        scores.append(_losses(model(tokens[:, :-1]), tokens[:, 1:]).mean(1).double().numpy())
+        scores.append(losses_of(model(tokens[:, :-1]), tokens[:, 1:]).mean(1).double().numpy())
     return np.concatenate(scores)
 
 
-def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def losses_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     flat = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return flat.view_as(targets)
 

@@ -8,6 +8,7 @@
 
 #include "codec/lossless.h"
 #include "tests/check.h"
+#include "tests/damage.h"
 
 namespace {
 
@@ -15,7 +16,6 @@ using attnstore::codec::kBlockBytes;
 using attnstore::codec::lossless_bound;
 using attnstore::codec::lossless_decode;
 using attnstore::codec::lossless_encode;
-using Bytes = std::vector<std::uint8_t>;
 
 Bytes encoded(const Bytes& raw) {
   Bytes out(lossless_bound(raw.size()));
@@ -44,12 +44,6 @@ Bytes numbers(std::size_t size, std::size_t word, std::mt19937_64& random) {
       made[at + i] = static_cast<std::uint8_t>(bits >> (8 * (4 - word + i)));
     }
   }
-  return made;
-}
-
-Bytes noise(std::size_t size, std::mt19937_64& random) {
-  Bytes made(size);
-  for (auto& byte : made) byte = static_cast<std::uint8_t>(random());
   return made;
 }
 
@@ -126,32 +120,6 @@ void too_little_room_is_said(std::mt19937_64& random) {
   }
 }
 
-void damage(Bytes& bytes, std::mt19937_64& random) {
-  switch (random() % 5) {
-    case 0:  // a few bits
-      for (std::uint64_t i = random() % 4 + 1; i > 0; --i) {
-        bytes[random() % bytes.size()] ^= static_cast<std::uint8_t>(1U << random() % 8);
-      }
-      break;
-    case 1:  // the header of the first block: kind, range, lengths, sizes of streams
-      bytes[random() % std::min<std::size_t>(bytes.size(), 90)] =
-          static_cast<std::uint8_t>(random());
-      break;
-    case 2:
-      bytes.resize(random() % bytes.size());
-      break;
-    case 3:
-      bytes.resize(bytes.size() + random() % 40 + 1, static_cast<std::uint8_t>(random()));
-      break;
-    default: {  // a part from elsewhere
-      const std::size_t size = random() % std::min<std::size_t>(bytes.size(), 64) + 1;
-      std::memmove(bytes.data() + random() % (bytes.size() - size + 1),
-                   bytes.data() + random() % (bytes.size() - size + 1), size);
-    }
-  }
-  bytes.shrink_to_fit();
-}
-
 /// Decode damaged encodings. Those cut or with bytes too many have to be refused: none decodes to
 /// the right size and ends at its own end.
 void damaged(std::uint64_t num_inputs, std::mt19937_64& random) {
@@ -163,25 +131,18 @@ void damaged(std::uint64_t num_inputs, std::mt19937_64& random) {
   }
   std::vector<Bytes> goods;
   for (const Bytes& raw : raws) goods.push_back(encoded(raw));
-  std::uint64_t refused = 0;
+  constexpr std::size_t kHead = 90;  // kind, range, lengths and sizes of streams
+  Outcomes outcomes;
   for (std::uint64_t i = 0; i < num_inputs; ++i) {
     const std::size_t which = random() % raws.size();
     Bytes bytes = random() % 8 == 0 ? noise(random() % 300 + 1, random) : goods[which];
-    if (bytes.size() > 300 || random() % 2 == 0) damage(bytes, random);
+    if (bytes.size() > 300 || random() % 2 == 0) damage(bytes, kHead, random);
     Bytes back(raws[which].size());
     const bool is_taken = lossless_decode(bytes.data(), bytes.size(), back.data(), back.size());
-    const Bytes& good = goods[which];
-    const bool is_cut =
-        bytes.size() != good.size() &&
-        std::equal(bytes.begin(),
-                   bytes.begin() + static_cast<std::ptrdiff_t>(std::min(bytes.size(), good.size())),
-                   good.begin());
-    CHECK(!is_cut || !is_taken);
-    refused += is_taken ? 0 : 1;
+    CHECK(!is_taken || !is_cut(bytes, goods[which]));
+    outcomes.count(is_taken, back, raws[which]);
   }
-  std::printf("codec: %llu damaged inputs, %llu refused by the decoder alone\n",
-              static_cast<unsigned long long>(num_inputs),
-              static_cast<unsigned long long>(refused));
+  outcomes.print("lossless");
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.quality import data, picture, report
+from benchmarks.quality import codecs, data, picture, report
 from benchmarks.quality.evaluate import Settings, interval
 from benchmarks.quality.export import export, load
 from benchmarks.quality.initial import initialize
@@ -357,3 +357,29 @@ def test_measures_a_model_of_one_layer(text_file: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "quality.png").stat().st_size > 10_000
     tables = report.tables(result)
     assert "goal <= 1.005: reached" in tables and "recall, TT, smallest" in tables
+
+
+# Codecs
+
+
+@torch.no_grad()
+def test_a_codec_changes_kv_a_little_and_a_coarse_one_much() -> None:
+    """Each number comes back to its own place: any other would be far off."""
+    model = tiny(2)
+    window = Window(model, Truncation(WINDOW, 16, Method.TT), random_tokens(model, 3, 48))
+    layers = [kv.to(torch.bfloat16).to(torch.float32) for kv in window.used]
+
+    def off(name: str) -> float:
+        changed = codecs.CHANGES[name](layers)
+        pairs = list(zip(changed, layers, strict=True))
+        assert all(a.k.shape == b.k.shape for a, b in pairs)
+        return max(
+            float((a - b).norm() / b.norm())
+            for one, two in pairs
+            for a, b in zip(one, two, strict=True)
+        )
+
+    assert off("exact") == 0
+    assert 0 < off("int8") < 0.02
+    assert 0 < off("fp8") < 0.06
+    assert off("2 bits") > 0.2

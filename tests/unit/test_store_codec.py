@@ -260,10 +260,10 @@ def test_an_encoder_that_makes_another_byte_is_a_miss(
     """All that is read has the record's checksum, and the codec takes it."""
     pack = Lossless.pack
 
-    def wrong(codec: Lossless, payload: memoryview, out: memoryview) -> int:
+    def wrong(codec: Lossless, payload: memoryview, out: memoryview, num_tokens: int) -> int:
         other = bytearray(payload)
         turn_a_bit(memoryview(other))
-        return pack(codec, memoryview(other), out)
+        return pack(codec, memoryview(other), out, num_tokens)
 
     with monkeypatch.context() as planted:
         planted.setattr(Lossless, "pack", wrong)
@@ -381,8 +381,16 @@ def test_a_codec_that_keeps_up_with_the_disk_is_not_said() -> None:
     cost = CodecCost(threads=2)
     for _ in range(2 * SEEN_MIN):
         cost.read(0.001, 1_000_000)
-        cost.decoded(0.002, 1_000_000)
+        cost.decoded(0.0019, 1_000_000)
     assert not cost.is_later
+
+
+def test_what_is_decoded_after_the_last_read_counts() -> None:
+    cost = CodecCost(threads=2)
+    for _ in range(SEEN_MIN):
+        cost.read(0.001, 1_000_000)
+        cost.decoded(0.002, 1_000_000)
+    assert cost.is_later
 
 
 def test_it_is_said_once_while_serving(
