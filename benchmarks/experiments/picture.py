@@ -13,7 +13,8 @@ from benchmarks.experiments.spec import Experiment, Goal, Metric
 PAPER: Final = "paper"
 COLUMNS: Final = 2
 COLORS: Final = {
-    "attnstore": "C0", "lru-ahead": "C1", "lru": "C2", "fifo": "C3", "belady": "C4", "infinite": "C5",
+    "attnstore": "C0", "lru-ahead": "C1", "lru": "C2", "fifo": "C3", "belady": "C4",
+    "infinite": "C5",
     "bound": "C5", "dram": "C6", "recompute": "C7", "re": "C7", "vllm": "C8", "lmcache": "C9",
     PAPER: "lightgray",
 }  # fmt: skip
