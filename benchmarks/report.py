@@ -80,6 +80,8 @@ def _section(
         yield "\n**Other conversations than the paper's:** this is not its figure repeated."
     if result["quick"]:
         yield "\n**A quick run, on a small part of the load: these figures show that it runs.**"
+    if experiment.before:
+        yield f"\n{experiment.before.strip()}"
     for metric in experiment.metrics:
         yield ""
         yield from _table(metric, result["values"][metric.name])

@@ -12,18 +12,25 @@ from benchmarks.experiments.spec import Experiment, Goal, Metric
 
 PAPER: Final = "paper"
 COLUMNS: Final = 2
+COLORS: Final = {
+    "attnstore": "C0", "lru-ahead": "C1", "lru": "C2", "fifo": "C3", "belady": "C4",
+    "infinite": "C5",
+    "bound": "C5", "dram": "C6", "recompute": "C7", "re": "C7", "vllm": "C8", "lmcache": "C9",
+    PAPER: "lightgray",
+}  # fmt: skip
+"""Of systems that many pictures have. Others get what is left, in their order."""
 LABELS_MAX: Final = 8
 """More below a panel stand upright."""
 
 
 def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
-    """Draw `result`, of results/experiments/NAME.json. A system has one colour in all panels."""
+    """Draw `result`, of results/experiments/NAME.json. A system has one colour in all of them."""
     from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
 
     shown = experiment.metrics
     bars = [_bars(metric, result["values"][metric.name]) for metric in shown]
-    names = list(dict.fromkeys(name for panel in bars for name in panel if name != PAPER))
-    colors = {name: f"C{n}" for n, name in enumerate(names)} | {PAPER: "lightgray"}
+    names = dict.fromkeys(name for panel in bars for name in panel if name not in COLORS)
+    colors = {name: f"C{1 + n % 9}" for n, name in enumerate(names)} | COLORS
     rows = math.ceil(len(shown) / COLUMNS)
     figure = Figure(figsize=(6 * min(COLUMNS, len(shown)), 1 + 3 * rows), layout="constrained")
     panels = figure.subplots(rows, min(COLUMNS, len(shown)), squeeze=False).flat

@@ -14,7 +14,8 @@
     quick: {sessions: 100}        # over simulate or serve, to try it
     metrics:
       found: {words: history found, unit: "%", paper: {LLaMA-13B: 86}}
-    notes: below the table
+    before: above the tables
+    notes: below them
 
 What is simulated may be `over` another policy than `recompute`, and take several `draws` of the
 conversations as one. A point of it may set `machine` (a file of configs/machines), settings of that
@@ -93,6 +94,7 @@ class Experiment:
     quick: Mapping[str, Any]
     metrics: tuple[Metric, ...]
     paper: str = ""
+    before: str = ""
     notes: str = ""
 
     def quickly(self) -> Experiment:
@@ -123,7 +125,7 @@ def parse(name: str, given: Any) -> Experiment:
     """Raises: SpecError."""
     if not isinstance(given, dict):
         raise SpecError(f"{name}: settings are expected, not {given!r}")
-    known = {"question", "varied", "paper", "quick", "metrics", "notes", *KINDS}
+    known = {"question", "varied", "paper", "quick", "metrics", "before", "notes", *KINDS}
     for key in given:
         if key not in known:
             raise SpecError(f"{name}: {key!r} is unknown; known are {', '.join(sorted(known))}")
@@ -146,6 +148,7 @@ def parse(name: str, given: Any) -> Experiment:
         given.get("quick", {}),
         metrics,
         given.get("paper", ""),
+        given.get("before", ""),
         given.get("notes", ""),
     )
 

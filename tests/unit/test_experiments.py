@@ -47,7 +47,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("asked", "x", "'asked' is unknown; known are metrics"),
+        ("asked", "x", "'asked' is unknown; known are before, metrics"),
         ("serve", {}, "one of simulate, serve, script"),
         ("question", "", "question is missing"),
         ("simulate/points", [], "simulate.points"),
