@@ -22,6 +22,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.drafts import drafts_of, tokens_ahead
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
+from attnstore_vllm.connector.kv_events import KvEvents, VllmTeller, teller_of
 from attnstore_vllm.connector.live_model import LiveWeights, models_of
 from attnstore_vllm.connector.model_rotation import rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
@@ -238,11 +239,13 @@ def _scheduler(
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
     pinning, truncation = config.pinning, config.truncation
-    store, disk = _store(vllm_config, config, geometry, pool, namespace)
+    names = Weights(namespace, digest)
+    teller = teller_of(vllm_config, geometry, lambda: names.namespace)
+    store, disk = _store(vllm_config, config, geometry, pool, namespace, teller)
     return Scheduler(
         store,
         geometry,
-        Weights(namespace, digest),
+        names,
         config.load_deadline_ms / 1000,
         lock,
         by_priority=vllm_config.scheduler_config.policy == "priority",
@@ -266,6 +269,7 @@ def _scheduler(
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         serves_adapters=_serves_adapters(vllm_config, geometry),
         info=(own_version(), vllm.__version__, disk, config.eviction),
+        events=KvEvents(store, teller) if teller is not None else None,
         board=_board(vllm_config),
     )
 
@@ -294,6 +298,7 @@ def _store(
     geometry: Geometry,
     pool: SharedPool,
     namespace: bytes,
+    teller: VllmTeller | None,
 ) -> tuple[Store, str]:
     """The store, on the slab file of the settings' directory; and what serves the file."""
     shape = SegmentHeader(
@@ -326,6 +331,7 @@ def _store(
         ahead=tokens_ahead(vllm_config),
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
+        teller=teller,
     )
     return store, kind
 

@@ -8,7 +8,7 @@ model that the store cannot serve both are *idle*: every hook answers as if ther
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -53,6 +53,7 @@ from attnstore_vllm.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -320,6 +321,9 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is None:
             return False, None
         return self.scheduler.request_finished(request, block_ids)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self.scheduler.take_events() if self.scheduler is not None else ()
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler is not None and self.scheduler.plans.keeps_blocks()

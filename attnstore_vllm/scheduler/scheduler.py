@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
+from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
@@ -59,6 +60,14 @@ class Names(Protocol):
     def close(self) -> None: ...
 
 
+class Events(Protocol):
+    """KV events of the store's tiers (connector/kv_events.py)."""
+
+    def bind(self, manager: KVCacheManager) -> None: ...
+    def name(self, state: RequestState, chunk: Chunk) -> None: ...
+    def take(self) -> Sequence[Any]: ...
+
+
 class Scheduler:
     """The engine's side of the connector. All methods run on the scheduler's thread.
 
@@ -83,6 +92,7 @@ class Scheduler:
         has_prefix_cache: vLLM has one, which is reset when weights are updated.
         serves_adapters: requests with a LoRA adapter use and leave KV as others do.
         info: of the metric of that name, by label.
+        events: tell routers what the tiers have; None: nobody wants to know.
         board: shows figures that change while no step is planned.
         clock: monotonic seconds.
     """
@@ -113,6 +123,7 @@ class Scheduler:
         has_prefix_cache: bool = True,
         serves_adapters: bool = True,
         info: tuple[str, ...] = (),
+        events: Events | None = None,
         board: Board | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -148,7 +159,11 @@ class Scheduler:
             step_tokens=step_tokens,
             clock=clock,
         )
-        self._saving = Saving(store, geometry, self.plans, self._truncation, costs, states_every)
+        self._events = events
+        note_save = events.name if events is not None else None
+        self._saving = Saving(
+            store, geometry, self.plans, self._truncation, costs, states_every, note_save
+        )
         store.weigh_reads(costs.computing_s)
         self._offers = Offers(
             store,
@@ -165,6 +180,8 @@ class Scheduler:
         self._kv_cache_manager = manager
         self._offers.kv_cache_manager = manager
         self._watch.bind(manager)
+        if self._events is not None:
+            self._events.bind(manager)
 
     # ---- a request comes ---------------------------------------------------------------
 
@@ -429,6 +446,10 @@ class Scheduler:
             # Computed with what is being replaced: must not come back under the same name.
             state.computing.is_outdated = True
         return self.store.reset()
+
+    def take_events(self) -> Sequence[Any]:
+        """vLLM's events of what has come to tiers and left them."""
+        return self._events.take() if self._events is not None else ()
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""

@@ -31,6 +31,8 @@ class Context:
     pool: Pool
     clock: Callable[[], float]
     moved_bytes: Counter[Flow] = field(default_factory=Counter)
+    found: Callable[[memoryview, int], None] | None = None
+    """Told of the headers that recovery enters, and of how many bytes one has."""
 
 
 class Figures(NamedTuple):

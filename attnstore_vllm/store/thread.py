@@ -36,6 +36,7 @@ class StoreThread:
         tiers: nearest first. The first one's poll() is where the thread waits.
         daily_writes: bytes that may be written to each a day, or None.
         learn: called in every turn: what is slow and not urgent.
+        announce: likewise; says whether it is to be called again before long.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class StoreThread:
         *,
         daily_writes: int | None = None,
         learn: Callable[[], None] | None = None,
+        announce: Callable[[], bool] | None = None,
     ) -> None:
         self._context = context
         self._learn = learn
+        self._announce = announce
         self.tiers = tiers
         self.reader = Reader(context, tiers)
         rate = daily_writes / 86_400 if daily_writes is not None else None
@@ -152,6 +155,8 @@ class StoreThread:
             for tier in self.tiers:
                 if tier.idle_turn():
                     poll_s = min(poll_s, _IDLE_POLL_S)
+        if self._announce is not None and self._announce():
+            poll_s = min(poll_s, _IDLE_POLL_S)
         first, *others = self.tiers
         for tier in others:
             if tier.poll(0.0):
