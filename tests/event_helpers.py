@@ -71,7 +71,7 @@ class Subscriber:
         self, tier: str, names: Iterable[Name], parent: Name | None, tokens: list[bytes]
     ) -> None:
         for name, of_block in zip(names, tokens, strict=True):
-            assert name not in self.content[tier], f"{name} came to {tier} twice"
+            assert name not in self.content[tier], f"{name!r} came to {tier} twice"
             assert self.parents.setdefault(name, parent) == parent, "another block before it"
             assert self.tokens.setdefault(name, of_block) == of_block, "other tokens"
             self.content[tier].add(name)
@@ -79,7 +79,7 @@ class Subscriber:
 
     def removed(self, tier: str, names: Iterable[Name]) -> None:
         for name in names:
-            assert name in self.content[tier], f"{name} left {tier}, where it was not"
+            assert name in self.content[tier], f"{name!r} left {tier}, where it was not"
             self.content[tier].remove(name)
 
     def all_cleared(self) -> None:

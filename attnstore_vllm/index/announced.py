@@ -64,9 +64,10 @@ class _Entry:
 
 
 class Change(NamedTuple):
-    """A chunk, and the tiers that it is to be told to be in."""
+    """Of a chunk: the tiers that it was told to be in, and those that it is in."""
 
-    entry: _Entry
+    blocks: Blocks
+    told: int
     now: int
 
 
@@ -116,30 +117,41 @@ class Announced:
 
     def at(self, chunk: Chunk) -> None:
         """The state of a chunk that is found has changed."""
-        entry = self._entries.get(chunk.name.key)
+        key = chunk.name.key
+        entry = self._entries.get(key)
         now = 0 if entry is None else media_of(chunk)
         if entry is not None and entry.now != now:
-            entry.now, entry.is_coming = now, False
-            self._changed[chunk.name.key] = None
+            self._set(key, entry, now)
 
     def gone(self, key: Key) -> None:
         """The chunk is not found any more."""
         entry = self._entries.get(key)
         if entry is not None:
-            entry.now, entry.is_coming = 0, False
-            self._changed[key] = None
+            self._set(key, entry, 0)
 
     def lose(self, tier: str) -> None:
         """The tier has nothing any more. Cost: all chunks."""
-        for key, entry in self._entries.items():
+        for key, entry in list(self._entries.items()):
             if entry.now & _BITS[tier]:
-                entry.now &= ~_BITS[tier]
-                self._changed[key] = None
+                self._set(key, entry, entry.now & ~_BITS[tier])
 
     def clear(self) -> None:
         """No chunk is found any more. Cost: all chunks."""
-        for key in self._entries:
-            self.gone(key)
+        for key, entry in list(self._entries.items()):
+            self._set(key, entry, 0)
+
+    def _set(self, key: Key, entry: _Entry, now: int) -> None:
+        entry.now, entry.is_coming = now, False
+        self._place(key, entry)
+
+    def _place(self, key: Key, entry: _Entry) -> None:
+        """Is there something to tell of it, and does it stay?"""
+        if entry.now != entry.told:
+            self._changed[key] = None
+            return
+        self._changed.pop(key, None)
+        if not (entry.now or entry.is_coming):
+            del self._entries[key]
 
     # ---- what routers are told ---------------------------------------------------------
 
@@ -148,26 +160,23 @@ class Announced:
         changes: list[Change] = []
         while self._changed and len(changes) < limit:
             key = next(iter(self._changed))
-            del self._changed[key]
             entry = self._entries[key]
-            if entry.now != entry.told:
-                changes.append(Change(entry, entry.now))
-            if not (entry.now or entry.is_coming):
-                del self._entries[key]
+            changes.append(Change(entry.blocks, entry.told, entry.now))
+            entry.told = entry.now
+            self._place(key, entry)
         return changes
 
     def tell(self, change: Change) -> Iterator[Stored | Removed]:
         """What to say of a change: what has come first, so that nothing seems to be away between
-        two tiers. Needs no lock: nobody else looks at what was told."""
-        entry, now = change
-        told, entry.told = entry.told, now
-        names = entry.blocks.names
+        two tiers. Needs no lock: nobody else looks at the counts."""
+        blocks, told, now = change
+        names = blocks.names
         for tier, bit in _BITS.items():
             if now & bit and not told & bit:
                 num_new = sum(self._add(bit, name) for name in names)
                 # Chunks that share a block share all before it, so the new ones are the last.
                 if num_new:
-                    yield Stored(tier, entry.blocks, len(names) - num_new)
+                    yield Stored(tier, blocks, len(names) - num_new)
         for tier, bit in _BITS.items():
             if told & bit and not now & bit:
                 left = tuple(name for name in names if self._take(bit, name))
@@ -193,6 +202,6 @@ class Announced:
         """Routers have forgotten all: everything is to be told again. Cost: all chunks."""
         for counts in self._counts.values():
             counts.clear()
-        for key, entry in self._entries.items():
+        for key, entry in list(self._entries.items()):
             entry.told = 0
-            self._changed[key] = None
+            self._place(key, entry)

@@ -103,11 +103,13 @@ class EventsMachine(StoreMachine):
 
     def listen(self) -> None:
         def has_heard() -> bool:
-            self.rig.store.thread.wake()
-            self.router.hear(self.announcer.take(3))
+            while events := self.announcer.take(3):
+                self.router.hear(events)
             return self.announcer.is_quiet()
 
-        self.rig.until(has_heard)
+        if not has_heard():
+            self.rig.store.thread.wake()
+            self.rig.until(has_heard)
 
 
 TestEvents = EventsMachine.TestCase
