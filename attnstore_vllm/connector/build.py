@@ -27,7 +27,7 @@ from attnstore_vllm.connector.live_model import LiveWeights, models_of
 from attnstore_vllm.connector.model_rotation import rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
-from attnstore_vllm.connector.support import page_bytes_of, replicas_of
+from attnstore_vllm.connector.support import page_bytes_of, replicas_of, warn_of_order
 from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
@@ -51,7 +51,7 @@ from attnstore_vllm.transfer.pool_files import parts_of
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -155,6 +155,8 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     config = _config(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config, config)
     rank = get_tensor_model_parallel_rank()
+    if rank == 0:
+        warn_of_order(_outer())
     token_bytes = geometry.rank_bytes // geometry.chunk_tokens
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
@@ -200,10 +202,15 @@ def attention_layers(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, A
     return {name: layers[name] for name in geometry.layer_names}
 
 
-def _is_alone() -> bool:
-    """Whether no MultiConnector has made us: its children cannot see it in their own settings."""
+def _outer() -> KVTransferConfig | None:
+    """That of the whole server: MultiConnector's children cannot see it in their own settings."""
     config = get_current_vllm_config_or_none()
-    transfer = config.kv_transfer_config if config is not None else None
+    return config.kv_transfer_config if config is not None else None
+
+
+def _is_alone() -> bool:
+    """Whether no MultiConnector has made us."""
+    transfer = _outer()
     return transfer is not None and transfer.kv_connector != "MultiConnector"
 
 

@@ -8,7 +8,7 @@ model that the store cannot serve both are *idle*: every hook answers as if ther
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -53,7 +53,6 @@ from attnstore_vllm.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -132,6 +131,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler = self._begin(build_scheduler, vllm_config, kv_cache_config)
             if self.scheduler is not None:
                 _SERVING[self._engine_id()] = self
+                if self.scheduler.events is not None:  # else a step calls no hook of ours for it
+                    self.take_events = self.scheduler.events.take
         elif _reason_to_idle(vllm_config, kv_cache_config) is None:
             self.worker = self._begin(build_worker, vllm_config, kv_cache_config)
 
@@ -321,9 +322,6 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is None:
             return False, None
         return self.scheduler.request_finished(request, block_ids)
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        return self.scheduler.take_events() if self.scheduler is not None else ()
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler is not None and self.scheduler.plans.keeps_blocks()

@@ -190,6 +190,8 @@ class KvEvents:
         A reset of vLLM's prefix cache is published as AllBlocksCleared, for which routers forget
         our tiers too. vLLM has put it before these, since it has taken its own events already.
         """
+        if self._pool is None:  # the connector is idle
+            return []
         blocks = self._pool.cached_block_hash_to_block
         if blocks is not self._blocks:
             self._blocks = blocks

@@ -159,7 +159,7 @@ class Scheduler:
             step_tokens=step_tokens,
             clock=clock,
         )
-        self._events = events
+        self.events = events
         note_save = events.name if events is not None else None
         self._saving = Saving(
             store, geometry, self.plans, self._truncation, costs, states_every, note_save
@@ -180,8 +180,8 @@ class Scheduler:
         self._kv_cache_manager = manager
         self._offers.kv_cache_manager = manager
         self._watch.bind(manager)
-        if self._events is not None:
-            self._events.bind(manager)
+        if self.events is not None:
+            self.events.bind(manager)
 
     # ---- a request comes ---------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Scheduler:
     ) -> tuple[int | None, bool]:
         state = self.requests.get(request.request_id)
         if state is not None and self._watch.must_wait():
-            return None, False
+            return (0 if state.is_at_once else None), False
         if state is None or state.load_failed or self._is_left_alone(request):
             return 0, False
         if state.offered is not None:
@@ -256,7 +256,7 @@ class Scheduler:
             if self.adapters.may_be_mixed(request, num_computed_tokens):
                 state.computing.is_outdated = True
             if adapter is None:
-                return (None if waits else 0), False
+                return (None if waits and not state.is_at_once else 0), False
         if state.visit is None:
             self._look_up(state)
         found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats)
@@ -446,10 +446,6 @@ class Scheduler:
             # Computed with what is being replaced: must not come back under the same name.
             state.computing.is_outdated = True
         return self.store.reset()
-
-    def take_events(self) -> Sequence[Any]:
-        """vLLM's events of what has come to tiers and left them."""
-        return self._events.take() if self._events is not None else ()
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""

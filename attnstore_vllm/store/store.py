@@ -140,7 +140,7 @@ class Store:
             [nvme, *more],
             daily_writes=daily_writes,
             learn=self._learn,
-            announce=self._announce if self.announcer is not None else None,
+            announcer=self.announcer,
         )
         if threaded:
             self.thread.start()
@@ -161,11 +161,6 @@ class Store:
         fit = seen.fit()
         with self._lock:
             self._estimator.learn(fit)
-
-    def _announce(self) -> bool:
-        assert self.announcer is not None
-        is_recovered = all(tier.is_at_rest for tier in self.thread.tiers)
-        return self.announcer.turn(is_recovered=is_recovered)
 
     # ---- looking up --------------------------------------------------------------------
 
