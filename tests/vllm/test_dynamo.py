@@ -52,7 +52,7 @@ class Indexer:
         request = urllib.request.Request(self._url, data=body, headers=headers)
         with urllib.request.urlopen(request, timeout=10) as answer:
             found = json.load(answer)["instances"].get("1", {})
-        return tuple(found.get(name, 0) for name in ("gpu", "cpu", "disk"))  # type: ignore[return-value]
+        return tuple(found.get(name, 0) for name in ("gpu", "cpu", "disk"))
 
 
 @contextmanager
