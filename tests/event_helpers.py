@@ -9,7 +9,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from attnstore_vllm.index.announced import Blocks, Name, Removed, Stored
+from attnstore_vllm.index.announced import Name, NamedBlocks, Removed, Stored
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.store.store import Store
@@ -28,13 +28,13 @@ class TestTeller:
     def root(self) -> Key:
         return root_key(NAMESPACE, None, b"")
 
-    def blocks(self, parent: bytes | None, tokens: bytes) -> Blocks:
+    def blocks(self, parent: bytes | None, tokens: bytes) -> NamedBlocks:
         size, names, last = BLOCK_TOKENS * TOKEN_BYTES, [], parent or b""
         whole = len(tokens) // size * size
         for start in range(0, whole, size):
             last = blake3(last + tokens[start : start + size]).digest()
             names.append(_short(last))
-        return Blocks(tuple(names), _short(parent) if parent else None, tokens[:whole], last)
+        return NamedBlocks(tuple(names), _short(parent) if parent else None, tokens[:whole], last)
 
     def event(self, what: Stored | Removed) -> Stored | Removed:
         return what
@@ -88,7 +88,7 @@ class Subscriber:
 
 
 def content_of(store: Store, names: dict[Key, tuple[Name, ...]]) -> Content:
-    """Blocks that the store has, of the chunks with these names."""
+    """NamedBlocks that the store has, of the chunks with these names."""
     found: defaultdict[str, set[Name]] = defaultdict(set)
     with store.queue():
         for chunk in store.residency.index:

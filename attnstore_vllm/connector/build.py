@@ -249,7 +249,7 @@ def _scheduler(
     names = Weights(namespace, digest)
     teller = teller_of(vllm_config, geometry, lambda: names.namespace)
     store, disk = _store(vllm_config, config, geometry, pool, namespace, teller)
-    return Scheduler(
+    scheduler = Scheduler(
         store,
         geometry,
         names,
@@ -276,9 +276,11 @@ def _scheduler(
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         serves_adapters=_serves_adapters(vllm_config, geometry),
         info=(own_version(), vllm.__version__, disk, config.eviction),
-        events=KvEvents(store, teller) if teller is not None else None,
         board=_board(vllm_config),
     )
+    if teller is not None:
+        scheduler.events = KvEvents(store, teller)
+    return scheduler
 
 
 def _serves_adapters(vllm_config: VllmConfig, geometry: Geometry) -> bool:

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 
-from attnstore_vllm.index.announced import Blocks, Name, Removed, Stored
+from attnstore_vllm.index.announced import Name, NamedBlocks, Removed, Stored
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER
@@ -84,7 +84,7 @@ class VllmTeller:
             return None  # vLLM makes the beginning of its hashes once the engine is whole
         return root_key(namespace, None, NO_ADAPTER)
 
-    def blocks(self, parent: bytes | None, tokens: bytes) -> Blocks:
+    def blocks(self, parent: bytes | None, tokens: bytes) -> NamedBlocks:
         ids = np.frombuffer(tokens, ">u4").tolist()
         size, before = self.block_tokens, parent
         hashes: list[bytes] = []
@@ -93,7 +93,7 @@ class VllmTeller:
             hashes.append(before)
         return self._blocks(hashes, parent, tokens, None)
 
-    def blocks_of(self, request: Request, position: int, tokens: bytes) -> Blocks | None:
+    def blocks_of(self, request: Request, position: int, tokens: bytes) -> NamedBlocks | None:
         """Those of a request from token `position` on, as vLLM has named them; None: it has not.
 
         Runs on the scheduler's thread, for each chunk that is saved.
@@ -110,11 +110,11 @@ class VllmTeller:
 
     def _blocks(
         self, hashes: Sequence[Any], parent: bytes | None, tokens: bytes, like: Any
-    ) -> Blocks:
+    ) -> NamedBlocks:
         names: tuple[Name, ...] = tuple(map(maybe_convert_block_hash, hashes))
         before = maybe_convert_block_hash(parent) if parent is not None else None
         end = len(hashes) * self.block_tokens * TOKEN_BYTES
-        return Blocks(names, before, tokens[:end], hashes[-1] if hashes else b"", like)
+        return NamedBlocks(names, before, tokens[:end], hashes[-1] if hashes else b"", like)
 
     # ---- events ------------------------------------------------------------------------
 

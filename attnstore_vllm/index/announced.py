@@ -24,7 +24,7 @@ Name = int | bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class NamedBlocks:
     """The whole blocks of one chunk, from its first token on."""
 
     names: tuple[Name, ...]
@@ -35,19 +35,19 @@ class Blocks:
     last: bytes
     """The whole hash of the last one: that of the next chunk's first block continues it."""
     like: Any = None
-    """What else names them, for who makes the events. None: their tokens alone."""
+    """Keys that name them beside their tokens, for who makes the events; None: there are none."""
 
 
 class Stored(NamedTuple):
-    """Blocks that have come to a tier: those of a chunk from number `first` on."""
+    """NamedBlocks that have come to a tier: those of a chunk from number `first` on."""
 
     tier: str
-    blocks: Blocks
+    blocks: NamedBlocks
     first: int
 
 
 class Removed(NamedTuple):
-    """Blocks that have left a tier."""
+    """NamedBlocks that have left a tier."""
 
     tier: str
     names: tuple[Name, ...]
@@ -55,7 +55,7 @@ class Removed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    blocks: Blocks
+    blocks: NamedBlocks
     now: int = 0
     """Bits of the tiers that have it."""
     told: int = 0
@@ -66,7 +66,7 @@ class _Entry:
 class Change(NamedTuple):
     """Of a chunk: the tiers that it was told to be in, and those that it is in."""
 
-    blocks: Blocks
+    blocks: NamedBlocks
     told: int
     now: int
 
@@ -99,13 +99,13 @@ class Announced:
     def keys(self) -> list[Key]:
         return list(self._entries)
 
-    def named(self, key: Key) -> Blocks | None:
+    def named(self, key: Key) -> NamedBlocks | None:
         entry = self._entries.get(key)
         return entry.blocks if entry is not None else None
 
     # ---- what the store does -----------------------------------------------------------
 
-    def name(self, key: Key, blocks: Blocks) -> None:
+    def name(self, key: Key, blocks: NamedBlocks) -> None:
         """The chunk is being saved, and has these blocks."""
         entry = self._entries.get(key)
         if entry is None:

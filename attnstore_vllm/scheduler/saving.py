@@ -43,7 +43,6 @@ class Saving:
     Args:
         costs: say where a state in between pays.
         states_every: see StoreConfig.
-        note_save: told of each chunk that is being saved, where routers want to know.
     """
 
     def __init__(
@@ -54,9 +53,9 @@ class Saving:
         truncation: Truncation,
         costs: Costs,
         states_every: int | None,
-        note_save: Callable[[RequestState, Chunk], None] | None = None,
     ) -> None:
-        self._note_save = note_save
+        self.note_save: Callable[[RequestState, Chunk], None] | None = None
+        """Told of each chunk that is being saved, where routers want to know."""
         self._store = store
         self._geometry = geometry
         self._plans = plans
@@ -310,8 +309,8 @@ class Saving:
         is_mostly_new = 2 * state.computing.first < state.request.num_prompt_tokens
         if chunk is not None and is_passed and is_mostly_new:
             self._store.write_if_room(chunk)
-        if chunk is not None and self._note_save is not None:
-            self._note_save(state, chunk)
+        if chunk is not None and self.note_save is not None:
+            self.note_save(state, chunk)
         return chunk
 
     def _plan(

@@ -92,13 +92,14 @@ class Scheduler:
         has_prefix_cache: vLLM has one, which is reset when weights are updated.
         serves_adapters: requests with a LoRA adapter use and leave KV as others do.
         info: of the metric of that name, by label.
-        events: tell routers what the tiers have; None: nobody wants to know.
         board: shows figures that change while no step is planned.
         clock: monotonic seconds.
     """
 
     namespace: bytes | None = None
     """That of `names`, once it is known."""
+    events: Events | None = None
+    """Tell routers what the tiers have. Set before the manager is bound; None: nobody asks."""
 
     def __init__(
         self,
@@ -123,7 +124,6 @@ class Scheduler:
         has_prefix_cache: bool = True,
         serves_adapters: bool = True,
         info: tuple[str, ...] = (),
-        events: Events | None = None,
         board: Board | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -159,11 +159,7 @@ class Scheduler:
             step_tokens=step_tokens,
             clock=clock,
         )
-        self.events = events
-        note_save = events.name if events is not None else None
-        self._saving = Saving(
-            store, geometry, self.plans, self._truncation, costs, states_every, note_save
-        )
+        self._saving = Saving(store, geometry, self.plans, self._truncation, costs, states_every)
         store.weigh_reads(costs.computing_s)
         self._offers = Offers(
             store,
@@ -182,6 +178,7 @@ class Scheduler:
         self._watch.bind(manager)
         if self.events is not None:
             self.events.bind(manager)
+            self._saving.note_save = self.events.name
 
     # ---- a request comes ---------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from typing import Any, Protocol
 
-from attnstore_vllm.index.announced import Announced, Blocks, Removed, Stored, media_of
+from attnstore_vllm.index.announced import Announced, NamedBlocks, Removed, Stored, media_of
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.store.context import Context
@@ -40,7 +40,7 @@ class Teller(Protocol):
     def root(self) -> Key | None:
         """The parent of first chunks that are named by their tokens alone; None: not known yet."""
 
-    def blocks(self, parent: bytes | None, tokens: bytes) -> Blocks:
+    def blocks(self, parent: bytes | None, tokens: bytes) -> NamedBlocks:
         """The blocks with these tokens behind the block with this hash."""
 
     def event(self, what: Stored | Removed) -> Any: ...
@@ -52,55 +52,53 @@ class Announcer:
     def __init__(self, context: Context, teller: Teller) -> None:
         self._context = context
         self._teller = teller
-        self._books = context.residency.watch = Announced()
-        context.found = self._found
+        self.books = context.residency.watch = Announced()
+        context.found, context.announce = self._found, self.turn
         self._lock = context.progress
-        self._ready: deque[Any] = deque()
+        self.ready: deque[Any] = deque()
         self._generation = self._told_in = 0
-        self._recovered: list[ChunkName] = []
+        self.recovered: list[ChunkName] = []
         """To be named yet; once recovery is over the nearest to the beginning are last."""
         self._is_recovered = False
         self._budget = Budget(NAMED_PER_S, NAMED_BURST_S)
 
     # ---- on the scheduler's thread -----------------------------------------------------
 
-    def name(self, chunk: Chunk, blocks: Blocks) -> None:
+    def name(self, chunk: Chunk, blocks: NamedBlocks) -> None:
         """The chunk, which is being saved, has these blocks."""
         with self._lock:
             if not chunk.dropped and self._context.residency.watch is not None:
-                self._books.name(chunk.name.key, blocks)
+                self.books.name(chunk.name.key, blocks)
 
     def take(self, limit: int) -> list[Any]:
         """The next events, in order."""
         with self._lock:
-            count = min(limit, len(self._ready))
-            return [self._ready.popleft() for _ in range(count)]
+            count = min(limit, len(self.ready))
+            return [self.ready.popleft() for _ in range(count)]
 
     def all_cleared(self) -> None:
         """Routers were told that this engine has nothing: tell all again."""
         with self._lock:
             self._generation += 1
-            self._ready.clear()
+            self.ready.clear()
 
     def is_quiet(self) -> bool:
         """Whether all was told and taken. For tests."""
         with self._lock:
-            is_told = not self._books.num_changed and self._generation == self._told_in
-            return is_told and self._is_recovered and not (self._recovered or self._ready)
+            is_told = not self.books.num_changed and self._generation == self._told_in
+            return is_told and self._is_recovered and not (self.recovered or self.ready)
 
     # ---- on the store's thread ---------------------------------------------------------
 
     def _found(self, headers: memoryview, header_bytes: int) -> None:
         """Recovery has entered records with these headers, most of them."""
-        self._recovered += (n for n in chunk_names(headers, header_bytes) if not n.extra)
+        self.recovered += (n for n in chunk_names(headers, header_bytes) if not n.extra)
 
-    def turn(self, *, is_recovered: bool) -> bool:
+    def turn(self, is_recovered: bool) -> bool:
         """Make some events. Whether there is more to do before long.
 
         What fails here ends the events, and nothing else: the caller is the store's thread.
         """
-        if self._context.residency.watch is None:
-            return False
         try:
             if is_recovered and not self._is_recovered:
                 self._end_recovery()
@@ -112,7 +110,8 @@ class Announcer:
             )
             with self._lock:
                 self._context.residency.watch = self._context.found = None
-                self._recovered.clear()
+                self._context.announce = None
+                self.recovered.clear()
             return False
 
     def _tell(self) -> bool:
@@ -120,44 +119,44 @@ class Announcer:
             generation = self._generation
             if generation != self._told_in:
                 self._told_in = generation
-                self._books.forget_told()
-            room = (READY_MAX - len(self._ready)) // 2  # a change is an event a tier at most
-            changes = self._books.take_changes(min(CHANGES_A_TURN, room))
-            has_more = self._books.num_changed > 0 and room > CHANGES_A_TURN
-        told = [self._teller.event(what) for change in changes for what in self._books.tell(change)]
+                self.books.forget_told()
+            room = (READY_MAX - len(self.ready)) // 2  # a change is an event a tier at most
+            changes = self.books.take_changes(min(CHANGES_A_TURN, room))
+            has_more = self.books.num_changed > 0 and room > CHANGES_A_TURN
+        told = [self._teller.event(what) for change in changes for what in self.books.tell(change)]
         with self._lock:
             if generation == self._generation:  # else it is all told again
-                self._ready.extend(told)
+                self.ready.extend(told)
         return has_more
 
     def _end_recovery(self) -> None:
         """Tails that recovery superseded were removed in the index, without a word."""
         self._is_recovered = True
-        self._recovered.sort(key=lambda name: -name.position)
+        self.recovered.sort(key=lambda name: -name.position)
         with self._lock:
             find = self._context.residency.index.entries.find
-            for key in self._books.keys() if self._recovered else ():
+            for key in self.books.keys() if self.recovered else ():
                 if find(key) < 0:
-                    self._books.gone(key)
+                    self.books.gone(key)
 
     def _name_recovered(self) -> bool:
         """Name some of what recovery has found. A chunk whose parent has no name gets none: a hit
         would need that too."""
-        root = self._teller.root() if self._recovered else None
+        root = self._teller.root() if self.recovered else None
         if root is None:
             return False
         now = self._context.clock()
         for _ in range(NAMED_A_TURN):
-            if not self._recovered or not self._budget.take(now, 1):
+            if not self.recovered or not self._budget.take(now, 1):
                 break
-            self._name(self._recovered.pop(), root)
-        return bool(self._recovered)
+            self._name(self.recovered.pop(), root)
+        return bool(self.recovered)
 
     def _name(self, name: ChunkName, root: Key) -> None:
         parent = None
         if name.parent != root:
             with self._lock:
-                before = self._books.named(name.parent)
+                before = self.books.named(name.parent)
             if before is None or before.like is not None:
                 return
             parent = before.last
@@ -166,6 +165,6 @@ class Announcer:
             return
         with self._lock:
             chunk = self._context.residency.index.get(name.key)
-            if chunk is not None and media_of(chunk) and self._books.named(name.key) is None:
-                self._books.name(name.key, blocks)
-                self._books.at(chunk)
+            if chunk is not None and media_of(chunk) and self.books.named(name.key) is None:
+                self.books.name(name.key, blocks)
+                self.books.at(chunk)

@@ -140,7 +140,6 @@ class Store:
             [nvme, *more],
             daily_writes=daily_writes,
             learn=self._learn,
-            announcer=self.announcer,
         )
         if threaded:
             self.thread.start()

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.store.announcer import Announcer
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.reader import Reader
 from attnstore_vllm.store.tier_io import Reset, TierIo
@@ -37,7 +36,6 @@ class StoreThread:
         tiers: nearest first. The first one's poll() is where the thread waits.
         daily_writes: bytes that may be written to each a day, or None.
         learn: called in every turn: what is slow and not urgent.
-        announcer: makes KV events, if routers want them.
     """
 
     def __init__(
@@ -47,11 +45,9 @@ class StoreThread:
         *,
         daily_writes: int | None = None,
         learn: Callable[[], None] | None = None,
-        announcer: Announcer | None = None,
     ) -> None:
         self._context = context
         self._learn = learn
-        self._announcer = announcer
         self.tiers = tiers
         self.reader = Reader(context, tiers)
         rate = daily_writes / 86_400 if daily_writes is not None else None
@@ -156,10 +152,9 @@ class StoreThread:
             for tier in self.tiers:
                 if tier.idle_turn():
                     poll_s = min(poll_s, _IDLE_POLL_S)
-        if self._announcer is not None:
-            is_recovered = all(tier.is_at_rest for tier in self.tiers)
-            if self._announcer.turn(is_recovered=is_recovered):
-                poll_s = min(poll_s, _IDLE_POLL_S)
+        announce = self._context.announce
+        if announce is not None and announce(all(tier.is_at_rest for tier in self.tiers)):
+            poll_s = min(poll_s, _IDLE_POLL_S)
         first, *others = self.tiers
         for tier in others:
             if tier.poll(0.0):
