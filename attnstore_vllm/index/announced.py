@@ -64,7 +64,7 @@ class _Entry:
 
 
 class Change(NamedTuple):
-    """Of a chunk: the tiers that it was told to be in, and those that it is in."""
+    """A chunk that is to be told of: the tiers that it was told to be in, and those it is in."""
 
     blocks: NamedBlocks
     told: int
