@@ -167,7 +167,7 @@ class Announced:
         return changes
 
     def tell(self, change: Change) -> Iterator[Stored | Removed]:
-        """What to say of a change: what has come first, so that nothing seems to be away between
+        """Words for a change: first what has come, so that nothing seems to be away between
         two tiers. Needs no lock: nobody else looks at the counts."""
         blocks, told, now = change
         names = blocks.names
