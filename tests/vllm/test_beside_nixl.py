@@ -115,7 +115,7 @@ def test_prefill_here_and_decode_there(models: Path, tmp_path: Path) -> None:
     path = [str(alias(tmp_path / "alias")), os.environ.get("PYTHONPATH", "")]
     model, servers = make_model(models / "serve", TINY), []
     with ExitStack() as stack:
-        for role in ("kv_producer", "kv_consumer"):
+        for core, role in enumerate(("kv_producer", "kv_consumer")):
             environment = {
                 "PYTHONPATH": os.pathsep.join(path),
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -124,8 +124,14 @@ def test_prefill_here_and_decode_there(models: Path, tmp_path: Path) -> None:
                 "UCX_NET_DEVICES": "lo",
             }
             transfer = beside_nixl(tmp_path / role, role)
+            # NIXL's progress thread takes a core.
             started = server(
-                model, tmp_path / f"{role}.log", FLAG, transfer, environment=environment
+                model,
+                tmp_path / f"{role}.log",
+                FLAG,
+                transfer,
+                cores=str(core % (os.cpu_count() or 1)),
+                environment=environment,
             )
             servers.append(stack.enter_context(started))
         there, here = servers
