@@ -136,11 +136,11 @@ def test_states(models: Path, tmp_path: Path) -> None:
                 reaches("told again", server, 0, 0, WHOLE)
                 assert ask(server, "dynamo") == prompt
                 reaches("asked again", server, WHOLE, WHOLE, WHOLE)
-                serving.empty_hbm(server, drop_store=True)
-                reaches("all dropped", server, 0, 0, 0)
-                ask(server, "dynamo")
-                reaches("computed anew", server, WHOLE, WHOLE, WHOLE)
         with indexer(endpoint, tmp_path / "indexer2.log") as router:
             log = tmp_path / "again.log"
             with serving.server(model, log, *arguments) as server:
                 reaches("after a restart", server, 0, 0, WHOLE)
+                serving.empty_hbm(server, drop_store=True)
+                reaches("all dropped", server, 0, 0, 0)
+                ask(server, "dynamo")
+                reaches("computed anew", server, WHOLE, WHOLE, WHOLE)
