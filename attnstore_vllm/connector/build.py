@@ -22,11 +22,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.connector.drafts import drafts_of, tokens_ahead
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
+from attnstore_vllm.connector.kv_events import KvEvents, VllmTeller, teller_of
 from attnstore_vllm.connector.live_model import LiveWeights, models_of
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
-from attnstore_vllm.connector.support import page_bytes_of, replicas_of
+from attnstore_vllm.connector.support import page_bytes_of, replicas_of, warn_of_order
 from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
@@ -51,7 +52,7 @@ from attnstore_vllm.transfer.pool_files import parts_of
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -155,6 +156,8 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     config = _config(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config, config)
     rank = get_tensor_model_parallel_rank()
+    if rank == 0:
+        warn_of_order(_outer())
     token_bytes = geometry.rank_bytes // geometry.chunk_tokens
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
@@ -203,10 +206,15 @@ def attention_layers(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, A
     return {name: layers[name] for name in geometry.layer_names}
 
 
-def _is_alone() -> bool:
-    """Whether no MultiConnector has made us: its children cannot see it in their own settings."""
+def _outer() -> KVTransferConfig | None:
+    """That of the whole server: MultiConnector's children cannot see it in their own settings."""
     config = get_current_vllm_config_or_none()
-    transfer = config.kv_transfer_config if config is not None else None
+    return config.kv_transfer_config if config is not None else None
+
+
+def _is_alone() -> bool:
+    """Whether no MultiConnector has made us."""
+    transfer = _outer()
     return transfer is not None and transfer.kv_connector != "MultiConnector"
 
 
@@ -242,13 +250,15 @@ def _scheduler(
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
     pinning, truncation = config.pinning, config.truncation
+    names = Weights(namespace, digest)
+    teller = teller_of(vllm_config, geometry, lambda: names.namespace)
     codec = _codec(config, geometry, ranks)
     changes = codec.label if codec is not None and not codec.is_exact else None
-    store, disk = _store(vllm_config, config, geometry, pool, namespace, codec)
-    return Scheduler(
+    store, disk = _store(vllm_config, config, geometry, pool, namespace, codec, teller)
+    scheduler = Scheduler(
         store,
         geometry,
-        Weights(namespace, digest),
+        names,
         config.load_deadline_ms / 1000,
         lock,
         by_priority=vllm_config.scheduler_config.policy == "priority",
@@ -276,6 +286,9 @@ def _scheduler(
         info=(own_version(), vllm.__version__, disk, config.eviction),
         board=_board(vllm_config),
     )
+    if teller is not None:
+        scheduler.events = KvEvents(store, teller)
+    return scheduler
 
 
 def _serves_adapters(vllm_config: VllmConfig, geometry: Geometry) -> bool:
@@ -303,6 +316,7 @@ def _store(
     pool: SharedPool,
     namespace: bytes,
     codec: Codec | None,
+    teller: VllmTeller | None,
 ) -> tuple[Store, str]:
     """The store, on the slab file of the settings' directory; and what serves the file."""
     shape = SegmentHeader(
@@ -336,6 +350,7 @@ def _store(
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
         codec=codec,
+        teller=teller,
     )
     return store, kind
 

@@ -131,6 +131,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler = self._begin(build_scheduler, vllm_config, kv_cache_config)
             if self.scheduler is not None:
                 _SERVING[self._engine_id()] = self
+                if self.scheduler.events is not None:  # else a step calls no hook of ours for it
+                    self.take_events = self.scheduler.events.take
         elif _reason_to_idle(vllm_config, kv_cache_config) is None:
             self.worker = self._begin(build_worker, vllm_config, kv_cache_config)
 

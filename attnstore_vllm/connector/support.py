@@ -18,7 +18,7 @@ from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.preflight import TESTED_VLLM
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,15 @@ NEEDED_HOOKS = (
     "wait_for_layer_load",
 )
 
+
+TRANSFERS = (
+    "MoRIIOConnector",
+    "MooncakeConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+)
+"""vLLM's connectors between a server that prefills and one that decodes."""
 
 KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of --kv-cache-dtype that are served. Others carry scales beside the tokens, or are taken
@@ -81,10 +90,6 @@ def check_start(vllm_config: VllmConfig) -> None:
                 "machine, or start vLLM without --kv-transfer-config"
             )
     transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_role != "kv_both":
-        raise UnsupportedError(
-            f"kv_role is {transfer.kv_role!r}; AttnStore is a cache and needs kv_both"
-        )
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
         # Every load of ours comes from verified bytes in DRAM and cannot fail; another
         # connector beside us, or a later version, may need it. Inside MultiConnector the
@@ -93,6 +98,30 @@ def check_start(vllm_config: VllmConfig) -> None:
             "kv_load_failure_policy is %r; set it to 'recompute', so that a failed load costs a "
             "prefill and not the request",
             transfer.kv_load_failure_policy,
+        )
+
+
+def warn_of_order(transfer: KVTransferConfig | None) -> None:
+    """Warn if a connector that transfers KV between servers comes after ours in MultiConnector.
+
+    vLLM takes the first that offers anything. So a beginning in our tiers, however short, would
+    make a decoding server compute what the prefilling one has.
+
+    Args:
+        transfer: the outer one.
+    """
+    if transfer is None or transfer.kv_connector != "MultiConnector":
+        return
+    children = transfer.kv_connector_extra_config.get("connectors") or []
+    names = [str(child.get("kv_connector")) for child in children]
+    ours = names.index("AttnStoreConnector") if "AttnStoreConnector" in names else len(names)
+    behind = [name for name in names[ours:] if name in TRANSFERS]
+    if behind:
+        logger.warning(
+            "list %s before AttnStoreConnector in MultiConnector: vLLM takes the first connector "
+            "that offers anything, so a beginning in AttnStore's tiers makes this server compute "
+            "the rest of a prompt that another server has prefilled",
+            " and ".join(behind),
         )
 
 

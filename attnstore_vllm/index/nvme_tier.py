@@ -30,7 +30,7 @@ from attnstore_vllm.index.tier import Pin, Pins, TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import NO_RUN, Run
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, Key
 
 CLOSED: Final = 0
 FREE: Final = 1
@@ -131,6 +131,10 @@ class NvmeTier(TierBehind):
 
     def live(self, slot: int) -> Chunk | None:
         return self._index.live(self.owner[slot])
+
+    def key_at_rest(self, slot: int) -> Key:
+        """The owner of a slot that is at rest."""
+        return Key(self._index.entries.record(self.owner[slot])[0])
 
     def forget_at_rest(self, slot: int) -> None:
         self._index.remove_entry(self.owner[slot])

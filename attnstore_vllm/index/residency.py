@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
+from attnstore_vllm.index.announced import Announced
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.nvme_tier import NvmeTier
@@ -108,6 +109,8 @@ class Residency:
         self._orders = [self.dram.clean, self.dram.dirty, *behind]
         """All in which a slot may stand."""
         self.pinning = Pinning(self._tiers, self.counts)
+        self.watch: Announced | None = None
+        """Told of chunks that come to tiers and leave them, where routers want to know."""
 
     @property
     def num_dirty(self) -> int:
@@ -304,6 +307,8 @@ class Residency:
         self.dram.place(chunk)
         for tier in self.behind if chunk.dram.slot >= 0 else ():
             tier.place_in_dram(chunk)
+        if self.watch is not None and not chunk.dropped:
+            self.watch.at(chunk)
 
     def _refuse_if_not_wanted(self, chunk: Chunk) -> None:
         """Tiers behind do not get what has ended, nor what DRAM alone may have: so DRAM gives it up
@@ -447,6 +452,8 @@ class Residency:
         self.dram.lose(chunk)
         self._place(chunk)
         self.index.remove(chunk)
+        if self.watch is not None:
+            self.watch.gone(chunk.name.key)
         for tier in self.behind:
             if tier.name in chunk.behind:
                 tier.abandon(chunk)
@@ -457,6 +464,8 @@ class Residency:
             self.drop(chunk)
         for tier in self.behind:
             tier.forget_all_at_rest(keep=())
+        if self.watch is not None:
+            self.watch.clear()
 
     def lose(self, tier: TierBehind) -> None:
         """The tier is out of use: forget what only it has, and write nothing to it any more.
@@ -481,6 +490,8 @@ class Residency:
             elif copy.state is State.WRITING:
                 tier.abandon(chunk)
         tier.forget_all_at_rest(keep)
+        if self.watch is not None and tier is self.nvme:
+            self.watch.lose(NVME)
 
     # ---- room --------------------------------------------------------------------------
 
@@ -526,6 +537,8 @@ class Residency:
         victim = tier.live(slot)
         if victim is None:
             self.counts["lost"] += 1
+            if self.watch is not None and tier is self.nvme:
+                self.watch.gone(self.nvme.key_at_rest(slot))
             tier.forget_at_rest(slot)
         else:
             victim.refused_by.add(tier.name)
@@ -540,6 +553,8 @@ class Residency:
         chunk.dram, chunk.came_from = NOWHERE, ""
         if chunk.is_behind and not chunk.dropped:
             self.look_ahead.has_gone(chunk)
+            if self.watch is not None:
+                self.watch.at(chunk)
         self._forget_if_nowhere(chunk)
 
     def _leave(self, tier: TierBehind, chunk: Chunk) -> None:

@@ -160,6 +160,8 @@ class Costs:
         self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
     ) -> str | None:
         """None if the request should wait for (some of) these, which are on their way."""
+        if state.is_at_once:
+            return "slower"
         now = self._clock()
         if now >= self.deadline(state, now):
             return "deadline"
@@ -209,7 +211,9 @@ class Waits:
         """Whether the request waits on without another look. Cost: some microseconds."""
         self._looking = False
         # What had its answer does not wait: vLLM only had no room for it.
-        if state.waiting.is_answered or not self._store.has_missing(state.request.request_id):
+        if state.waiting.is_answered or state.is_at_once:
+            return False
+        if not self._store.has_missing(state.request.request_id):
             return False
         if state.waiting.round < self._round:
             if self._num_looks < WAITS_MAX:

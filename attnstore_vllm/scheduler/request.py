@@ -197,6 +197,8 @@ class RequestState:
     hints: Hints = field(default_factory=Hints)
     came_with: tuple[object, object] = (None, None)
     """The salt and the id of the adapter: a session that changes them is another."""
+    is_at_once: bool = False
+    """Another connector brings its KV from elsewhere: our "not yet" would hold that up."""
     stores: bool = True
     """Whether what it computes is saved."""
     visit: Visit | None = None
@@ -372,4 +374,5 @@ def make_state(
         chunk_tokens=chunk_tokens,
         media=media or MediaNames(),
         came_with=(request.cache_salt, lora.lora_int_id if lora is not None else None),
+        is_at_once=bool((request.kv_transfer_params or {}).get("do_remote_prefill")),
     )

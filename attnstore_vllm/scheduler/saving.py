@@ -16,7 +16,7 @@ vLLM is asked to end a step there. Passed ones are kept in between, as often as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName
@@ -54,6 +54,8 @@ class Saving:
         costs: Costs,
         states_every: int | None,
     ) -> None:
+        self.note_save: Callable[[RequestState, Chunk], None] | None = None
+        """Told of each chunk that is being saved, where routers want to know."""
         self._store = store
         self._geometry = geometry
         self._plans = plans
@@ -308,6 +310,8 @@ class Saving:
         is_mostly_new = 2 * state.computing.first < state.request.num_prompt_tokens
         if chunk is not None and is_passed and is_mostly_new:
             self._store.write_if_room(chunk)
+        if chunk is not None and self.note_save is not None:
+            self.note_save(state, chunk)
         return chunk
 
     def _plan(

@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
+from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import SequenceKeys, approximate_root, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
@@ -60,6 +61,14 @@ class Names(Protocol):
     def close(self) -> None: ...
 
 
+class Events(Protocol):
+    """KV events of the store's tiers (connector/kv_events.py)."""
+
+    def bind(self, manager: KVCacheManager) -> None: ...
+    def name(self, state: RequestState, chunk: Chunk) -> None: ...
+    def take(self) -> Sequence[Any]: ...
+
+
 class Scheduler:
     """The engine's side of the connector. All methods run on the scheduler's thread.
 
@@ -91,6 +100,8 @@ class Scheduler:
 
     namespace: bytes | None = None
     """That of `names`, once it is known."""
+    events: Events | None = None
+    """Tell routers what the tiers have. Set before the manager is bound; None: nobody asks."""
 
     def __init__(
         self,
@@ -167,6 +178,9 @@ class Scheduler:
         self._kv_cache_manager = manager
         self._offers.kv_cache_manager = manager
         self._watch.bind(manager)
+        if self.events is not None:
+            self.events.bind(manager)
+            self._saving.note_save = self.events.name
 
     # ---- a request comes ---------------------------------------------------------------
 
@@ -233,7 +247,7 @@ class Scheduler:
     ) -> tuple[int | None, bool]:
         state = self.requests.get(request.request_id)
         if state is not None and self._watch.must_wait():
-            return None, False
+            return (0 if state.is_at_once else None), False
         if state is None or state.load_failed or self._is_left_alone(request):
             return 0, False
         if state.offered is not None:
@@ -247,7 +261,7 @@ class Scheduler:
             if self.adapters.may_be_mixed(request, num_computed_tokens):
                 state.computing.is_outdated = True
             if adapter is None:
-                return (None if waits else 0), False
+                return (None if waits and not state.is_at_once else 0), False
         if state.visit is None:
             self._look_up(state)
         found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats)

@@ -31,6 +31,11 @@ class Context:
     pool: Pool
     clock: Callable[[], float]
     moved_bytes: Counter[Flow] = field(default_factory=Counter)
+    found: Callable[[memoryview, int], None] | None = None
+    """Told of the headers that recovery enters, and of how many bytes one has."""
+    announce: Callable[[bool], bool] | None = None
+    """Makes KV events, if routers want them. Told whether recovery is over; says whether it is to
+    be called again before long."""
 
 
 class Figures(NamedTuple):

@@ -34,6 +34,7 @@ checksum of the payload before encoding.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -428,6 +429,17 @@ def judge_headers(
         good &= (headers[:, -_ENCODING.size : -8] == names).all(axis=1)
         good &= (sizes > 0) & (sizes <= segment.encoding.num_bytes)
     return good, written & ~good
+
+
+def chunk_names(raw: memoryview, header_bytes: int) -> Iterator[ChunkName]:
+    """The names in whole headers that were judged, one after the other."""
+    for at in range(0, len(raw), header_bytes):
+        fields = _HEADER.unpack_from(raw, at)
+        num_tokens, key, parent, extra, tenant, position = fields[2], *fields[10:15]
+        start = at + _HEADER.size
+        tokens = bytes(raw[start : start + num_tokens * TOKEN_BYTES])
+        extra = b"" if extra == bytes(KEY_BYTES) else extra
+        yield ChunkName(Key(key), Key(parent), extra, tenant, position, num_tokens, tokens)
 
 
 def encoded_bytes(raw: memoryview, count: int) -> npt.NDArray[np.uint64]:

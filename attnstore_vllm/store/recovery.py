@@ -117,6 +117,8 @@ class Recovery:
         if 0 < len(good) < len(records):
             pages = np.frombuffer(raw, np.uint8).reshape(len(records), size)
             raw = memoryview(pages[good].tobytes())
+        if context.found is not None and len(good):
+            context.found(raw, size)
         with context.progress:
             # A reset since then has made them invalid.
             if disk.slab.segment(records.start).generation != segment.generation:

@@ -35,6 +35,7 @@ from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
+from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.context import Context, Figures, Pool
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
@@ -70,6 +71,7 @@ class Store:
             tokens; a hit ends where all have what they need.
         ahead: so many tokens behind it decide KV of a token too (drafts): a hit ends before those
             of which that is not known.
+        teller: makes KV events, where routers want to know what the tiers have.
         clock, threaded, grain: for tests: a time of their own, turn(), and see PrefixIndex.
     """
 
@@ -91,6 +93,7 @@ class Store:
         more_tiers: Sequence[MakeTier] = (),
         needs: Sequence[Need] = (),
         ahead: int = 0,
+        teller: Teller | None = None,
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
         grain: int = GRAIN_TOKENS,
@@ -129,13 +132,17 @@ class Store:
         self._progress = threading.Condition(self._lock)
         self._pool = pool
         self._context = context = Context(self.residency, self._progress, pool, clock)
+        self.announcer = Announcer(context, teller) if teller is not None else None
         nvme = NvmeIo(
             context, slab, device, io_depth, codec, deadline_s=io_deadline_s, scrub_rate=scrub_rate
         )
         behind = self.residency.behind[1:]
         more = [make.io(context, tier) for make, tier in zip(more_tiers, behind, strict=True)]
         self.thread = StoreThread(
-            context, [nvme, *more], daily_writes=daily_writes, learn=self._learn
+            context,
+            [nvme, *more],
+            daily_writes=daily_writes,
+            learn=self._learn,
         )
         if threaded:
             self.thread.start()

@@ -152,6 +152,9 @@ class StoreThread:
             for tier in self.tiers:
                 if tier.idle_turn():
                     poll_s = min(poll_s, _IDLE_POLL_S)
+        announce = self._context.announce
+        if announce is not None and announce(all(tier.is_at_rest for tier in self.tiers)):
+            poll_s = min(poll_s, _IDLE_POLL_S)
         first, *others = self.tiers
         for tier in others:
             if tier.poll(0.0):

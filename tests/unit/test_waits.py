@@ -127,3 +127,11 @@ def test_what_is_on_its_way_is_looked_at_whoever_waits(rig: Rig) -> None:
     rig.step(states)
     rig.store.missing.discard("9")
     assert states[9] in rig.step(states)
+
+
+def test_who_has_its_kv_from_another_connector_is_never_told_to_wait(rig: Rig) -> None:
+    states = [rig.request(str(n)) for n in range(WAITS_MAX + 4)]
+    states[-1].is_at_once = True
+    for _ in range(3):
+        assert states[-1] in rig.step(states)
+        rig.clock.now += 0.001
