@@ -185,8 +185,8 @@ class KvEvents:
         self._teller.bind(manager)
 
     def name(self, state: RequestState, chunk: Chunk) -> None:
-        """The request saves this chunk. KV behind moved KV is no other request's, and approximate KV
-        is of no exact one: neither is told of."""
+        """The request saves this chunk. KV behind moved KV is no other request's, and approximate
+        KV is no exact one's: neither is told of."""
         if state.moved is None and state.approximate is None:
             name = chunk.name
             blocks = self._teller.blocks_of(state.request, name.position, name.tokens)
