@@ -308,7 +308,15 @@ class RequestState:
                 spans_of(self.request) if self.request.mm_features else (),
                 finds_moved=self.may_find_moved,
             )
+            self._sequence.tenant = self.tenant
+            self._sequence.may_ask = self.may_ask
         return self._sequence
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether tiers that must be asked are: not where another connector brings the KV."""
+        is_brought = bool((self.request.kv_transfer_params or {}).get("do_remote_prefill"))
+        return not (is_brought or self.request.resumable)
 
     @property
     def may_find_moved(self) -> bool:
