@@ -309,14 +309,10 @@ class RequestState:
                 finds_moved=self.may_find_moved,
             )
             self._sequence.tenant = self.tenant
-            self._sequence.may_ask = self.may_ask
+            params = self.request.kv_transfer_params
+            is_brought = bool(params and params.get("do_remote_prefill"))  # by another connector
+            self._sequence.may_ask = not (is_brought or self.request.resumable)
         return self._sequence
-
-    @property
-    def may_ask(self) -> bool:
-        """Whether tiers that must be asked are: not where another connector brings the KV."""
-        is_brought = bool((self.request.kv_transfer_params or {}).get("do_remote_prefill"))
-        return not (is_brought or self.request.resumable)
 
     @property
     def may_find_moved(self) -> bool:
