@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import socket
 import struct
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,8 @@ from attnstore_vllm.index.asked_tier import AskedBooks, Found
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.io.checksum import checksum
-from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, NOT_HERE, PIECE
+from attnstore_vllm.peers.generation import Generation
+from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, NOT_HERE, PIECE, Owner
 from attnstore_vllm.peers.sibling import Sibling
 from attnstore_vllm.peers.wire import Kind, Message, WireError
 from attnstore_vllm.store.asking import Ask, AskedIo
@@ -76,9 +79,8 @@ class PeersIo(AskedIo):
 
     Args:
         siblings: all other engines of the group.
-        generation: of our KV; None: we share none.
-        on_reset: makes a new generation.
-        close_owner: ends what serves siblings.
+        generation: of our KV.
+        listening, hello, pool: see Owner.
     """
 
     answer_deadline_s = ANSWER_DEADLINE_S
@@ -92,18 +94,18 @@ class PeersIo(AskedIo):
         context: Context,
         tier: AskedBooks,
         siblings: Sequence[Sibling],
-        generation: Callable[[], bytes | None],
-        on_reset: Callable[[], None],
-        close_owner: Callable[[float], bool],
+        generation: Generation,
+        listening: socket.socket,
+        hello: bytes,
+        pool: tuple[Callable[[], list[int]], bytes],
     ) -> None:
         super().__init__(context, tier)
         self.record_bytes = context.pool.slot_bytes
         counts = context.residency.counts
         self.health = Health(tier.name, "siblings", context.progress, counts, context.clock)
         self.siblings = siblings
-        self._generation = generation
-        self._on_reset = on_reset
-        self._close_owner = close_owner
+        self._of = generation
+        self._owner = Owner(context, listening, hello, pool, self._generation)
         self._asks: deque[Ask] = deque()
         self._begun: deque[_Load] = deque()
         self._num_loading = 0
@@ -117,8 +119,14 @@ class PeersIo(AskedIo):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._stopping = False
+        weakref.finalize(self, os.close, self._wake)
         self._thread = threading.Thread(target=self._run, name="attnstore-peers", daemon=True)
-        self._thread.start()
+
+    def turn(self) -> None:
+        super().turn()
+        if self._thread.ident is None and not self._stopping:  # the store is made by now
+            self._owner.start()
+            self._thread.start()
 
     # ---- TierIo --------------------------------------------------------------------------
 
@@ -149,12 +157,20 @@ class PeersIo(AskedIo):
     def poll(self, timeout_s: float) -> bool:
         return False  # what ends is told on our own thread
 
+    def gauges_now(self) -> dict[tuple[str, str], float]:
+        ready = sum(s.is_ready and s.breaker.in_use for s in self.siblings)
+        return {("siblings", "ready"): float(ready), ("siblings", "all"): float(len(self.siblings))}
+
     def reset(self) -> PeersIo:
         self.forget_asks()
-        self._on_reset()
+        self._of.advance()
         return self
 
     is_over = succeeded = True  # of a reset
+
+    def _generation(self) -> bytes | None:
+        """None: we share nothing."""
+        return None if self.has_left else self._of.value
 
     def wake(self) -> None:
         """Nobody waits in poll()."""
@@ -164,8 +180,9 @@ class PeersIo(AskedIo):
         os.eventfd_write(self._wake, 1)
 
     def close(self, timeout_s: float) -> bool:
-        self._thread.join(timeout_s)
-        return self._close_owner(timeout_s) and not self._thread.is_alive()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return self._owner.close(timeout_s) and not self._thread.is_alive()
 
     # ---- the thread ----------------------------------------------------------------------
 
@@ -205,7 +222,7 @@ class PeersIo(AskedIo):
 
     def _connect(self) -> None:
         for sibling in self.siblings:
-            if sibling.wire is None and sibling.connect():
+            if sibling.wire is None and sibling.connect() and sibling.wire is not None:
                 self._selector.register(sibling.wire, selectors.EVENT_READ, sibling)
 
     def _part(self, sibling: Sibling, why: object) -> None:
@@ -322,7 +339,7 @@ class PeersIo(AskedIo):
         while self._begun:
             load = self._begun.popleft()
             sibling = self._where.get(load.chunk.name.key)
-            if sibling is None or not sibling.is_ready:
+            if sibling is None or not (sibling.is_ready and sibling.breaker.in_use):
                 lost.append(load)
                 continue
             load.sibling, load.ends_at = sibling, now + PIECE_DEADLINE_S

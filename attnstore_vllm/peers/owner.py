@@ -3,7 +3,7 @@
 
 A sibling maps our pool for reading alone, and copies by itself. A hold ends when it says so, with
 its connection, or after HOLD_MAX_S. If a slot gets other bytes while a slow sibling still copies,
-the checksum that it was told is not that of its copy, and it drops the copy: so no hold has to last.
+the checksum that it was told is not that of its copy, and it drops the copy. So no hold must last.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import selectors
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,7 +22,6 @@ from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.peers.wire import Kind, Message, Wire, WireError
 from attnstore_vllm.store.context import Context
-from attnstore_vllm.store.reader import Reader
 from attnstore_vllm.types import KEY_BYTES, NVME, TOKEN_BYTES, Key
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,12 @@ class Owner:
     def __init__(
         self,
         context: Context,
-        reader: Reader,
         listening: socket.socket,
         hello: bytes,
         pool: tuple[Callable[[], list[int]], bytes],
         generation: Callable[[], bytes | None],
     ) -> None:
         self._context = context
-        self._reader = reader
         self._listening = listening
         self._hello = hello
         self._fds, self._shape = pool
@@ -86,12 +84,18 @@ class Owner:
         self._stopping = False
         self.num_served = 0
         """Chunks that siblings have copied."""
+        weakref.finalize(self, os.close, self._wake)
         self._thread = threading.Thread(target=self._run, name="attnstore-owner", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
         self._stopping = True
         os.eventfd_write(self._wake, 1)
+        if self._thread.ident is None:
+            self._listening.close()
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -211,10 +215,10 @@ class Owner:
             best = index.best_match(before, extra, rest) if rest else None
             if best is None or not self._has(best[0]) or (count == 0 and best[1] <= has):
                 return [COUNT.pack(count)]
-            chunk, stop, is_exact = best
-            known = chunk.name.tokens or (rest[: chunk.name.num_tokens * TOKEN_BYTES])
-            if not is_exact and not chunk.name.tokens:
+            chunk, _, is_exact = best
+            if not (is_exact or chunk.name.tokens):
                 return [COUNT.pack(count)]  # its tokens are on NVMe
+            known = chunk.name.tokens or rest[: chunk.name.num_tokens * TOKEN_BYTES]
             return [COUNT.pack(count), chunk.name.key, known]
 
     def _has(self, chunk: Chunk) -> bool:
@@ -224,7 +228,7 @@ class Owner:
             return False
         if chunk.dram.state in (State.READY, State.READING):
             return True
-        source = self._reader.source(chunk)
+        source = self._context.reader.source(chunk)
         return source is not None and source.tier.name == NVME
 
     # ---- holds ---------------------------------------------------------------------------
@@ -240,7 +244,7 @@ class Owner:
             if not (is_ours and self._hold(get, place, key)):
                 wire.send(Kind.PIECE, number, [PIECE.pack(place, NOT_HERE), b""])
         if get.coming:
-            self._reader.start()
+            self._context.reader.start()
 
     def _hold(self, get: _Get, place: int, key: Key) -> bool:
         """Hold the chunk, or have it come up. False: it is not here."""
@@ -257,7 +261,7 @@ class Owner:
             if is_ready:
                 residency.hold(chunk)
             elif chunk.dram.state is State.ABSENT:
-                self._reader.want([chunk])
+                self._context.reader.want([chunk])
         if is_ready:
             self._tell(get, place, chunk)
         else:

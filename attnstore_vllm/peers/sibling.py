@@ -59,9 +59,10 @@ def _checked(fd: int, file: PoolFile) -> int:
 class Sibling:
     """Of one thread. Not connected at first, and whenever the sibling has gone."""
 
-    def __init__(self, directory: Path, hello: bytes) -> None:
+    def __init__(self, directory: Path, hello: bytes, slot_bytes: int) -> None:
         self.directory = directory
         self._hello = hello
+        self._slot_bytes = slot_bytes
         self.wire: Wire | None = None
         self.pool: PeerPool | None = None
         self.breaker = Breaker()
@@ -85,7 +86,10 @@ class Sibling:
         assert self.wire is not None
         try:
             (raw,) = message.fields
-            self.pool = PeerPool(SHAPE.unpack(raw), self.wire.fds)
+            shape = SHAPE.unpack(raw)
+            if shape[1] != self._slot_bytes:
+                raise WireError(f"slots of {shape[1]} bytes, and not {self._slot_bytes}")
+            self.pool = PeerPool(shape, self.wire.fds)
         except (ValueError, struct.error) as error:
             raise WireError(f"no pool: {error}") from error
         finally:

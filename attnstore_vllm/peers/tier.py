@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers' tier: the other engines of this host that serve the same model (Store's more_tiers)."""
+"""The peers' tier: other engines of this host that serve the same model (Store's more_tiers)."""
 
 from __future__ import annotations
 
+import logging
+import socket
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,11 +23,29 @@ from attnstore_vllm.store.context import Context
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import PEERS
 
+logger = logging.getLogger(__name__)
+
 VERSION = 1
 """Of the messages."""
 ENTRIES_MAX = 1 << 16
 """Chunks of siblings that are known at a time."""
 _HELLO = struct.Struct("<IQQ32s")
+
+
+def peers_of(
+    own: Path, others: Sequence[Path], namespace: bytes, chunk_tokens: int, pool: SharedPool
+) -> tuple[MakePeers, ...]:
+    """The tier; none without siblings, or where no socket can be made beside the store's file."""
+    if not others:
+        return ()
+    try:
+        listening = listen(own)
+    except OSError as error:
+        logger.warning(
+            "engines of this host do not read each other: no socket in %s: %s", own, error
+        )
+        return ()
+    return (MakePeers(own, others, namespace, chunk_tokens, pool, listening),)
 
 
 class MakePeers:
@@ -47,8 +67,10 @@ class MakePeers:
         namespace: bytes,
         chunk_tokens: int,
         pool: SharedPool,
+        listening: socket.socket,
     ) -> None:
         self._own = own
+        self._listening = listening
         self._others = others
         self._pool = pool
         self._hello = _HELLO.pack(VERSION, chunk_tokens, pool.slot_bytes, namespace)
@@ -59,7 +81,6 @@ class MakePeers:
         return AskedBooks(PEERS, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=False)
 
     def io(self, context: Context, tier: TierBehind) -> PeersIo:
-        """Raises: OSError if no socket can be made beside the store's file."""
         assert isinstance(tier, AskedBooks)
         pool, slot_bytes = self._pool, self._pool.slot_bytes
         return PeersIo(
@@ -67,7 +88,7 @@ class MakePeers:
             tier,
             [Sibling(directory, self._hello, slot_bytes) for directory in self._others],
             Generation(self._own, self._own.parent),
-            listen(self._own),
+            self._listening,
             self._hello,
             (pool.read_only_fds, SHAPE.pack(*pool.shape)),
         )

@@ -130,7 +130,14 @@ def _parts(counts: Mapping[str, float], observed: Mapping[str, list[float]]) -> 
 
     prompts = of("prompt_tokens")
     if total := sum(prompts.values()):
-        names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe", "computed": "computed"}
+        names = {
+            "hbm": "HBM",
+            "dram": "DRAM",
+            "nvme": "NVMe",
+            "peers": "siblings",
+            "computed": "computed",
+        }
+        names = {s: name for s, name in names.items() if s != "peers" or prompts.get(s)}
         shares = (f"{name} {prompts.get(s, 0) / total:.0%}" for s, name in names.items())
         yield f"{total:,.0f} prompt tokens: {', '.join(shares)}"
     if saved := sum(of("prefill_seconds_saved").values()):

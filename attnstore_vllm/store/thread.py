@@ -50,7 +50,7 @@ class StoreThread:
         context.wake = self.wake
         self._learn = learn
         self.tiers = tiers
-        self.reader = Reader(context, tiers)
+        self.reader = context.reader = Reader(context, tiers)
         rate = daily_writes / 86_400 if daily_writes is not None else None
         self._writers = [Writer(context, tier, Budget(rate, WRITE_BURST_S)) for tier in tiers]
         self._stopping = False
