@@ -41,9 +41,7 @@ def peers_of(
     try:
         listening = listen(own)
     except OSError as error:
-        logger.warning(
-            "engines of this host do not read each other: no socket in %s: %s", own, error
-        )
+        logger.warning("this engine reads no others and is read by none: %s: %s", own, error)
         return ()
     return (MakePeers(own, others, namespace, chunk_tokens, pool, listening),)
 

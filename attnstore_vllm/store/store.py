@@ -586,8 +586,7 @@ class Store:
             gauges |= {("dram_curve_ratio", n): share for n, share in self._curve.by_times()}
             for io in self.thread.tiers:
                 gauges |= io.gauges_now()
-                if io.tier.takes_writes:
-                    gauges["dirty_bytes", io.tier.name] = float(len(io.tier.waiting) * slot_bytes)
+                gauges["dirty_bytes", io.tier.name] = float(len(io.tier.waiting) * slot_bytes)
             return gauges
 
     def is_idle(self) -> bool:
