@@ -17,7 +17,7 @@ from typing import Any
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.peers.asker import PeersIo
-from attnstore_vllm.peers.tier import peers_of
+from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.devices import MemoryDevice
@@ -120,9 +120,8 @@ class PeerEngine:
             self.pool.slot(chunk.dram.slot)[5] ^= 1
         return True
 
-    def num_held(self) -> int:
-        with self.store._lock:
-            return self.store.residency.num_held()
+    def is_idle(self) -> bool:
+        return self.store.is_idle()
 
     def num_written(self) -> int:
         return self.store.residency.counts["written"]

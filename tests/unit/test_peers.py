@@ -34,7 +34,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[PeerEngine, PeerProcess]]:
     if sibling.process.poll() is None:
         sibling.process.send_signal(signal.SIGCONT)
     sibling.close()
-    here.wait(lambda: here.num_held() == 0)
+    here.wait(here.is_idle)
     here.store.residency.check_integrity()
     here.close()
 
@@ -48,7 +48,7 @@ def test_a_conversation_goes_on_at_another_engine(pair: Pair) -> None:
     assert here.tokens(1, WITH_TAIL + 20) == WITH_TAIL  # with its tail
     assert here.tokens(1, WITH_TAIL + 20) == 0  # it is here by now
     assert sibling.call("tokens", 1, WITH_TAIL) == 0
-    here.wait(lambda: sibling.call("num_held") == 0)
+    here.wait(lambda: bool(sibling.call("is_idle")))
 
 
 def test_a_copy_is_written_once_it_is_used_again(pair: Pair) -> None:
@@ -102,7 +102,7 @@ def test_killed_while_it_serves(tmp_path: Path, seed: int) -> None:
     for number in range(3):
         assert here.tokens(number, LONG) in (0, 16, 32, 48, LONG)
     sibling.kill()
-    here.wait(lambda: here.num_held() == 0)
+    here.wait(here.is_idle)
     here.store.residency.check_integrity()
     here.close()
 
@@ -132,13 +132,13 @@ def test_stopped_between_its_answer_and_the_load(
 ) -> None:
     here, sibling = pair
     sibling.call("put", 1, LONG)
-    found = here.io._found
+    found = here.io.on_found
 
     def then_stop(*arguments: object) -> None:
         sibling.process.send_signal(signal.SIGSTOP)
         found(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(here.io, "_found", then_stop)
+    monkeypatch.setattr(here.io, "on_found", then_stop)
     assert here.read(1, LONG)["tiers"] == {}
     assert here.store.residency.counts["gone"] > 0
 
@@ -243,7 +243,6 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_another_models_engine_is_no_sibling(tmp_path: Path) -> None:
     here = PeerEngine(tmp_path, 0)
-    here.wait(lambda: here.io._thread.ident is not None)
     wire = connect(tmp_path / "dp0")
     assert wire is not None
     wire.send(1, 0, [b"another model"])  # type: ignore[arg-type]
