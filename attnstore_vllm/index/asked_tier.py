@@ -75,7 +75,7 @@ class Ask:
         return self.sequence.name(self.first + number, self.tenant)
 
     def part(self, number: int) -> tuple[Key, bytes, bytes]:
-        """What chunk keys[number], or the one behind the last, continues; its extra; its tokens."""
+        """The parent, the extra and the tokens of chunk keys[number], or of the one behind the last."""
         return self.sequence.part(self.first + number, self.stop)
 
 
@@ -170,7 +170,7 @@ class AskedBooks(TierBehind):
         return next(filter(self._can_go, live), None), False
 
     def place_in_dram(self, chunk: Chunk) -> None:
-        """What came from here is not written back."""
+        """Chunks that came from here is not written back."""
         if self.takes_writes and chunk.origin != self.name:
             super().place_in_dram(chunk)
 

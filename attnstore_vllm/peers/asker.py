@@ -391,9 +391,7 @@ class PeersIo(AskedIo):
             f"{sibling.directory}, slot {slot}", "payload", expected.hex(), digest.hex()
         )
 
-    def _end_loads(
-        self, loads: Sequence[_PeerLoad], failure: AttnStoreError | None = _GONE
-    ) -> None:
+    def _end(self, loads: Sequence[_PeerLoad], failure: AttnStoreError | None = _GONE) -> None:
         """Tell who waits for them."""
         for load in loads:
             with self.context.progress:

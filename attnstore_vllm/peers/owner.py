@@ -44,7 +44,7 @@ COUNT = struct.Struct("<I")
 
 @dataclass(slots=True, eq=False)
 class _Get:
-    """What a sibling has asked to be held."""
+    """Chunks that a sibling has asked to be held."""
 
     wire: Wire
     number: int
@@ -280,7 +280,7 @@ class Owner:
         get.wire.send(MessageKind.PIECE, get.number, [PIECE.pack(place, copy.slot), digest])
 
     def _look_again(self, get: _Get, now: float) -> None:
-        """What was to come up may have come."""
+        """Chunks that were to come up may have come."""
         for place, chunk in list(get.coming.items()):
             with self._context.progress:
                 is_ready = chunk.dram.state is State.READY and not chunk.dropped

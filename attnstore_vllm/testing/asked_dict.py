@@ -123,7 +123,7 @@ class AskedDictIo(AskedIo):
         done(None, name.tokens)
 
     def reset(self) -> DictReset:
-        """What others have is of another generation from now on: here, it is gone."""
+        """All that others have is of another generation from now on: here, it is gone."""
         self.forget_asks()
         self._asks.clear()
         self.others.records.clear()
