@@ -75,7 +75,7 @@ class Ask:
         return self.sequence.name(self.first + number, self.tenant)
 
     def part(self, number: int) -> tuple[Key, bytes, bytes]:
-        """The parent, the extra and the tokens of chunk keys[number], or of the one behind the last."""
+        """The parent, the extra and the tokens of chunk keys[number], or of the one behind all."""
         return self.sequence.part(self.first + number, self.stop)
 
 
