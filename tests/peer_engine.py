@@ -45,7 +45,7 @@ class PeerEngine:
 
     def __init__(self, group: Path, rank: int, ranks: int = 2, slots: int = 16) -> None:
         dirs = [group / f"dp{number}" for number in range(ranks)]
-        own = dirs.pop(rank)
+        own = self.directory = dirs.pop(rank)
         own.mkdir(mode=0o700, exist_ok=True)
         self.pool = open_pool(slots)
         self.device = MemoryDevice(slab_bytes(RECORDS))

@@ -14,9 +14,19 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.index.asked_tier import AskedBooks
-from attnstore_vllm.peers import asker
+from attnstore_vllm.peers import asker, owner
 from attnstore_vllm.peers.generation import Generation
-from attnstore_vllm.peers.wire import SOCKET_NAME, Wire, WireError, connect, listen
+from attnstore_vllm.peers.owner import PIECE
+from attnstore_vllm.peers.wire import (
+    SOCKET_NAME,
+    Message,
+    MessageKind,
+    Wire,
+    WireError,
+    connect,
+    listen,
+)
+from tests.helpers import conversation, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess
 
 LONG = 4 * 16
@@ -259,3 +269,58 @@ def test_books_are_checked(pair: Pair) -> None:
     assert here.tokens(1, LONG) == LONG
     assert isinstance(here.io.books, AskedBooks)
     here.store.residency.check_integrity()
+
+
+class Stranger:
+    """An asker that does as the test says: a bare connection to an engine's owner."""
+
+    def __init__(self, engine: PeerEngine, directory: Path) -> None:
+        self.engine = engine
+        wire = connect(directory)
+        assert wire is not None
+        self.wire = wire
+
+    def hold(self, number: int, num_tokens: int) -> list[int]:
+        """GET the whole chunks of a conversation. Slots, or what is said in place of them."""
+        keys = [name.key for name in names_of(sequence_of(conversation(number, num_tokens)))]
+        generation = Generation(self.engine.directory, self.engine.directory.parent).value
+        self.wire.send(MessageKind.GET, 1, [generation, b"".join(keys)])
+        pieces: list[Message] = []
+
+        def all_came() -> bool:
+            pieces.extend(self.wire.receive())
+            return len(pieces) == len(keys)
+
+        self.engine.wait(all_came)
+        return [PIECE.unpack(piece.fields[0])[1] for piece in pieces]
+
+
+def test_holds_end_with_their_connection(tmp_path: Path) -> None:
+    here = PeerEngine(tmp_path, 0)
+    here.put(1, LONG)
+    stranger = Stranger(here, tmp_path / "dp0")
+    assert min(stranger.hold(1, LONG)) >= 0
+    assert here.store.residency.num_held() == LONG // 16
+    stranger.wire.close()
+    here.wait(lambda: here.store.residency.num_held() == 0, owner.HOLD_MAX_S / 2)
+    here.close()
+
+
+def test_holds_of_a_silent_asker_end(tmp_path: Path) -> None:
+    here = PeerEngine(tmp_path, 0)
+    here.put(1, LONG)
+    stranger = Stranger(here, tmp_path / "dp0")
+    assert min(stranger.hold(1, LONG)) >= 0
+    here.wait(lambda: here.store.residency.num_held() == 0)
+    here.close()
+
+
+def test_holds_leave_an_engine_most_of_its_slots(tmp_path: Path) -> None:
+    here = PeerEngine(tmp_path, 0, slots=16)
+    here.put(1, 10 * 16)
+    stranger = Stranger(here, tmp_path / "dp0")
+    slots = stranger.hold(1, 10 * 16)
+    assert sum(slot >= 0 for slot in slots) == 16 // owner.HELD_PART
+    assert slots.count(owner.NOT_HERE) == 10 - 16 // owner.HELD_PART
+    stranger.wire.close()
+    here.close()
