@@ -56,6 +56,7 @@ class PeerEngine:
         io = self.store.thread.tiers[1]
         assert isinstance(io, PeersIo)
         self.io = io
+        io.answer_deadline_s, io.piece_deadline_s = 1.0, 1.0  # other tests may keep it waiting
 
     def wait(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
         ends_at = time.monotonic() + deadline_s
@@ -136,16 +137,19 @@ class PeerEngine:
 
 
 class PeerProcess:
-    """A PeerEngine in a process of its own. call("put", 1, 40) calls its method."""
+    """A process that has a PeerEngine, one after the other. call("put", 1, 40) calls its method."""
 
-    def __init__(self, group: Path, rank: int, ranks: int = 2, slots: int = 16) -> None:
-        command = [sys.executable, "-m", "tests.peer_engine", str(group)]
+    def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [*command, str(rank), str(ranks), str(slots)],
+            [sys.executable, "-m", "tests.peer_engine"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def open(self, group: Path, rank: int) -> None:
+        """Another engine in place of the one before."""
+        self.call("open", str(group), rank)
 
     def send(self, *call: object) -> None:
         assert self.process.stdin is not None
@@ -177,12 +181,16 @@ class PeerProcess:
 
 
 def main() -> None:
-    group, *numbers = sys.argv[1:]
-    engine = PeerEngine(Path(group), *map(int, numbers))
+    engine: PeerEngine | None = None
     for line in sys.stdin:
         method, *arguments = json.loads(line)
-        print(json.dumps(getattr(engine, method)(*arguments)), flush=True)
-    engine.close()
+        if method in ("open", "shut") and engine is not None:
+            engine.close()
+            engine = None
+        if method == "open":
+            engine = PeerEngine(Path(arguments[0]), *arguments[1:])
+        done = method in ("open", "shut") or getattr(engine, method)(*arguments)
+        print(json.dumps(done), flush=True)
 
 
 if __name__ == "__main__":

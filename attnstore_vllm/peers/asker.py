@@ -84,6 +84,7 @@ class PeersIo(AskedIo):
     """
 
     answer_deadline_s = ANSWER_DEADLINE_S
+    piece_deadline_s = PIECE_DEADLINE_S
     lease_s = LEASE_S
     flow_up = Flow.FROM_PEERS
     num_storing = 0
@@ -282,7 +283,7 @@ class PeersIo(AskedIo):
 
     def _find(self, ask: Ask, now: float) -> None:
         generation = self._generation()
-        question = _Question(ask, ask.asked_at + ANSWER_MARGIN * ANSWER_DEADLINE_S)
+        question = _Question(ask, ask.asked_at + ANSWER_MARGIN * self.answer_deadline_s)
         number = self._next_number()
         self._questions[number] = question
         for sibling in self.siblings:
@@ -344,7 +345,7 @@ class PeersIo(AskedIo):
             if sibling is None or not (sibling.is_ready and sibling.breaker.in_use):
                 lost.append(load)
                 continue
-            load.sibling, load.ends_at = sibling, now + PIECE_DEADLINE_S
+            load.sibling, load.ends_at = sibling, now + self.piece_deadline_s
             batch = batches.setdefault(sibling, {})
             batch[len(batch)] = load
         self._end(lost)

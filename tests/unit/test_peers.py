@@ -33,17 +33,33 @@ LONG = 4 * 16
 WITH_TAIL = 3 * 16 + 12
 
 
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[PeerProcess]]:
+    """Those that no test uses now: a start takes two seconds."""
+    idle: list[PeerProcess] = []
+    yield idle
+    for process in idle:
+        process.close()
+
+
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[PeerEngine, PeerProcess]]:
+def sibling(tmp_path: Path, processes: list[PeerProcess]) -> Iterator[PeerProcess]:
+    process = processes.pop() if processes else PeerProcess()
+    process.open(tmp_path, 1)
+    yield process
+    if process.process.poll() is None:
+        process.process.send_signal(signal.SIGCONT)
+        process.call("shut")
+        processes.append(process)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, sibling: PeerProcess) -> Iterator[tuple[PeerEngine, PeerProcess]]:
     """This process's engine, and a sibling."""
-    sibling = PeerProcess(tmp_path, 1)
     here = PeerEngine(tmp_path, 0)
     sibling.call("wait_ready")
     here.wait_ready()
     yield here, sibling
-    if sibling.process.poll() is None:
-        sibling.process.send_signal(signal.SIGCONT)
-    sibling.close()
     here.wait(here.is_idle)
     here.store.residency.check_integrity()
     here.close()
@@ -99,27 +115,22 @@ def test_a_killed_sibling_costs_a_miss(pair: Pair) -> None:
     here.wait(lambda: not here.io.siblings[0].is_ready)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_killed_while_it_serves(tmp_path: Path, seed: int) -> None:
-    sibling, here = PeerProcess(tmp_path, 1), PeerEngine(tmp_path, 0)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_killed_while_it_serves(pair: Pair, how: signal.Signals) -> None:
+    here, sibling = pair
     for number in range(3):
         sibling.call("put", number, LONG)
-    here.wait_ready()
     sibling.send("read", 99, LONG)  # it is busy with us, too
-    os.kill(sibling.process.pid, signal.SIGKILL if seed % 2 else signal.SIGSTOP)
-    if seed >= 2:
-        time.sleep(0.001 * seed)
+    os.kill(sibling.process.pid, how)
     for number in range(3):
         assert here.tokens(number, LONG) in (0, 16, 32, 48, LONG)
     sibling.kill()
-    here.wait(here.is_idle)
-    here.store.residency.check_integrity()
-    here.close()
 
 
 def test_a_stopped_sibling_costs_its_deadline_and_then_nothing(pair: Pair) -> None:
     here, sibling = pair
     sibling.call("put", 1, LONG)
+    here.io.answer_deadline_s = asker.ANSWER_DEADLINE_S
     sibling.process.send_signal(signal.SIGSTOP)
     for number in range(10, 16):
         found = here.read(number, LONG)
@@ -134,6 +145,7 @@ def test_a_stopped_sibling_costs_its_deadline_and_then_nothing(pair: Pair) -> No
         return here.io.siblings[0].breaker.in_use
 
     here.wait(works_again)
+    here.io.answer_deadline_s = 1.0
     assert here.tokens(1, LONG) == LONG
 
 
