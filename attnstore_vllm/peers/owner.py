@@ -48,6 +48,7 @@ class _Get:
 
     wire: Wire
     number: int
+    generation: bytes
     ends_at: float
     held: list[Chunk] = field(default_factory=list)
     coming: dict[int, Chunk] = field(default_factory=dict)
@@ -200,9 +201,9 @@ class Owner:
         named = _cut(keys, num_keys)
         nothing = [COUNT.pack(0)]
         index = self._context.residency.index
-        if generation != self._generation() or size != index.chunk_tokens:
-            return nothing
-        with self._context.progress:
+        with self._context.progress:  # a reset makes the generation with the lock held
+            if generation != self._generation() or size != index.chunk_tokens:
+                return nothing
             self._context.residency.now = self._context.clock()
             count = 0
             for entry in index.entries.find_run(named):
@@ -237,11 +238,10 @@ class Owner:
         if (wire, number) in self._gets or len(self._gets) >= GETS_MAX:
             raise WireError("a number is used twice, or too many are")
         named = _cut(keys, len(keys) // KEY_BYTES)
-        get = _Get(wire, number, self._context.clock() + HOLD_MAX_S)
+        get = _Get(wire, number, generation, self._context.clock() + HOLD_MAX_S)
         self._gets[wire, number] = get
-        is_ours = generation == self._generation()
         for place, key in enumerate(named):
-            if not (is_ours and self._hold(get, place, key)):
+            if not self._hold(get, place, key):
                 wire.send(MessageKind.PIECE, number, [PIECE.pack(place, NOT_HERE), b""])
         if get.coming:
             self._context.reader.start()
@@ -255,7 +255,8 @@ class Owner:
             chunk = residency.index.get(key)
             num_held = sum(len(g.held) + len(g.coming) for g in self._gets.values())
             limit = max(1, context.pool.num_slots // HELD_PART)
-            if chunk is None or num_held >= limit or not self._has(chunk):
+            is_ours = get.generation == self._generation()
+            if not is_ours or chunk is None or num_held >= limit or not self._has(chunk):
                 return False
             is_ready = chunk.dram.state is State.READY
             if is_ready:
