@@ -15,6 +15,7 @@ TOKEN_BYTES = 4
 
 DRAM: Final = "dram"
 NVME: Final = "nvme"
+PEERS: Final = "peers"
 """Names of tiers, as metrics and messages have them."""
 
 
@@ -25,6 +26,7 @@ class Flow(Enum):
     LOAD = "dram_to_hbm"
     WRITE_BACK = "dram_to_nvme"
     PREFETCH = "nvme_to_dram"
+    FROM_PEERS = "peers_to_dram"
 
 
 class StoreFailure(Enum):

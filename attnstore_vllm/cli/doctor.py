@@ -69,6 +69,9 @@ def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
     yield Check("memory", "note", f"{_memory()}; a copy runs at {_rate(memory_speed())}")
     yield from _disk(config)
     yield from _content(config.nvme.path)
+    if config.peers:
+        engines = "data-parallel engines of this host read each other, should there be several"
+        yield Check("peers", "note", engines)
     if model is not None:
         yield _tokens(model, config)
 

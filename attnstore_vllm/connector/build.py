@@ -36,6 +36,7 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Codec, PayloadShape, Quantized
+from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.approximate import Approximate
@@ -335,6 +336,8 @@ def _store(
     lines = start_lines(own_version(), config, geometry, pool.num_slots, slab, kind)
     logger.info("%s", "\n".join(lines))
     pinning, truncation = config.pinning, config.truncation
+    siblings = [] if needs_of(geometry) else config.siblings()  # see asking_of()
+    peers = peers_of(config.nvme.path, siblings, namespace, geometry.chunk_tokens, pool)
     store = Store(
         pool,
         slab,
@@ -345,6 +348,7 @@ def _store(
         scrub_rate=config.nvme.scrub_bytes_per_s,
         eviction=config.eviction,
         ttl_s=config.ttl_s,
+        more_tiers=peers,
         needs=needs_of(geometry),
         ahead=tokens_ahead(vllm_config),
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),

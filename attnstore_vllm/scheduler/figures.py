@@ -15,7 +15,7 @@ from attnstore_vllm.config import format_size
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import PERIOD_S, Board
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, PEERS
 
 ERROR_EVENTS = frozenset({"read_failed", "write_failed", "corrupt", "device_late", "device_out"})
 """Events of Residency.counts that the metric `errors` has; `chunks` has the others."""
@@ -130,7 +130,10 @@ def _parts(counts: Mapping[str, float], observed: Mapping[str, list[float]]) -> 
 
     prompts = of("prompt_tokens")
     if total := sum(prompts.values()):
-        names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe", "computed": "computed"}
+        names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe"}
+        if prompts.get(PEERS):
+            names[PEERS] = "siblings"
+        names["computed"] = "computed"
         shares = (f"{name} {prompts.get(s, 0) / total:.0%}" for s, name in names.items())
         yield f"{total:,.0f} prompt tokens: {', '.join(shares)}"
     if saved := sum(of("prefill_seconds_saved").values()):

@@ -13,13 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
+from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.cost import read_pays
 from attnstore_vllm.policy.lookahead import LAST, Order
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.tier_io import TierIo
-from attnstore_vllm.types import Flow
 
 WANTED_MAX = 65536
 """Chunks that may be queued for nobody in particular."""
@@ -178,12 +177,14 @@ class Reader:
         is_corrupt = isinstance(failure, CorruptRecordError)
         if failure is None or is_corrupt:
             now = context.clock()
-            context.moved_bytes[Flow.PREFETCH] += source.record_bytes
+            context.moved_bytes[source.flow_up] += source.record_bytes
             source.cost.observe(now - max(begun_at, source.load_ended_at))
             source.load_ended_at = now
         verified = failure is None and context.residency.index.learn(chunk, tokens)
         if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
-            event = "corrupt" if failure is None or is_corrupt else "read_failed"
+            is_gone = isinstance(failure, GoneError)
+            event = "gone" if is_gone else "read_failed"
+            event = "corrupt" if failure is None or is_corrupt else event
             context.residency.counts[event] += 1
         context.residency.finish_fetch(chunk, verified)
         context.progress.notify_all()

@@ -20,7 +20,7 @@ from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.cost import ReadCost
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
-from attnstore_vllm.types import StoreFailure
+from attnstore_vllm.types import Flow, StoreFailure
 
 Loaded = Callable[[AttnStoreError | None, bytes], None]
 """Called with the lock held, once: why the bytes are not those that were stored, or None; and the
@@ -53,6 +53,8 @@ class TierIo(ABC):
     health: Health
     record_bytes: int
     """That a chunk takes in this tier."""
+    flow_up = Flow.PREFETCH
+    """As what the bytes of its loads count."""
 
     def __init__(self) -> None:
         self.cost = ReadCost()
