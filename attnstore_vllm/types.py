@@ -15,6 +15,7 @@ TOKEN_BYTES = 4
 
 DRAM: Final = "dram"
 NVME: Final = "nvme"
+SHARED: Final = "shared"
 """Names of tiers, as metrics and messages have them."""
 
 
@@ -25,6 +26,8 @@ class Flow(Enum):
     LOAD = "dram_to_hbm"
     WRITE_BACK = "dram_to_nvme"
     PREFETCH = "nvme_to_dram"
+    TO_SHARED = "dram_to_shared"
+    FROM_SHARED = "shared_to_dram"
 
 
 class StoreFailure(Enum):
@@ -33,3 +36,5 @@ class StoreFailure(Enum):
     FAILED = "write_failed"
     DOES_NOT_FIT = "does_not_fit"
     """Nothing was sent to the tier."""
+    IS_THERE = "is_there"
+    """Others have written it: nothing was sent."""

@@ -40,9 +40,11 @@ from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
+from attnstore_vllm.shared.start import check_client, make_shared
 from attnstore_vllm.store.format import LABEL_BYTES, Encoding, SegmentHeader, pages
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.store.tier_io import MakeTier
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
@@ -326,8 +328,24 @@ def _store(
         ahead=tokens_ahead(vllm_config),
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
+        more_tiers=_more_tiers(config, geometry, namespace),
     )
     return store, kind
+
+
+def _more_tiers(
+    config: StoreConfig, geometry: Geometry, namespace: bytes
+) -> Sequence[MakeTier]:
+    """Tiers behind NVMe, nearest first. Raises ConfigError."""
+    shared = config.shared
+    if shared is None:
+        return ()
+    if needs_of(geometry):
+        logger.warning("shared: is not used, since some layers of this model keep no KV of all "
+                       "tokens: what lacks it of one group would shorten the hit of all")
+        return ()
+    check_client(shared)
+    return (make_shared(shared, geometry.chunk_tokens, namespace, config.nvme.path),)
 
 
 def own_version() -> str:

@@ -22,7 +22,7 @@ from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, p
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
-from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
+from attnstore_vllm.scheduler.messages import LoadCheck, Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Costs, Offers, Waits
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import (
@@ -341,6 +341,9 @@ class Scheduler:
         if self._watch.on_report(report):
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
+        if report.weights is not Seen.NOTHING:
+            is_known = report.weights is not Seen.UNKNOWN
+            self.store.weights_seen(report.weights is Seen.SAME if is_known else None)
 
     def _on_adapters(self, report: StepReport) -> None:
         """Ranks have said what the adapters were in that step.

@@ -54,6 +54,14 @@ class Lane:
         self._shared = shared
         self._backend: Backend | None = None
 
+    def open(self) -> None:
+        """Make what the first question would wait for. A store that cannot be reached is told
+        then."""
+        try:
+            self._backend = self._open()
+        except BackendError:
+            pass
+
     def run(self) -> None:
         try:
             while packet := self._socket.recv(PACKET_MAX):
@@ -63,7 +71,7 @@ class Lane:
 
     def _answer(self, packet: bytes) -> bytes:
         try:
-            if self._backend is None:
+            if self._backend is None:  # it failed at the start
                 self._backend = self._open()
             return self._do(self._backend, *parse_request(packet))
         except BackendError as error:
@@ -114,6 +122,8 @@ def main(arguments: list[str]) -> None:
         Lane(number, given, lanes, buffer, hello["settings"], shared)
         for number, given in enumerate(sockets)
     ]
+    for lane in made:
+        lane.open()
     for lane in made[1:]:
         threading.Thread(target=lane.run, daemon=True).start()
     made[0].run()

@@ -61,6 +61,7 @@ class Generation:
     """They are not: for good."""
     is_behind: bool = False
     """Others were reset, and this engine was not."""
+    was_reset: bool = False
 
     @property
     def usable(self) -> bytes | None:
@@ -77,10 +78,12 @@ class Generation:
     def reset(self) -> None:
         self.must_renew = self.must_renew or self.mine is None
         self._leave()
-        self.is_in_doubt, self.is_behind = True, False
+        self.is_in_doubt, self.is_behind, self.was_reset = True, False, True
 
-    def weights_seen(self, *, same: bool) -> None:
-        self.has_changed |= not same or len(self.left) > LEFT_MAX
+    def weights_seen(self, same: bool | None) -> None:
+        """Args: same: None: nobody can see them. They are then as at the start until a reset."""
+        is_same = not self.was_reset if same is None else same
+        self.has_changed |= not is_same or len(self.left) > LEFT_MAX
         self.is_in_doubt = False
 
     def see(self, value: bytes | None) -> Order | None:

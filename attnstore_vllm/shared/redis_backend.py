@@ -37,7 +37,11 @@ class RedisBackend(Backend):
         self._socket: socket.socket | None = None
         self._buffer = bytearray(LINE_MAX)
         self._start = self._end = 0
-        self._deadline = 0.0
+        self._deadline = time.monotonic() + self._timeout_s
+        try:
+            self._connect()
+        except (OSError, BackendError):
+            self.close()  # the first command tries again, and says why
 
     # ---- commands ----------------------------------------------------------------------
 
@@ -116,6 +120,8 @@ class RedisBackend(Backend):
     def _send(self, parts: list[bytes | memoryview]) -> None:
         """Connect if need be, and send. Each call of a command has timeout_s for all of it."""
         try:
+            if self._is_stale():
+                self.close()
             if self._socket is None:
                 self._deadline = time.monotonic() + self._timeout_s
                 self._connect()
@@ -133,6 +139,19 @@ class RedisBackend(Backend):
         except BackendError:
             self.close()
             raise
+
+    def _is_stale(self) -> bool:
+        """Whether the server has ended an idle connection. With TLS only a failure shows it."""
+        made = self._socket
+        if made is None or isinstance(made, ssl.SSLSocket):
+            return False
+        try:
+            made.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True  # its end, or an answer that nobody waits for
 
     def _at_deadline(self) -> socket.socket:
         assert self._socket is not None

@@ -44,7 +44,7 @@ from attnstore_vllm.store.asking import Ask, AskedIo
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.tier_io import Loaded, Stored
-from attnstore_vllm.types import SHARED, StoreFailure
+from attnstore_vllm.types import SHARED, Flow, StoreFailure
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class SharedIo(AskedIo):
     """
 
     lease_s = LEASE_S
+    load_flow, store_flow = Flow.FROM_SHARED, Flow.TO_SHARED
 
     def __init__(
         self,
@@ -422,8 +423,8 @@ class SharedIo(AskedIo):
                 generations.save(self._directory, text)
             self._saved = text
 
-    def weights_seen(self, *, same: bool) -> None:
-        self.generation.weights_seen(same=same)
+    def weights_seen(self, same: bool | None) -> None:
+        self.generation.weights_seen(same)
         self._look_at = 0.0
         self.context.wake()
 

@@ -19,7 +19,6 @@ from attnstore_vllm.policy.cost import read_pays
 from attnstore_vllm.policy.lookahead import LAST, Order
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.tier_io import TierIo
-from attnstore_vllm.types import Flow
 
 WANTED_MAX = 65536
 """Chunks that may be queued for nobody in particular."""
@@ -178,7 +177,7 @@ class Reader:
         is_corrupt = isinstance(failure, CorruptRecordError)
         if failure is None or is_corrupt:
             now = context.clock()
-            context.moved_bytes[Flow.PREFETCH] += source.record_bytes
+            context.moved_bytes[source.load_flow] += source.record_bytes
             source.cost.observe(now - max(begun_at, source.load_ended_at))
             source.load_ended_at = now
         verified = failure is None and context.residency.index.learn(chunk, tokens)

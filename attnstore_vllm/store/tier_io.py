@@ -20,7 +20,7 @@ from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.cost import ReadCost
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
-from attnstore_vllm.types import StoreFailure
+from attnstore_vllm.types import Flow, StoreFailure
 
 Loaded = Callable[[AttnStoreError | None, bytes], None]
 """Called with the lock held, once: why the bytes are not those that were stored, or None; and the
@@ -53,6 +53,8 @@ class TierIo(ABC):
     health: Health
     record_bytes: int
     """That a chunk takes in this tier."""
+    load_flow, store_flow = Flow.PREFETCH, Flow.WRITE_BACK
+    """What its bytes are counted as."""
 
     def __init__(self) -> None:
         self.cost = ReadCost()
@@ -140,6 +142,9 @@ class TierIo(ABC):
     def must_wait(self) -> bool:
         """Locked. Whether nothing can be stored before the tier has got more slots. Begins that."""
         return False
+
+    def weights_seen(self, same: bool | None) -> None:
+        """Locked. See Store.weights_seen()."""
 
     @abstractmethod
     def turn(self) -> None:

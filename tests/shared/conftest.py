@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.helpers import Rig
+from tests.shared import rigs
+from tests.shared.servers import KINDS, Server, Stranger, missing
+
+_missing = cache(missing)
+
+
+def _start(kind: str, *arguments: str, **options: Any) -> Server:
+    reason = _missing(kind)
+    if reason is not None:
+        pytest.skip(reason)
+    return Server(kind, *arguments, **options)
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A store for tests that do it no harm."""
+    made = _start(request.param)
+    yield made
+    made.kill()
+
+
+@pytest.fixture(params=KINDS)
+def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A store to be killed."""
+    made = _start(request.param)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def redis() -> Iterator[Callable[..., Server]]:
+    """Redis with other arguments."""
+    made: list[Server] = []
+
+    def start(*arguments: str, **options: Any) -> Server:
+        made.append(_start("redis", *arguments, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.kill()
+
+
+@pytest.fixture
+def namespace() -> bytes:
+    """Tests share a store, and nothing in it."""
+    return secrets.token_bytes(32)
+
+
+@pytest.fixture
+def open_shared(namespace: bytes) -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def open_it(server: Server, **options: Any) -> Rig:
+        made.append(rigs.shared_rig(server.settings, namespace, **options))
+        return made[-1]
+
+    yield open_it
+    for rig in made:
+        rig.close()
+        rig.store.residency.check_integrity()
+
+
+@pytest.fixture
+def stranger(server: Server) -> Iterator[Stranger]:
+    made = Stranger(server)
+    yield made
+    made.close()
