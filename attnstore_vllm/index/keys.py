@@ -13,6 +13,7 @@ random seed, so that a key on disk means the same after a restart.
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from attnstore_vllm.types import TOKEN_BYTES, Key
 
 if TYPE_CHECKING:
     from attnstore_vllm.index.prefix import Piece
+    from attnstore_vllm.store.asking import Ask
 
 _LENGTH = struct.Struct("<Q")
 
@@ -138,6 +140,12 @@ class SequenceKeys:
         """The whole chunks that the last match found, for the next one (prefix.py) ..."""
         self.matched_in: object = None
         """... and which index it was, since when."""
+        self.tenant = bytes(32)
+        self.may_ask = False
+        """Tiers that must be asked may be asked for it (store/asking.py), ..."""
+        self.asked: tuple[Ask, ...] = ()
+        self.asked_at = -math.inf
+        """... these were, and when."""
 
     def parent(self, chunk: int) -> Key:
         """The key that chunk number `chunk` continues."""

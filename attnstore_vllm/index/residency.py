@@ -43,6 +43,7 @@ class MakeBooks(Protocol):
     """Makes the books of one more tier behind DRAM (index/tier.py)."""
 
     name: str
+    takes_writes: bool
 
     def books(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
@@ -87,7 +88,7 @@ class Residency:
             policy(dram_slots),
             Pins(*pin_shares),
             self.look_ahead,
-            [NVME, *(make.name for make in more)],
+            [NVME, *(make.name for make in more if make.takes_writes)],
         )
         self.nvme = NvmeTier(
             nvme_slots,
@@ -103,6 +104,7 @@ class Residency:
             *(make.books(policy, self.dram, self.look_ahead) for make in more),
         ]
         """All tiers behind DRAM, nearest first."""
+        self._asked = {tier.name for tier in self.behind if tier.is_asked}
         self._tiers = [self.dram, *self.behind]
         behind = [order for tier in self.behind for order in (tier.order, tier.waiting)]
         self._orders = [self.dram.clean, self.dram.dirty, *behind]
@@ -130,7 +132,7 @@ class Residency:
                 waiting.use([chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0], run)
         has_ended = run.priority <= ENDED_PRIORITY
         for chunk in chunks:
-            if has_ended or chunk.refused_by:  # worth another look
+            if has_ended or (chunk.refused_by and chunk.copied_for is not run):
                 chunk.refused_by.clear()
                 self._refuse_if_ended(chunk)
                 self._place(chunk)
@@ -155,9 +157,11 @@ class Residency:
         border = visit.num_shared * self.index.chunk_tokens
         for wanted, piece in zip(wants, pieces, strict=True):
             chunk = piece.chunk
-            if wanted is not chunk or chunk.dram.state is State.ABSENT or chunk.refused_by:
+            if wanted is not chunk or chunk.dram.state is State.ABSENT:
                 return False
             run = visit.shared if piece.start < border else visit.own
+            if chunk.refused_by and chunk.copied_for is not run:  # worth another look
+                return False
             if chunk.run is not run and not piece.has_end(grain):
                 return False
         return True
@@ -257,6 +261,7 @@ class Residency:
             self.use([known], run)
             # It takes no room from what waits to be read or written: it can be read again.
             is_here = known.dram.state is not State.ABSENT
+            again |= known.behind.keys() <= self._asked  # others have it, or say so
             if not again or is_here or not self._make_room_in_dram(LAST, known.run):
                 return None
             known.name = name  # its tokens, which the tiers behind alone had
@@ -370,7 +375,7 @@ class Residency:
             self.counts[outcome.value] += 1
             chunk.refused_by.add(tier.name)  # tried again when it is used again
             chunk.if_room = False
-            self._leave(tier, chunk)
+            self.leave(tier, chunk)
         else:
             is_first = not chunk.is_behind
             copy.state, copy.checksum = State.READY, outcome
@@ -417,8 +422,20 @@ class Residency:
         assert chunk.name.tokens or not verified
         if not verified:
             self.drop(chunk)
+        elif chunk.came_from in self._asked and not chunk.dropped:
+            self._copied(chunk)
         self._place(chunk)
         self.release(chunk)
+
+    def _copied(self, chunk: Chunk) -> None:
+        """Others keep it. Tiers behind get it once another request uses it here: else each of n
+        engines would write what n engines have. As a saved one it takes the place of tails."""
+        chunk.origin, chunk.copied_for = chunk.came_from, chunk.run
+        chunk.refused_by.update(tier.name for tier in self.behind)
+        for tail in self.index.extended_by(chunk.name):
+            if tail.dram.state is not State.SAVING:
+                self.counts["superseded"] += 1
+                self.drop(tail)
 
     # ---- scrubbing ---------------------------------------------------------------------
 
@@ -473,7 +490,7 @@ class Residency:
                 continue
             keep.append(chunk)
             if copy.state is State.READY:
-                self._leave(tier, chunk)
+                self.leave(tier, chunk)
             elif copy.state is State.WRITING:
                 tier.abandon(chunk)
         tier.forget_all_at_rest(keep)
@@ -525,7 +542,7 @@ class Residency:
             tier.forget_at_rest(slot)
         else:
             victim.refused_by.add(tier.name)
-            self._leave(tier, victim)
+            self.leave(tier, victim)
         return tier.num_free > 0
 
     def leave_dram(self, chunk: Chunk) -> None:
@@ -538,7 +555,8 @@ class Residency:
             self.look_ahead.has_gone(chunk)
         self._forget_if_nowhere(chunk)
 
-    def _leave(self, tier: TierBehind, chunk: Chunk) -> None:
+    def leave(self, tier: TierBehind, chunk: Chunk) -> None:
+        """The chunk, which no transfer touches there, leaves a tier behind."""
         tier.take_back(chunk)
         del chunk.behind[tier.name]
         self._place(chunk)
@@ -556,7 +574,7 @@ class Residency:
             self.leave_dram(chunk)
         for tier in self.behind:
             if tier.name in chunk.behind and not chunk.at(tier.name).uses:
-                self._leave(tier, chunk)
+                self.leave(tier, chunk)
 
     # ---- for tests ---------------------------------------------------------------------
 

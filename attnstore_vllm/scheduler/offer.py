@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from attnstore_vllm.index.chunk import State
+from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.policy.cost import (
@@ -32,6 +33,7 @@ from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestSt
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Tables
 from attnstore_vllm.scheduler.vllm_view import Clock, StepTimes
+from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import last_blocks_last
@@ -197,6 +199,7 @@ class Waits:
         self._store = store
         self._costs = costs
         self._for: list[Sequence[Piece]] = []
+        self._asked: list[SequenceKeys] = []
         self._round = 1
         self._round_at: float | None = None
         self._num_looks = 0
@@ -238,15 +241,28 @@ class Waits:
         state.waiting.is_answered, state.waiting.coming = False, pieces
         self._note(pieces)
 
+    def awaits(self, state: RequestState) -> bool:
+        """Whether the request waits for a tier's answer to what it has."""
+        if not is_asked(state.sequence):
+            return False
+        if state.waiting.since is None:
+            state.waiting.since = self._clock()
+        self._num_looks -= self._looking
+        self._looking = False
+        if len(self._asked) < WAITS_MAX:
+            self._asked.append(state.sequence)
+        return True
+
     def _note(self, pieces: Sequence[Piece]) -> None:
         if len(self._for) < WAITS_MAX:
             self._for.append(pieces)
 
     def end_step(self, *, is_empty: bool) -> None:
         """The step is planned. If it computes nothing, wait a little for something to come."""
-        if self._for and is_empty:
-            self._store.wait_for_any(self._for, EMPTY_STEP_WAIT_S)
+        if (self._for or self._asked) and is_empty:
+            self._store.wait_for_any(self._for, EMPTY_STEP_WAIT_S, self._asked)
         self._for.clear()
+        self._asked.clear()
         now = self._clock()
         if self._num_looks and self._round_at is None:
             self._round_at = now
@@ -303,6 +319,8 @@ class Offers:
             request_id=request.request_id,
             visit=state.visit,
         )
+        if sequence.asked and self._waits.awaits(state):
+            return None, False
         state.expect(pieces)
         count_wanted(stats, state, pieces)
         held = self._store.hold_ready(pieces, sequence, stop, local)

@@ -308,6 +308,10 @@ class RequestState:
                 spans_of(self.request) if self.request.mm_features else (),
                 finds_moved=self.may_find_moved,
             )
+            self._sequence.tenant = self.tenant
+            params = self.request.kv_transfer_params
+            is_brought = bool(params and params.get("do_remote_prefill"))  # by another connector
+            self._sequence.may_ask = not (is_brought or self.request.resumable)
         return self._sequence
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.runs import Run
 from attnstore_vllm.scheduler.scheduler import Scheduler
@@ -57,7 +58,12 @@ class SimulatedStore(Store):
             self.saved_tokens += name.num_tokens
         return chunk
 
-    def wait_for_any(self, waiting: Sequence[Sequence[Piece]], timeout_s: float) -> None:
+    def wait_for_any(
+        self,
+        waiting: Sequence[Sequence[Piece]],
+        timeout_s: float,
+        asked: Sequence[SequenceKeys] = (),
+    ) -> None:
         """The server's loop lets time pass."""
 
 

@@ -31,6 +31,8 @@ class Context:
     pool: Pool
     clock: Callable[[], float]
     moved_bytes: Counter[Flow] = field(default_factory=Counter)
+    wake: Callable[[], None] = lambda: None
+    """Ends the wait of the store's thread. From any thread."""
 
 
 class Figures(NamedTuple):

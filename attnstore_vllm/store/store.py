@@ -34,6 +34,7 @@ from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
+from attnstore_vllm.store.asking import asking_of, is_asked
 from attnstore_vllm.store.context import Context, Figures, Pool
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
@@ -134,6 +135,7 @@ class Store:
         self.thread = StoreThread(
             context, [nvme, *more], daily_writes=daily_writes, learn=self._learn
         )
+        self.asking = asking_of(context, more, self.thread.reader, has_groups=bool(needs))
         if threaded:
             self.thread.start()
 
@@ -184,6 +186,8 @@ class Store:
             if terms.pin_s is not None:
                 for piece in no_ends(pieces, self.residency.index.grain):
                     self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
+        if self.asking is not None:
+            self.asking.look(sequence, pieces, 0, stop)
         self._read(pieces)
         if self._estimator.is_due:
             self.thread.wake()
@@ -220,6 +224,8 @@ class Store:
             self.residency.now = self._clock()
             pieces = self._match(sequence, start, stop, min_tokens)
             self._want(request_id, pieces, visit, sequence, start, stop)
+        if self.asking is not None:
+            self.asking.look(sequence, pieces, start, stop)
         self._read(pieces)
         return pieces
 
@@ -529,14 +535,22 @@ class Store:
 
     # ---- the rest ----------------------------------------------------------------------
 
-    def wait_for_any(self, waiting: Sequence[Sequence[Piece]], timeout_s: float) -> None:
-        """Wait until one of these runs need not be waited for any more, `timeout_s` at most.
+    def wait_for_any(
+        self,
+        waiting: Sequence[Sequence[Piece]],
+        timeout_s: float,
+        asked: Sequence[SequenceKeys] = (),
+    ) -> None:
+        """Wait until one of these runs, or of these answers, need not be waited for any more,
+        `timeout_s` at most.
 
         For steps that have nothing to compute: without it the engine core would spin on the
         processor that the I/O threads need.
         """
         with self._progress:
-            self._progress.wait_for(lambda: any(map(has_come, waiting)), timeout_s)
+            self._progress.wait_for(
+                lambda: any(map(has_come, waiting)) or not all(map(is_asked, asked)), timeout_s
+            )
 
     def reset(self) -> bool:
         """Drop every tier, also for the next process. Waits for a page write a segment and a
@@ -546,14 +560,9 @@ class Store:
         back after a restart, and the caller must say that the reset failed.
         """
         resets = self.thread.reset()
-
-        def is_over() -> bool:
-            return self.thread.is_out or all(reset.is_over for reset in resets)
-
         with self._progress:
             self._moved.clear()
-            self._progress.wait_for(is_over, RESET_DEADLINE_S)
-            return all(reset.succeeded for reset in resets)
+            return self.thread.wait_for(resets, RESET_DEADLINE_S)
 
     def weights_seen(self, same: bool | None) -> None:
         """The workers have looked: are the weights what they were at the look before, or at the

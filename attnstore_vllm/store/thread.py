@@ -47,6 +47,7 @@ class StoreThread:
         learn: Callable[[], None] | None = None,
     ) -> None:
         self._context = context
+        context.wake = self.wake
         self._learn = learn
         self.tiers = tiers
         self.reader = Reader(context, tiers)
@@ -120,6 +121,15 @@ class StoreThread:
             tier.submit()
         self.wake()
         return resets
+
+    def wait_for(self, resets: Sequence[Reset], timeout_s: float) -> bool:
+        """Locked. Wait until these are over, or the thread is; and whether they succeeded."""
+
+        def is_over() -> bool:
+            return self.is_out or all(reset.is_over for reset in resets)
+
+        self._context.progress.wait_for(is_over, timeout_s)
+        return all(reset.succeeded for reset in resets)
 
     # ---- the thread --------------------------------------------------------------------
 

@@ -195,12 +195,15 @@ class StoreMachine(RuleBasedStateMachine):
         for piece in self.rig.store.hold_ready(pieces, sequence_of(tokens), stop):
             chunk = piece.chunk
             payload = bytes(self.rig.pool.slot(chunk.dram.slot))
-            if chunk.name.key in self.now:
-                assert payload == self.now[chunk.name.key], "wrong bytes"
-            else:
-                assert payload in self.on_disk[chunk.name.key], "bytes of nobody, or of before"
-                self.now[chunk.name.key] = payload
+            self.check_payload(chunk.name.key, payload)
             self.held.append((chunk, payload))
+
+    def check_payload(self, key: Key, payload: bytes) -> None:
+        if key in self.now:
+            assert payload == self.now[key], "wrong bytes"
+        else:
+            assert payload in self.on_disk[key], "bytes of nobody, or of before"
+            self.now[key] = payload
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0), aborted=st.booleans())
@@ -306,8 +309,7 @@ class StoreMachine(RuleBasedStateMachine):
         residency = self.rig.store.residency
         residency.check_integrity()
         for chunk in residency.index:
-            known = chunk.name.key in self.now or self.on_disk[chunk.name.key]
-            assert known or chunk.dram.state is State.SAVING, (
+            assert self.is_known(chunk) or chunk.dram.state is State.SAVING, (
                 "nobody put this, or a reset dropped it"
             )
         assert residency.dram.num_used <= self.dram_slots
@@ -316,6 +318,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert residency.counts["corrupt"] == 0, "a record was overwritten while it was read"
         in_use = {id(chunk) for chunk, _ in (*self.held, *self.saving)}
         assert len(in_use) <= residency.num_held() <= len(in_use) + len(self.device.pending)
+
+    def is_known(self, chunk: Chunk) -> bool:
+        return chunk.name.key in self.now or bool(self.on_disk[chunk.name.key])
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

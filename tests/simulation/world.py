@@ -144,6 +144,7 @@ class World:
         if self.random.random() < 0.3:  # another branch of it
             tokens[self.random.randrange(len(tokens)) :] = [self.random.randrange(50_000)] * 9
         sequence = sequence_of(tokens)
+        sequence.may_ask = True
         pieces = self.store.find(sequence, 0, len(tokens))
         for piece in self.store.hold_ready(pieces, sequence, len(tokens)):
             chunk = piece.chunk

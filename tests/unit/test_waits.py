@@ -24,7 +24,7 @@ class Nothing:
     def has_missing(self, name: str) -> bool:
         return name in self.missing
 
-    def wait_for_any(self, pieces: list[Any], timeout_s: float) -> None:
+    def wait_for_any(self, pieces: list[Any], timeout_s: float, asked: list[Any]) -> None:
         self.slept.append(len(pieces))
 
 

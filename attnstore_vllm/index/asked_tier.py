@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Books of a tier that must be asked: what it has is known by asking it, and for a while only.
+
+Others put chunks there and take them away. So an entry is hearsay with a lease. While the lease
+lasts, or a waiting request wants the chunk, a look-up finds it, and the load that follows verifies
+it. A load that fails drops the entry: the tokens are computed. Nothing is evicted there by us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
+from attnstore_vllm.index.dram_tier import DramTier
+from attnstore_vllm.index.residency import Residency
+from attnstore_vllm.index.tier import Pin, Pins, TierBehind
+from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.lookahead import LookAhead
+from attnstore_vllm.policy.runs import Run, unknown_run
+
+ENDED_MAX = 64
+"""Leases that one look ends."""
+LOOK_AGAIN_S = 1.0
+"""An entry that is read or waited for when its lease ends stays for so long, and then again."""
+WRITTEN_LEASE_S = 60.0
+"""How long what we have written there is taken to be there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A chunk that a tier says it has."""
+
+    name: ChunkName
+    checksum: bytes = b""
+    """The payload's, if the tier says it."""
+
+
+class AskedBooks(TierBehind):
+    """See the module.
+
+    Args:
+        num_slots: entries that there can be; no memory and no disk of ours stands behind them.
+        policy: makes an order of departure for so many slots.
+        takes_writes: chunks are written there as well.
+    """
+
+    is_asked = True
+
+    def __init__(
+        self,
+        name: str,
+        num_slots: int,
+        policy: Callable[[int], Departures],
+        dram: DramTier,
+        look_ahead: LookAhead[Chunk],
+        *,
+        takes_writes: bool,
+    ) -> None:
+        super().__init__(name, policy(dram.num_slots), dram.pins, look_ahead)
+        self.num_slots = num_slots
+        self.takes_writes = takes_writes
+        self.order = policy(0)  # leases say who leaves
+        self.pins = Pins()  # pins are kept in the tiers before it
+        self.owned: dict[int, Chunk] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._until: dict[int, float] = {}
+        self._ends: list[tuple[float, int]] = []  # a heap; may name what has gone
+        self._fresh: list[int] = []  # written, and without a lease until the next look
+
+    @property
+    def num_used(self) -> int:
+        return len(self.owned)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def give(self, chunk: Chunk) -> int:
+        slot = self._free.pop()
+        self.owned[slot] = chunk
+        return slot
+
+    def take_back(self, chunk: Chunk) -> None:
+        slot = chunk.at(self.name).slot
+        assert self.owned.pop(slot) is chunk
+        self._until.pop(slot, None)
+        self._free.append(slot)
+
+    def abandon(self, chunk: Chunk) -> None:
+        self._until.pop(chunk.at(self.name).slot, None)
+
+    def written(self, chunk: Chunk) -> None:
+        self._fresh.append(chunk.at(self.name).slot)
+
+    def lease(self, slot: int, until: float) -> None:
+        """The entry is believed until then; what was believed longer stays so."""
+        if until <= self._until.get(slot, until - 1):
+            return
+        self._until[slot] = until
+        heappush(self._ends, (until, slot))
+
+    def ended(self, now: float) -> list[Chunk]:
+        """Chunks that are not believed to be there any more, ENDED_MAX at most. Cost: O(log
+        entries) each."""
+        for slot in self._fresh:
+            if slot in self.owned and not self.owned[slot].dropped:
+                self.lease(slot, now + WRITTEN_LEASE_S)
+        self._fresh.clear()
+        found: list[Chunk] = []
+        for _ in range(ENDED_MAX):
+            if not self._ends or self._ends[0][0] > now:
+                break
+            until, slot = heappop(self._ends)
+            if self._until.get(slot) != until:
+                continue
+            if self._can_go(slot):
+                found.append(self.owned[slot])
+            else:
+                self.lease(slot, now + LOOK_AGAIN_S)
+        return found
+
+    def victim(self, chunk: Chunk, now: float) -> tuple[int | None, bool]:
+        """Among the first few: the entry whose lease ends first. It is forgotten, not evicted."""
+        near = sorted(self._ends[:ENDED_MAX])
+        live = (slot for until, slot in near if self._until.get(slot) == until)
+        return next(filter(self._can_go, live), None), False
+
+    def place_in_dram(self, chunk: Chunk) -> None:
+        """What came from here is not written back."""
+        if self.takes_writes and chunk.origin != self.name:
+            super().place_in_dram(chunk)
+
+    def live(self, slot: int) -> Chunk | None:
+        return self.owned[slot]
+
+    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
+        """Uses do not change what others keep."""
+
+    def pin(self, chunk: Chunk, pin: Pin) -> bool:
+        return False
+
+    def unpin(self, chunk: Chunk) -> None:
+        """Nothing is pinned here."""
+
+    def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
+        """Nothing is pinned here."""
+
+    def check_integrity(self) -> None:
+        assert len(self._free) + len(self.owned) == self.num_slots
+        assert not set(self._free) & self.owned.keys()
+        assert self._until.keys() <= self.owned.keys()
+        for slot, chunk in self.owned.items():
+            copy = chunk.at(self.name)
+            assert copy.slot == slot
+            assert copy.state is not State.ABSENT
+            has_lease = slot in self._until or slot in self._fresh
+            assert chunk.dropped or has_lease == (copy.state is State.READY)
+
+
+def enter(residency: Residency, tier: AskedBooks, found: Found, until: float) -> bool:
+    """The tier says that it has the chunk: look-ups find it until then. False: it is not entered,
+    since it or what extends it is known here, or there is no room."""
+    name = found.name
+    known = residency.index.get(name.key)
+    if known is not None:
+        if tier.name in known.behind and not known.dropped:
+            tier.lease(known.at(tier.name).slot, until)
+        return False
+    if tier.is_lost or not tier.num_free or residency.index.extends(name):
+        return False
+    chunk = Chunk(name, run=unknown_run(residency.now))
+    residency.index.add(chunk)
+    slot = tier.give(chunk)
+    chunk.behind[tier.name] = InTier(State.READY, slot, found.checksum)
+    tier.lease(slot, until)
+    residency.counts["found"] += 1
+    return True
+
+
+def end_leases(residency: Residency, tier: AskedBooks) -> None:
+    """Forget what is not believed to be there any more. Cost: bounded."""
+    for chunk in tier.ended(residency.now):
+        chunk.refused_by.add(tier.name)  # it is not written there once more for that
+        residency.leave(tier, chunk)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiers that must be asked: a look-up that ends early asks them for the rest.
+
+    look-up ends early -> Ask -> the tier's own thread answers -> entries in the index
+                            \\_ the request is told "not yet", until then or the tier's deadline
+
+One question a request and tier has all its missing chunks. A question is dropped where too many are
+open, and where the tier fails: its breaker counts late answers as failures.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from attnstore_vllm.errors import AttnStoreError
+from attnstore_vllm.index.asked_tier import AskedBooks, Found, end_leases, enter
+from attnstore_vllm.index.chunk import ChunkName
+from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.policy.asking import ASKED_FOR_S, AnswerTime, worth_asking
+from attnstore_vllm.store.context import Context
+from attnstore_vllm.store.reader import Reader
+from attnstore_vllm.store.tier_io import TierIo
+from attnstore_vllm.types import Key
+
+logger = logging.getLogger(__name__)
+
+OPEN_MAX = 64
+"""Questions that a tier has not answered; more are not asked."""
+CHUNKS_MAX = 1024
+"""Chunks of one question; a longer run is found in parts."""
+
+
+class AskError(AttnStoreError):
+    """A tier has not answered a question."""
+
+
+class Ask:
+    """One question: what comes next of this sequence, from chunk `first` on, have you?
+
+    A tier may read it on any thread: what of a sequence is hashed does not change.
+    """
+
+    __slots__ = ("asked_at", "at", "clock", "first", "is_over", "keys", "sequence", "stop", "until")
+
+    def __init__(
+        self, sequence: SequenceKeys, at: int, stop: int, clock: Callable[[], float]
+    ) -> None:
+        size = sequence.chunk_tokens
+        self.sequence = sequence
+        self.at = at
+        """The token up to which KV is stored here."""
+        self.stop = stop
+        self.first = at // size
+        self.keys: list[Key] = sequence.keys(self.first, stop // size)[:CHUNKS_MAX]
+        """Of the whole chunks."""
+        self.clock = clock
+        self.asked_at = self.until = clock()
+        """The request does not wait longer; an answer is welcome later too."""
+        self.is_over = False
+        """Locked. It was answered, or is not to be any more."""
+
+    @property
+    def tenant(self) -> bytes:
+        return self.sequence.tenant
+
+    def name(self, number: int) -> ChunkName:
+        """The name of the whole chunk keys[number]."""
+        return self.sequence.name(self.first + number, self.tenant)
+
+    def part(self, number: int) -> tuple[Key, bytes, bytes]:
+        """What chunk keys[number], or the one behind the last, continues; its extra; its tokens."""
+        return self.sequence.part(self.first + number, self.stop)
+
+
+class AskedIo(TierIo):
+    """A tier that must be asked. As in TierIo, methods marked *locked* are called with the lock.
+
+    ask() hands the question to a thread of the tier's own, which calls answer(). A subclass calls
+    turn() of this class in its own.
+    """
+
+    answer_deadline_s: float
+    """How long a request waits for an answer, at most."""
+    lease_s: float
+    """How long what was found is believed to be there."""
+
+    def __init__(self, context: Context, tier: AskedBooks) -> None:
+        super().__init__()
+        self.books = self.tier = tier
+        self.context = context
+        self.answer_time = AnswerTime()
+        self._open: deque[Ask] = deque()
+
+    @abstractmethod
+    def ask(self, ask: Ask) -> None:
+        """Locked. Hand it to the tier's thread. Waits for nothing."""
+
+    def wonder(self, sequence: SequenceKeys, at: int, stop: int) -> Ask | None:
+        """Locked. Ask, if the tier answers; else None. While it is out of use, what is to show
+        whether it works again is a question that nobody waits for."""
+        now = self.context.clock()
+        reads = self.health.reads
+        if len(self._open) >= OPEN_MAX or self.tier.is_lost:
+            return None
+        is_probe = not reads.in_use and reads.take_probe(now)
+        if not (reads.in_use or is_probe):
+            return None
+        ask = Ask(sequence, at, stop, self.context.clock)
+        ask.until += 0.0 if is_probe else self.answer_deadline_s
+        self._open.append(ask)
+        self.ask(ask)
+        return ask
+
+    def answer(self, ask: Ask, found: Iterable[Found]) -> None:
+        """The tier has these chunks. From any thread, without the lock; also late."""
+        context = self.context
+        residency = context.residency
+        with context.progress:
+            if ask.is_over:  # a reset came: it would be KV of before
+                return
+            residency.now = now = context.clock()
+            ask.is_over = True
+            self.answer_time.observe(now - ask.asked_at)
+            for chunk in found:
+                enter(residency, self.books, chunk, now + self.lease_s)
+            context.progress.notify_all()
+        if now <= ask.asked_at + self.answer_deadline_s:
+            self.health.note_read(None)
+
+    def fail(self, ask: Ask, failure: AttnStoreError) -> None:
+        """The tier cannot answer. From any thread, without the lock."""
+        with self.context.progress:
+            is_news, ask.is_over = not ask.is_over, True
+            self.context.progress.notify_all()
+        if is_news:
+            self.health.note_read(failure)
+
+    def turn(self) -> None:
+        context = self.context
+        with context.progress:
+            context.residency.now = now = context.clock()
+            end_leases(context.residency, self.books)
+            late = 0
+            while self._open:
+                ask = self._open[0]
+                is_late = now > ask.asked_at + self.answer_deadline_s
+                if not (ask.is_over or is_late):
+                    break
+                late += not ask.is_over
+                self._open.popleft()
+            context.residency.counts["answers_late"] += late
+        for _ in range(late):
+            self.health.note_read(AskError(f"{self.tier.name} has not answered in time"))
+
+    def forget_asks(self) -> None:
+        """Locked. A reset: what is answered from now on was asked before it."""
+        for ask in self._open:
+            ask.is_over = True
+        self._open.clear()
+
+
+class Asking:
+    """Asks for requests. From the scheduler's thread.
+
+    Args:
+        tiers: that must be asked; nearest first.
+    """
+
+    def __init__(self, context: Context, tiers: Sequence[AskedIo], reader: Reader) -> None:
+        self._context = context
+        self._tiers = tiers
+        self._reader = reader
+
+    def look(self, sequence: SequenceKeys, pieces: Sequence[Piece], start: int, stop: int) -> None:
+        """Ask for what comes behind these pieces, unless that was asked a while ago."""
+        now = self._context.clock()
+        if not sequence.may_ask or now < sequence.asked_at + ASKED_FOR_S:
+            return
+        plain = next((i for i, p in enumerate(pieces) if p.first is not None), len(pieces))
+        at = pieces[plain - 1].stop if plain else start
+        if at >= stop:
+            return
+        with self._context.progress:
+            computing_s = self._reader.computing_s(at, stop)
+            asks = [
+                tier.wonder(sequence, at, stop)
+                for tier in self._tiers
+                if worth_asking(stop - at, computing_s, tier.answer_time.mean_s)
+            ]
+        sequence.asked_at = now
+        sequence.asked = tuple(ask for ask in asks if ask is not None)
+
+
+def is_asked(sequence: SequenceKeys) -> bool:
+    """Whether somebody is asked for these tokens who may still answer in time."""
+    return any(not ask.is_over and ask.clock() < ask.until for ask in sequence.asked)
+
+
+def asking_of(
+    context: Context, tiers: Iterable[TierIo], reader: Reader, *, has_groups: bool
+) -> Asking | None:
+    """None where no tier must be asked. With several KV cache groups none is: what it lacks of one
+    group would have to shorten the hit of all."""
+    asked = [tier for tier in tiers if isinstance(tier, AskedIo)]
+    if asked and has_groups:
+        names = ", ".join(tier.tier.name for tier in asked)
+        logger.warning("%s: not asked, since this model has several KV cache groups", names)
+        return None
+    return Asking(context, asked, reader) if asked else None
