@@ -41,11 +41,15 @@ class SharedBooks(AskedBooks):
         *,
         chunk_tokens: int,
         clock: Callable[[], float],
+        pause_s: float = PAUSE_S,
     ) -> None:
         super().__init__(SHARED, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=True)
         self._dram = dram
         self._chunk_tokens = chunk_tokens
         self._clock = clock
+        self._pause_s = pause_s
+        self.is_open = False
+        """Whether it may be written to: open_to()."""
         self._pausing: dict[int, float] = {}
         """Slots of DRAM that are not written yet, and since when: the oldest first."""
 
@@ -61,7 +65,8 @@ class SharedBooks(AskedBooks):
 
     def _may_wait(self, chunk: Chunk) -> bool:
         return (
-            chunk.dram.state is State.READY
+            self.is_open
+            and chunk.dram.state is State.READY
             and not chunk.dropped
             and not self.is_lost
             and chunk.name.num_tokens == self._chunk_tokens
@@ -84,7 +89,7 @@ class SharedBooks(AskedBooks):
         """Locked by the caller. Let what has paused be written. Cost: bounded."""
         for _ in range(RIPE_MAX):
             slot = next(iter(self._pausing), None)
-            if slot is None or self._pausing[slot] + PAUSE_S > now:
+            if slot is None or self._pausing[slot] + self._pause_s > now:
                 return
             self._ripen(slot)
 
@@ -94,6 +99,10 @@ class SharedBooks(AskedBooks):
         if chunk is not None:
             super().place_in_dram(chunk)
 
-    def forget_waiting(self) -> None:
-        """The tier is not to be written to now. What is saved later may be."""
-        self._pausing.clear()
+    def open_to(self, is_open: bool) -> None:
+        """Whether it may be written to. What waits is forgotten where it may not."""
+        self.is_open = is_open
+        if not is_open:
+            self._pausing.clear()
+            self.waiting.clear()
+            self.waiting_if_room.clear()

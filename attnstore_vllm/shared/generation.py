@@ -76,7 +76,7 @@ class Generation:
         return None
 
     def reset(self) -> None:
-        self.must_renew = self.must_renew or self.mine is None
+        self.must_renew = self.must_renew or (self.mine is None and not self.is_behind)
         self._leave()
         self.is_in_doubt, self.is_behind, self.was_reset = True, False, True
 
@@ -117,7 +117,7 @@ class Generation:
         return generation
 
     def _leave(self) -> None:
-        if self.mine is not None:
+        if self.mine is not None and self.mine not in self.left:
             self.left.append(self.mine)
         self.mine = None
 

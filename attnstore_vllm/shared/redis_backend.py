@@ -8,6 +8,7 @@ caller's back: a stopped server cost 26 s with a timeout of 2 s. What is needed 
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import time
@@ -145,13 +146,10 @@ class RedisBackend(Backend):
         made = self._socket
         if made is None or isinstance(made, ssl.SSLSocket):
             return False
-        try:
-            made.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True  # its end, or an answer that nobody waits for
+        # Readable is its end, or an answer that nobody waits for.
+        poll = select.poll()
+        poll.register(made, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _at_deadline(self) -> socket.socket:
         assert self._socket is not None

@@ -35,7 +35,7 @@ from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.shared import generation as generations
 from attnstore_vllm.shared.backend import FAILED, MISSING, WRONG_SIZE
-from attnstore_vllm.shared.books import SharedBooks
+from attnstore_vllm.shared.books import PAUSE_S, SharedBooks
 from attnstore_vllm.shared.helper import Helper, LateError
 from attnstore_vllm.shared.messages import Lanes, Op
 from attnstore_vllm.shared.record import HEADER_BYTES, Names, check_header, place_bytes, seal
@@ -401,8 +401,7 @@ class SharedIo(AskedIo):
             with self.context.progress:
                 order = self.generation.see(value)
                 why_out = self.generation.why_out
-                if why_out is not None:
-                    self._books.forget_waiting()
+                self._books.open_to(self.generation.usable is not None)
             if order is None:
                 break
             self.helper.write(name, order.value, self._deadline_s, overwrite=order.overwrite)
@@ -425,13 +424,14 @@ class SharedIo(AskedIo):
 
     def weights_seen(self, same: bool | None) -> None:
         self.generation.weights_seen(same)
+        self._books.open_to(self.generation.usable is not None)
         self._look_at = 0.0
         self.context.wake()
 
     def reset(self) -> SharedReset:
         self.generation.reset()
         self.forget_asks()
-        self._books.forget_waiting()
+        self._books.open_to(False)
         self._alone.clear()
         self._damaged.clear()
         self._look_at = 0.0
@@ -484,9 +484,11 @@ class MakeShared:
         bandwidth: int | None = None,
         daily_writes: int | None = None,
         clock: Callable[[], float],
+        pause_s: float = PAUSE_S,
     ) -> None:
-        self._chunk_tokens = chunk_tokens
-        self._clock = clock
+        self._books = partial(
+            SharedBooks, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s
+        )
         self._io = partial(
             SharedIo,
             settings=settings,
@@ -503,9 +505,7 @@ class MakeShared:
     def books(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
     ) -> SharedBooks:
-        return SharedBooks(
-            policy, dram, look_ahead, chunk_tokens=self._chunk_tokens, clock=self._clock
-        )
+        return self._books(policy, dram, look_ahead)
 
     def io(self, context: Context, tier: TierBehind) -> SharedIo:
         assert isinstance(tier, SharedBooks)

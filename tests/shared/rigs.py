@@ -19,7 +19,7 @@ NUM_TOKENS = 49
 
 
 def make(settings: dict[str, Any], namespace: bytes, **options: Any) -> MakeShared:
-    given: dict[str, Any] = {"deadline_s": DEADLINE_S, "directory": None, **options}
+    given: dict[str, Any] = {"deadline_s": DEADLINE_S, "directory": None, "pause_s": 0.05, **options}
     return MakeShared(
         settings,
         namespace=namespace,

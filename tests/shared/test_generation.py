@@ -146,13 +146,20 @@ class Engines(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2))
     def reset(self, which: int) -> None:
-        used = self.engines[which].mine
+        used, was_behind = self.engines[which].mine, self.engines[which].is_behind
         self.engines[which].reset()
         assert self.engines[which].usable is None
         if used is not None:
             self.forbidden[which].add(used)
-        elif self.store.value is not None:
+        elif self.store.value is not None and not was_behind:
             self.forbidden[which].add(self.store.value[len(MAGIC) :])
+
+    @rule(which=st.integers(0, 2))
+    def reset_and_join(self, which: int) -> None:
+        self.reset(which)
+        self.see_weights(which)
+        self.look(which)
+        self.write(which)
 
     @precondition(lambda self: self.store.value is not None)
     @rule()
