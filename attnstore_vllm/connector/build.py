@@ -333,16 +333,16 @@ def _store(
     return store, kind
 
 
-def _more_tiers(
-    config: StoreConfig, geometry: Geometry, namespace: bytes
-) -> Sequence[MakeTier]:
+def _more_tiers(config: StoreConfig, geometry: Geometry, namespace: bytes) -> Sequence[MakeTier]:
     """Tiers behind NVMe, nearest first. Raises ConfigError."""
     shared = config.shared
     if shared is None:
         return ()
     if needs_of(geometry):
-        logger.warning("shared: is not used, since some layers of this model keep no KV of all "
-                       "tokens: what lacks it of one group would shorten the hit of all")
+        logger.warning(
+            "shared: is not used, since some layers of this model keep no KV of all "
+            "tokens: what lacks it of one group would shorten the hit of all"
+        )
         return ()
     check_client(shared)
     return (make_shared(shared, geometry.chunk_tokens, namespace, config.nvme.path),)

@@ -50,7 +50,7 @@ class Backend(ABC):
     def write(self, name: str, value: bytes, *, overwrite: bool) -> None:
         """A small value, if there is none or with `overwrite`."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - not all have something
         """Let go what the client has."""
 
 
@@ -58,9 +58,9 @@ def open_backend(
     settings: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
 ) -> Backend:
     """Args:
-        settings: of one store, by its kind: {"redis": {...}} or {"mooncake": {...}}.
-        buffer: the lanes' memory, which some clients have to know.
-        shared: what the lanes of one process have together. Raises BackendError.
+    settings: of one store, by its kind: {"redis": {...}} or {"mooncake": {...}}.
+    buffer: the lanes' memory, which some clients have to know.
+    shared: what the lanes of one process have together. Raises BackendError.
     """
     if "redis" in settings:
         from attnstore_vllm.shared.redis_backend import RedisBackend  # noqa: PLC0415

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 from attnstore_vllm.shared.backend import Backend, BackendError, open_backend
@@ -57,10 +58,8 @@ class Lane:
     def open(self) -> None:
         """Make what the first question would wait for. A store that cannot be reached is told
         then."""
-        try:
+        with suppress(BackendError):
             self._backend = self._open()
-        except BackendError:
-            pass
 
     def run(self) -> None:
         try:
@@ -109,10 +108,8 @@ def main(arguments: list[str]) -> None:
     if os.getppid() != engine:
         return  # it ended before we asked to end with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the engine, which ends us
-    try:
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # a worker's own may be one processor
-    except OSError:
-        pass
+    with suppress(OSError):  # a worker's own may be one processor
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     sockets = [socket.socket(fileno=fd) for fd in fds]
     hello = json.loads(sockets[0].recv(PACKET_MAX))
     lanes = Lanes(hello["payload_bytes"], len(fds), hello["num_places"])

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from attnstore_vllm.errors import DeviceError
@@ -107,17 +108,13 @@ class Helper:
             child, self._child = self._child, None
             sockets, self._sockets = self._sockets, []
         for ours in sockets:
-            try:
+            with suppress(OSError):
                 ours.shutdown(socket.SHUT_RDWR)  # wakes who waits in recv()
-            except OSError:
-                pass
             ours.close()
         if child is not None:
             child.send_signal(signal.SIGKILL)
-            try:
+            with suppress(subprocess.TimeoutExpired):  # in uninterruptible sleep: it ends some time
                 child.wait(1.0)
-            except subprocess.TimeoutExpired:
-                pass  # in uninterruptible sleep: the kernel ends it some time
 
     def close(self) -> None:
         self._is_closed = True

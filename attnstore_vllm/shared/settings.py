@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`shared`: settings of the shared tier.
 
-    shared: {redis: "rediss://user@cache:6379/0", password_file: /run/secrets/redis}
-    shared: {mooncake: {master: "10.0.0.1:50051"}}
+shared: {redis: "rediss://user@cache:6379/0", password_file: /run/secrets/redis}
+shared: {mooncake: {master: "10.0.0.1:50051"}}
 """
 
 from __future__ import annotations
@@ -68,24 +68,25 @@ def read_password(path: Path) -> str:
 def redis_options(given: Mapping[str, Any]) -> dict[str, str]:
     """Raises ConfigError. No message has the URL: there may be a password in it."""
     raw = given["redis"]
-    options: dict[str, str] = {}
-    try:
-        url = urlsplit(raw) if isinstance(raw, str) else None
-        is_right = url is not None and url.scheme in _SCHEMES
-        is_right = is_right and bool(url.hostname if url.scheme != "unix" else url.path)
-        _ = url.port if url is not None else None
-    except ValueError:
-        is_right = False
-    if not is_right:
+    if not (isinstance(raw, str) and _is_redis_url(raw)):
         raise ConfigError(
             "shared.redis is no URL of Redis; write one as in redis://host:6379/0, rediss:// for "
             "TLS, or unix:///run/redis.sock"
         )
-    options["url"] = raw
+    options = {"url": raw}
     for key in sorted(REDIS_KEYS - {"password_file"}):
         if key in given:
             options[key] = _file(f"shared.{key}", given[key])
     return options
+
+
+def _is_redis_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        where = url.path if url.scheme == "unix" else url.hostname
+        return url.scheme in _SCHEMES and bool(where) and (url.port or 1) > 0
+    except ValueError:
+        return False
 
 
 def mooncake_options(given: object) -> dict[str, str]:

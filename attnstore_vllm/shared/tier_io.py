@@ -240,6 +240,8 @@ class SharedIo(AskedIo):
                 self._end_load(load, error)
             self._note_end(error, "read")
             return
+        if all(result == FAILED for result in results):  # it said that it has them
+            self.health.note_hang("read")
         for number, (load, result) in enumerate(zip(batch, results, strict=True)):
             failure: AttnStoreError | None = None
             if result == FAILED:
@@ -322,7 +324,9 @@ class SharedIo(AskedIo):
             names = [store.name for store in new]
             there = self.helper.numbers(STORE_LANE, Op.EXIST, names, self._deadline_s)
             outcomes |= {
-                name: StoreFailure.IS_THERE for name, is_there in zip(names, there) if is_there
+                name: StoreFailure.IS_THERE
+                for name, is_there in zip(names, there, strict=True)
+                if is_there
             }
             new = [store for store in new if store.name not in outcomes]
             for op, stores in ((Op.PUT, new), (Op.OVERWRITE, over)):
@@ -486,9 +490,7 @@ class MakeShared:
         clock: Callable[[], float],
         pause_s: float = PAUSE_S,
     ) -> None:
-        self._books = partial(
-            SharedBooks, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s
-        )
+        self._books = partial(SharedBooks, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s)
         self._io = partial(
             SharedIo,
             settings=settings,

@@ -143,7 +143,7 @@ class TierIo(ABC):
         """Locked. Whether nothing can be stored before the tier has got more slots. Begins that."""
         return False
 
-    def weights_seen(self, same: bool | None) -> None:
+    def weights_seen(self, same: bool | None) -> None:  # noqa: B027 - most need not know
         """Locked. See Store.weights_seen()."""
 
     @abstractmethod

@@ -13,6 +13,8 @@ from tests.shared import rigs
 from tests.shared.servers import KINDS, Server, Stranger, missing
 
 _missing = cache(missing)
+BOTH = [kind if kind == "redis" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+"""Of Mooncake, which takes longer, test_mooncake.py has what is always run."""
 
 
 def _start(kind: str, *arguments: str, **options: Any) -> Server:
@@ -22,7 +24,7 @@ def _start(kind: str, *arguments: str, **options: Any) -> Server:
     return Server(kind, *arguments, **options)
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(scope="session", params=BOTH)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A store for tests that do it no harm."""
     made = _start(request.param)
@@ -30,10 +32,17 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     made.kill()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=BOTH)
 def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A store to be killed."""
     made = _start(request.param)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def mooncake() -> Iterator[Server]:
+    made = _start("mooncake")
     yield made
     made.kill()
 

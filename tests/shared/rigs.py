@@ -19,14 +19,14 @@ NUM_TOKENS = 49
 
 
 def make(settings: dict[str, Any], namespace: bytes, **options: Any) -> MakeShared:
-    given: dict[str, Any] = {"deadline_s": DEADLINE_S, "directory": None, "pause_s": 0.05, **options}
+    given: dict[str, Any] = {"deadline_s": DEADLINE_S, "directory": None, "pause_s": 0.05}
     return MakeShared(
         settings,
         namespace=namespace,
         where="a test's store",
         chunk_tokens=CHUNK_TOKENS,
         clock=time.monotonic,
-        **given,
+        **(given | options),
     )
 
 

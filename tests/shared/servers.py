@@ -41,7 +41,7 @@ def missing(kind: str) -> str | None:
     if found is None:
         return "pip install attnstore-vllm[mooncake]"
     probe = [sys.executable, "-c", "import mooncake.store"]
-    if subprocess.run(probe, capture_output=True, timeout=60).returncode:
+    if subprocess.run(probe, check=False, capture_output=True, timeout=60).returncode:
         return "mooncake.store cannot be loaded (libibverbs1, libnl-3-200, libnl-route-3-200)"
     return None
 

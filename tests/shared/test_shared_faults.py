@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Rig, conversation
+from tests.helpers import Rig, conversation, names_of, sequence_of
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, write
 from tests.shared.servers import Server
 
@@ -28,7 +28,9 @@ def timed(rig: Rig, number: int) -> float:
     return time.monotonic() - begun_at
 
 
-@pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "which", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGSTOP]
+)
 def test_a_store_that_dies_or_hangs_costs_a_deadline_once(
     own_server: Server, open_shared: OpenShared, which: signal.Signals
 ) -> None:
@@ -52,9 +54,7 @@ def test_a_store_that_dies_or_hangs_costs_a_deadline_once(
     assert fetch(two, again) == WHOLE
 
 
-def test_a_read_that_hangs_ends_with_the_child(
-    own_server: Server, open_shared: OpenShared
-) -> None:
+def test_a_read_that_hangs_ends_with_the_child(own_server: Server, open_shared: OpenShared) -> None:
     """It was found, and then the store stops: the slot is given back, and nothing waits."""
     one, two = open_shared(own_server), open_shared(own_server, deadline_s=DEADLINE_S)
     tokens = conversation(1, NUM_TOKENS)
@@ -66,7 +66,7 @@ def test_a_read_that_hangs_ends_with_the_child(
         own_server.signal(signal.SIGSTOP)
         load(lane, batch)  # type: ignore[arg-type]
 
-    io._load = stopping  # type: ignore[method-assign, assignment]
+    io._load = stopping  # type: ignore[method-assign]
     try:
         assert timed(two, 1) <= 2 * DEADLINE_S + SLACK_S
         assert not io.health.reads.in_use
@@ -93,20 +93,12 @@ def test_a_full_store_costs_what_is_not_written(
     server = redis("--maxmemory-policy", "noeviction", memory=1100 << 10)
     rig = open_shared(server, dram_slots=8)
     for number in range(1, 60):
-        tokens = conversation(number, 17)
-        for name in _names(tokens):
-            rig.put(name)
+        rig.put(names_of(sequence_of(conversation(number, 17)))[0])
         if counts(rig).get("write_failed"):
             break
         time.sleep(0.05)
     rig.until(lambda: counts(rig).get("write_failed", 0) > 0)
     assert io_of(rig).health.reads.in_use
-
-
-def _names(tokens: list[int]) -> list:
-    from tests.helpers import names_of, sequence_of
-
-    return names_of(sequence_of(tokens))[:1]
 
 
 def test_a_wrong_password_puts_the_tier_out_of_use_and_is_not_told(

@@ -68,9 +68,7 @@ def test_what_another_process_wrote_is_found_also_after_its_death(
     assert not counts(rig).get("corrupt")
 
 
-def test_what_came_from_there_is_not_written_there(
-    server: Server, open_shared: OpenShared
-) -> None:
+def test_what_came_from_there_is_not_written_there(server: Server, open_shared: OpenShared) -> None:
     one, two = open_shared(server), open_shared(server)
     tokens = conversation(1, NUM_TOKENS)
     write(one, tokens)
@@ -80,6 +78,7 @@ def test_what_came_from_there_is_not_written_there(
     assert two.store.figures().moved_bytes.get(io_of(two).store_flow, 0) == 0
 
 
+@pytest.mark.long
 def test_what_others_wrote_meanwhile_is_not_sent_again(
     server: Server, open_shared: OpenShared
 ) -> None:
@@ -116,7 +115,10 @@ def torn(record: bytes) -> bytes:
     return bytes(HEADER_BYTES) + record[HEADER_BYTES:]
 
 
-@pytest.mark.parametrize("damage", [flipped, of_another_version, shorter, longer, torn])
+RARE = [pytest.param(damage, marks=pytest.mark.long) for damage in (longer, torn)]
+
+
+@pytest.mark.parametrize("damage", [flipped, of_another_version, shorter, *RARE])
 def test_a_damaged_value_is_a_miss_and_is_written_over(
     server: Server, open_shared: OpenShared, stranger: Stranger, damage: Callable[[bytes], bytes]
 ) -> None:
@@ -208,6 +210,7 @@ def test_a_request_alone_is_not_written_before_it_pauses(
     rig.until(lambda: sum(stranger.has(stored_names(rig, tokens))) == WHOLE)
 
 
+@pytest.mark.long
 def test_no_more_is_written_than_the_bandwidth_allows(
     server: Server, open_shared: OpenShared
 ) -> None:
