@@ -279,8 +279,9 @@ def _shared(given: object) -> SharedConfig | None:
             "shared must be off, {redis: redis://host:6379/0} or {mooncake: {master: host:port}}"
         )
     kind = "redis" if "redis" in given else "mooncake"
-    known = shared.COMMON_KEYS | ({"redis"} | shared.REDIS_KEYS if kind == "redis" else {kind})
-    check_keys("shared.", given, known, set())
+    check_keys("shared.", given, shared.KEYS, set())
+    for key in sorted(shared.REDIS_KEYS & given.keys()) if kind == "mooncake" else ():
+        raise ConfigError(f"shared.{key} is for Redis: Mooncake has neither passwords nor TLS")
     is_redis, password = kind == "redis", given.get("password_file")
     bandwidth, writes = given.get("bandwidth", False), given.get("daily_writes", False)
     return SharedConfig(

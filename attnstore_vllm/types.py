@@ -37,4 +37,6 @@ class StoreFailure(Enum):
     DOES_NOT_FIT = "does_not_fit"
     """Nothing was sent to the tier."""
     IS_THERE = "is_there"
-    """Others have written it: nothing was sent."""
+    """Others have written it to the shared tier: nothing was sent."""
+    NOT_SHARED = "shared_write_failed"
+    """As FAILED, of the shared tier."""

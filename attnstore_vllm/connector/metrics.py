@@ -96,20 +96,26 @@ CHUNK_EVENTS = (
     "saved", "saved_again", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up",
     "lost", "superseded", "written",
     "read_late", "recovered", "scrubbed", "unsaved", "expired", "pinned", "pin_refused",
-    "does_not_fit",
+    "does_not_fit", "found", "vanished", "is_there", "answers_late",
 )  # fmt: skip
 """`saved_again`: computed though NVMe has it, and kept in DRAM. `dropped`: not saved for want of
 room. `refused`: not written, since a full NVMe has nothing that is worth less. `given_up`: left
 DRAM though a request far back in the queue wants it. `lost`: evicted from its last tier.
 `read_late`: not waited for any longer. `expired`: looked for after its ttl, and dropped. `pinned`,
 `pin_refused`: a slot was pinned, or not, since its tenant or all have their share. `does_not_fit`:
-encoded it takes more than its place on NVMe has, and stays in DRAM. `unsaved`: its copy from HBM
+encoded it takes more than its place on NVMe has, and stays in DRAM. Of tiers that must be asked:
+`found`: others have it. `vanished`: it was gone when it was read. `is_there`: others had written it
+before. `answers_late`: questions that were not answered in time. `unsaved`: its copy from HBM
 was given up for want of room in the write buffer, or failed."""
 GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
     "capacity_bytes": ("tier", "Bytes of all slots that there can be."),
     "dirty_bytes": ("tier", "Bytes in DRAM that wait to be written to this tier."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),
+    "shared_in_use": (
+        "direction",
+        "1, or 0 while the shared tier is left alone, or not joined. Without one there is none.",
+    ),
     "recovery_seconds": ("", "Time that the last start took to find what earlier runs left."),
     "recovery_records": ("", "Records that it read for that."),
     "recovered_chunks": ("", "Chunks that it found."),
@@ -124,19 +130,20 @@ GAUGES = {
 ERROR_KINDS = tuple(sorted(ERROR_EVENTS))
 """`read_failed`, `write_failed`: the disk said so. `corrupt`: bytes are not what was written.
 `device_late`, `device_out`: the disk did not answer in time, or failed again and again, and was
-left alone for a while."""
+left alone for a while. `shared_...`: the same of the shared tier."""
 _TIERS = ("dram", "nvme")
+_SOURCES = (*_TIERS, "shared")
 _NO_LABEL = ("",)
 _KINDS = tuple(reach.value for reach in Reach)
 LABELS: dict[str, tuple[str, ...]] = {
     "chunks": CHUNK_EVENTS,
-    "wanted_tokens": _TIERS,
-    "prompt_tokens": ("hbm", *_TIERS, "computed"),
-    "prefill_seconds_saved": _TIERS,
+    "wanted_tokens": _SOURCES,
+    "prompt_tokens": ("hbm", *_SOURCES, "computed"),
+    "prefill_seconds_saved": _SOURCES,
     "errors": ERROR_KINDS,
-    "loaded_tokens": _TIERS,
+    "loaded_tokens": _SOURCES,
     "moved_tokens": ("dram",),
-    "prefetch_tokens": _TIERS,
+    "prefetch_tokens": _SOURCES,
     "held_bytes": _TIERS,
     "first_written_bytes": ("nvme",),
     "bytes": tuple(flow.value for flow in Flow),

@@ -19,6 +19,7 @@ from attnstore_vllm.errors import ConfigError
 REDIS_KEYS = {"password_file", "ca", "cert", "key"}
 MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
 COMMON_KEYS = {"deadline_ms", "bandwidth", "daily_writes", "prefix"}
+KEYS = COMMON_KEYS | REDIS_KEYS | {"redis", "mooncake"}
 _HOST_PORT = re.compile(r"\S+:\d{1,5}")
 _PREFIX = re.compile(r"[\x21-\x7e]{0,64}")
 _SCHEMES = ("redis", "rediss", "unix")

@@ -91,6 +91,7 @@ class SharedIo(AskedIo):
 
     lease_s = LEASE_S
     load_flow, store_flow = Flow.FROM_SHARED, Flow.TO_SHARED
+    events = "shared_"
 
     def __init__(
         self,
@@ -112,7 +113,12 @@ class SharedIo(AskedIo):
         self.helper = Helper(settings, Lanes(payload_bytes, NUM_LANES, places))
         self.answer_deadline_s = self._deadline_s = deadline_s
         self.health = Health(
-            "the shared tier", where, context.progress, context.residency.counts, context.clock
+            "the shared tier",
+            where,
+            context.progress,
+            context.residency.counts,
+            context.clock,
+            event=SHARED,
         )
         self._where = where
         self._namespace = namespace
@@ -332,14 +338,14 @@ class SharedIo(AskedIo):
             for op, stores in ((Op.PUT, new), (Op.OVERWRITE, over)):
                 if stores:
                     outcomes |= self._put(op, stores)
-            if StoreFailure.FAILED in outcomes.values():
+            if StoreFailure.NOT_SHARED in outcomes.values():
                 failure = DeviceError(f"{self._where} does not take a value")
         except DeviceError as error:
             failure = error
         with self.context.progress:
             for store in batch:
                 self._num_storing -= 1
-                outcome = outcomes.get(store.name, StoreFailure.FAILED)
+                outcome = outcomes.get(store.name, StoreFailure.NOT_SHARED)
                 if outcome is StoreFailure.IS_THERE:
                     for budget in self._budgets:
                         budget.give_back(self.record_bytes)
@@ -362,7 +368,7 @@ class SharedIo(AskedIo):
         names = [store.name for store in stores]
         results = self.helper.numbers(STORE_LANE, op, names, self._deadline_s)
         return {
-            name: StoreFailure.FAILED if result else digest
+            name: StoreFailure.NOT_SHARED if result else digest
             for name, result, digest in zip(names, results, digests, strict=True)
         }
 

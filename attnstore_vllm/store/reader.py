@@ -183,7 +183,7 @@ class Reader:
         verified = failure is None and context.residency.index.learn(chunk, tokens)
         if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
             event = "corrupt" if failure is None or is_corrupt else "read_failed"
-            context.residency.counts[event] += 1
+            context.residency.counts[source.events + event] += 1
         context.residency.finish_fetch(chunk, verified)
         context.progress.notify_all()
 

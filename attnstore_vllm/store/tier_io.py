@@ -55,6 +55,8 @@ class TierIo(ABC):
     """That a chunk takes in this tier."""
     load_flow, store_flow = Flow.PREFETCH, Flow.WRITE_BACK
     """What its bytes are counted as."""
+    events = ""
+    """Before the names of what fails: others than NVMe's have their own."""
 
     def __init__(self) -> None:
         self.cost = ReadCost()

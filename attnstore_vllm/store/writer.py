@@ -79,7 +79,7 @@ class Writer:
         context, tier = self._context, self._tier
         if outcome in (StoreFailure.DOES_NOT_FIT, StoreFailure.IS_THERE):
             self._budget.give_back(tier.record_bytes)  # nothing was sent there
-        elif outcome is not StoreFailure.FAILED:
+        elif not isinstance(outcome, StoreFailure):
             now = context.clock()
             tier.write_cost.observe(now - max(begun_at, tier.store_ended_at))
             tier.store_ended_at = now

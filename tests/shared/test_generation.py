@@ -64,6 +64,16 @@ def test_who_was_not_reset_keeps_out_until_it_is() -> None:
     assert two.usable == one.usable is not None
 
 
+def test_after_a_reset_it_keeps_out_until_the_weights_were_seen() -> None:
+    store = Shared()
+    one = started(store)
+    one.reset()
+    store.look(one)
+    assert one.usable is None
+    one.weights_seen(True)
+    assert one.usable is not None
+
+
 def test_a_store_that_lost_everything_is_used_again_by_all() -> None:
     store = Shared()
     one, two = started(store), started(store)

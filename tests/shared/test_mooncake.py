@@ -20,5 +20,5 @@ def test_a_hit_and_a_flipped_byte(mooncake: Server, open_shared: Callable[..., R
     stranger.put(names[2], flipped(stranger.get(names[2])))
     assert fetch(two, right) == WHOLE
     assert fetch(two, wrong) == WHOLE - 1
-    assert counts(two)["corrupt"] == 1
+    assert counts(two)["shared_corrupt"] == 1
     stranger.close()

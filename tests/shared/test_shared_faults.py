@@ -94,10 +94,10 @@ def test_a_full_store_costs_what_is_not_written(
     rig = open_shared(server, dram_slots=8)
     for number in range(1, 60):
         rig.put(names_of(sequence_of(conversation(number, 17)))[0])
-        if counts(rig).get("write_failed"):
+        if counts(rig).get("shared_write_failed"):
             break
         time.sleep(0.05)
-    rig.until(lambda: counts(rig).get("write_failed", 0) > 0)
+    rig.until(lambda: counts(rig).get("shared_write_failed", 0) > 0)
     assert io_of(rig).health.reads.in_use
 
 

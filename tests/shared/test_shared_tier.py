@@ -16,6 +16,7 @@ import pytest
 
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.device import CHECKSUM_BYTES
+from attnstore_vllm.shared import tier_io
 from attnstore_vllm.shared.messages import Op
 from attnstore_vllm.shared.record import HEADER_BYTES, VERSION
 from tests.helpers import Rig, conversation, names_of, sequence_of
@@ -65,7 +66,7 @@ def test_what_another_process_wrote_is_found_also_after_its_death(
             time.sleep(0.02)
     assert fetch(rig, conversation(2, NUM_TOKENS)) == WHOLE
     assert counts(rig)["found"] == 2 * WHOLE
-    assert not counts(rig).get("corrupt")
+    assert not counts(rig).get("shared_corrupt")
 
 
 def test_what_came_from_there_is_not_written_there(server: Server, open_shared: OpenShared) -> None:
@@ -128,7 +129,7 @@ def test_a_damaged_value_is_a_miss_and_is_written_over(
     right = stranger.get(names[1])
     stranger.put(names[1], damage(right))
     assert fetch(two, tokens) == 1
-    assert counts(two)["corrupt"] == 1
+    assert counts(two)["shared_corrupt"] == 1
     two.put(names_of(sequence_of(tokens))[1])  # computed again
     two.until(lambda: stranger.get(names[1]) == right)
 
@@ -141,7 +142,7 @@ def test_swapped_values_are_misses(
     names = write(one, tokens)
     stranger.put(names[0], stranger.get(names[2]))
     assert fetch(two, tokens) == 0
-    assert counts(two)["corrupt"] == 1
+    assert counts(two)["shared_corrupt"] == 1
 
 
 def test_the_bounce_buffer_may_change_after_the_copy(
@@ -163,6 +164,24 @@ def test_the_bounce_buffer_may_change_after_the_copy(
     assert fetch(two, tokens) == WHOLE
 
 
+def test_what_is_verified_is_the_copy(
+    server: Server, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte is wrong in the bounce buffer while it is copied, and right before and after."""
+    one, two = open_shared(server), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+
+    def copy(to: memoryview, of: memoryview) -> None:
+        of[5] ^= 1
+        to[:] = of
+        of[5] ^= 1
+
+    monkeypatch.setattr(tier_io, "_copy", copy)
+    assert fetch(two, tokens) == 0
+    assert counts(two)["shared_corrupt"] >= 1
+
+
 def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
     server: Server, open_shared: OpenShared
 ) -> None:
@@ -180,7 +199,7 @@ def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
     helper.numbers = vanishing  # type: ignore[method-assign, assignment]
     assert fetch(two, tokens) == 1
     assert counts(two)["vanished"] == 1
-    assert not counts(two).get("corrupt") and not counts(two).get("read_failed")
+    assert not counts(two).get("shared_corrupt") and not counts(two).get("shared_read_failed")
     helper.numbers = ask  # type: ignore[method-assign]
     assert fetch(two, tokens) == 1, "it is left alone for some seconds"
 

@@ -17,6 +17,7 @@ from tools import settings_page
 
 BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
 SECTIONS: dict[str, dict[str, Any]] = {"nvme": BARE["nvme"], "pinning": {}, "truncation": {}}
+SECTIONS["shared"] = {"redis": "redis://h"}
 
 
 def known_to_config(section: str) -> set[str]:
