@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 
+from attnstore_vllm.testing.network_stores import KINDS, NetworkStore, missing
 from tests.helpers import Rig
 from tests.shared import rigs
-from tests.shared.servers import KINDS, Server, Stranger, missing
+from tests.shared.stranger import Stranger
 
 _missing = cache(missing)
 BOTH = [kind if kind == "redis" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
 """Of Mooncake, which takes longer, test_mooncake.py has what is always run."""
 
 
-def _start(kind: str, *arguments: str, **options: Any) -> Server:
+def _start(kind: str, *arguments: str, **options: Any) -> NetworkStore:
     reason = _missing(kind)
     if reason is not None:
         pytest.skip(reason)
-    return Server(kind, *arguments, **options)
+    return NetworkStore(kind, *arguments, **options)
 
 
 @pytest.fixture(scope="session", params=BOTH)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest) -> Iterator[NetworkStore]:
     """A store for tests that do it no harm."""
     made = _start(request.param)
     yield made
@@ -33,7 +34,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.fixture(params=BOTH)
-def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def own_server(request: pytest.FixtureRequest) -> Iterator[NetworkStore]:
     """A store to be killed."""
     made = _start(request.param)
     yield made
@@ -41,18 +42,18 @@ def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.fixture
-def mooncake() -> Iterator[Server]:
+def mooncake() -> Iterator[NetworkStore]:
     made = _start("mooncake")
     yield made
     made.kill()
 
 
 @pytest.fixture
-def redis() -> Iterator[Callable[..., Server]]:
+def redis() -> Iterator[Callable[..., NetworkStore]]:
     """Redis with other arguments."""
-    made: list[Server] = []
+    made: list[NetworkStore] = []
 
-    def start(*arguments: str, **options: Any) -> Server:
+    def start(*arguments: str, **options: Any) -> NetworkStore:
         made.append(_start("redis", *arguments, **options))
         return made[-1]
 
@@ -71,7 +72,7 @@ def namespace() -> bytes:
 def open_shared(namespace: bytes) -> Iterator[Callable[..., Rig]]:
     made: list[Rig] = []
 
-    def open_it(server: Server, **options: Any) -> Rig:
+    def open_it(server: NetworkStore, **options: Any) -> Rig:
         made.append(rigs.shared_rig(server.settings, namespace, **options))
         return made[-1]
 
@@ -82,7 +83,7 @@ def open_shared(namespace: bytes) -> Iterator[Callable[..., Rig]]:
 
 
 @pytest.fixture
-def stranger(server: Server) -> Iterator[Stranger]:
+def stranger(server: NetworkStore) -> Iterator[Stranger]:
     made = Stranger(server)
     yield made
     made.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, write
-from tests.shared.servers import Server, Stranger
+from tests.shared.stranger import Stranger
 from tests.shared.test_shared_tier import WHOLE, flipped
 
 
-def test_a_hit_and_a_flipped_byte(mooncake: Server, open_shared: Callable[..., Rig]) -> None:
+def test_a_hit_and_a_flipped_byte(mooncake: NetworkStore, open_shared: Callable[..., Rig]) -> None:
     one, two = open_shared(mooncake), open_shared(mooncake)
     stranger = Stranger(mooncake)
     right, wrong = conversation(1, NUM_TOKENS), conversation(2, NUM_TOKENS)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation, names_of, sequence_of
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, write
-from tests.shared.servers import Server
 
 OpenShared = Callable[..., Rig]
 WHOLE = NUM_TOKENS // 16
@@ -32,7 +32,7 @@ def timed(rig: Rig, number: int) -> float:
     "which", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGSTOP]
 )
 def test_a_store_that_dies_or_hangs_costs_a_deadline_once(
-    own_server: Server, open_shared: OpenShared, which: signal.Signals
+    own_server: NetworkStore, open_shared: OpenShared, which: signal.Signals
 ) -> None:
     one, two = open_shared(own_server), open_shared(own_server, deadline_s=DEADLINE_S)
     tokens = conversation(1, NUM_TOKENS)
@@ -54,7 +54,9 @@ def test_a_store_that_dies_or_hangs_costs_a_deadline_once(
     assert fetch(two, again) == WHOLE
 
 
-def test_a_read_that_hangs_ends_with_the_child(own_server: Server, open_shared: OpenShared) -> None:
+def test_a_read_that_hangs_ends_with_the_child(
+    own_server: NetworkStore, open_shared: OpenShared
+) -> None:
     """It was found, and then the store stops: the slot is given back, and nothing waits."""
     one, two = open_shared(own_server), open_shared(own_server, deadline_s=DEADLINE_S)
     tokens = conversation(1, NUM_TOKENS)
@@ -75,7 +77,7 @@ def test_a_read_that_hangs_ends_with_the_child(own_server: Server, open_shared: 
         own_server.signal(signal.SIGCONT)
 
 
-def test_a_killed_child_is_started_again(server: Server, open_shared: OpenShared) -> None:
+def test_a_killed_child_is_started_again(server: NetworkStore, open_shared: OpenShared) -> None:
     one, two = open_shared(server), open_shared(server)
     write(one, conversation(1, NUM_TOKENS))
     before = io_of(two).helper.pid
@@ -88,7 +90,7 @@ def test_a_killed_child_is_started_again(server: Server, open_shared: OpenShared
 
 
 def test_a_full_store_costs_what_is_not_written(
-    redis: Callable[..., Server], open_shared: OpenShared
+    redis: Callable[..., NetworkStore], open_shared: OpenShared
 ) -> None:
     server = redis("--maxmemory-policy", "noeviction", memory=1100 << 10)
     rig = open_shared(server, dram_slots=8)
@@ -102,7 +104,7 @@ def test_a_full_store_costs_what_is_not_written(
 
 
 def test_a_wrong_password_puts_the_tier_out_of_use_and_is_not_told(
-    redis: Callable[..., Server], open_shared: OpenShared, caplog: pytest.LogCaptureFixture
+    redis: Callable[..., NetworkStore], open_shared: OpenShared, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = redis("--requirepass", "right", url="redis://:wrong-secret@127.0.0.1")
     rig = open_shared(server, joins=False)
@@ -116,7 +118,7 @@ def test_a_wrong_password_puts_the_tier_out_of_use_and_is_not_told(
 
 
 def test_a_user_with_the_right_password_and_acl_is_served(
-    redis: Callable[..., Server], open_shared: OpenShared
+    redis: Callable[..., NetworkStore], open_shared: OpenShared
 ) -> None:
     server = redis(
         "--user", "kv", "on", ">secret", "~as1/*", "resetchannels", "+get", "+set", "+exists",
@@ -131,7 +133,7 @@ def test_a_user_with_the_right_password_and_acl_is_served(
 
 
 def test_after_a_reset_nothing_of_before_is_met(
-    server: Server, open_shared: OpenShared, tmp_path: Path
+    server: NetworkStore, open_shared: OpenShared, tmp_path: Path
 ) -> None:
     one, two = open_shared(server, directory=tmp_path), open_shared(server)
     tokens = conversation(1, NUM_TOKENS)
@@ -152,7 +154,7 @@ def test_after_a_reset_nothing_of_before_is_met(
 
 
 def test_a_reset_while_the_store_cannot_be_reached_holds_over_a_restart(
-    own_server: Server, open_shared: OpenShared, tmp_path: Path
+    own_server: NetworkStore, open_shared: OpenShared, tmp_path: Path
 ) -> None:
     one = open_shared(own_server, directory=tmp_path)
     tokens = conversation(1, NUM_TOKENS)
@@ -167,7 +169,9 @@ def test_a_reset_while_the_store_cannot_be_reached_holds_over_a_restart(
     assert fetch(again, tokens) == 0
 
 
-def test_changed_weights_leave_the_tier_for_good(server: Server, open_shared: OpenShared) -> None:
+def test_changed_weights_leave_the_tier_for_good(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
     one, two = open_shared(server), open_shared(server)
     tokens = conversation(1, NUM_TOKENS)
     write(one, tokens)

@@ -19,9 +19,10 @@ from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.shared import tier_io
 from attnstore_vllm.shared.messages import Op
 from attnstore_vllm.shared.record import HEADER_BYTES, VERSION
+from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation, names_of, sequence_of
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, stored_names, write
-from tests.shared.servers import Server, Stranger
+from tests.shared.stranger import Stranger
 
 OpenShared = Callable[..., Rig]
 WHOLE = NUM_TOKENS // 16
@@ -29,7 +30,7 @@ WHOLE = NUM_TOKENS // 16
 
 @contextmanager
 def other_process(
-    server: Server, namespace: bytes, first: int, count: int
+    server: NetworkStore, namespace: bytes, first: int, count: int
 ) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.shared.other_server", json.dumps(server.settings)]
     process = subprocess.Popen(
@@ -52,7 +53,7 @@ def pids_of(process: subprocess.Popen[str]) -> tuple[int, int]:
 
 
 def test_what_another_process_wrote_is_found_also_after_its_death(
-    server: Server, namespace: bytes, open_shared: OpenShared
+    server: NetworkStore, namespace: bytes, open_shared: OpenShared
 ) -> None:
     with other_process(server, namespace, 1, 2) as process:
         _, child = pids_of(process)
@@ -69,7 +70,9 @@ def test_what_another_process_wrote_is_found_also_after_its_death(
     assert not counts(rig).get("shared_corrupt")
 
 
-def test_what_came_from_there_is_not_written_there(server: Server, open_shared: OpenShared) -> None:
+def test_what_came_from_there_is_not_written_there(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
     one, two = open_shared(server), open_shared(server)
     tokens = conversation(1, NUM_TOKENS)
     write(one, tokens)
@@ -81,7 +84,7 @@ def test_what_came_from_there_is_not_written_there(server: Server, open_shared: 
 
 @pytest.mark.long
 def test_what_others_wrote_meanwhile_is_not_sent_again(
-    server: Server, open_shared: OpenShared
+    server: NetworkStore, open_shared: OpenShared
 ) -> None:
     one, two = open_shared(server), open_shared(server)
     tokens = conversation(1, NUM_TOKENS)
@@ -121,7 +124,10 @@ RARE = [pytest.param(damage, marks=pytest.mark.long) for damage in (longer, torn
 
 @pytest.mark.parametrize("damage", [flipped, of_another_version, shorter, *RARE])
 def test_a_damaged_value_is_a_miss_and_is_written_over(
-    server: Server, open_shared: OpenShared, stranger: Stranger, damage: Callable[[bytes], bytes]
+    server: NetworkStore,
+    open_shared: OpenShared,
+    stranger: Stranger,
+    damage: Callable[[bytes], bytes],
 ) -> None:
     one, two = open_shared(server), open_shared(server)
     tokens = conversation(1, NUM_TOKENS)
@@ -135,7 +141,7 @@ def test_a_damaged_value_is_a_miss_and_is_written_over(
 
 
 def test_swapped_values_are_misses(
-    server: Server, open_shared: OpenShared, stranger: Stranger
+    server: NetworkStore, open_shared: OpenShared, stranger: Stranger
 ) -> None:
     one, two = open_shared(server), open_shared(server)
     tokens = conversation(1, NUM_TOKENS)
@@ -146,7 +152,7 @@ def test_swapped_values_are_misses(
 
 
 def test_the_bounce_buffer_may_change_after_the_copy(
-    server: Server, open_shared: OpenShared
+    server: NetworkStore, open_shared: OpenShared
 ) -> None:
     """What counts is the copy: whatever strangers write into the buffer changes no answer."""
     one, two = open_shared(server), open_shared(server)
@@ -165,7 +171,7 @@ def test_the_bounce_buffer_may_change_after_the_copy(
 
 
 def test_what_is_verified_is_the_copy(
-    server: Server, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch
+    server: NetworkStore, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte is wrong in the bounce buffer while it is copied, and right before and after."""
     one, two = open_shared(server), open_shared(server)
@@ -183,7 +189,7 @@ def test_what_is_verified_is_the_copy(
 
 
 def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
-    server: Server, open_shared: OpenShared
+    server: NetworkStore, open_shared: OpenShared
 ) -> None:
     one, two = open_shared(server), open_shared(server)
     tokens = conversation(1, NUM_TOKENS)
@@ -205,7 +211,7 @@ def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
 
 
 def test_no_token_and_no_tenant_is_in_a_record(
-    server: Server, open_shared: OpenShared, stranger: Stranger
+    server: NetworkStore, open_shared: OpenShared, stranger: Stranger
 ) -> None:
     rig = open_shared(server)
     tokens = conversation(1, NUM_TOKENS)
@@ -217,7 +223,7 @@ def test_no_token_and_no_tenant_is_in_a_record(
 
 
 def test_a_request_alone_is_not_written_before_it_pauses(
-    server: Server, open_shared: OpenShared, stranger: Stranger
+    server: NetworkStore, open_shared: OpenShared, stranger: Stranger
 ) -> None:
     rig = open_shared(server, pause_s=60.0)
     tokens = conversation(1, NUM_TOKENS)
@@ -231,7 +237,7 @@ def test_a_request_alone_is_not_written_before_it_pauses(
 
 @pytest.mark.long
 def test_no_more_is_written_than_the_bandwidth_allows(
-    server: Server, open_shared: OpenShared
+    server: NetworkStore, open_shared: OpenShared
 ) -> None:
     rig = open_shared(server, bandwidth=4096, dram_slots=16)
     for number in range(4):

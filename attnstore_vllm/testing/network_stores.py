@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real network stores for the tests, each of its own processes on 127.0.0.1."""
+"""Real network stores, each of its own processes on 127.0.0.1, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from attnstore_vllm.errors import DeviceError
-from attnstore_vllm.shared.helper import Helper
-from attnstore_vllm.shared.messages import Lanes, Op
-from attnstore_vllm.shared.record import HEADER_BYTES
-from tests.helpers import PAYLOAD_BYTES
 
 START_S = 15.0
 SEGMENT = """
@@ -52,7 +45,7 @@ def free_port() -> int:
         return int(made.getsockname()[1])
 
 
-class Server:
+class NetworkStore:
     """One store. `settings` is what a client takes."""
 
     def __init__(self, kind: str, *arguments: str, url: str = "", memory: int = 64 << 20) -> None:
@@ -125,41 +118,3 @@ class Server:
                 if pipe is not None:
                     pipe.close()
         self.processes.clear()
-
-
-class Stranger:
-    """Somebody else with access to the store, who reads and writes what he likes."""
-
-    def __init__(self, server: Server, payload_bytes: int = PAYLOAD_BYTES) -> None:
-        self._server = server
-        self._payload_bytes = payload_bytes
-        self._helper = self._open(payload_bytes)
-
-    def _open(self, payload_bytes: int) -> Helper:
-        helper = Helper(self._server.settings, Lanes(payload_bytes, 2, 1))
-        helper.start()
-        return helper
-
-    def get(self, name: bytes) -> bytes:
-        """Nothing of one of another size than a record's."""
-        if self._helper.numbers(1, Op.GET, [name], 5.0)[0] < 0:
-            return b""
-        return bytes(self._helper.lanes.place(self._helper.buffer, 1, 0))
-
-    def put(self, name: bytes, value: bytes) -> None:
-        """Whatever is there, also of another size."""
-        size = len(value) - HEADER_BYTES
-        helper = self._helper if size == self._payload_bytes else self._open(size)
-        helper.lanes.place(helper.buffer, 1, 0)[:] = value
-        assert helper.numbers(1, Op.OVERWRITE, [name], 5.0) == [0]
-        if helper is not self._helper:
-            helper.close()
-
-    def has(self, names: Sequence[bytes]) -> list[int]:
-        try:
-            return self._helper.numbers(0, Op.EXIST, names, 5.0)
-        except DeviceError:
-            return []
-
-    def close(self) -> None:
-        self._helper.close()
