@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.io.codec import CODEC_NAMES, NONE
-from attnstore_vllm.shared import settings as shared
-from attnstore_vllm.shared.settings import SharedConfig
+from attnstore_vllm.shared import shared_settings as shared
+from attnstore_vllm.shared.shared_settings import SharedConfig
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):

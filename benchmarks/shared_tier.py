@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared tier, by two real servers and a real store on one machine.
 
-    python -m benchmarks.shared_tier [--kind redis|mooncake|both] [--model small|medium] [--prompts N]
+    python -m benchmarks.shared_tier [--kind redis|mooncake|both] [--model small|medium]
 
     ttft      server A computes a prompt, and writes it; server B is asked for it (from the shared
               tier), and once more (from HBM). Over computing it, and over HBM.
@@ -33,7 +33,7 @@ from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.shared.backend import open_backend
 from attnstore_vllm.shared.helper import Helper
-from attnstore_vllm.shared.messages import Lanes, Op
+from attnstore_vllm.shared.lanes import LaneOp, Lanes
 from attnstore_vllm.shared.record import HEADER_BYTES
 from attnstore_vllm.testing.network_stores import KINDS, NetworkStore, missing
 from attnstore_vllm.testing.tiny_model import make_model
@@ -132,15 +132,15 @@ def rates(store: NetworkStore, rounds: int) -> dict[str, float]:
 
     def put() -> None:
         for payload, place in zip(payloads, places, strict=True):
-            checksum(memoryview(payload))
+            checksum(memoryview(payload.data))
             np.copyto(np.frombuffer(place[HEADER_BYTES:], np.uint8), payload)
-        assert not any(helper.numbers(1, Op.OVERWRITE, names, 10.0))
+        assert not any(helper.numbers(1, LaneOp.OVERWRITE, names, 10.0))
 
     def get() -> None:
-        assert min(helper.numbers(1, Op.GET, names, 10.0)) > 0
+        assert min(helper.numbers(1, LaneOp.GET, names, 10.0)) > 0
         for slot, place in zip(slots, places, strict=True):
             np.copyto(slot, np.frombuffer(place[HEADER_BYTES:], np.uint8))
-            checksum(memoryview(slot))
+            checksum(memoryview(slot.data))
 
     found = {"put": _rate(put, rounds), "get": _rate(get, rounds)}
     helper.close()

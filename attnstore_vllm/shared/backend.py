@@ -25,7 +25,7 @@ class BackendError(Exception):
 class Backend(ABC):
     """One client. Each lane of the child has a thread and a backend of its own.
 
-    Names are text. Places are of memory that strangers may write: nothing is verified here.
+    RecordNames are text. Places are of memory that strangers may write: nothing is verified here.
     """
 
     @abstractmethod

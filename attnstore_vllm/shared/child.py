@@ -20,14 +20,14 @@ from contextlib import suppress
 from typing import Any
 
 from attnstore_vllm.shared.backend import Backend, BackendError, open_backend
-from attnstore_vllm.shared.messages import (
+from attnstore_vllm.shared.lanes import (
     ERROR,
     NOTHING,
     OK,
     PACKET_MAX,
     SMALL_MAX,
+    LaneOp,
     Lanes,
-    Op,
     numbers,
     parse_request,
 )
@@ -80,25 +80,25 @@ class Lane:
         with self._shared["lock"]:
             return open_backend(self._settings, self._buffer, self._shared)
 
-    def _do(self, backend: Backend, op: Op, raw: list[bytes], value: bytes) -> bytes:
+    def _do(self, backend: Backend, op: LaneOp, raw: list[bytes], value: bytes) -> bytes:
         names = [self._settings["prefix"] + name.hex() for name in raw]
-        if op is Op.HELLO:
+        if op is LaneOp.HELLO:
             return OK
-        if op is Op.EXIST:
+        if op is LaneOp.EXIST:
             return numbers([int(found) for found in backend.exist(names)])
-        if op is Op.READ:
+        if op is LaneOp.READ:
             found = backend.read(names[0], SMALL_MAX)
             return NOTHING if found is None else OK + found
-        if op in (Op.WRITE, Op.OVERWRITE_SMALL):
-            backend.write(names[0], value, overwrite=op is Op.OVERWRITE_SMALL)
+        if op in (LaneOp.WRITE, LaneOp.OVERWRITE_SMALL):
+            backend.write(names[0], value, overwrite=op is LaneOp.OVERWRITE_SMALL)
             return OK
         assert self._buffer is not None
         places = [
             self._lanes.place(self._buffer, self._number, number) for number in range(len(names))
         ]
-        if op is Op.GET:
+        if op is LaneOp.GET:
             return numbers(backend.get(names, places))
-        return numbers(backend.put(names, places, overwrite=op is Op.OVERWRITE))
+        return numbers(backend.put(names, places, overwrite=op is LaneOp.OVERWRITE))
 
 
 def main(arguments: list[str]) -> None:

@@ -30,7 +30,7 @@ FILE_NAME = "shared-generation.json"
 
 
 def name_of(namespace: bytes) -> bytes:
-    """Of the value that says which generation of a namespace is the present one."""
+    """The name of the value that says which generation of a namespace is the present one."""
     return blake3(b"attnstore shared generation" + namespace).digest()
 
 
@@ -39,7 +39,7 @@ def following(generation: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class NewValue:
     """A value to be written to the store. It is used once it has been read there."""
 
     value: bytes
@@ -86,7 +86,7 @@ class Generation:
         self.has_changed |= not is_same or len(self.left) > LEFT_MAX
         self.is_in_doubt = False
 
-    def see(self, value: bytes | None) -> Order | None:
+    def see(self, value: bytes | None) -> NewValue | None:
         """The store has this value now. Returns what it is to have instead, if that is ours to
         say; see() is called again then."""
         if self.has_changed or self.is_behind:
@@ -96,12 +96,12 @@ class Generation:
             theirs = value[len(MAGIC) :] if value.startswith(MAGIC) else None
         if theirs is None:  # a store that is new, or has lost it: with it all that it had
             made = self.mine or self._next(self.left[-1] if self.left else None)
-            return Order(MAGIC + made, value is not None)
+            return NewValue(MAGIC + made, value is not None)
         if self.must_renew:
             self.left.append(theirs)
             self.must_renew = False
         if theirs in self.left:
-            return Order(MAGIC + self._next(theirs), True)
+            return NewValue(MAGIC + self._next(theirs), True)
         if self.mine is None:
             self.mine = theirs
         elif self.mine != theirs:

@@ -20,15 +20,16 @@ from contextlib import suppress
 from typing import Any
 
 from attnstore_vllm.errors import DeviceError
-from attnstore_vllm.shared.messages import (
+from attnstore_vllm.shared.lanes import (
     ERROR,
     NOTHING,
     PACKET_MAX,
+    LaneOp,
     Lanes,
-    Op,
     parse_numbers,
     request,
 )
+from attnstore_vllm.shared.mooncake_backend import QUIET
 
 START_S = 10.0
 """A child that has not answered by then does not start."""
@@ -75,7 +76,10 @@ class Helper:
             pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                      for _ in range(self.lanes.num_lanes)]  # fmt: skip
             theirs = [there.fileno() for _, there in pairs]
-            command = [sys.executable, "-m", "attnstore_vllm.shared.child"]
+            # Environment that the child adds to ours: where this package is, a client's settings.
+            added = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **QUIET}
+            command = ["env", *(f"{name}={value}" for name, value in added.items())]
+            command += [sys.executable, "-m", "attnstore_vllm.shared.child"]
             command += map(str, (os.getpid(), self._memory, *theirs))
             try:
                 self._child = subprocess.Popen(
@@ -84,7 +88,6 @@ class Helper:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=(self._memory, *theirs),
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
             except OSError as error:
                 for ours, _ in pairs:
@@ -100,7 +103,7 @@ class Helper:
             "num_places": self.lanes.num_places,
         }
         self._exchange(0, json.dumps(hello).encode(), 1.0, is_hello=True)
-        self._exchange(0, request(Op.HELLO, ()), START_S)
+        self._exchange(0, request(LaneOp.HELLO, ()), START_S)
 
     def stop(self) -> None:
         """End the child, whatever it does. Whoever waits for it is told. From any thread."""
@@ -122,7 +125,9 @@ class Helper:
 
     # ---- questions ---------------------------------------------------------------------
 
-    def numbers(self, lane: int, op: Op, names: Sequence[bytes], deadline_s: float) -> list[int]:
+    def numbers(
+        self, lane: int, op: LaneOp, names: Sequence[bytes], deadline_s: float
+    ) -> list[int]:
         """EXIST, GET, PUT and OVERWRITE: a number for each name. Raises DeviceError."""
         answer = self._exchange(lane, request(op, names), deadline_s)
         if len(answer) != 1 + 4 * len(names):
@@ -130,11 +135,11 @@ class Helper:
         return parse_numbers(answer, len(names))
 
     def read(self, name: bytes, deadline_s: float) -> bytes | None:
-        answer = self._exchange(0, request(Op.READ, (name,)), deadline_s)
+        answer = self._exchange(0, request(LaneOp.READ, (name,)), deadline_s)
         return None if answer[:1] == NOTHING else answer[1:]
 
     def write(self, name: bytes, value: bytes, deadline_s: float, *, overwrite: bool) -> None:
-        op = Op.OVERWRITE_SMALL if overwrite else Op.WRITE
+        op = LaneOp.OVERWRITE_SMALL if overwrite else LaneOp.WRITE
         self._exchange(0, request(op, (name,), value), deadline_s)
 
     def _exchange(

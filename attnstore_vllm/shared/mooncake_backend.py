@@ -8,7 +8,6 @@ none but the bounce buffer, and that only where RDMA cannot do without.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ NOT_THERE = (-703, -704)
 """Not ready (its writer is at it, or died), and not there."""
 TOO_SMALL = -600
 LOCAL_BUFFER_BYTES = 16 << 20
-"""Of the client itself, for small values."""
-_QUIET = {
+"""Memory of the client itself, for small values."""
+QUIET = {
     "MC_LOG_LEVEL": "ERROR",
     # Without these a call waits for 4 to 60 s where a process of Mooncake is dead or hangs.
     "MC_RPC_TIMEOUT_MS": "300",
@@ -82,7 +81,6 @@ class MooncakeBackend(Backend):
 
 
 def _connect(settings: Mapping[str, Any], buffer: memoryview | None) -> Any:
-    os.environ.update({key: value for key, value in _QUIET.items() if key not in os.environ})
     try:
         from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
     except ImportError as error:

@@ -35,17 +35,17 @@ _HEADER = struct.Struct("<8sIIQQ32s32s16s16s")
 payload, checksum of all before."""
 HEADER_BYTES = _HEADER.size
 HEADER_AT = PAGE_BYTES - HEADER_BYTES
-"""Where a record begins in its place in a bounce buffer: so its payload begins with a page."""
+"""The start of a record in its place in a bounce buffer: so its payload begins with a page."""
 
 
 def place_bytes(payload_bytes: int) -> int:
-    """What a record takes of a bounce buffer: whole pages."""
+    """The bytes that a record takes of a bounce buffer: whole pages."""
     return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """Names of one namespace in one generation (generation.py)."""
+class RecordNames:
+    """RecordNames of one namespace in one generation (generation.py)."""
 
     namespace: bytes
     generation: bytes

@@ -186,7 +186,7 @@ class RedisBackend(Backend):
         return size
 
     def _reply(self) -> tuple[str, str]:
-        """Of one line: its kind, and the rest."""
+        """One line: its kind, and the rest."""
         line = self._line()
         return chr(line[0]) if line else "?", line[1:].decode(errors="replace")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.shared.helper import Helper
-from attnstore_vllm.shared.messages import Lanes
-from attnstore_vllm.shared.settings import SharedConfig
-from attnstore_vllm.shared.tier_io import MakeShared
+from attnstore_vllm.shared.lanes import Lanes
+from attnstore_vllm.shared.shared_io import MakeShared
+from attnstore_vllm.shared.shared_settings import SharedConfig
 
 TRIAL_NAME = b"attnstore doctor".ljust(32, b"\0")
 

@@ -54,7 +54,7 @@ class TierIo(ABC):
     record_bytes: int
     """That a chunk takes in this tier."""
     load_flow, store_flow = Flow.PREFETCH, Flow.WRITE_BACK
-    """What its bytes are counted as."""
+    """The directions that its bytes are counted as."""
     events = ""
     """Before the names of what fails: others than NVMe's have their own."""
 

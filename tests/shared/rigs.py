@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.shared.record import Names
-from attnstore_vllm.shared.tier_io import MakeShared, SharedIo
+from attnstore_vllm.shared.record import RecordNames
+from attnstore_vllm.shared.shared_io import MakeShared, SharedIo
 from attnstore_vllm.store.asking import is_asked
 from tests.helpers import CHUNK_TOKENS, Rig, memory_rig, names_of, payload_of, sequence_of
 
@@ -68,7 +68,7 @@ def write(rig: Rig, tokens: list[int]) -> list[bytes]:
 def stored_names(rig: Rig, tokens: list[int]) -> list[bytes]:
     io = io_of(rig)
     assert io.generation.usable is not None
-    names = Names(io._namespace, io.generation.usable)
+    names = RecordNames(io._namespace, io.generation.usable)
     whole = [name for name in names_of(sequence_of(tokens)) if name.num_tokens == CHUNK_TOKENS]
     return [names.of(name.key) for name in whole]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.shared.helper import Helper
-from attnstore_vllm.shared.messages import Lanes, Op
+from attnstore_vllm.shared.lanes import LaneOp, Lanes
 from attnstore_vllm.shared.record import HEADER_BYTES
 from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import PAYLOAD_BYTES
@@ -28,7 +28,7 @@ class Stranger:
 
     def get(self, name: bytes) -> bytes:
         """Nothing of one of another size than a record's."""
-        if self._helper.numbers(1, Op.GET, [name], 5.0)[0] < 0:
+        if self._helper.numbers(1, LaneOp.GET, [name], 5.0)[0] < 0:
             return b""
         return bytes(self._helper.lanes.place(self._helper.buffer, 1, 0))
 
@@ -37,13 +37,13 @@ class Stranger:
         size = len(value) - HEADER_BYTES
         helper = self._helper if size == self._payload_bytes else self._open(size)
         helper.lanes.place(helper.buffer, 1, 0)[:] = value
-        assert helper.numbers(1, Op.OVERWRITE, [name], 5.0) == [0]
+        assert helper.numbers(1, LaneOp.OVERWRITE, [name], 5.0) == [0]
         if helper is not self._helper:
             helper.close()
 
     def has(self, names: Sequence[bytes]) -> list[int]:
         try:
-            return self._helper.numbers(0, Op.EXIST, names, 5.0)
+            return self._helper.numbers(0, LaneOp.EXIST, names, 5.0)
         except DeviceError:
             return []
 

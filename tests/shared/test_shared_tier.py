@@ -16,8 +16,8 @@ import pytest
 
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.device import CHECKSUM_BYTES
-from attnstore_vllm.shared import tier_io
-from attnstore_vllm.shared.messages import Op
+from attnstore_vllm.shared import shared_io
+from attnstore_vllm.shared.lanes import LaneOp
 from attnstore_vllm.shared.record import HEADER_BYTES, VERSION
 from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation, names_of, sequence_of
@@ -183,7 +183,7 @@ def test_what_is_verified_is_the_copy(
         to[:] = of
         of[5] ^= 1
 
-    monkeypatch.setattr(tier_io, "_copy", copy)
+    monkeypatch.setattr(shared_io, "_copy", copy)
     assert fetch(two, tokens) == 0
     assert counts(two)["shared_corrupt"] >= 1
 
@@ -197,8 +197,8 @@ def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
     helper = io_of(two).helper
     ask = helper.numbers
 
-    def vanishing(lane: int, op: Op, wanted: list[bytes], deadline_s: float) -> list[int]:
-        if op is Op.GET:  # as if the store had evicted the second
+    def vanishing(lane: int, op: LaneOp, wanted: list[bytes], deadline_s: float) -> list[int]:
+        if op is LaneOp.GET:  # as if the store had evicted the second
             wanted = [name[::-1] if name == names[1] else name for name in wanted]
         return ask(lane, op, wanted, deadline_s)
 

@@ -30,7 +30,7 @@ SMALL_MAX = 256
 """Bytes of a value that is read or written by itself."""
 
 
-class Op(IntEnum):
+class LaneOp(IntEnum):
     HELLO = 0
     EXIST = 1
     GET = 2
@@ -41,17 +41,17 @@ class Op(IntEnum):
     OVERWRITE_SMALL = 7
 
 
-def request(op: Op, names: Sequence[bytes], value: bytes = b"") -> bytes:
+def request(op: LaneOp, names: Sequence[bytes], value: bytes = b"") -> bytes:
     assert len(names) <= NAMES_MAX
     assert all(len(name) == NAME_BYTES for name in names)
     return _REQUEST.pack(op, len(names)) + b"".join(names) + value
 
 
-def parse_request(packet: bytes) -> tuple[Op, list[bytes], bytes]:
+def parse_request(packet: bytes) -> tuple[LaneOp, list[bytes], bytes]:
     op, count = _REQUEST.unpack_from(packet)
     at, end = _REQUEST.size, _REQUEST.size + count * NAME_BYTES
     names = [packet[i : i + NAME_BYTES] for i in range(at, end, NAME_BYTES)]
-    return Op(op), names, packet[end:]
+    return LaneOp(op), names, packet[end:]
 
 
 def numbers(values: Sequence[int]) -> bytes:
@@ -69,7 +69,7 @@ class Lanes:
     payload_bytes: int
     num_lanes: int
     num_places: int
-    """Of each lane but the first."""
+    """Places of each lane but the first."""
 
     @property
     def buffer_bytes(self) -> int:

@@ -37,9 +37,9 @@ from attnstore_vllm.shared import generation as generations
 from attnstore_vllm.shared.backend import FAILED, MISSING, WRONG_SIZE
 from attnstore_vllm.shared.books import PAUSE_S, SharedBooks
 from attnstore_vllm.shared.helper import Helper, LateError
-from attnstore_vllm.shared.messages import Lanes, Op
-from attnstore_vllm.shared.record import HEADER_BYTES, Names, check_header, place_bytes, seal
-from attnstore_vllm.shared.reset import SharedReset
+from attnstore_vllm.shared.lanes import LaneOp, Lanes
+from attnstore_vllm.shared.record import HEADER_BYTES, RecordNames, check_header, place_bytes, seal
+from attnstore_vllm.shared.shared_reset import SharedReset
 from attnstore_vllm.store.asking import Ask, AskedIo
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
@@ -52,7 +52,7 @@ ASK_LANE, LOAD_LANES, STORE_LANE = 0, (1, 2), 3
 NUM_LANES = 4
 LANE_BYTES = 16 << 20
 PLACES_MAX = 16
-"""Of a lane, if its memory has room for them."""
+"""Places of a lane, if its memory has room for them."""
 DEPTH = 32
 """Loads, and stores, that have not ended."""
 LEASE_S = 8.0
@@ -65,14 +65,14 @@ ALONE_MAX = 4096
 BANDWIDTH_BURST_S, DAILY_BURST_S = 1.0, 3600.0
 
 
-class _Load(NamedTuple):
+class _LoadJob(NamedTuple):
     chunk: Chunk
     name: bytes
     payload: memoryview
     done: Loaded
 
 
-class _Store(NamedTuple):
+class _StoreJob(NamedTuple):
     chunk: Chunk
     name: bytes
     payload: memoryview
@@ -131,11 +131,11 @@ class SharedIo(AskedIo):
         self._said_out: str | None = None
         self._budgets = [Budget(rate, burst) for burst, rate in write_rates.items() if rate]
         self._num_loading = self._num_storing = 0
-        self._loads: deque[_Load] = deque()
-        self._stores: deque[_Store] = deque()
+        self._loads: deque[_LoadJob] = deque()
+        self._stores: deque[_StoreJob] = deque()
         self._alone: OrderedDict[bytes, float] = OrderedDict()
         self._damaged: OrderedDict[bytes, None] = OrderedDict()
-        """Names whose record is to be written over."""
+        """RecordNames whose record is to be written over."""
         self._look_at = 0.0
         self._is_looking = False
         self._asker = DaemonPool(1, "attnstore-shared-ask")
@@ -161,10 +161,10 @@ class SharedIo(AskedIo):
     def can_store(self) -> bool:
         return self._num_storing < DEPTH
 
-    def _names(self) -> Names | None:
+    def _names(self) -> RecordNames | None:
         """Locked."""
         usable = self.generation.usable
-        return None if usable is None else Names(self._namespace, usable)
+        return None if usable is None else RecordNames(self._namespace, usable)
 
     def gauges_now(self) -> dict[tuple[str, str], float]:
         joined = self.generation.usable is not None
@@ -186,11 +186,13 @@ class SharedIo(AskedIo):
         keys = list(takewhile(lambda key: bytes(key) not in self._alone, ask.keys))
         self._asker.submit(self._ask, ask, names, keys)
 
-    def _ask(self, ask: Ask, names: Names, keys: Sequence[bytes]) -> None:
+    def _ask(self, ask: Ask, names: RecordNames, keys: Sequence[bytes]) -> None:
         try:
             wanted = [names.of(key) for key in keys]
             there = (
-                self.helper.numbers(ASK_LANE, Op.EXIST, wanted, self._deadline_s) if wanted else []
+                self.helper.numbers(ASK_LANE, LaneOp.EXIST, wanted, self._deadline_s)
+                if wanted
+                else []
             )
         except DeviceError as error:
             self.fail(ask, error)
@@ -211,7 +213,7 @@ class SharedIo(AskedIo):
     ) -> None:
         names = self._names()
         name = names.of(chunk.name.key) if names is not None else b""
-        self._loads.append(_Load(chunk, name, payload, done))
+        self._loads.append(_LoadJob(chunk, name, payload, done))
         self._num_loading += 1
 
     def submit(self) -> None:
@@ -235,12 +237,12 @@ class SharedIo(AskedIo):
             self._load(lane, batch)
             self.context.wake()
 
-    def _load(self, lane: int, batch: Sequence[_Load]) -> None:
+    def _load(self, lane: int, batch: Sequence[_LoadJob]) -> None:
         try:
             if not all(load.name for load in batch):
                 raise DeviceError("the shared tier is left: its generation is one of before")
             names = [load.name for load in batch]
-            results = self.helper.numbers(lane, Op.GET, names, self._deadline_s)
+            results = self.helper.numbers(lane, LaneOp.GET, names, self._deadline_s)
         except DeviceError as error:
             for load in batch:
                 self._end_load(load, error)
@@ -258,7 +260,7 @@ class SharedIo(AskedIo):
                 failure = self._take(lane, number, load)
             self._end_load(load, failure, is_missing=result == MISSING)
 
-    def _take(self, lane: int, number: int, load: _Load) -> CorruptRecordError | None:
+    def _take(self, lane: int, number: int, load: _LoadJob) -> CorruptRecordError | None:
         """Copy the record out of the bounce buffer, and then verify the copy."""
         place = self.helper.lanes.place(self.helper.buffer, lane, number)
         header = bytes(place[:HEADER_BYTES])
@@ -273,7 +275,7 @@ class SharedIo(AskedIo):
         return None
 
     def _end_load(
-        self, load: _Load, failure: AttnStoreError | None, *, is_missing: bool = False
+        self, load: _LoadJob, failure: AttnStoreError | None, *, is_missing: bool = False
     ) -> None:
         context, key = self.context, bytes(load.chunk.name.key)
         with context.progress:
@@ -304,7 +306,7 @@ class SharedIo(AskedIo):
             budget.take(now, self.record_bytes)
         # Named now: what is in DRAM before a reset must not get a name of after it.
         name = names.of(chunk.name.key) if names is not None else b""
-        self._stores.append(_Store(chunk, name, payload, done))
+        self._stores.append(_StoreJob(chunk, name, payload, done))
         self._num_storing += 1
 
     def _store_all(self) -> None:
@@ -319,7 +321,7 @@ class SharedIo(AskedIo):
             self._store(batch, damaged)
             self.context.wake()
 
-    def _store(self, batch: Sequence[_Store], damaged: set[bytes]) -> None:
+    def _store(self, batch: Sequence[_StoreJob], damaged: set[bytes]) -> None:
         failure: DeviceError | None = None
         over = [store for store in batch if store.name in damaged]
         new = [store for store in batch if store.name not in damaged]
@@ -328,14 +330,14 @@ class SharedIo(AskedIo):
             if not all(store.name for store in batch):
                 raise DeviceError("the shared tier is left: its generation is one of before")
             names = [store.name for store in new]
-            there = self.helper.numbers(STORE_LANE, Op.EXIST, names, self._deadline_s)
+            there = self.helper.numbers(STORE_LANE, LaneOp.EXIST, names, self._deadline_s)
             outcomes |= {
                 name: StoreFailure.IS_THERE
                 for name, is_there in zip(names, there, strict=True)
                 if is_there
             }
             new = [store for store in new if store.name not in outcomes]
-            for op, stores in ((Op.PUT, new), (Op.OVERWRITE, over)):
+            for op, stores in ((LaneOp.PUT, new), (LaneOp.OVERWRITE, over)):
                 if stores:
                     outcomes |= self._put(op, stores)
             if StoreFailure.NOT_SHARED in outcomes.values():
@@ -356,7 +358,7 @@ class SharedIo(AskedIo):
         if failure is not None:
             self._note_end(failure, "write")
 
-    def _put(self, op: Op, stores: Sequence[_Store]) -> dict[bytes, bytes | StoreFailure]:
+    def _put(self, op: LaneOp, stores: Sequence[_StoreJob]) -> dict[bytes, bytes | StoreFailure]:
         digests = []
         for number, store in enumerate(stores):
             place = self.helper.lanes.place(self.helper.buffer, STORE_LANE, number)
