@@ -330,6 +330,8 @@ class StoreConfig:
     """A tier behind NVMe that several servers share; None: there is none."""
     io_depth: int = 8
     """Requests in flight on the device; half of them may be writes."""
+    peers: bool = True
+    """Data-parallel engines of one host read each other's DRAM and NVMe."""
     data_parallel_size: int = 1
     """Engines that share the two sizes. `vllm serve -dp N` fills it in."""
 
@@ -358,6 +360,9 @@ class StoreConfig:
         look_ahead, compute_if_sooner = (
             _switch(key, given.get(key, True)) for key in ("look_ahead", "compute_if_sooner")
         )
+        peers = given.get("peers", "auto")
+        if peers not in ("auto", "off", False):
+            raise ConfigError(f"peers is {peers!r}; it must be auto or off")
         every = given.get("states_every", "auto")
         if every != "auto":
             every = (
@@ -386,6 +391,7 @@ class StoreConfig:
             eviction=eviction,
             look_ahead=look_ahead,
             compute_if_sooner=compute_if_sooner,
+            peers=peers == "auto",
             states_every=None if every == "auto" else every,
             ttl_s=ttl_s,
             pinning=pinning,
@@ -395,6 +401,15 @@ class StoreConfig:
             shared_by=_sharing("share", given.get("share", "everyone")),
             **optional,
         )
+
+    def siblings(self) -> list[Path]:
+        """The directories of the other engines that share the sizes, if they are to be asked; of
+        one engine's part."""
+        path, size = self.nvme.path, self.data_parallel_size
+        if not self.peers or size == 1 or not re.fullmatch(r"dp\d+", path.name):
+            return []
+        dirs = (path.parent / f"dp{rank}" for rank in range(size))
+        return [directory for directory in dirs if directory != path]
 
     def share(self, dp_rank: int | None) -> StoreConfig:
         """The part of one data-parallel engine: `path/dp<rank>` and an equal share of both sizes.

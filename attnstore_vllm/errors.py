@@ -6,6 +6,8 @@ AttnStoreError
   UnsupportedError     this vLLM or its shape     refuse to start
   DeviceError          the disk answered errno    the record is lost, its tokens are prefilled
   CorruptRecordError   the bytes are not ours     the record is dropped, its tokens are prefilled
+  GoneError            others have not what   the entry is dropped, its tokens are prefilled
+                       they said they had
   CopyError            the device failed a copy   the save is dropped, the load's tokens are
                        between HBM and DRAM       prefilled; see transfer/worker_copies.py
 
@@ -30,6 +32,11 @@ class UnsupportedError(AttnStoreError):
 
 class DeviceError(AttnStoreError):
     """The operating system refused an I/O request, or the device is closed."""
+
+
+class GoneError(AttnStoreError):
+    """A tier that must be asked has not, or not in time, what it said it had. No fault: others may
+    drop what they have."""
 
 
 class CopyError(AttnStoreError):

@@ -16,6 +16,7 @@ TOKEN_BYTES = 4
 DRAM: Final = "dram"
 NVME: Final = "nvme"
 SHARED: Final = "shared"
+PEERS: Final = "peers"
 """Names of tiers, as metrics and messages have them."""
 
 
@@ -28,6 +29,7 @@ class Flow(Enum):
     PREFETCH = "nvme_to_dram"
     TO_SHARED = "dram_to_shared"
     FROM_SHARED = "shared_to_dram"
+    FROM_PEERS = "peers_to_dram"
 
 
 class StoreFailure(Enum):

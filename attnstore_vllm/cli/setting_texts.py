@@ -235,6 +235,12 @@ SETTINGS = (
         "Raise it for disks that need more to be busy: compare with attnstore doctor.",
     ),
     Setting(
+        "peers", "auto", "auto or off",
+        "Data-parallel engines of one host copy KV from each other's DRAM and NVMe, in place of "
+        "computing a conversation that came from a sibling.",
+        "off where a router keeps each conversation at its engine.",
+    ),
+    Setting(
         "data_parallel_size", "1", "engines, 1 to 4096",
         "Engines that share the sizes. `vllm serve --data-parallel-size N` fills it in.",
         "Only where engines are started one by one.",

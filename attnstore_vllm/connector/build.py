@@ -35,6 +35,7 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS
+from attnstore_vllm.peers.tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.request import MediaNames
@@ -314,6 +315,8 @@ def _store(
     lines = start_lines(own_version(), config, geometry, pool.num_slots, slab, kind)
     logger.info("%s", "\n".join(lines))
     pinning, truncation = config.pinning, config.truncation
+    siblings = [] if needs_of(geometry) else config.siblings()  # see asking_of()
+    peers = peers_of(config.nvme.path, siblings, namespace, geometry.chunk_tokens, pool)
     store = Store(
         pool,
         slab,
@@ -328,13 +331,13 @@ def _store(
         ahead=tokens_ahead(vllm_config),
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
-        more_tiers=_more_tiers(config, geometry, namespace),
+        more_tiers=[*peers, *_shared_tier(config, geometry, namespace)],
     )
     return store, kind
 
 
-def _more_tiers(config: StoreConfig, geometry: Geometry, namespace: bytes) -> Sequence[MakeTier]:
-    """Tiers behind NVMe, nearest first. Raises ConfigError."""
+def _shared_tier(config: StoreConfig, geometry: Geometry, namespace: bytes) -> Sequence[MakeTier]:
+    """The tier that several servers share, if there is one. Raises ConfigError."""
     shared = config.shared
     if shared is None:
         return ()

@@ -214,7 +214,7 @@ class Residency:
 
         Cost: a look at the run of each piece.
         """
-        expired = [piece.chunk for piece in pieces if self._has_expired(piece.chunk)]
+        expired = [piece.chunk for piece in pieces if self.has_expired(piece.chunk)]
         kept: list[Piece] = []
         for piece in pieces:
             if piece.chunk in expired[:1]:
@@ -225,7 +225,7 @@ class Residency:
             self.drop(chunk)
         return kept
 
-    def _has_expired(self, chunk: Chunk) -> bool:
+    def has_expired(self, chunk: Chunk) -> bool:
         return (
             self.run_of(chunk).has_expired(self.now)
             and chunk not in self.look_ahead.wanted_by

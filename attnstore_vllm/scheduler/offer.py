@@ -10,6 +10,7 @@ than a step can afford. Held chunks are let go when vLLM plans a step without ha
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -519,7 +520,10 @@ def count_wanted(stats: StepStats, state: RequestState, pieces: Sequence[Piece])
         return
     state.counted.wanted = True
     spine = [piece for piece in pieces if piece.group == 0]
-    in_dram = sum(p.stop - p.start for p in spine if p.chunk.dram.state is State.READY)
-    wanted = sum(piece.stop - piece.start for piece in spine)
-    stats.add("wanted_tokens", DRAM, in_dram)
-    stats.add("wanted_tokens", NVME, wanted - in_dram)
+    wanted = Counter[str]()
+    for piece in spine:
+        is_here = piece.chunk.dram.state is State.READY
+        tier = DRAM if is_here else next(iter(piece.chunk.behind), NVME)
+        wanted[tier] += piece.stop - piece.start
+    for tier, tokens in wanted.items():
+        stats.add("wanted_tokens", tier, tokens)

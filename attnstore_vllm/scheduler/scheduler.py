@@ -339,6 +339,8 @@ class Scheduler:
         if num_given_up:
             self._stats.add("chunks", "unsaved", num_given_up)
         if self._watch.on_report(report):
+            if self.store.asking is not None:
+                self.store.asking.leave()
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
         if report.weights is not Seen.NOTHING:

@@ -44,6 +44,9 @@ def start_lines(
             f"  NVMe: {len(slab.foreign)} of {slab.num_segments} parts are of other models or "
             "settings, and give way when room is needed"
         )
+    if siblings := config.siblings():
+        left_out = ": not with several KV cache groups" if geometry.groups[1:] else ""
+        yield f"  peers: {len(siblings)} other engines of this host may be asked for KV{left_out}"
     others = [group.reach for group in geometry.groups[1:]]
     if others:
         yield f"  KV cache groups beside the first: {', '.join(others)}"

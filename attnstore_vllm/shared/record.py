@@ -45,7 +45,7 @@ def place_bytes(payload_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RecordNames:
-    """RecordNames of one namespace in one generation (generation.py)."""
+    """RecordNames of one namespace in one generation (shared_generation.py)."""
 
     namespace: bytes
     generation: bytes

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError
+from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError, GoneError
 from attnstore_vllm.index.asked_tier import Found
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.dram_tier import DramTier
@@ -33,7 +33,7 @@ from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.shared import generation as generations
+from attnstore_vllm.shared import shared_generation as generations
 from attnstore_vllm.shared.backend import FAILED, MISSING, WRONG_SIZE
 from attnstore_vllm.shared.books import PAUSE_S, SharedBooks
 from attnstore_vllm.shared.helper import Helper, LateError
@@ -90,7 +90,7 @@ class SharedIo(AskedIo):
     """
 
     lease_s = LEASE_S
-    load_flow, store_flow = Flow.FROM_SHARED, Flow.TO_SHARED
+    flow_up, flow_down = Flow.FROM_SHARED, Flow.TO_SHARED
     events = "shared_"
 
     def __init__(
@@ -123,7 +123,7 @@ class SharedIo(AskedIo):
         self._where = where
         self._namespace = namespace
         self.generation = (
-            generations.load(directory) if directory is not None else generations.Generation()
+            generations.load(directory) if directory is not None else generations.SharedGeneration()
         )
         self._directory = directory
         self._saved = self.generation.to_json()
@@ -281,9 +281,7 @@ class SharedIo(AskedIo):
         with context.progress:
             self._num_loading -= 1
             if is_missing:  # evicted since it was asked for: nothing is wrong
-                context.residency.counts["vanished"] += 1
-                context.residency.drop(load.chunk)
-                failure = DeviceError(f"{self._where} has it no longer")
+                failure = GoneError(f"{self._where} has it no longer")
             if failure is not None:
                 _remember(self._alone, key, context.clock() + ALONE_S)
             if isinstance(failure, CorruptRecordError):

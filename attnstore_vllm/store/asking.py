@@ -94,6 +94,8 @@ class AskedIo(TierIo):
         self.context = context
         self.answer_time = AnswerTime()
         self._open: deque[Ask] = deque()
+        self.has_left = False
+        """Locked. KV of others is not ours any more, and ours not theirs: weights are others."""
 
     @abstractmethod
     def ask(self, ask: Ask) -> None:
@@ -104,7 +106,7 @@ class AskedIo(TierIo):
         whether it works again is a question that nobody waits for."""
         now = self.context.clock()
         reads = self.health.reads
-        if len(self._open) >= OPEN_MAX or self.tier.is_lost:
+        if len(self._open) >= OPEN_MAX or self.tier.is_lost or self.has_left:
             return None
         is_probe = not reads.in_use and reads.take_probe(now)
         if not (reads.in_use or is_probe):
@@ -156,6 +158,9 @@ class AskedIo(TierIo):
         for _ in range(late):
             self.health.note_read(AskError(f"{self.tier.name} has not answered in time"))
 
+    def gauges_now(self) -> dict[tuple[str, str], float]:
+        return dict(self.gauges)  # entries are no bytes of ours
+
     def forget_asks(self) -> None:
         """Locked. A reset: what is answered from now on was asked before it."""
         for ask in self._open:
@@ -193,6 +198,15 @@ class Asking:
             ]
         sequence.asked_at = now
         sequence.asked = tuple(ask for ask in asks if ask is not None)
+
+    def leave(self) -> None:
+        """Weights have changed in place: no name tells our KV from that of others any more. Until
+        the next start nothing is shared."""
+        with self._context.progress:
+            for tier in self._tiers:
+                tier.has_left = True
+                tier.forget_asks()
+        logger.warning("weights have changed: this engine shares KV with no other any more")
 
 
 def is_asked(sequence: SequenceKeys) -> bool:

@@ -7,10 +7,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.types import Flow
+
+if TYPE_CHECKING:
+    from attnstore_vllm.store.reader import Reader
 
 
 class Pool(Protocol):
@@ -33,6 +36,8 @@ class Context:
     moved_bytes: Counter[Flow] = field(default_factory=Counter)
     wake: Callable[[], None] = lambda: None
     """Ends the wait of the store's thread. From any thread."""
+    reader: Reader = field(init=False)
+    """Brings up from the tiers behind; there once the store is made."""
 
 
 class Figures(NamedTuple):

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
+from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.cost import read_pays
 from attnstore_vllm.policy.lookahead import LAST, Order
@@ -177,13 +177,14 @@ class Reader:
         is_corrupt = isinstance(failure, CorruptRecordError)
         if failure is None or is_corrupt:
             now = context.clock()
-            context.moved_bytes[source.load_flow] += source.record_bytes
+            context.moved_bytes[source.flow_up] += source.record_bytes
             source.cost.observe(now - max(begun_at, source.load_ended_at))
             source.load_ended_at = now
         verified = failure is None and context.residency.index.learn(chunk, tokens)
         if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
+            is_gone = isinstance(failure, GoneError)
             event = "corrupt" if failure is None or is_corrupt else "read_failed"
-            context.residency.counts[source.events + event] += 1
+            context.residency.counts["gone" if is_gone else source.events + event] += 1
         context.residency.finish_fetch(chunk, verified)
         context.progress.notify_all()
 

@@ -50,7 +50,7 @@ class StoreThread:
         context.wake = self.wake
         self._learn = learn
         self.tiers = tiers
-        self.reader = Reader(context, tiers)
+        self.reader = context.reader = Reader(context, tiers)
         rate = daily_writes / 86_400 if daily_writes is not None else None
         rates = [rate, *(None for _ in tiers[1:])]
         self._writers = [

@@ -53,10 +53,10 @@ class TierIo(ABC):
     health: Health
     record_bytes: int
     """That a chunk takes in this tier."""
-    load_flow, store_flow = Flow.PREFETCH, Flow.WRITE_BACK
-    """The directions that its bytes are counted as."""
+    flow_up, flow_down = Flow.PREFETCH, Flow.WRITE_BACK
+    """The directions that the bytes of its loads and stores are counted as."""
     events = ""
-    """Before the names of what fails: others than NVMe's have their own."""
+    """Before the names of what fails: others than NVMe's may have their own."""
 
     def __init__(self) -> None:
         self.cost = ReadCost()

@@ -83,6 +83,6 @@ class Writer:
             now = context.clock()
             tier.write_cost.observe(now - max(begun_at, tier.store_ended_at))
             tier.store_ended_at = now
-            context.moved_bytes[tier.store_flow] += tier.record_bytes
+            context.moved_bytes[tier.flow_down] += tier.record_bytes
         context.residency.finish_store(tier.tier, chunk, outcome)
         context.progress.notify_all()

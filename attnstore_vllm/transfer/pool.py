@@ -104,7 +104,7 @@ class SharedPool:
         self._part = part
         self.slot_bytes = slot_bytes if part is None else slot_bytes // num_parts
         self._leave: list[Callable[[], Any]] = []
-        fds = self._create_or_open(near)
+        fds = self._fds = self._create_or_open(near)
         self.buffer = map_side_by_side(fds, list(stretches_of(self._files, SLOTS_AT, part)))
         self._join(num_ranks, member)
 
@@ -129,6 +129,17 @@ class SharedPool:
         assert 0 <= slot < self.num_slots
         start = SLOTS_AT + slot * self.slot_bytes
         return self.buffer[start : start + self.slot_bytes]
+
+    def read_only_fds(self) -> list[int]:
+        """New descriptors of the files, that can be mapped for reading alone; the caller's."""
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        return [os.open(f"/proc/self/fd/{fd}", flags) for fd in self._fds]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The slots that its files have room for, bytes of a whole slot, parts that lie apart."""
+        last = self._files[-1]
+        return last.stop_slot, last.part_bytes * self.num_parts, self.num_parts
 
     def keep(self, num_slots: int) -> None:
         """Use the first slots alone from now on, in this process; the memory of the others stays

@@ -79,7 +79,7 @@ def test_what_came_from_there_is_not_written_there(
     assert fetch(two, tokens) == WHOLE
     assert fetch(two, tokens) == WHOLE  # a second use
     time.sleep(0.4)
-    assert two.store.figures().moved_bytes.get(io_of(two).store_flow, 0) == 0
+    assert two.store.figures().moved_bytes.get(io_of(two).flow_down, 0) == 0
 
 
 @pytest.mark.long
@@ -92,7 +92,7 @@ def test_what_others_wrote_meanwhile_is_not_sent_again(
     for name in names_of(sequence_of(tokens))[:WHOLE]:
         two.put(name)
     two.until(lambda: counts(two).get("is_there", 0) == WHOLE)
-    assert two.store.figures().moved_bytes.get(io_of(two).store_flow, 0) == 0
+    assert two.store.figures().moved_bytes.get(io_of(two).flow_down, 0) == 0
 
 
 def flipped(record: bytes) -> bytes:
@@ -204,7 +204,7 @@ def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
 
     helper.numbers = vanishing  # type: ignore[method-assign, assignment]
     assert fetch(two, tokens) == 1
-    assert counts(two)["vanished"] == 1
+    assert counts(two)["gone"] == 1
     assert not counts(two).get("shared_corrupt") and not counts(two).get("shared_read_failed")
     helper.numbers = ask  # type: ignore[method-assign]
     assert fetch(two, tokens) == 1, "it is left alone for some seconds"
@@ -244,5 +244,5 @@ def test_no_more_is_written_than_the_bandwidth_allows(
         for name in names_of(sequence_of(conversation(number, NUM_TOKENS)))[:WHOLE]:
             rig.put(name)
     time.sleep(1.5)
-    written = rig.store.figures().moved_bytes.get(io_of(rig).store_flow, 0)
+    written = rig.store.figures().moved_bytes.get(io_of(rig).flow_down, 0)
     assert 0 < written <= 3 * io_of(rig).record_bytes

@@ -47,7 +47,7 @@ class NewValue:
 
 
 @dataclass(slots=True)
-class Generation:
+class SharedGeneration:
     """See the module. Its caller has the lock."""
 
     left: list[bytes] = field(default_factory=list)
@@ -127,17 +127,17 @@ class Generation:
         return json.dumps({"left": [one.hex() for one in self.left], "renew": self.must_renew})
 
 
-def load(directory: Path) -> Generation:
+def load(directory: Path) -> SharedGeneration:
     """As the last process of this directory left it. A file that cannot be read makes everything
     that is there a thing of before."""
     try:
         said = json.loads((directory / FILE_NAME).read_text())
         left = [bytes.fromhex(one) for one in said["left"]]
-        return Generation(left, bool(said["renew"]))
+        return SharedGeneration(left, bool(said["renew"]))
     except FileNotFoundError:
-        return Generation()
+        return SharedGeneration()
     except (OSError, ValueError, KeyError, TypeError):
-        return Generation(must_renew=True)
+        return SharedGeneration(must_renew=True)
 
 
 def save(directory: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from attnstore_vllm.shared.generation import FILE_NAME, MAGIC, Generation, load, save
+from attnstore_vllm.shared.shared_generation import FILE_NAME, MAGIC, SharedGeneration, load, save
 
 
 class Shared:
@@ -19,7 +19,7 @@ class Shared:
     def __init__(self) -> None:
         self.value: bytes | None = None
 
-    def look(self, engine: Generation) -> None:
+    def look(self, engine: SharedGeneration) -> None:
         for _ in range(4):
             order = engine.see(self.value)
             if order is None:
@@ -29,8 +29,8 @@ class Shared:
         raise AssertionError("an engine and the store do not agree")
 
 
-def started(store: Shared) -> Generation:
-    engine = Generation()
+def started(store: Shared) -> SharedGeneration:
+    engine = SharedGeneration()
     engine.weights_seen(True)
     store.look(engine)
     return engine
@@ -104,7 +104,7 @@ def test_what_was_left_is_left_over_a_restart(tmp_path: Path) -> None:
 def test_a_reset_before_the_first_look_leaves_whatever_is_there(tmp_path: Path) -> None:
     store = Shared()
     first = started(store).usable
-    late = Generation()
+    late = SharedGeneration()
     late.reset()
     save(tmp_path, late.to_json())
     for engine in (late, load(tmp_path)):
@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_read_leaves_whatever_is_there(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("was_reset", [False, True])
 def test_weights_that_nobody_can_see_are_trusted_until_a_reset(was_reset: bool) -> None:
-    engine = Generation()
+    engine = SharedGeneration()
     if was_reset:
         engine.reset()
     engine.weights_seen(None)
@@ -135,7 +135,7 @@ class Engines(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = Shared()
-        self.engines = [Generation() for _ in range(3)]
+        self.engines = [SharedGeneration() for _ in range(3)]
         self.forbidden: list[set[bytes]] = [set() for _ in range(3)]
         self.written: set[bytes] = set()
 
@@ -179,7 +179,7 @@ class Engines(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def restart(self, which: int) -> None:
         before = self.engines[which]
-        self.engines[which] = Generation(list(before.left), before.must_renew)
+        self.engines[which] = SharedGeneration(list(before.left), before.must_renew)
 
 
 TestEngines = Engines.TestCase

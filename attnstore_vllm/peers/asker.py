@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asker's side: siblings as a tier that must be asked (store/asking.py).
+
+    FIND -> FOUND    which of these chunks have you?            to all siblings, once a request
+    GET  -> PIECE    hold these, and say where they are
+                     copy from the sibling's pool, take the copy's checksum, compare
+    RELEASE
+
+One thread sends, receives, copies and verifies. A sibling that does not answer in time is asked
+less and less often (policy/breaker.py), and whoever waited for it computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
+from attnstore_vllm.index.asked_tier import AskedBooks, Found
+from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.keys import chunk_key
+from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.peers.generation import Generation
+from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, NOT_HERE, PIECE, Owner
+from attnstore_vllm.peers.sibling import Sibling
+from attnstore_vllm.peers.wire import Kind, Message, WireError
+from attnstore_vllm.store.asking import Ask, AskedIo
+from attnstore_vllm.store.context import Context
+from attnstore_vllm.store.health import Health
+from attnstore_vllm.store.tier_io import Loaded, Stored
+from attnstore_vllm.types import TOKEN_BYTES, Flow, Key
+
+logger = logging.getLogger(__name__)
+
+ANSWER_DEADLINE_S = 0.02
+ANSWER_MARGIN = 0.75
+"""Siblings have this part of it: what has come by then is the answer."""
+PIECE_DEADLINE_S, COMING_DEADLINE_S = 0.1, 0.6
+"""How long a load waits for a sibling to say where a chunk is, and for one that comes up there."""
+LEASE_S = 5.0
+CONNECT_EVERY_S = 0.5
+DEPTH = 32
+"""Loads at a time."""
+FIND_TOKENS_MAX = 1 << 18
+"""Tokens of one question."""
+
+
+_GONE = GoneError("a sibling has not said in time where it is")
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    ask: Ask
+    ends_at: float
+    waits_for: set[Sibling] = field(default_factory=set)
+    best: list[Found] = field(default_factory=list)
+    whose: Sibling | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    chunk: Chunk
+    payload: memoryview
+    done: Loaded
+    sibling: Sibling | None = None
+    ends_at: float = 0.0
+
+
+class PeersIo(AskedIo):
+    """See the module.
+
+    Args:
+        siblings: all other engines of the group.
+        generation: of our KV.
+        listening, hello, pool: see Owner.
+    """
+
+    answer_deadline_s = ANSWER_DEADLINE_S
+    lease_s = LEASE_S
+    flow_up = Flow.FROM_PEERS
+    num_storing = 0
+    can_store = False
+
+    def __init__(
+        self,
+        context: Context,
+        tier: AskedBooks,
+        siblings: Sequence[Sibling],
+        generation: Generation,
+        listening: socket.socket,
+        hello: bytes,
+        pool: tuple[Callable[[], list[int]], bytes],
+    ) -> None:
+        super().__init__(context, tier)
+        self.record_bytes = context.pool.slot_bytes
+        counts = context.residency.counts
+        self.health = Health(tier.name, "siblings", context.progress, counts, context.clock)
+        self.siblings = siblings
+        self._of = generation
+        self._owner = Owner(context, listening, hello, pool, self._generation)
+        self._asks: deque[Ask] = deque()
+        self._begun: deque[_Load] = deque()
+        self._num_loading = 0
+        self._where: OrderedDict[Key, Sibling] = OrderedDict()
+        self._questions: dict[int, _Question] = {}
+        self._loads: dict[int, dict[int, _Load]] = {}
+        """By the number of the GET, and of the key in it."""
+        self._last_number = 0
+        self._connect_at = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._stopping = False
+        weakref.finalize(self, os.close, self._wake)
+        self._thread = threading.Thread(target=self._run, name="attnstore-peers", daemon=True)
+
+    def turn(self) -> None:
+        super().turn()
+        if self._thread.ident is None and not self._stopping:  # the store is made by now
+            self._owner.start()
+            self._thread.start()
+
+    # ---- TierIo --------------------------------------------------------------------------
+
+    @property
+    def num_loading(self) -> int:
+        return self._num_loading
+
+    @property
+    def can_load(self) -> bool:
+        return self._num_loading < DEPTH
+
+    def ask(self, ask: Ask) -> None:
+        self._asks.append(ask)
+        os.eventfd_write(self._wake, 1)
+
+    def begin_load(
+        self, chunk: Chunk, payload: memoryview, done: Loaded, late: Callable[[], None]
+    ) -> None:
+        self._num_loading += 1
+        self._begun.append(_Load(chunk, payload, done))
+
+    def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
+        raise NotImplementedError("what siblings keep they have computed")
+
+    def submit(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def poll(self, timeout_s: float) -> bool:
+        return False  # what ends is told on our own thread
+
+    def gauges_now(self) -> dict[tuple[str, str], float]:
+        ready = sum(s.is_ready and s.breaker.in_use for s in self.siblings)
+        return {("siblings", "ready"): float(ready), ("siblings", "all"): float(len(self.siblings))}
+
+    def reset(self) -> PeersIo:
+        self.forget_asks()
+        self._of.advance()
+        return self
+
+    is_over = succeeded = True  # of a reset
+
+    def _generation(self) -> bytes | None:
+        """None: we share nothing."""
+        return None if self.has_left else self._of.value
+
+    def wake(self) -> None:
+        """Nobody waits in poll()."""
+
+    def cancel(self) -> None:
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+
+    def close(self, timeout_s: float) -> bool:
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return self._owner.close(timeout_s) and not self._thread.is_alive()
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            logger.exception("siblings are asked no more; the server goes on")
+            with self.context.progress:
+                self.health.end()
+        finally:
+            self._end_loads([load for loads in self._loads.values() for load in loads.values()])
+            self._end_loads(list(self._begun))
+            for sibling in self.siblings:
+                sibling.close()
+            self._selector.close()
+
+    def _turn(self) -> None:
+        now = self.context.clock()
+        ends = [question.ends_at for question in self._questions.values()]
+        ends += [load.ends_at for loads in self._loads.values() for load in loads.values()]
+        timeout = max(0.0, min([now + CONNECT_EVERY_S, *ends]) - now)
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._receive(key.data)
+        now = self.context.clock()
+        if now >= self._connect_at:
+            self._connect_at = now + CONNECT_EVERY_S
+            self._connect()
+        while self._asks:
+            self._find(self._asks.popleft(), now)
+        self._send_gets(now)
+        self._end_late(now)
+
+    def _connect(self) -> None:
+        for sibling in self.siblings:
+            if sibling.wire is None and sibling.connect() and sibling.wire is not None:
+                self._selector.register(sibling.wire, selectors.EVENT_READ, sibling)
+
+    def _part(self, sibling: Sibling, why: object) -> None:
+        """The sibling has gone, or is none of ours: all that was asked of it fails."""
+        if sibling.is_ready:
+            logger.warning("%s is asked no more for now: %s", sibling.directory, why)
+        if sibling.wire is not None:
+            self._selector.unregister(sibling.wire)
+        sibling.close()
+        for number, question in list(self._questions.items()):
+            self._heard(number, question, sibling)
+        for number, loads in list(self._loads.items()):
+            theirs = [place for place, load in loads.items() if load.sibling is sibling]
+            self._end_loads([loads.pop(place) for place in theirs])
+            if not loads:
+                del self._loads[number]
+
+    def _send(self, sibling: Sibling, kind: Kind, number: int, fields: Sequence[bytes]) -> bool:
+        assert sibling.wire is not None
+        try:
+            sibling.wire.send(kind, number, fields)
+        except WireError as error:
+            self._part(sibling, error)
+            return False
+        self._watch(sibling)
+        return True
+
+    def _watch(self, sibling: Sibling) -> None:
+        if sibling.wire is not None:
+            more = selectors.EVENT_WRITE if sibling.wire.has_output else 0
+            self._selector.modify(sibling.wire, selectors.EVENT_READ | more, sibling)
+
+    def _receive(self, sibling: Sibling) -> None:
+        wire = sibling.wire
+        if wire is None:
+            return
+        try:
+            wire.flush()
+            for message in wire.receive():
+                match message.kind:
+                    case Kind.WELCOME:
+                        sibling.welcome(message)
+                    case Kind.FOUND:
+                        self._found(sibling, message)
+                    case Kind.PIECE:
+                        self._piece(sibling, message)
+                    case _:
+                        raise WireError("a message of no known kind")
+        except (WireError, OSError, struct.error, IndexError, ValueError) as error:
+            self._part(sibling, error)
+            return
+        self._watch(sibling)
+
+    # ---- questions -----------------------------------------------------------------------
+
+    def _find(self, ask: Ask, now: float) -> None:
+        generation = self._generation()
+        question = _Question(ask, ask.asked_at + ANSWER_MARGIN * ANSWER_DEADLINE_S)
+        number = self._next_number()
+        self._questions[number] = question
+        for sibling in self.siblings:
+            if generation is None or not sibling.is_ready:
+                continue
+            is_probe = sibling.breaker.take_probe(now)
+            if not (sibling.breaker.in_use or is_probe):
+                continue
+            question.waits_for.add(sibling)
+        if question.waits_for and generation is not None:
+            fields = _fields_of(ask, generation)
+            for sibling in list(question.waits_for):
+                if not self._send(sibling, Kind.FIND, number, fields):
+                    question.waits_for.discard(sibling)
+        if not question.waits_for:
+            self._answer(number, question)
+
+    def _found(self, sibling: Sibling, message: Message) -> None:
+        sibling.breaker.success()  # also when it is late
+        question = self._questions.get(message.number)
+        if question is None or sibling not in question.waits_for:
+            return
+        (count,) = COUNT.unpack(message.fields[0])
+        ask = question.ask
+        found = [Found(ask.name(number)) for number in range(min(count, len(ask.keys)))]
+        if len(message.fields) == 3:
+            found += _tail(ask, count, *message.fields[1:])
+        if _length(found) > _length(question.best):
+            question.best, question.whose = found, sibling
+        self._heard(message.number, question, sibling)
+
+    def _heard(self, number: int, question: _Question, sibling: Sibling) -> None:
+        """The sibling has answered, or never will."""
+        question.waits_for.discard(sibling)
+        if not question.waits_for:
+            self._answer(number, question)
+
+    def _answer(self, number: int, question: _Question) -> None:
+        if self._questions.pop(number, None) is None:
+            return
+        for found in question.best:
+            assert question.whose is not None
+            self._where[found.name.key] = question.whose
+            self._where.move_to_end(found.name.key)
+        while len(self._where) > self.books.num_slots:
+            self._where.popitem(last=False)
+        self.answer(question.ask, question.best)
+        if question.best:
+            self.context.wake()
+
+    # ---- loads ---------------------------------------------------------------------------
+
+    def _send_gets(self, now: float) -> None:
+        batches: dict[Sibling, dict[int, _Load]] = {}
+        lost = []
+        while self._begun:
+            load = self._begun.popleft()
+            sibling = self._where.get(load.chunk.name.key)
+            if sibling is None or not (sibling.is_ready and sibling.breaker.in_use):
+                lost.append(load)
+                continue
+            load.sibling, load.ends_at = sibling, now + PIECE_DEADLINE_S
+            batch = batches.setdefault(sibling, {})
+            batch[len(batch)] = load
+        self._end_loads(lost)
+        generation = self._generation() or b""
+        for sibling, batch in batches.items():
+            number = self._next_number()
+            self._loads[number] = batch
+            keys = b"".join(load.chunk.name.key for load in batch.values())
+            if sibling.is_ready:
+                self._send(sibling, Kind.GET, number, [generation, keys])
+            else:
+                self._part(sibling, "it has gone")
+
+    def _piece(self, sibling: Sibling, message: Message) -> None:
+        place, slot = PIECE.unpack(message.fields[0])
+        loads = self._loads.get(message.number, {})
+        load = loads.get(place)
+        if load is None or load.sibling is not sibling:
+            return  # it was given up
+        if slot == COMING:
+            load.ends_at = self.context.clock() + COMING_DEADLINE_S
+            return
+        del loads[place]
+        failure: AttnStoreError | None = GoneError("a sibling has dropped it")
+        if slot != NOT_HERE:
+            failure = self._copy(sibling, slot, message.fields[1], load)
+        self._end_loads([load], failure)
+        if not loads:
+            del self._loads[message.number]
+            self._send(sibling, Kind.RELEASE, message.number, [])
+
+    def _copy(
+        self, sibling: Sibling, slot: int, expected: bytes, load: _Load
+    ) -> AttnStoreError | None:
+        """Copy and verify. The checksum is that of our copy: nobody else can write to it now."""
+        pool = sibling.pool
+        if pool is None or not 0 <= slot < pool.num_slots:
+            return GoneError("a sibling names no slot")
+        pool.copy(slot, load.payload)
+        digest = checksum(load.payload)
+        if digest == expected:
+            return None
+        return CorruptRecordError(
+            f"{sibling.directory}, slot {slot}", "payload", expected.hex(), digest.hex()
+        )
+
+    def _end_loads(self, loads: Sequence[_Load], failure: AttnStoreError | None = _GONE) -> None:
+        """Tell who waits for them."""
+        for load in loads:
+            with self.context.progress:
+                self._num_loading -= 1
+                self.context.residency.now = self.context.clock()
+                load.done(failure, load.chunk.name.tokens)
+            if not isinstance(failure, GoneError):
+                self.health.note_read(failure)
+        if loads:
+            self.context.wake()
+
+    def _end_late(self, now: float) -> None:
+        for number, question in list(self._questions.items()):
+            if now >= question.ends_at:
+                for sibling in question.waits_for:
+                    sibling.breaker.failure(now)
+                self._answer(number, question)
+        for number, loads in list(self._loads.items()):
+            late = [place for place, load in loads.items() if now >= load.ends_at]
+            for place in late:
+                load = loads.pop(place)
+                assert load.sibling is not None
+                load.sibling.breaker.failure(now)
+                self._end_loads([load])
+            if late and not loads:
+                del self._loads[number]
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+
+def _fields_of(ask: Ask, generation: bytes) -> list[bytes]:
+    """A FIND. The tokens go along since nobody knows in which chunk a sibling's run ends."""
+    size = ask.sequence.chunk_tokens
+    start = ask.first * size
+    stop = min(ask.stop, start + FIND_TOKENS_MAX)
+    keys = ask.keys[: FIND_TOKENS_MAX // size]
+    count = len(keys) + 1
+    extras = [ask.sequence.extra(ask.first + number) for number in range(count)]
+    return [
+        generation,
+        FIND_HEAD.pack(len(keys), size, ask.at - start),
+        ask.sequence.parent(ask.first),
+        b"".join(keys),
+        ask.sequence.tokens(start, stop),
+        *(extras if any(extras) else ()),
+    ]
+
+
+def _tail(ask: Ask, count: int, key: bytes, tokens: bytes) -> list[Found]:
+    """The chunk that a sibling has behind the whole ones, if it is what its name says."""
+    size = ask.sequence.chunk_tokens
+    if count > len(ask.keys) or not 0 < len(tokens) <= size * TOKEN_BYTES:
+        return []
+    parent, extra, _ = ask.part(count)
+    if len(tokens) % TOKEN_BYTES or chunk_key(parent, extra, tokens) != key:
+        return []
+    position = (ask.first + count) * size
+    num_tokens = len(tokens) // TOKEN_BYTES
+    return [Found(ChunkName(Key(key), parent, extra, ask.tenant, position, num_tokens, tokens))]
+
+
+def _length(found: Sequence[Found]) -> int:
+    return sum(chunk.name.num_tokens for chunk in found)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner's side: says which chunks this engine has, and holds those that a sibling copies.
+
+A sibling maps our pool for reading alone, and copies by itself. A hold ends when it says so, with
+its connection, or after HOLD_MAX_S. If a slot gets other bytes while a slow sibling still copies,
+the checksum that it was told is not that of its copy, and it drops the copy. So no hold must last.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.peers.wire import Kind, Message, Wire, WireError
+from attnstore_vllm.store.context import Context
+from attnstore_vllm.types import KEY_BYTES, NVME, TOKEN_BYTES, Key
+
+logger = logging.getLogger(__name__)
+
+HOLD_MAX_S = 1.0
+COMING_MAX_S = 0.5
+"""How long a sibling's chunk may take to come up from our NVMe."""
+HELD_PART = 4
+"""Siblings hold one slot in so many at most, all together."""
+CONNECTIONS_MAX = 64
+GETS_MAX = 1024
+POLL_S, WAITING_POLL_S = 0.25, 0.002
+PIECE = struct.Struct("<Ii")
+"""Of a GET: the number of its key, and a slot or one of these."""
+NOT_HERE, COMING = -1, -2
+FIND_HEAD = struct.Struct("<III")
+"""Whole chunks, tokens of a chunk, tokens of the first chunk that the asker has."""
+COUNT = struct.Struct("<I")
+
+
+@dataclass(slots=True, eq=False)
+class _Get:
+    """What a sibling has asked to be held."""
+
+    wire: Wire
+    number: int
+    ends_at: float
+    held: list[Chunk] = field(default_factory=list)
+    coming: dict[int, Chunk] = field(default_factory=dict)
+
+
+class Owner:
+    """Serves siblings on a thread of its own.
+
+    Args:
+        listening: the socket; the owner's from now on.
+        hello: what siblings must be of: namespace and shape.
+        pool: the descriptors of the pool for reading, made anew at each call, and its shape.
+        generation: of our KV; None: we share none.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        listening: socket.socket,
+        hello: bytes,
+        pool: tuple[Callable[[], list[int]], bytes],
+        generation: Callable[[], bytes | None],
+    ) -> None:
+        self._context = context
+        self._listening = listening
+        self._hello = hello
+        self._fds, self._shape = pool
+        self._generation = generation
+        self._gets: dict[tuple[Wire, int], _Get] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._stopping = False
+        self.num_served = 0
+        """Chunks that siblings have copied."""
+        weakref.finalize(self, os.close, self._wake)
+        self._thread = threading.Thread(target=self._run, name="attnstore-owner", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> bool:
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread.ident is None:
+            self._listening.close()
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            logger.exception("siblings are served no more; the server goes on")
+        finally:
+            for key in list(self._selector.get_map().values()):
+                if isinstance(key.fileobj, Wire):
+                    self._end(key.fileobj)
+            self._selector.close()
+            self._listening.close()
+
+    def _turn(self) -> None:
+        is_waiting = any(get.coming for get in self._gets.values())
+        for key, _ in self._selector.select(WAITING_POLL_S if is_waiting else POLL_S):
+            if key.fileobj is self._listening:
+                self._accept()
+            elif isinstance(key.fileobj, Wire):
+                self._serve(key.fileobj)
+        now = self._context.clock()
+        for get in list(self._gets.values()):
+            try:
+                self._look_again(get, now)
+            except WireError:
+                self._end(get.wire)
+                continue
+            if now >= get.ends_at and not get.coming:
+                self._release(get)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:
+            return
+        if len(self._selector.get_map()) > CONNECTIONS_MAX:
+            connection.close()
+            return
+        try:
+            wire = Wire(connection)
+        except WireError as error:
+            logger.warning("a connection is refused: %s", error)
+            return
+        self._selector.register(wire, selectors.EVENT_READ)
+
+    def _end(self, wire: Wire) -> None:
+        for get in [get for get in self._gets.values() if get.wire is wire]:
+            self._release(get)
+        self._selector.unregister(wire)
+        wire.close()
+
+    def _serve(self, wire: Wire) -> None:
+        try:
+            wire.flush()
+            for message in wire.receive():
+                self._answer(wire, message)
+        except (WireError, struct.error, IndexError, ValueError, OSError):
+            self._end(wire)
+            return
+        more = selectors.EVENT_WRITE if wire.has_output else 0
+        self._selector.modify(wire, selectors.EVENT_READ | more)
+
+    def _answer(self, wire: Wire, message: Message) -> None:
+        match message.kind:
+            case Kind.HELLO:
+                if message.fields != [self._hello]:
+                    raise WireError("another model, or another version of the store")
+                fds = self._fds()
+                try:
+                    wire.send(Kind.WELCOME, 0, [self._shape], fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+            case Kind.FIND:
+                wire.send(Kind.FOUND, message.number, self._find(*message.fields))
+            case Kind.GET:
+                self._get(wire, message.number, *message.fields)
+            case Kind.RELEASE:
+                get = self._gets.get((wire, message.number))
+                if get is not None:
+                    self._release(get)
+            case _:
+                raise WireError("a message of no known kind")
+
+    # ---- what is here --------------------------------------------------------------------
+
+    def _find(
+        self,
+        generation: bytes,
+        head: bytes,
+        parent: bytes,
+        keys: bytes,
+        tokens: bytes,
+        *extras: bytes,
+    ) -> list[bytes]:
+        """How many of the leading chunks are here; and of the one behind them the chunk with which
+        a hit goes farthest: its key and its tokens."""
+        num_keys, size, has = FIND_HEAD.unpack(head)
+        named = _cut(keys, num_keys)
+        nothing = [COUNT.pack(0)]
+        index = self._context.residency.index
+        if generation != self._generation() or size != index.chunk_tokens:
+            return nothing
+        with self._context.progress:
+            self._context.residency.now = self._context.clock()
+            count = 0
+            for entry in index.entries.find_run(named):
+                if not self._has(index.chunk(entry)):
+                    break
+                count += 1
+            rest = tokens[count * size * TOKEN_BYTES :][: size * TOKEN_BYTES]
+            extra = extras[count] if count < len(extras) else b""
+            before = Key(parent) if count == 0 else named[count - 1]
+            best = index.best_match(before, extra, rest) if rest else None
+            if best is None or not self._has(best[0]) or (count == 0 and best[1] <= has):
+                return [COUNT.pack(count)]
+            chunk, _, is_exact = best
+            if not (is_exact or chunk.name.tokens):
+                return [COUNT.pack(count)]  # its tokens are on NVMe
+            known = chunk.name.tokens or rest[: chunk.name.num_tokens * TOKEN_BYTES]
+            return [COUNT.pack(count), chunk.name.key, known]
+
+    def _has(self, chunk: Chunk) -> bool:
+        """Locked. Whether it is here, or comes up from our own disk. What we know of others by
+        asking alone is theirs to tell."""
+        if not chunk.usable or self._context.residency.has_expired(chunk):
+            return False
+        if chunk.dram.state in (State.READY, State.READING):
+            return True
+        source = self._context.reader.source(chunk)
+        return source is not None and source.tier.name == NVME
+
+    # ---- holds ---------------------------------------------------------------------------
+
+    def _get(self, wire: Wire, number: int, generation: bytes, keys: bytes) -> None:
+        if (wire, number) in self._gets or len(self._gets) >= GETS_MAX:
+            raise WireError("a number is used twice, or too many are")
+        named = _cut(keys, len(keys) // KEY_BYTES)
+        get = _Get(wire, number, self._context.clock() + HOLD_MAX_S)
+        self._gets[wire, number] = get
+        is_ours = generation == self._generation()
+        for place, key in enumerate(named):
+            if not (is_ours and self._hold(get, place, key)):
+                wire.send(Kind.PIECE, number, [PIECE.pack(place, NOT_HERE), b""])
+        if get.coming:
+            self._context.reader.start()
+
+    def _hold(self, get: _Get, place: int, key: Key) -> bool:
+        """Hold the chunk, or have it come up. False: it is not here."""
+        context = self._context
+        with context.progress:
+            residency = context.residency
+            residency.now = context.clock()
+            chunk = residency.index.get(key)
+            num_held = sum(len(g.held) + len(g.coming) for g in self._gets.values())
+            limit = max(1, context.pool.num_slots // HELD_PART)
+            if chunk is None or num_held >= limit or not self._has(chunk):
+                return False
+            is_ready = chunk.dram.state is State.READY
+            if is_ready:
+                residency.hold(chunk)
+            elif chunk.dram.state is State.ABSENT:
+                self._context.reader.want([chunk])
+        if is_ready:
+            self._tell(get, place, chunk)
+        else:
+            get.coming[place] = chunk
+            get.ends_at = context.clock() + COMING_MAX_S
+            get.wire.send(Kind.PIECE, get.number, [PIECE.pack(place, COMING), b""])
+        return True
+
+    def _tell(self, get: _Get, place: int, chunk: Chunk) -> None:
+        """The chunk is held: its bytes do not change while their checksum is taken."""
+        get.held.append(chunk)
+        copy = chunk.dram
+        digest = copy.checksum or checksum(self._context.pool.slot(copy.slot))
+        copy.checksum = digest
+        self.num_served += 1
+        get.wire.send(Kind.PIECE, get.number, [PIECE.pack(place, copy.slot), digest])
+
+    def _look_again(self, get: _Get, now: float) -> None:
+        """What was to come up may have come."""
+        for place, chunk in list(get.coming.items()):
+            with self._context.progress:
+                is_ready = chunk.dram.state is State.READY and not chunk.dropped
+                if is_ready:
+                    self._context.residency.hold(chunk)
+            if is_ready:
+                del get.coming[place]
+                get.ends_at = now + HOLD_MAX_S
+                self._tell(get, place, chunk)
+            elif chunk.dropped or now >= get.ends_at:
+                del get.coming[place]
+                get.wire.send(Kind.PIECE, get.number, [PIECE.pack(place, NOT_HERE), b""])
+
+    def _release(self, get: _Get) -> None:
+        del self._gets[get.wire, get.number]
+        with self._context.progress:
+            self._context.residency.release(*get.held)
+        self._context.wake()  # a read may have waited for the room
+
+
+def _cut(keys: bytes, count: int) -> list[Key]:
+    if len(keys) != count * KEY_BYTES:
+        raise WireError("keys of a wrong length")
+    return [Key(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]

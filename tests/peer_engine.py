@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's store with siblings, without vLLM: in this process, or as one of its own.
+
+python -m tests.peer_engine GROUP RANK RANKS [SLOTS]    one JSON list a line: a method, arguments
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.peers.asker import PeersIo
+from attnstore_vllm.peers.tier import peers_of
+from attnstore_vllm.store.asking import is_asked
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.testing.devices import MemoryDevice
+from attnstore_vllm.types import PEERS
+from tests.helpers import (
+    CHUNK_TOKENS,
+    GRAIN,
+    NAMESPACE,
+    conversation,
+    format_device,
+    names_of,
+    new_slab,
+    open_pool,
+    payload_of,
+    sequence_of,
+    slab_bytes,
+)
+
+DEADLINE_S = 10.0
+RECORDS = 64
+
+
+class PeerEngine:
+    """One engine of a group. Conversations are told by their numbers."""
+
+    def __init__(self, group: Path, rank: int, ranks: int = 2, slots: int = 16) -> None:
+        dirs = [group / f"dp{number}" for number in range(ranks)]
+        own = dirs.pop(rank)
+        own.mkdir(mode=0o700, exist_ok=True)
+        self.pool = open_pool(slots)
+        self.device = MemoryDevice(slab_bytes(RECORDS))
+        slab = new_slab(RECORDS)
+        format_device(self.device, slab)
+        make = peers_of(own, dirs, NAMESPACE, CHUNK_TOKENS, self.pool)
+        self.store = Store(self.pool, slab, self.device, 4, grain=GRAIN, more_tiers=make)
+        io = self.store.thread.tiers[1]
+        assert isinstance(io, PeersIo)
+        self.io = io
+
+    def wait(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+        ends_at = time.monotonic() + deadline_s
+        while not condition():
+            assert time.monotonic() < ends_at, "it did not get there"
+            time.sleep(0.001)
+
+    def wait_ready(self) -> None:
+        """Until all siblings have sent their pools."""
+        self.wait(lambda: all(sibling.is_ready for sibling in self.io.siblings))
+
+    def put(self, number: int, num_tokens: int, salt: str | None = None) -> int:
+        """Save a conversation, its tail included."""
+        for name in names_of(sequence_of(conversation(number, num_tokens), salt)):
+            chunk = self.store.begin_save(name)
+            if chunk is not None:
+                self.pool.slot(chunk.dram.slot)[:] = payload_of(name)
+                self.store.finish_saves([chunk])
+        return num_tokens
+
+    def read(self, number: int, num_tokens: int, salt: str | None = None) -> dict[str, Any]:
+        """What a request for the conversation finds: tokens that it was right to load, by tier."""
+        sequence = sequence_of(conversation(number, num_tokens), salt)
+        sequence.may_ask = True
+        began = time.monotonic()
+        self.store.find(sequence, 0, num_tokens)
+        self.wait(lambda: not is_asked(sequence))
+        asked_s = time.monotonic() - began
+
+        def find() -> list[Piece]:
+            return self.store.find(sequence, 0, num_tokens)
+
+        self.wait(lambda: all(piece.chunk.dram.state is State.READY for piece in find()))
+        held = self.store.hold_ready(find(), sequence, num_tokens)
+        for piece in held:
+            found = bytes(self.pool.slot(piece.chunk.dram.slot))
+            assert found == payload_of(piece.chunk.name), "wrong bytes"
+        tiers = dict(self.store.tiers(held, 0))
+        self.store.loaded(piece.chunk for piece in held)
+        return {"tiers": tiers, "asked_s": asked_s, "all_s": time.monotonic() - began}
+
+    def tokens(self, number: int, num_tokens: int, salt: str | None = None) -> int:
+        """Tokens that siblings had."""
+        tiers = self.read(number, num_tokens, salt)["tiers"]
+        return int(tiers.get(PEERS, 0))
+
+    def reset(self) -> bool:
+        return self.store.reset()
+
+    def push_out(self, first: int, count: int) -> int:
+        """Fill DRAM with conversations that nobody asks for."""
+        for number in range(first, first + count):
+            self.put(number, CHUNK_TOKENS)
+            self.wait(lambda: self.store.residency.num_dirty == 0)
+        return count
+
+    def damage(self, number: int, num_tokens: int) -> bool:
+        """Change a byte in DRAM once the checksum has been taken, as a broken memory would."""
+        for name in names_of(sequence_of(conversation(number, num_tokens))):
+            chunk = self.store.residency.index.get(name.key)
+            assert chunk is not None
+            self.pool.slot(chunk.dram.slot)[5] ^= 1
+        return True
+
+    def num_held(self) -> int:
+        with self.store._lock:
+            return self.store.residency.num_held()
+
+    def num_written(self) -> int:
+        return self.store.residency.counts["written"]
+
+    def leave(self) -> bool:
+        assert self.store.asking is not None
+        self.store.asking.leave()
+        return True
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class PeerProcess:
+    """A PeerEngine in a process of its own. call("put", 1, 40) calls its method."""
+
+    def __init__(self, group: Path, rank: int, ranks: int = 2, slots: int = 16) -> None:
+        command = [sys.executable, "-m", "tests.peer_engine", str(group)]
+        self.process = subprocess.Popen(
+            [*command, str(rank), str(ranks), str(slots)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def send(self, *call: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(call) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the other engine has ended"
+        return json.loads(line)
+
+    def call(self, *call: object) -> Any:
+        self.send(*call)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+def main() -> None:
+    group, *numbers = sys.argv[1:]
+    engine = PeerEngine(Path(group), *map(int, numbers))
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        print(json.dumps(getattr(engine, method)(*arguments)), flush=True)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines of one host, each a process with a store and no vLLM, that read each other."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attnstore_vllm.index.asked_tier import AskedBooks
+from attnstore_vllm.peers import asker
+from attnstore_vllm.peers.generation import Generation
+from attnstore_vllm.peers.wire import SOCKET_NAME, Wire, WireError, connect, listen
+from tests.peer_engine import PeerEngine, PeerProcess
+
+LONG = 4 * 16
+WITH_TAIL = 3 * 16 + 12
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[PeerEngine, PeerProcess]]:
+    """This process's engine, and a sibling."""
+    sibling = PeerProcess(tmp_path, 1)
+    here = PeerEngine(tmp_path, 0)
+    sibling.call("wait_ready")
+    here.wait_ready()
+    yield here, sibling
+    if sibling.process.poll() is None:
+        sibling.process.send_signal(signal.SIGCONT)
+    sibling.close()
+    here.wait(lambda: here.num_held() == 0)
+    here.store.residency.check_integrity()
+    here.close()
+
+
+Pair = tuple[PeerEngine, PeerProcess]
+
+
+def test_a_conversation_goes_on_at_another_engine(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, WITH_TAIL)
+    assert here.tokens(1, WITH_TAIL + 20) == WITH_TAIL  # with its tail
+    assert here.tokens(1, WITH_TAIL + 20) == 0  # it is here by now
+    assert sibling.call("tokens", 1, WITH_TAIL) == 0
+    here.wait(lambda: sibling.call("num_held") == 0)
+
+
+def test_a_copy_is_written_once_it_is_used_again(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    assert here.tokens(1, LONG) == LONG
+    here.wait(here.store.is_idle)
+    # All of this was one request's. Another one's use is another run.
+    assert here.num_written() in (0, LONG // 16)
+    here.read(1, LONG)
+    here.wait(lambda: here.num_written() == LONG // 16)
+
+
+def test_what_is_on_a_siblings_nvme_comes_up_there(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    sibling.call("push_out", 500, 20)
+    assert here.tokens(1, LONG) == LONG
+
+
+def test_tenants_stay_apart(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG, "a tenant")
+    assert here.tokens(1, LONG) == 0
+    assert here.tokens(1, LONG, "another") == 0
+    assert here.tokens(1, LONG, "a tenant") == LONG
+
+
+def test_a_killed_sibling_costs_a_miss(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    sibling.call("put", 2, LONG)
+    assert here.tokens(1, LONG) == LONG
+    sibling.kill()
+    assert here.tokens(2, LONG) == 0
+    assert here.tokens(1, LONG) == 0
+    assert here.read(1, LONG)["tiers"] == {"dram": LONG}  # the copy is ours
+    here.wait(lambda: not here.io.siblings[0].is_ready)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_while_it_serves(tmp_path: Path, seed: int) -> None:
+    sibling, here = PeerProcess(tmp_path, 1), PeerEngine(tmp_path, 0)
+    for number in range(3):
+        sibling.call("put", number, LONG)
+    here.wait_ready()
+    sibling.send("read", 99, LONG)  # it is busy with us, too
+    os.kill(sibling.process.pid, signal.SIGKILL if seed % 2 else signal.SIGSTOP)
+    if seed >= 2:
+        time.sleep(0.001 * seed)
+    for number in range(3):
+        assert here.tokens(number, LONG) in (0, 16, 32, 48, LONG)
+    sibling.kill()
+    here.wait(lambda: here.num_held() == 0)
+    here.store.residency.check_integrity()
+    here.close()
+
+
+def test_a_stopped_sibling_costs_its_deadline_and_then_nothing(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    sibling.process.send_signal(signal.SIGSTOP)
+    for number in range(10, 16):
+        found = here.read(number, LONG)
+        assert found["tiers"] == {}
+        assert found["asked_s"] < 10 * asker.ANSWER_DEADLINE_S  # this machine is busy, too
+    assert not here.io.siblings[0].breaker.in_use
+    assert here.io.health.reads.in_use
+    sibling.process.send_signal(signal.SIGCONT)
+
+    def works_again() -> bool:
+        here.read(20, LONG)
+        return here.io.siblings[0].breaker.in_use
+
+    here.wait(works_again)
+    assert here.tokens(1, LONG) == LONG
+
+
+def test_stopped_between_its_answer_and_the_load(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    found = here.io._found
+
+    def then_stop(*arguments: object) -> None:
+        sibling.process.send_signal(signal.SIGSTOP)
+        found(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(here.io, "_found", then_stop)
+    assert here.read(1, LONG)["tiers"] == {}
+    assert here.store.residency.counts["gone"] > 0
+
+
+def test_damaged_bytes_are_a_miss(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    assert here.tokens(1, LONG) == LONG  # so the sibling has taken checksums
+    here.store.drop(list(here.store.residency.index.all_live()))
+    sibling.call("damage", 1, LONG)
+    assert here.read(1, LONG)["tiers"] == {}
+    assert here.store.residency.counts["corrupt"] > 0
+
+
+def test_after_a_reset_nothing_of_before_comes(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    assert here.reset()
+    assert here.tokens(1, LONG) == 0  # the sibling has not been reset yet
+    here.put(2, LONG)
+    assert sibling.call("tokens", 2, LONG) == 0
+    assert sibling.call("reset")
+    assert here.tokens(1, LONG) == 0  # it has gone there, too
+    sibling.call("put", 3, LONG)
+    assert here.tokens(3, LONG) == LONG  # both are of one generation again
+
+
+def test_new_weights_end_it(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    assert sibling.call("leave")
+    assert here.tokens(1, LONG) == 0
+    here.put(2, LONG)
+    assert sibling.call("tokens", 2, LONG) == 0
+
+
+def test_a_generation_outlives_its_process(tmp_path: Path) -> None:
+    dirs = [tmp_path / "dp0", tmp_path / "dp1"]
+    for directory in dirs:
+        directory.mkdir()
+    first, second = (Generation(directory, tmp_path) for directory in dirs)
+    assert first.value == second.value
+    first.advance()
+    assert first.value != second.value
+    assert Generation(dirs[1], tmp_path).value == second.value  # what it has on NVMe is of before
+    second.advance()
+    assert first.value == second.value == Generation(dirs[0], tmp_path).value
+    second.advance()
+    first.advance()
+    assert first.value == second.value
+
+
+def test_the_pool_can_be_mapped_for_reading_alone(tmp_path: Path) -> None:
+    here = PeerEngine(tmp_path, 0)
+    fds = here.pool.read_only_fds()
+    try:
+        assert len(mmap.mmap(fds[0], 0, mmap.MAP_SHARED, mmap.PROT_READ)) > 0
+        with pytest.raises(PermissionError):
+            mmap.mmap(fds[0], 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        for fd in fds:
+            os.close(fd)
+        here.close()
+
+
+def test_the_socket_is_the_owners(tmp_path: Path) -> None:
+    listening = listen(tmp_path)
+    assert (tmp_path / SOCKET_NAME).stat().st_mode & 0o777 == 0o600
+    listening.close()
+    listen(tmp_path).close()  # what a killed run left is no hindrance
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_refused(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    Wire(ours)
+    theirs.close()
+    tmp_path.chmod(0o755)
+    listening = listen(tmp_path)
+    (tmp_path / SOCKET_NAME).chmod(0o666)  # as if modes did not keep them out
+    directory = os.open(tmp_path, os.O_PATH)
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        stranger = socket.socket(socket.AF_UNIX)
+        try:
+            stranger.connect(f"/proc/self/fd/{directory}/{SOCKET_NAME}")
+            time.sleep(2)
+        finally:
+            os._exit(0)
+    try:
+        listening.setblocking(True)
+        connection, _ = listening.accept()
+        with pytest.raises(WireError, match="65534"):
+            Wire(connection)
+    finally:
+        os.close(directory)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        listening.close()
+
+
+def test_another_models_engine_is_no_sibling(tmp_path: Path) -> None:
+    here = PeerEngine(tmp_path, 0)
+    here.wait(lambda: here.io._thread.ident is not None)
+    wire = connect(tmp_path / "dp0")
+    assert wire is not None
+    wire.send(1, 0, [b"another model"])  # type: ignore[arg-type]
+    wire.socket.setblocking(True)
+    wire.socket.settimeout(5)
+    assert wire.socket.recv(1) == b""
+    wire.close()
+    here.close()
+
+
+def test_books_are_checked(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    assert here.tokens(1, LONG) == LONG
+    assert isinstance(here.io.books, AskedBooks)
+    here.store.residency.check_integrity()
