@@ -8,6 +8,7 @@ none but the bounce buffer, and that only where RDMA cannot do without.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,17 @@ class MooncakeBackend(Backend):
             raise BackendError(f"Mooncake does not let us write the generation ({result})")
 
 
+def own_address(master: str) -> str:
+    """The address that this machine has towards the master. Nothing is sent."""
+    host, _, port = master.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise BackendError(f"there is no way to Mooncake's master at {master}: {error}") from error
+
+
 def _connect(settings: Mapping[str, Any], buffer: memoryview | None) -> Any:
     try:
         from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
@@ -93,7 +105,7 @@ def _connect(settings: Mapping[str, Any], buffer: memoryview | None) -> Any:
         if not hasattr(client, needed):
             raise BackendError(f"this version of Mooncake has no {needed}; see [mooncake]'s pin")
     result = client.setup(
-        settings.get("host", "127.0.0.1"),
+        settings.get("host") or own_address(settings["master"]),
         settings.get("metadata", "P2PHANDSHAKE"),
         0,
         LOCAL_BUFFER_BYTES,

@@ -121,7 +121,7 @@ class SharedIo(AskedIo):
             event=SHARED,
         )
         self._where = where
-        self._namespace = namespace
+        self.namespace = namespace
         self.generation = (
             generations.load(directory) if directory is not None else generations.SharedGeneration()
         )
@@ -164,7 +164,7 @@ class SharedIo(AskedIo):
     def _names(self) -> RecordNames | None:
         """Locked."""
         usable = self.generation.usable
-        return None if usable is None else RecordNames(self._namespace, usable)
+        return None if usable is None else RecordNames(self.namespace, usable)
 
     def gauges_now(self) -> dict[tuple[str, str], float]:
         joined = self.generation.usable is not None
@@ -266,7 +266,7 @@ class SharedIo(AskedIo):
         header = bytes(place[:HEADER_BYTES])
         _copy(load.payload, place[HEADER_BYTES:])
         try:
-            want = check_header(header, load.chunk.name, self._namespace, len(load.payload))
+            want = check_header(header, load.chunk.name, self.namespace, len(load.payload))
         except CorruptRecordError as error:
             return error
         got = checksum(load.payload)
@@ -362,7 +362,7 @@ class SharedIo(AskedIo):
             place = self.helper.lanes.place(self.helper.buffer, STORE_LANE, number)
             digest = checksum(store.payload)
             size = len(store.payload)
-            place[:HEADER_BYTES] = seal(store.chunk.name, self._namespace, size, digest)
+            place[:HEADER_BYTES] = seal(store.chunk.name, self.namespace, size, digest)
             _copy(place[HEADER_BYTES:], store.payload)
             digests.append(digest)
         names = [store.name for store in stores]
@@ -405,7 +405,7 @@ class SharedIo(AskedIo):
         self.context.wake()
 
     def _see_generation(self) -> None:
-        name = generations.name_of(self._namespace)
+        name = generations.name_of(self.namespace)
         for _ in range(4):
             value = self.helper.read(name, self._deadline_s)
             with self.context.progress:
@@ -448,7 +448,7 @@ class SharedIo(AskedIo):
         return SharedReset(self.context, self.save_generation)
 
     def poll(self, timeout_s: float) -> bool:
-        """What ends is told by the threads that end it."""
+        """The threads that end something tell of it."""
         return False
 
     def wake(self) -> None:

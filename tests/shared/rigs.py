@@ -68,7 +68,7 @@ def write(rig: Rig, tokens: list[int]) -> list[bytes]:
 def stored_names(rig: Rig, tokens: list[int]) -> list[bytes]:
     io = io_of(rig)
     assert io.generation.usable is not None
-    names = RecordNames(io._namespace, io.generation.usable)
+    names = RecordNames(io.namespace, io.generation.usable)
     whole = [name for name in names_of(sequence_of(tokens)) if name.num_tokens == CHUNK_TOKENS]
     return [names.of(name.key) for name in whole]
 

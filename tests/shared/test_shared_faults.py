@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from attnstore_vllm.shared.lanes import LaneOp
 from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation, names_of, sequence_of
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, write
@@ -62,13 +63,14 @@ def test_a_read_that_hangs_ends_with_the_child(
     tokens = conversation(1, NUM_TOKENS)
     write(one, tokens)
     io = io_of(two)
-    load = io._load
+    ask = io.helper.numbers
 
-    def stopping(lane: int, batch: object) -> None:
-        own_server.signal(signal.SIGSTOP)
-        load(lane, batch)  # type: ignore[arg-type]
+    def stopping(lane: int, op: LaneOp, names: Sequence[bytes], deadline_s: float) -> list[int]:
+        if op is LaneOp.GET:
+            own_server.signal(signal.SIGSTOP)
+        return ask(lane, op, names, deadline_s)
 
-    io._load = stopping  # type: ignore[method-assign]
+    io.helper.numbers = stopping  # type: ignore[method-assign]
     try:
         assert timed(two, 1) <= 2 * DEADLINE_S + SLACK_S
         assert not io.health.reads.in_use
