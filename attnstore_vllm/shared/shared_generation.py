@@ -95,11 +95,13 @@ class SharedGeneration:
         if value is not None and len(value) == len(MAGIC) + GENERATION_BYTES:
             theirs = value[len(MAGIC) :] if value.startswith(MAGIC) else None
         if theirs is None:  # a store that is new, or has lost it: with it all that it had
-            made = self.mine or self._next(self.left[-1] if self.left else None)
+            made = self.mine or secrets.token_bytes(GENERATION_BYTES)
             return NewValue(MAGIC + made, value is not None)
         if self.must_renew:
+            # None that follows from others: it may have been there before the reset too.
+            self.must_renew, self.mine = False, secrets.token_bytes(GENERATION_BYTES)
             self.left.append(theirs)
-            self.must_renew = False
+            return NewValue(MAGIC + self.mine, True)
         if theirs in self.left:
             return NewValue(MAGIC + self._next(theirs), True)
         if self.mine is None:
@@ -109,9 +111,7 @@ class SharedGeneration:
             self.is_behind = True
         return None
 
-    def _next(self, generation: bytes | None) -> bytes:
-        if generation is None:
-            return secrets.token_bytes(GENERATION_BYTES)
+    def _next(self, generation: bytes) -> bytes:
         while (generation := following(generation)) in self.left:
             pass
         return generation
