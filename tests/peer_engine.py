@@ -17,7 +17,7 @@ from typing import Any
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.peers.asker import PeersIo
-from attnstore_vllm.peers.tier import peers_of
+from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.devices import MemoryDevice
@@ -45,7 +45,7 @@ class PeerEngine:
 
     def __init__(self, group: Path, rank: int, ranks: int = 2, slots: int = 16) -> None:
         dirs = [group / f"dp{number}" for number in range(ranks)]
-        own = dirs.pop(rank)
+        own = self.directory = dirs.pop(rank)
         own.mkdir(mode=0o700, exist_ok=True)
         self.pool = open_pool(slots)
         self.device = MemoryDevice(slab_bytes(RECORDS))
@@ -56,6 +56,7 @@ class PeerEngine:
         io = self.store.thread.tiers[1]
         assert isinstance(io, PeersIo)
         self.io = io
+        io.answer_deadline_s, io.piece_deadline_s = 1.0, 1.0  # other tests may keep it waiting
 
     def wait(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
         ends_at = time.monotonic() + deadline_s
@@ -120,9 +121,8 @@ class PeerEngine:
             self.pool.slot(chunk.dram.slot)[5] ^= 1
         return True
 
-    def num_held(self) -> int:
-        with self.store._lock:
-            return self.store.residency.num_held()
+    def is_idle(self) -> bool:
+        return self.store.is_idle()
 
     def num_written(self) -> int:
         return self.store.residency.counts["written"]
@@ -137,16 +137,19 @@ class PeerEngine:
 
 
 class PeerProcess:
-    """A PeerEngine in a process of its own. call("put", 1, 40) calls its method."""
+    """A process that has a PeerEngine, one after the other. call("put", 1, 40) calls its method."""
 
-    def __init__(self, group: Path, rank: int, ranks: int = 2, slots: int = 16) -> None:
-        command = [sys.executable, "-m", "tests.peer_engine", str(group)]
+    def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [*command, str(rank), str(ranks), str(slots)],
+            [sys.executable, "-m", "tests.peer_engine"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def open(self, group: Path, rank: int) -> None:
+        """Another engine in place of the one before."""
+        self.call("open", str(group), rank)
 
     def send(self, *call: object) -> None:
         assert self.process.stdin is not None
@@ -178,12 +181,16 @@ class PeerProcess:
 
 
 def main() -> None:
-    group, *numbers = sys.argv[1:]
-    engine = PeerEngine(Path(group), *map(int, numbers))
+    engine: PeerEngine | None = None
     for line in sys.stdin:
         method, *arguments = json.loads(line)
-        print(json.dumps(getattr(engine, method)(*arguments)), flush=True)
-    engine.close()
+        if method in ("open", "shut") and engine is not None:
+            engine.close()
+            engine = None
+        if method == "open":
+            engine = PeerEngine(Path(arguments[0]), *arguments[1:])
+        done = method in ("open", "shut") or getattr(engine, method)(*arguments)
+        print(json.dumps(done), flush=True)
 
 
 if __name__ == "__main__":

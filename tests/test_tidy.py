@@ -50,6 +50,8 @@ KNOWS = {
 # The outermost frame of a thread of ours, where a bug of ours stops a tier and not the server; and
 # an executor, which hands every exception to its caller; and a trial of the model's own code.
 MAY_CATCH_ALL = {
+    "peers/asker.py": 1,  # the outermost frame of its thread
+    "peers/owner.py": 1,  # the same
     "store/thread.py": 1,
     "io/daemon_pool.py": 1,
     "connector/connector.py": 1,

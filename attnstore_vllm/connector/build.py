@@ -35,7 +35,7 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS
-from attnstore_vllm.peers.tier import peers_of
+from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.request import MediaNames

@@ -14,16 +14,20 @@ from heapq import heappop, heappush
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.dram_tier import DramTier
+from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.tier import Pin, Pins, TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import Run, unknown_run
+from attnstore_vllm.types import Key
 
 ENDED_MAX = 64
 """Leases that one look ends."""
 LOOK_AGAIN_S = 1.0
 """An entry that is read or waited for when its lease ends stays for so long, and then again."""
+CHUNKS_MAX = 1024
+"""Chunks of one question; a longer run is found in parts."""
 WRITTEN_LEASE_S = 60.0
 """How long what we have written there is taken to be there."""
 
@@ -35,6 +39,44 @@ class Found:
     name: ChunkName
     checksum: bytes = b""
     """The payload's, if the tier says it."""
+
+
+class Ask:
+    """One question: what comes next of this sequence, from chunk `first` on, have you?
+
+    A tier may read it on any thread: what of a sequence is hashed does not change.
+    """
+
+    __slots__ = ("asked_at", "at", "clock", "first", "is_over", "keys", "sequence", "stop", "until")
+
+    def __init__(
+        self, sequence: SequenceKeys, at: int, stop: int, clock: Callable[[], float]
+    ) -> None:
+        size = sequence.chunk_tokens
+        self.sequence = sequence
+        self.at = at
+        """The token up to which KV is stored here."""
+        self.stop = stop
+        self.first = at // size
+        self.keys: list[Key] = sequence.keys(self.first, stop // size)[:CHUNKS_MAX]
+        """Those of the whole chunks."""
+        self.clock = clock
+        self.asked_at = self.until = clock()
+        """The request does not wait longer; an answer is welcome later too."""
+        self.is_over = False
+        """Locked. It was answered, or is not to be any more."""
+
+    @property
+    def tenant(self) -> bytes:
+        return self.sequence.tenant
+
+    def name(self, number: int) -> ChunkName:
+        """The name of the whole chunk keys[number]."""
+        return self.sequence.name(self.first + number, self.tenant)
+
+    def part(self, number: int) -> tuple[Key, bytes, bytes]:
+        """The parent, the extra and the tokens of chunk keys[number], or of the one behind all."""
+        return self.sequence.part(self.first + number, self.stop)
 
 
 class AskedBooks(TierBehind):
@@ -128,7 +170,7 @@ class AskedBooks(TierBehind):
         return next(filter(self._can_go, live), None), False
 
     def place_in_dram(self, chunk: Chunk) -> None:
-        """What came from here is not written back."""
+        """Chunks that came from here is not written back."""
         if self.takes_writes and chunk.origin != self.name:
             super().place_in_dram(chunk)
 

@@ -27,8 +27,8 @@ from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.types import TOKEN_BYTES, Key
 
 if TYPE_CHECKING:
+    from attnstore_vllm.index.asked_tier import Ask
     from attnstore_vllm.index.prefix import Piece
-    from attnstore_vllm.store.asking import Ask
 
 _LENGTH = struct.Struct("<Q")
 

@@ -145,7 +145,7 @@ class TierBehind(Tier):
     """Who leaves next, by slot. What is pinned stands in none."""
     takes_writes = True
     is_asked = False
-    """What it has is known by asking alone (asked_tier.py)."""
+    """Only by asking it is known what it has (asked_tier.py)."""
 
     def __init__(
         self, name: str, waiting: Departures, dram_pins: Pins, look_ahead: LookAhead[Chunk]

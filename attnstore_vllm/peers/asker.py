@@ -24,15 +24,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
-from attnstore_vllm.index.asked_tier import AskedBooks, Found
+from attnstore_vllm.index.asked_tier import Ask, AskedBooks, Found
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.peers.generation import Generation
 from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, NOT_HERE, PIECE, Owner
 from attnstore_vllm.peers.sibling import Sibling
-from attnstore_vllm.peers.wire import Kind, Message, WireError
-from attnstore_vllm.store.asking import Ask, AskedIo
+from attnstore_vllm.peers.wire import Message, MessageKind, WireError
+from attnstore_vllm.store.asking import AskedIo
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.tier_io import Loaded, Stored
@@ -66,7 +66,7 @@ class _Question:
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _PeerLoad:
     chunk: Chunk
     payload: memoryview
     done: Loaded
@@ -84,6 +84,7 @@ class PeersIo(AskedIo):
     """
 
     answer_deadline_s = ANSWER_DEADLINE_S
+    piece_deadline_s = PIECE_DEADLINE_S
     lease_s = LEASE_S
     flow_up = Flow.FROM_PEERS
     num_storing = 0
@@ -107,11 +108,11 @@ class PeersIo(AskedIo):
         self._of = generation
         self._owner = Owner(context, listening, hello, pool, self._generation)
         self._asks: deque[Ask] = deque()
-        self._begun: deque[_Load] = deque()
+        self._begun: deque[_PeerLoad] = deque()
         self._num_loading = 0
         self._where: OrderedDict[Key, Sibling] = OrderedDict()
         self._questions: dict[int, _Question] = {}
-        self._loads: dict[int, dict[int, _Load]] = {}
+        self._loads: dict[int, dict[int, _PeerLoad]] = {}
         """By the number of the GET, and of the key in it."""
         self._last_number = 0
         self._connect_at = 0.0
@@ -146,7 +147,7 @@ class PeersIo(AskedIo):
         self, chunk: Chunk, payload: memoryview, done: Loaded, late: Callable[[], None]
     ) -> None:
         self._num_loading += 1
-        self._begun.append(_Load(chunk, payload, done))
+        self._begun.append(_PeerLoad(chunk, payload, done))
 
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
         raise NotImplementedError("what siblings keep they have computed")
@@ -195,8 +196,8 @@ class PeersIo(AskedIo):
             with self.context.progress:
                 self.health.end()
         finally:
-            self._end_loads([load for loads in self._loads.values() for load in loads.values()])
-            self._end_loads(list(self._begun))
+            self._end([load for loads in self._loads.values() for load in loads.values()])
+            self._end(list(self._begun))
             for sibling in self.siblings:
                 sibling.close()
             self._selector.close()
@@ -236,11 +237,13 @@ class PeersIo(AskedIo):
             self._heard(number, question, sibling)
         for number, loads in list(self._loads.items()):
             theirs = [place for place, load in loads.items() if load.sibling is sibling]
-            self._end_loads([loads.pop(place) for place in theirs])
+            self._end([loads.pop(place) for place in theirs])
             if not loads:
                 del self._loads[number]
 
-    def _send(self, sibling: Sibling, kind: Kind, number: int, fields: Sequence[bytes]) -> bool:
+    def _send(
+        self, sibling: Sibling, kind: MessageKind, number: int, fields: Sequence[bytes]
+    ) -> bool:
         assert sibling.wire is not None
         try:
             sibling.wire.send(kind, number, fields)
@@ -263,11 +266,11 @@ class PeersIo(AskedIo):
             wire.flush()
             for message in wire.receive():
                 match message.kind:
-                    case Kind.WELCOME:
+                    case MessageKind.WELCOME:
                         sibling.welcome(message)
-                    case Kind.FOUND:
-                        self._found(sibling, message)
-                    case Kind.PIECE:
+                    case MessageKind.FOUND:
+                        self.on_found(sibling, message)
+                    case MessageKind.PIECE:
                         self._piece(sibling, message)
                     case _:
                         raise WireError("a message of no known kind")
@@ -280,7 +283,7 @@ class PeersIo(AskedIo):
 
     def _find(self, ask: Ask, now: float) -> None:
         generation = self._generation()
-        question = _Question(ask, ask.asked_at + ANSWER_MARGIN * ANSWER_DEADLINE_S)
+        question = _Question(ask, ask.asked_at + ANSWER_MARGIN * self.answer_deadline_s)
         number = self._next_number()
         self._questions[number] = question
         for sibling in self.siblings:
@@ -293,12 +296,12 @@ class PeersIo(AskedIo):
         if question.waits_for and generation is not None:
             fields = _fields_of(ask, generation)
             for sibling in list(question.waits_for):
-                if not self._send(sibling, Kind.FIND, number, fields):
+                if not self._send(sibling, MessageKind.FIND, number, fields):
                     question.waits_for.discard(sibling)
         if not question.waits_for:
             self._answer(number, question)
 
-    def _found(self, sibling: Sibling, message: Message) -> None:
+    def on_found(self, sibling: Sibling, message: Message) -> None:
         sibling.breaker.success()  # also when it is late
         question = self._questions.get(message.number)
         if question is None or sibling not in question.waits_for:
@@ -334,7 +337,7 @@ class PeersIo(AskedIo):
     # ---- loads ---------------------------------------------------------------------------
 
     def _send_gets(self, now: float) -> None:
-        batches: dict[Sibling, dict[int, _Load]] = {}
+        batches: dict[Sibling, dict[int, _PeerLoad]] = {}
         lost = []
         while self._begun:
             load = self._begun.popleft()
@@ -342,17 +345,17 @@ class PeersIo(AskedIo):
             if sibling is None or not (sibling.is_ready and sibling.breaker.in_use):
                 lost.append(load)
                 continue
-            load.sibling, load.ends_at = sibling, now + PIECE_DEADLINE_S
+            load.sibling, load.ends_at = sibling, now + self.piece_deadline_s
             batch = batches.setdefault(sibling, {})
             batch[len(batch)] = load
-        self._end_loads(lost)
+        self._end(lost)
         generation = self._generation() or b""
         for sibling, batch in batches.items():
             number = self._next_number()
             self._loads[number] = batch
             keys = b"".join(load.chunk.name.key for load in batch.values())
             if sibling.is_ready:
-                self._send(sibling, Kind.GET, number, [generation, keys])
+                self._send(sibling, MessageKind.GET, number, [generation, keys])
             else:
                 self._part(sibling, "it has gone")
 
@@ -369,13 +372,13 @@ class PeersIo(AskedIo):
         failure: AttnStoreError | None = GoneError("a sibling has dropped it")
         if slot != NOT_HERE:
             failure = self._copy(sibling, slot, message.fields[1], load)
-        self._end_loads([load], failure)
+        self._end([load], failure)
         if not loads:
             del self._loads[message.number]
-            self._send(sibling, Kind.RELEASE, message.number, [])
+            self._send(sibling, MessageKind.RELEASE, message.number, [])
 
     def _copy(
-        self, sibling: Sibling, slot: int, expected: bytes, load: _Load
+        self, sibling: Sibling, slot: int, expected: bytes, load: _PeerLoad
     ) -> AttnStoreError | None:
         """Copy and verify. The checksum is that of our copy: nobody else can write to it now."""
         pool = sibling.pool
@@ -389,7 +392,7 @@ class PeersIo(AskedIo):
             f"{sibling.directory}, slot {slot}", "payload", expected.hex(), digest.hex()
         )
 
-    def _end_loads(self, loads: Sequence[_Load], failure: AttnStoreError | None = _GONE) -> None:
+    def _end(self, loads: Sequence[_PeerLoad], failure: AttnStoreError | None = _GONE) -> None:
         """Tell who waits for them."""
         for load in loads:
             with self.context.progress:
@@ -413,7 +416,7 @@ class PeersIo(AskedIo):
                 load = loads.pop(place)
                 assert load.sibling is not None
                 load.sibling.breaker.failure(now)
-                self._end_loads([load])
+                self._end([load])
             if late and not loads:
                 del self._loads[number]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.io.checksum import checksum
-from attnstore_vllm.peers.wire import Kind, Message, Wire, WireError
+from attnstore_vllm.peers.wire import Message, MessageKind, Wire, WireError
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.types import KEY_BYTES, NVME, TOKEN_BYTES, Key
 
@@ -35,7 +35,7 @@ CONNECTIONS_MAX = 64
 GETS_MAX = 1024
 POLL_S, WAITING_POLL_S = 0.25, 0.002
 PIECE = struct.Struct("<Ii")
-"""Of a GET: the number of its key, and a slot or one of these."""
+"""In answer to a GET: the number of its key, and a slot or one of these."""
 NOT_HERE, COMING = -1, -2
 FIND_HEAD = struct.Struct("<III")
 """Whole chunks, tokens of a chunk, tokens of the first chunk that the asker has."""
@@ -44,7 +44,7 @@ COUNT = struct.Struct("<I")
 
 @dataclass(slots=True, eq=False)
 class _Get:
-    """What a sibling has asked to be held."""
+    """Chunks that a sibling has asked to be held."""
 
     wire: Wire
     number: int
@@ -163,20 +163,20 @@ class Owner:
 
     def _answer(self, wire: Wire, message: Message) -> None:
         match message.kind:
-            case Kind.HELLO:
+            case MessageKind.HELLO:
                 if message.fields != [self._hello]:
                     raise WireError("another model, or another version of the store")
                 fds = self._fds()
                 try:
-                    wire.send(Kind.WELCOME, 0, [self._shape], fds)
+                    wire.send(MessageKind.WELCOME, 0, [self._shape], fds)
                 finally:
                     for fd in fds:
                         os.close(fd)
-            case Kind.FIND:
-                wire.send(Kind.FOUND, message.number, self._find(*message.fields))
-            case Kind.GET:
+            case MessageKind.FIND:
+                wire.send(MessageKind.FOUND, message.number, self._find(*message.fields))
+            case MessageKind.GET:
                 self._get(wire, message.number, *message.fields)
-            case Kind.RELEASE:
+            case MessageKind.RELEASE:
                 get = self._gets.get((wire, message.number))
                 if get is not None:
                     self._release(get)
@@ -242,7 +242,7 @@ class Owner:
         is_ours = generation == self._generation()
         for place, key in enumerate(named):
             if not (is_ours and self._hold(get, place, key)):
-                wire.send(Kind.PIECE, number, [PIECE.pack(place, NOT_HERE), b""])
+                wire.send(MessageKind.PIECE, number, [PIECE.pack(place, NOT_HERE), b""])
         if get.coming:
             self._context.reader.start()
 
@@ -263,24 +263,24 @@ class Owner:
             elif chunk.dram.state is State.ABSENT:
                 self._context.reader.want([chunk])
         if is_ready:
-            self._tell(get, place, chunk)
+            self._say_where(get, place, chunk)
         else:
             get.coming[place] = chunk
             get.ends_at = context.clock() + COMING_MAX_S
-            get.wire.send(Kind.PIECE, get.number, [PIECE.pack(place, COMING), b""])
+            get.wire.send(MessageKind.PIECE, get.number, [PIECE.pack(place, COMING), b""])
         return True
 
-    def _tell(self, get: _Get, place: int, chunk: Chunk) -> None:
+    def _say_where(self, get: _Get, place: int, chunk: Chunk) -> None:
         """The chunk is held: its bytes do not change while their checksum is taken."""
         get.held.append(chunk)
         copy = chunk.dram
         digest = copy.checksum or checksum(self._context.pool.slot(copy.slot))
         copy.checksum = digest
         self.num_served += 1
-        get.wire.send(Kind.PIECE, get.number, [PIECE.pack(place, copy.slot), digest])
+        get.wire.send(MessageKind.PIECE, get.number, [PIECE.pack(place, copy.slot), digest])
 
     def _look_again(self, get: _Get, now: float) -> None:
-        """What was to come up may have come."""
+        """Chunks that were to come up may have come."""
         for place, chunk in list(get.coming.items()):
             with self._context.progress:
                 is_ready = chunk.dram.state is State.READY and not chunk.dropped
@@ -289,10 +289,10 @@ class Owner:
             if is_ready:
                 del get.coming[place]
                 get.ends_at = now + HOLD_MAX_S
-                self._tell(get, place, chunk)
+                self._say_where(get, place, chunk)
             elif chunk.dropped or now >= get.ends_at:
                 del get.coming[place]
-                get.wire.send(Kind.PIECE, get.number, [PIECE.pack(place, NOT_HERE), b""])
+                get.wire.send(MessageKind.PIECE, get.number, [PIECE.pack(place, NOT_HERE), b""])
 
     def _release(self, get: _Get) -> None:
         del self._gets[get.wire, get.number]

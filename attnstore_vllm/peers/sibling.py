@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnstore_vllm.peers.wire import Kind, Message, Wire, WireError, connect
+from attnstore_vllm.peers.wire import Message, MessageKind, Wire, WireError, connect
 from attnstore_vllm.policy.breaker import Breaker
 from attnstore_vllm.transfer.pool import SLOTS_AT
 from attnstore_vllm.transfer.pool_files import PoolFile, cut
@@ -57,7 +57,7 @@ def _checked(fd: int, file: PoolFile) -> int:
 
 
 class Sibling:
-    """Of one thread. Not connected at first, and whenever the sibling has gone."""
+    """Used by one thread. Not connected at first, and whenever the sibling has gone."""
 
     def __init__(self, directory: Path, hello: bytes, slot_bytes: int) -> None:
         self.directory = directory
@@ -76,7 +76,7 @@ class Sibling:
         try:
             self.wire = connect(self.directory)
             if self.wire is not None:
-                self.wire.send(Kind.HELLO, 0, [self._hello])
+                self.wire.send(MessageKind.HELLO, 0, [self._hello])
         except WireError:
             self.close()
         return self.wire is not None

@@ -34,7 +34,7 @@ _BUFFER_BYTES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     HELLO = 1  # what the asker is
     WELCOME = 2  # the pool, with its descriptors
     FIND = 3  # which of these chunks have you?
@@ -54,13 +54,13 @@ class Message(NamedTuple):
     fields: list[bytes]
 
 
-def _frame(kind: Kind, number: int, fields: Sequence[bytes]) -> bytes:
+def _frame(kind: MessageKind, number: int, fields: Sequence[bytes]) -> bytes:
     body = b"".join(part for field in fields for part in (_LENGTH.pack(len(field)), field))
     return _HEAD.pack(len(body), kind, number) + body
 
 
 class Wire:
-    """One connection. Of one thread."""
+    """One connection, used by one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -83,7 +83,7 @@ class Wire:
         return bool(self._out)
 
     def send(
-        self, kind: Kind, number: int, fields: Sequence[bytes] = (), fds: Sequence[int] = ()
+        self, kind: MessageKind, number: int, fields: Sequence[bytes] = (), fds: Sequence[int] = ()
     ) -> None:
         """Raises: WireError."""
         frame = _frame(kind, number, fields)
@@ -112,7 +112,7 @@ class Wire:
             raise WireError(str(error)) from error
 
     def receive(self) -> Iterator[Message]:
-        """What has come. Raises: WireError at the end, and for what is no frame."""
+        """Messages that have come. Raises: WireError at the end, and for what is no frame."""
         is_over = False
         try:
             while not is_over and len(self._in) <= FRAME_MAX:

@@ -313,12 +313,7 @@ class Offers:
         # One token is left to compute: vLLM needs its logits.
         stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
         pieces = self._store.find(
-            sequence,
-            local,
-            stop,
-            MIN_LOAD_TOKENS,
-            request_id=request.request_id,
-            visit=state.visit,
+            sequence, local, stop, MIN_LOAD_TOKENS, request_id=request.request_id, visit=state.visit
         )
         if sequence.asked and self._waits.awaits(state):
             return None, False

@@ -13,67 +13,25 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from attnstore_vllm.errors import AttnStoreError
-from attnstore_vllm.index.asked_tier import AskedBooks, Found, end_leases, enter
-from attnstore_vllm.index.chunk import ChunkName
+from attnstore_vllm.index.asked_tier import Ask, AskedBooks, Found, end_leases, enter
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.asking import ASKED_FOR_S, AnswerTime, worth_asking
+from attnstore_vllm.policy.questions import ASKED_FOR_S, AnswerTime, worth_asking
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.reader import Reader
 from attnstore_vllm.store.tier_io import TierIo
-from attnstore_vllm.types import Key
 
 logger = logging.getLogger(__name__)
 
 OPEN_MAX = 64
 """Questions that a tier has not answered; more are not asked."""
-CHUNKS_MAX = 1024
-"""Chunks of one question; a longer run is found in parts."""
 
 
 class AskError(AttnStoreError):
     """A tier has not answered a question."""
-
-
-class Ask:
-    """One question: what comes next of this sequence, from chunk `first` on, have you?
-
-    A tier may read it on any thread: what of a sequence is hashed does not change.
-    """
-
-    __slots__ = ("asked_at", "at", "clock", "first", "is_over", "keys", "sequence", "stop", "until")
-
-    def __init__(
-        self, sequence: SequenceKeys, at: int, stop: int, clock: Callable[[], float]
-    ) -> None:
-        size = sequence.chunk_tokens
-        self.sequence = sequence
-        self.at = at
-        """The token up to which KV is stored here."""
-        self.stop = stop
-        self.first = at // size
-        self.keys: list[Key] = sequence.keys(self.first, stop // size)[:CHUNKS_MAX]
-        """Of the whole chunks."""
-        self.clock = clock
-        self.asked_at = self.until = clock()
-        """The request does not wait longer; an answer is welcome later too."""
-        self.is_over = False
-        """Locked. It was answered, or is not to be any more."""
-
-    @property
-    def tenant(self) -> bytes:
-        return self.sequence.tenant
-
-    def name(self, number: int) -> ChunkName:
-        """The name of the whole chunk keys[number]."""
-        return self.sequence.name(self.first + number, self.tenant)
-
-    def part(self, number: int) -> tuple[Key, bytes, bytes]:
-        """What chunk keys[number], or the one behind the last, continues; its extra; its tokens."""
-        return self.sequence.part(self.first + number, self.stop)
 
 
 class AskedIo(TierIo):

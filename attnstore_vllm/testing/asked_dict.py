@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from attnstore_vllm.errors import CorruptRecordError
-from attnstore_vllm.index.asked_tier import AskedBooks, Found
+from attnstore_vllm.index.asked_tier import Ask, AskedBooks, Found
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.store.asking import Ask, AskedIo
+from attnstore_vllm.store.asking import AskedIo
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.tier_io import Loaded, Stored
@@ -31,7 +31,7 @@ DEPTH = 4
 
 @dataclass(slots=True)
 class Others:
-    """What others have: by key the name, the payload and its checksum."""
+    """Records of others: by key the name, the payload and its checksum."""
 
     records: dict[bytes, tuple[ChunkName, bytes, bytes]] = field(default_factory=dict)
     is_silent: bool = False
@@ -123,7 +123,7 @@ class AskedDictIo(AskedIo):
         done(None, name.tokens)
 
     def reset(self) -> DictReset:
-        """What others have is of another generation from now on: here, it is gone."""
+        """All that others have is of another generation from now on: here, it is gone."""
         self.forget_asks()
         self._asks.clear()
         self.others.records.clear()

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to a tier that must be asked: one a request, for a while, and none where it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.index.asked_tier import Found
+from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.policy.breaker import FAILURES_MAX
+from attnstore_vllm.policy.questions import ASK_MIN_TOKENS, AnswerTime, worth_asking
+from attnstore_vllm.scheduler.request import make_state
+from attnstore_vllm.store.asking import is_asked
+from attnstore_vllm.testing.asked_dict import AskedDictIo, MakeAskedDict, Others
+from tests.helpers import (
+    NAMESPACE,
+    Rig,
+    conversation,
+    memory_rig,
+    names_of,
+    payload_of,
+    sequence_of,
+)
+
+LONG = 64
+
+
+@pytest.fixture
+def others() -> Others:
+    return Others()
+
+
+@pytest.fixture
+def rig(others: Others) -> Iterator[Rig]:
+    rig = memory_rig(more_tiers=(MakeAskedDict(others),))
+    yield rig
+    rig.store.residency.check_integrity()
+    rig.close()
+
+
+def tier_of(rig: Rig) -> AskedDictIo:
+    io = rig.store.thread.tiers[1]
+    assert isinstance(io, AskedDictIo)
+    return io
+
+
+def asked_for(number: int) -> SequenceKeys:
+    sequence = sequence_of(conversation(number, LONG))
+    sequence.may_ask = True
+    return sequence
+
+
+def fill(others: Others, number: int) -> None:
+    for name in names_of(sequence_of(conversation(number, LONG))):
+        others.put(name, payload_of(name))
+
+
+def test_one_question_a_request_and_what_it_finds_comes_up(rig: Rig, others: Others) -> None:
+    fill(others, 1)
+    sequence = asked_for(1)
+    assert rig.store.find(sequence, 0, LONG) == []
+    rig.until(lambda: not is_asked(sequence))
+    found = rig.store.find(sequence, 0, LONG)
+    assert found[-1].stop == LONG
+    rig.until(lambda: len(rig.store.hold_ready(found, sequence, LONG)) == len(found))
+    assert tier_of(rig).num_asked == 1
+    assert set(rig.store.tiers(found, 0)) == {"asked"}
+    while rig.store.residency.num_held():
+        rig.store.release(p.chunk for p in found if p.chunk.dram.uses)
+
+
+def test_who_may_not_ask_does_not(rig: Rig, others: Others) -> None:
+    fill(others, 1)
+    sequence = sequence_of(conversation(1, LONG))
+    assert rig.store.find(sequence, 0, LONG) == []
+    assert sequence.asked == ()
+    assert tier_of(rig).num_asked == 0
+
+
+def test_a_late_answer_is_waited_for_no_longer_and_welcome(rig: Rig, others: Others) -> None:
+    fill(others, 1)
+    others.is_silent = True
+    sequence = asked_for(1)
+    began = time.monotonic()
+    rig.store.find(sequence, 0, LONG)
+    assert is_asked(sequence)
+    rig.until(lambda: not is_asked(sequence))
+    assert time.monotonic() - began >= AskedDictIo.answer_deadline_s
+    others.is_silent = False
+    tier_of(rig).submit()
+    rig.until(lambda: len(rig.store.find(sequence, 0, LONG)) == LONG // 16)
+    assert rig.store.residency.counts["answers_late"] == 1
+
+
+def test_an_answer_to_a_question_of_before_a_reset_is_ignored(rig: Rig, others: Others) -> None:
+    others.is_silent = True
+    sequence = asked_for(1)
+    rig.store.find(sequence, 0, LONG)
+    (ask,) = sequence.asked
+    assert rig.store.reset()
+    tier_of(rig).answer(ask, [Found(ask.name(number)) for number in range(4)])
+    assert len(rig.store.residency.index) == 0
+
+
+def test_a_tier_that_does_not_answer_is_left_alone(rig: Rig, others: Others) -> None:
+    others.is_silent = True
+    io = tier_of(rig)
+    for number in range(FAILURES_MAX):
+        sequence = asked_for(number)
+        rig.store.find(sequence, 0, LONG)
+        rig.until(lambda s=sequence: not is_asked(s))  # type: ignore[misc]
+    rig.until(lambda: not io.health.reads.in_use)
+    sequence = asked_for(50)
+    rig.store.find(sequence, 0, LONG)
+    assert not is_asked(sequence), "nobody waits for it"
+    others.is_silent = False
+    fill(others, 60)
+
+    def works_again() -> bool:
+        rig.store.find(asked_for(60), 0, LONG)
+        return io.health.reads.in_use
+
+    rig.until(works_again)
+
+
+def test_hearsay_is_no_copy(rig: Rig, others: Others) -> None:
+    """What others have said to have, and a request has computed, is saved all the same."""
+    fill(others, 1)
+    sequence = asked_for(1)
+    rig.store.find(sequence, 0, LONG)
+    rig.until(lambda: not is_asked(sequence))
+    name = names_of(sequence)[0]
+    assert rig.put(name, payload_of(name)) is not None
+
+
+def test_an_empty_step_waits_for_an_answer(rig: Rig, others: Others) -> None:
+    others.is_silent = True
+    sequence = asked_for(1)
+    rig.store.find(sequence, 0, LONG)
+    began = time.monotonic()
+    rig.store.wait_for_any((), 0.01, [sequence])
+    assert time.monotonic() - began >= 0.01
+    others.is_silent = False
+    tier_of(rig).submit()
+    rig.store.wait_for_any((), 5.0, [sequence])
+    assert not is_asked(sequence)
+
+
+@pytest.mark.parametrize(
+    ("params", "may_ask"),
+    [(None, True), ({"do_remote_prefill": True}, False), ({"do_remote_prefill": False}, True)],
+)
+def test_kv_that_another_connector_brings_is_not_asked_for(
+    params: dict[str, bool] | None, may_ask: bool
+) -> None:
+    request: Any = SimpleNamespace(
+        kv_transfer_params=params,
+        all_token_ids=list(range(64)),
+        cache_salt=None,
+        lora_request=None,
+        mm_features=[],
+        resumable=False,
+    )
+    assert make_state(request, NAMESPACE, b"", 16).sequence.may_ask == may_ask
+
+
+def test_when_a_question_pays() -> None:
+    assert not worth_asking(ASK_MIN_TOKENS - 1, None, 0.0)
+    assert worth_asking(ASK_MIN_TOKENS, None, 1.0)
+    assert worth_asking(1000, 0.5, 0.001)
+    assert not worth_asking(1000, 0.0005, 0.001)
+    times = AnswerTime()
+    for _ in range(1000):
+        times.observe(0.002)
+    assert times.mean_s == pytest.approx(0.002)
