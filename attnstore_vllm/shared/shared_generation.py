@@ -9,7 +9,9 @@ that finds another generation than its own was not reset when others were: it ke
 The next generation is a hash of the one before. So engines that are reset together agree.
 
 Weights that were changed in memory are not in the namespace. After a reset an engine keeps out
-until its workers have seen that the weights are what they were; if they are not, for good.
+until its workers have seen that the weights are what they were; if they are not, for good. Others
+leave the generation that it used as well: between the change and the look it may have written KV
+of other weights.
 """
 
 from __future__ import annotations
@@ -89,11 +91,13 @@ class SharedGeneration:
     def see(self, value: bytes | None) -> NewValue | None:
         """The store has this value now. Returns what it is to have instead, if that is ours to
         say; see() is called again then."""
-        if self.has_changed or self.is_behind:
+        if self.is_behind:
             return None
         theirs = None
         if value is not None and len(value) == len(MAGIC) + GENERATION_BYTES:
             theirs = value[len(MAGIC) :] if value.startswith(MAGIC) else None
+        if self.has_changed:  # KV of these weights may be there, under the names of the files'
+            return NewValue(MAGIC + self._next(theirs), True) if theirs in self.left else None
         if theirs is None:  # a store that is new, or has lost it: with it all that it had
             made = self.mine or secrets.token_bytes(GENERATION_BYTES)
             return NewValue(MAGIC + made, value is not None)

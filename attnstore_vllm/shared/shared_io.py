@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError, GoneError
-from attnstore_vllm.index.asked_tier import Found
+from attnstore_vllm.index.asked_tier import Ask, Found
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.tier import TierBehind
@@ -40,7 +40,7 @@ from attnstore_vllm.shared.helper import Helper, LateError
 from attnstore_vllm.shared.lanes import LaneOp, Lanes
 from attnstore_vllm.shared.record import HEADER_BYTES, RecordNames, check_header, place_bytes, seal
 from attnstore_vllm.shared.shared_reset import SharedReset
-from attnstore_vllm.store.asking import Ask, AskedIo
+from attnstore_vllm.store.asking import AskedIo
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.tier_io import Loaded, Stored

@@ -74,6 +74,23 @@ def test_after_a_reset_it_keeps_out_until_the_weights_were_seen() -> None:
     assert one.usable is not None
 
 
+def test_all_leave_what_was_used_by_who_has_changed_its_weights() -> None:
+    store = Shared()
+    one, two = started(store), started(store)
+    one.reset()
+    one.weights_seen(False)
+    store.look(one)
+    assert one.usable is None
+    store.look(two)
+    assert two.usable is None
+    fresh = started(store)
+    assert fresh.usable is not None
+    two.reset()
+    two.weights_seen(True)
+    store.look(two)
+    assert two.usable == fresh.usable
+
+
 def test_a_store_that_lost_everything_is_used_again_by_all() -> None:
     store = Shared()
     one, two = started(store), started(store)
