@@ -284,9 +284,10 @@ def _shared(given: object) -> SharedConfig | None:
         raise ConfigError(f"shared.{key} is for Redis: Mooncake has neither passwords nor TLS")
     is_redis, password = kind == "redis", given.get("password_file")
     bandwidth, writes = given.get("bandwidth", False), given.get("daily_writes", False)
+    options = shared.redis_options(given) if is_redis else shared.mooncake_options(given[kind])
     return SharedConfig(
         kind=kind,
-        options=shared.redis_options(given) if is_redis else shared.mooncake_options(given[kind]),
+        options=tuple(sorted(options.items())),
         password_file=None if password is None else shared.password_file_of(password),
         deadline_ms=_integer("shared.deadline_ms", given.get("deadline_ms", 500), 10, 10_000),
         bandwidth_bytes=_off_or_size("shared.bandwidth", bandwidth, SIZE_MIN, "MiB"),
@@ -428,4 +429,5 @@ class StoreConfig:
             self,
             dram_bytes=self.dram_bytes // self.data_parallel_size,
             nvme=self.nvme.share(dp_rank, self.data_parallel_size),
+            shared=self.shared and self.shared.share(self.data_parallel_size),
         )

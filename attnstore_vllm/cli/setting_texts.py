@@ -192,7 +192,7 @@ SETTINGS = (
     Setting(
         "shared.password_file", "none", "absolute path",
         "A file with the password for Redis.",
-        "Rather than a password in the URL.",
+        "Rather than a password in the URL, which vLLM writes to its log.",
     ),
     Setting(
         "shared.ca", "the system's", "absolute path",

@@ -343,9 +343,9 @@ class Scheduler:
                 self.store.asking.leave()
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
-        if report.weights is not Seen.NOTHING:
+        if report.weights is not Seen.NOTHING and self.store.asking is not None:
             is_known = report.weights is not Seen.UNKNOWN
-            self.store.weights_seen(report.weights is Seen.SAME if is_known else None)
+            self.store.asking.weights_seen(report.weights is Seen.SAME if is_known else None)
 
     def _on_adapters(self, report: StepReport) -> None:
         """Ranks have said what the adapters were in that step.

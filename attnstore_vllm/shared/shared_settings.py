@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +31,8 @@ class SharedConfig:
 
     kind: str
     """redis or mooncake."""
-    options: Mapping[str, str] = field(repr=False)
+    options: tuple[tuple[str, str], ...] = field(repr=False)
+    """By name: settings are compared, and kept in sets."""
     password_file: Path | None = None
     deadline_ms: int = 500
     bandwidth_bytes: int | None = None
@@ -42,9 +43,21 @@ class SharedConfig:
     def where(self) -> str:
         """For the log: without secrets."""
         if self.kind == "mooncake":
-            return f"Mooncake's master {self.options['master']}"
-        url = urlsplit(self.options["url"])
+            return f"Mooncake's master {dict(self.options)['master']}"
+        url = urlsplit(dict(self.options)["url"])
         return f"Redis at {url.hostname or url.path}" + (f":{url.port}" if url.port else "")
+
+    def share(self, ranks: int) -> SharedConfig:
+        """One engine's part of what may be written."""
+
+        def part(num_bytes: int | None) -> int | None:
+            return None if num_bytes is None else max(1, num_bytes // ranks)
+
+        return replace(
+            self,
+            bandwidth_bytes=part(self.bandwidth_bytes),
+            daily_writes_bytes=part(self.daily_writes_bytes),
+        )
 
     def for_client(self) -> dict[str, Any]:
         """See shared/backend.py. Has the password. Raises ConfigError."""

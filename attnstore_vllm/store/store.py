@@ -564,13 +564,6 @@ class Store:
             self._moved.clear()
             return self.thread.wait_for(resets, RESET_DEADLINE_S)
 
-    def weights_seen(self, same: bool | None) -> None:
-        """The workers have looked: are the weights what they were at the look before, or at the
-        start? Tiers that others share are used while they are. None: nobody can see them."""
-        with self._lock:
-            for io in self.thread.tiers:
-                io.weights_seen(same)
-
     def figures(self) -> Figures:
         kept = [item for io in self.thread.tiers for item in io.seconds.items()]
         with self._lock:

@@ -145,9 +145,6 @@ class TierIo(ABC):
         """Locked. Whether nothing can be stored before the tier has got more slots. Begins that."""
         return False
 
-    def weights_seen(self, same: bool | None) -> None:  # noqa: B027 - most need not know
-        """Locked. See Store.weights_seen()."""
-
     @abstractmethod
     def turn(self) -> None:
         """Do what the tier does by itself, at the beginning of each round of the store's thread."""

@@ -42,10 +42,16 @@ def shared_rig(
     """Args: joins: wait until the tier is in use."""
     tier = make(settings, namespace, directory=directory, **options)
     rig = memory_rig(dram_slots=dram_slots, more_tiers=(tier,))
-    rig.store.weights_seen(True)
+    see_weights(rig, same=True)
     if joins:
         rig.until(lambda: io_of(rig).generation.usable is not None)
     return rig
+
+
+def see_weights(rig: Rig, *, same: bool) -> None:
+    """As after a look of the workers."""
+    assert rig.store.asking is not None
+    rig.store.asking.weights_seen(same)
 
 
 def io_of(rig: Rig) -> SharedIo:

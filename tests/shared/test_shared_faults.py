@@ -14,7 +14,7 @@ import pytest
 from attnstore_vllm.shared.lanes import LaneOp
 from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation, names_of, sequence_of
-from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, write
+from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, see_weights, write
 
 OpenShared = Callable[..., Rig]
 WHOLE = NUM_TOKENS // 16
@@ -142,13 +142,13 @@ def test_after_a_reset_nothing_of_before_is_met(
     write(one, tokens)
     assert one.store.reset()
     assert fetch(one, tokens) == 0, "its weights are in doubt"
-    one.store.weights_seen(True)
+    see_weights(one, same=True)
     one.until(lambda: io_of(one).generation.usable is not None)
     assert fetch(one, tokens) == 0
     two.until(lambda: io_of(two).generation.is_behind)
     assert fetch(two, tokens) == 0
     assert two.store.reset()
-    two.store.weights_seen(True)
+    see_weights(two, same=True)
     two.until(lambda: io_of(two).generation.usable is not None)
     again = conversation(2, NUM_TOKENS)
     write(two, again)
@@ -163,7 +163,7 @@ def test_a_reset_while_the_store_cannot_be_reached_holds_over_a_restart(
     write(one, tokens)
     own_server.signal(signal.SIGSTOP)
     assert one.store.reset()
-    one.store.weights_seen(True)
+    see_weights(one, same=True)
     assert fetch(one, tokens) == 0
     one.close()
     own_server.signal(signal.SIGCONT)
@@ -178,9 +178,9 @@ def test_changed_weights_leave_the_tier_for_good(
     tokens = conversation(1, NUM_TOKENS)
     write(one, tokens)
     two.store.reset()
-    two.store.weights_seen(False)
+    see_weights(two, same=False)
     two.store.reset()
-    two.store.weights_seen(True)  # the same as after the change
+    see_weights(two, same=True)  # the same as after the change
     time.sleep(0.2)
     assert fetch(two, tokens) == 0
     assert io_of(two).generation.usable is None

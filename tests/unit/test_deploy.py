@@ -150,10 +150,10 @@ def test_the_compose_file_shares_by_the_store_that_it_starts() -> None:
     compose = yaml.safe_load(text)
     config = StoreConfig.parse(yaml.safe_load(compose["configs"]["attnstore"]["content"]))
     assert config.shared is not None
-    host, port = config.shared.options["master"].split(":")
+    host, port = dict(config.shared.options)["master"].split(":")
     services = compose["services"]
     assert f"--rpc_port={port}" in services[host]["command"]
-    assert config.shared.options["master"] in services["segment"]["command"]
+    assert dict(config.shared.options)["master"] in services["segment"]["command"]
     for name in ("one", "two"):
         assert parse_size("shm", services[name]["shm_size"]) >= config.dram_bytes + SPARE_BYTES
     # Mooncake has no passwords: nobody else is in its network, and no port of it is published.

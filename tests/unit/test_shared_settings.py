@@ -26,6 +26,20 @@ def test_off_is_none() -> None:
     assert StoreConfig.parse({**BARE, "shared": "off"}).shared is None
 
 
+def test_settings_can_be_kept_in_sets() -> None:
+    """As plugin.py does, which checks each once."""
+    for given in ({"redis": "redis://h"}, {"mooncake": {"master": "h:1"}}):
+        assert len({parsed(given), parsed(given)}) == 1
+
+
+def test_engines_share_what_may_be_written() -> None:
+    shared = {"redis": "redis://h", "bandwidth": "64MiB", "daily_writes": "1GiB"}
+    config = StoreConfig.parse({**BARE, "shared": shared, "data_parallel_size": 4}).share(1)
+    assert config.shared is not None
+    assert config.shared.bandwidth_bytes == 16 << 20
+    assert config.shared.daily_writes_bytes == 256 << 20
+
+
 def test_a_password_is_in_no_message_and_in_no_text_of_the_settings() -> None:
     config = parsed({"redis": "rediss://kv:secret@cache:6380/1"})
     assert "secret" not in repr(config)
