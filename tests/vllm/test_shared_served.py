@@ -78,6 +78,7 @@ def test_another_engine_goes_on(
     first = start_engine(store=tmp_path / "a", vllm={"model": str(one)}, settings=given)
     answer = first.call(leave, "shared")
     second = start_engine(store=tmp_path / "b", vllm={"model": str(two)}, settings=given)
+    second.call(ask, "the first, in whose first step the workers look at their weights")
     loaded, again, _ = second.call(ask, "shared")
     assert loaded == LENGTH // 256 * 256
     assert again.tokens == answer.tokens
