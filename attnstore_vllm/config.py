@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.io.codec import CODEC_NAMES, CODECS, NONE
+from attnstore_vllm.shared import shared_settings as shared
+from attnstore_vllm.shared.shared_settings import SharedConfig
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -280,6 +282,32 @@ class TruncationConfig:
         )
 
 
+def _shared(given: object) -> SharedConfig | None:
+    if given is False or given == "off":
+        return None
+    if not isinstance(given, Mapping) or ("redis" in given) == ("mooncake" in given):
+        # Not as it was given: there may be a password in it.
+        raise ConfigError(
+            "shared must be off, {redis: redis://host:6379/0} or {mooncake: {master: host:port}}"
+        )
+    kind = "redis" if "redis" in given else "mooncake"
+    check_keys("shared.", given, shared.KEYS, set())
+    for key in sorted(shared.REDIS_KEYS & given.keys()) if kind == "mooncake" else ():
+        raise ConfigError(f"shared.{key} is for Redis: Mooncake has neither passwords nor TLS")
+    is_redis, password = kind == "redis", given.get("password_file")
+    bandwidth, writes = given.get("bandwidth", False), given.get("daily_writes", False)
+    options = shared.redis_options(given) if is_redis else shared.mooncake_options(given[kind])
+    return SharedConfig(
+        kind=kind,
+        options=tuple(sorted(options.items())),
+        password_file=None if password is None else shared.password_file_of(password),
+        deadline_ms=_integer("shared.deadline_ms", given.get("deadline_ms", 500), 10, 10_000),
+        bandwidth_bytes=_off_or_size("shared.bandwidth", bandwidth, SIZE_MIN, "MiB"),
+        daily_writes_bytes=_off_or_size("shared.daily_writes", writes, SIZE_MIN, "GiB"),
+        prefix=shared.prefix_of(given.get("prefix", "as1/")),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
     """All settings. Sizes are in bytes and are those of the whole server, all ranks together."""
@@ -311,6 +339,8 @@ class StoreConfig:
     """`share`. With "salted" requests without a cache_salt neither find nor leave KV."""
     truncation: TruncationConfig | None = TruncationConfig()
     """KV of prompts that were cut; None: no request may ask for it."""
+    shared: SharedConfig | None = None
+    """A tier behind NVMe that several servers share; None: there is none."""
     io_depth: int = 8
     """Requests in flight on the device; half of them may be writes."""
     peers: bool = True
@@ -380,6 +410,7 @@ class StoreConfig:
             pinning=pinning,
             write_buffer_bytes=buffer_bytes,
             truncation=truncation,
+            shared=_shared(given.get("shared", False)),
             shared_by=_sharing("share", given.get("share", "everyone")),
             **optional,
         )
@@ -410,4 +441,5 @@ class StoreConfig:
             self,
             dram_bytes=self.dram_bytes // self.data_parallel_size,
             nvme=self.nvme.share(dp_rank, self.data_parallel_size),
+            shared=self.shared and self.shared.share(self.data_parallel_size),
         )

@@ -15,6 +15,7 @@ TOKEN_BYTES = 4
 
 DRAM: Final = "dram"
 NVME: Final = "nvme"
+SHARED: Final = "shared"
 PEERS: Final = "peers"
 """Names of tiers, as metrics and messages have them."""
 
@@ -26,6 +27,8 @@ class Flow(Enum):
     LOAD = "dram_to_hbm"
     WRITE_BACK = "dram_to_nvme"
     PREFETCH = "nvme_to_dram"
+    TO_SHARED = "dram_to_shared"
+    FROM_SHARED = "shared_to_dram"
     FROM_PEERS = "peers_to_dram"
 
 
@@ -35,3 +38,7 @@ class StoreFailure(Enum):
     FAILED = "write_failed"
     DOES_NOT_FIT = "does_not_fit"
     """Nothing was sent to the tier."""
+    IS_THERE = "is_there"
+    """Others have written it to the shared tier: nothing was sent."""
+    NOT_SHARED = "shared_write_failed"
+    """As FAILED, of the shared tier."""

@@ -22,6 +22,7 @@ from attnstore_vllm.cli.slab_file import opened, slab_files
 from attnstore_vllm.cli.speeds import FILE_BYTES, disk_speed, memory_speed
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
+from attnstore_vllm.shared.start import try_store
 from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.transfer.cuda_kernels import native_module
@@ -72,6 +73,7 @@ def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
     if config.peers:
         engines = "data-parallel engines of this host read each other, should there be several"
         yield Check("peers", "note", engines)
+    yield from _shared(config)
     if model is not None:
         yield _tokens(model, config)
 
@@ -140,6 +142,20 @@ def _machine(config: StoreConfig, *, pins_memory: bool) -> Iterator[Check]:
             f"dram {format_size(config.dram_bytes)}, nvme {format_size(config.nvme.capacity_bytes)}"
         )
         yield Check("machine", "ok", f"it has what is asked for: {sizes}")
+
+
+def _shared(config: StoreConfig) -> Iterator[Check]:
+    if config.shared is None:
+        return
+    where = config.shared.where
+    try:
+        seconds = try_store(config.shared)
+    except ConfigError as error:
+        yield Check("shared tier", "bad", str(error))
+    except AttnStoreError as error:
+        yield Check("shared tier", "warn", f"{where}: {error}; a server would go on without it")
+    else:
+        yield Check("shared tier", "ok", f"{where} answers in {1000 * seconds:.1f} ms")
 
 
 def _disk(config: StoreConfig) -> Iterator[Check]:

@@ -180,6 +180,63 @@ SETTINGS = (
         "salted, where every user must have a salt.",
     ),
     Setting(
+        "shared", "off", "off, or {redis: URL}, or {mooncake: {master: host:port}}",
+        "A tier behind NVMe that several servers share, in a network store.",
+        "Where a conversation may go on at another server; see deploying.md for what the network "
+        "must be like.",
+    ),
+    Setting(
+        "shared.redis", "off", "redis://, rediss:// (TLS) or unix:// URL",
+        "A Redis or Valkey server. User and database may be in the URL.",
+        "Small fleets, and where tenants must be kept apart by ACL.",
+    ),
+    Setting(
+        "shared.mooncake", "off", "{master, host, metadata, protocol, devices}",
+        "Mooncake Store, whose segments other processes own. master is needed; protocol is tcp or "
+        "rdma. Needs attnstore-vllm[mooncake].",
+        "Fleets with a network of their own: Mooncake has neither passwords nor TLS.",
+    ),
+    Setting(
+        "shared.password_file", "none", "absolute path",
+        "A file with the password for Redis.",
+        "Rather than a password in the URL, which vLLM writes to its log.",
+    ),
+    Setting(
+        "shared.ca", "the system's", "absolute path",
+        "Certificates that Redis's own is checked against.",
+        "With a CA of your own.",
+    ),
+    Setting(
+        "shared.cert", "none", "absolute path",
+        "This server's certificate, which Redis may ask for.",
+        "With `tls-auth-clients yes`.",
+    ),
+    Setting(
+        "shared.key", "none", "absolute path",
+        "The key of that certificate.",
+        "With shared.cert.",
+    ),
+    Setting(
+        "shared.deadline_ms", "500", "ms, 10 to 10000",
+        "How long a request waits for an answer. A store that is later is left alone for a while.",
+        "Lower it to bound the first token, raise it for a slow network.",
+    ),
+    Setting(
+        "shared.bandwidth", "off", "size a second, or off",
+        "The most that is written there a second.",
+        "Set it where the network has other users.",
+    ),
+    Setting(
+        "shared.daily_writes", "off", "size a day, or off",
+        "The most that is written there a day.",
+        "Set it where what is written costs.",
+    ),
+    Setting(
+        "shared.prefix", "as1/", "64 characters at most",
+        "What all names in the store begin with.",
+        "One of each group of servers, for an ACL of Redis.",
+    ),
+    Setting(
         "io_depth", "8", "requests, 2 to 1024",
         "Requests in flight on the device; half of them may be writes.",
         "Raise it for disks that need more to be busy: compare with attnstore doctor.",

@@ -29,9 +29,18 @@ TIMEOUT_S = 5.0
 ANSWER_MAX = 64 << 20
 """Bytes of one answer: more is no /metrics."""
 _STORE = "vllm:attnstore_"
-SOURCES = ("hbm", "dram", "nvme", "computed")
-FLOWS = ("hbm_to_dram", "dram_to_hbm", "dram_to_nvme", "nvme_to_dram")
-ERRORS = ("read_failed", "write_failed", "corrupt", "device_late", "device_out")
+SOURCES = ("hbm", "dram", "nvme", "shared", "computed")
+FLOWS = {
+    "hbm_to_dram": "HBM to DRAM",
+    "dram_to_hbm": "DRAM to HBM",
+    "dram_to_nvme": "DRAM to NVMe",
+    "nvme_to_dram": "NVMe to DRAM",
+    "dram_to_shared": "DRAM to shared",
+    "shared_to_dram": "shared to DRAM",
+}
+_FAILURES = ("read_failed", "write_failed", "corrupt")
+_OF_SHARED = tuple(f"shared_{kind}" for kind in (*_FAILURES, "late", "out"))
+ERRORS = (*_FAILURES, "device_late", "device_out", *_OF_SHARED)
 WIDTH = 100
 """Characters of a table where there is no terminal to ask."""
 
@@ -62,6 +71,8 @@ class Look:
     capacity_bytes: dict[str, int]
     dirty_bytes: int
     nvme_in_use: bool
+    shared_in_use: bool | None
+    """None: there is no shared tier."""
     errors: dict[str, int]
 
     def share(self, source: str) -> float:
@@ -110,12 +121,15 @@ def figures(url: str, before: Metrics, after: Metrics, seconds: float | None) ->
     def sizes(name: str) -> dict[str, int]:
         return {tier: int(total(after, f"{_STORE}{name}", tier=tier)) for tier in ("dram", "nvme")}
 
-    in_use = [v for (name, _), v in after.items() if name == f"{_STORE}nvme_in_use"]
+    in_use, shared_in_use = (
+        [v for (name, _), v in after.items() if name == f"{_STORE}{tier}_in_use"]
+        for tier in ("nvme", "shared")
+    )
     return Look(
         url=url,
         seconds=seconds,
         prompt_tokens=by("prompt_tokens", "source", SOURCES),
-        moved_bytes=by("bytes", "direction", FLOWS),
+        moved_bytes=by("bytes", "direction", list(FLOWS)),
         running=int(total(after, "vllm:num_requests_running")),
         waiting=int(total(after, "vllm:num_requests_waiting")),
         waits=int(grown(f"{_STORE}wait_seconds_count")),
@@ -126,6 +140,7 @@ def figures(url: str, before: Metrics, after: Metrics, seconds: float | None) ->
         capacity_bytes=sizes("capacity_bytes"),
         dirty_bytes=int(total(after, f"{_STORE}dirty_bytes")),
         nvme_in_use=all(in_use),
+        shared_in_use=all(shared_in_use) if shared_in_use else None,
         errors=by("errors", "kind", ERRORS),
     )
 
@@ -216,17 +231,20 @@ def table(seen: Sequence[Look | TopError]) -> Group:
 def cells(found: Look) -> dict[str, str]:
     """The rows of one server, by their names."""
     rows = {"prompt tokens": f"{sum(found.prompt_tokens.values()):,}"}
-    names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe", "computed": "computed"}
-    for source, name in names.items():
+    names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe", "shared": "shared"}
+    has_shared = found.shared_in_use is not None
+    for source, name in (names | {"computed": "computed"}).items():
+        if source == "shared" and not has_shared:
+            continue
         rows[f"  {name}"] = f"{found.share(source):.1%}"
     rows["prefill saved"] = f"{found.prefill_seconds_saved:,.1f} s"
     rows["requests running, waiting"] = f"{found.running}, {found.waiting}"
     mean_s = found.wait_seconds / found.waits if found.waits else 0.0
     rows["waits for NVMe, mean"] = f"{found.waits}, {1e3 * mean_s:,.0f} ms"
     rows["  in vain"] = f"{found.waits_in_vain}"
-    for flow, name in zip(
-        FLOWS, ("HBM to DRAM", "DRAM to HBM", "DRAM to NVMe", "NVMe to DRAM"), strict=True
-    ):
+    for flow, name in FLOWS.items():
+        if "shared" in flow and not has_shared:
+            continue
         num_bytes = found.moved_bytes[flow]
         rows[name] = (
             format_size(num_bytes)
@@ -238,7 +256,10 @@ def cells(found: Look) -> dict[str, str]:
         rows[f"{name} in use"] = f"{format_size(held)} of {format_size(capacity)}"
     rows["not yet on NVMe"] = format_size(found.dirty_bytes)
     errors = [f"{n} {kind}" for kind, n in found.errors.items() if n]
-    rows["errors"] = (
-        ", ".join([*([] if found.nvme_in_use else ["NVMe is out of use"]), *errors]) or "none"
-    )
+    rows["errors"] = ", ".join([*_out_of_use(found), *errors]) or "none"
     return rows
+
+
+def _out_of_use(found: Look) -> list[str]:
+    tiers = (("NVMe", found.nvme_in_use), ("the shared tier", found.shared_in_use))
+    return [f"{name} is out of use" for name, in_use in tiers if in_use is False]

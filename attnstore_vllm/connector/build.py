@@ -43,9 +43,11 @@ from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
+from attnstore_vllm.shared.start import check_client, make_shared
 from attnstore_vllm.store.format import LABEL_BYTES, Encoding, SegmentHeader, pages
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.store.tier_io import MakeTier
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
@@ -348,15 +350,30 @@ def _store(
         scrub_rate=config.nvme.scrub_bytes_per_s,
         eviction=config.eviction,
         ttl_s=config.ttl_s,
-        more_tiers=peers,
         needs=needs_of(geometry),
         ahead=tokens_ahead(vllm_config),
         pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
         moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
+        more_tiers=[*peers, *_shared_tier(config, geometry, namespace)],
         codec=codec,
         teller=teller,
     )
     return store, kind
+
+
+def _shared_tier(config: StoreConfig, geometry: Geometry, namespace: bytes) -> Sequence[MakeTier]:
+    """The tier that several servers share, if there is one. Raises ConfigError."""
+    shared = config.shared
+    if shared is None:
+        return ()
+    if needs_of(geometry):
+        logger.warning(
+            "shared: is not used, since some layers of this model keep no KV of all "
+            "tokens: what lacks it of one group would shorten the hit of all"
+        )
+        return ()
+    check_client(shared)
+    return (make_shared(shared, geometry.chunk_tokens, namespace, config.nvme.path),)
 
 
 def own_version() -> str:

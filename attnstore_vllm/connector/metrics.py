@@ -96,7 +96,7 @@ CHUNK_EVENTS = (
     "saved", "saved_again", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up",
     "lost", "superseded", "written",
     "read_late", "recovered", "scrubbed", "unsaved", "expired", "pinned", "pin_refused",
-    "does_not_fit", "found", "gone", "answers_late",
+    "does_not_fit", "found", "gone", "is_there", "answers_late",
 )  # fmt: skip
 """`saved_again`: computed though NVMe has it, and kept in DRAM. `dropped`: not saved for want of
 room. `refused`: not written, since a full NVMe has nothing that is worth less. `given_up`: left
@@ -105,13 +105,18 @@ DRAM though a request far back in the queue wants it. `lost`: evicted from its l
 `pin_refused`: a slot was pinned, or not, since its tenant or all have their share. `does_not_fit`:
 encoded it takes more than its place on NVMe has, and stays in DRAM. `unsaved`: its copy from HBM
 was given up for want of room in the write buffer, or failed. `found`: a tier that must be asked
-(peers) has it. `gone`: it said so, and had it no more when it was to be loaded. `answers_late`:
-questions that such a tier did not answer in time."""
+(peers, shared) has it. `gone`: it said so, and had it no more when it was to be loaded.
+`answers_late`: questions that such a tier did not answer in time. `is_there`: not written to the
+shared tier, since others had."""
 GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
     "capacity_bytes": ("tier", "Bytes of all slots that there can be."),
     "dirty_bytes": ("tier", "Bytes in DRAM that wait to be written to this tier."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),
+    "shared_in_use": (
+        "direction",
+        "1, or 0 while the shared tier is left alone, or not joined. Without one there is none.",
+    ),
     "siblings": ("state", "Engines of this host that are asked for KV: ready, or all of them."),
     "recovery_seconds": ("", "Time that the last start took to find what earlier runs left."),
     "recovery_records": ("", "Records that it read for that."),
@@ -127,9 +132,9 @@ GAUGES = {
 ERROR_KINDS = tuple(sorted(ERROR_EVENTS))
 """`read_failed`, `write_failed`: the disk said so. `corrupt`: bytes are not what was written.
 `device_late`, `device_out`: the disk did not answer in time, or failed again and again, and was
-left alone for a while."""
+left alone for a while. `shared_...`: the same of the shared tier."""
 _TIERS = ("dram", "nvme")
-_SOURCES = (*_TIERS, "peers")
+_SOURCES = (*_TIERS, "peers", "shared")
 _NO_LABEL = ("",)
 _KINDS = tuple(reach.value for reach in Reach)
 LABELS: dict[str, tuple[str, ...]] = {

@@ -131,9 +131,10 @@ class Announced:
 
     def lose(self, tier: str) -> None:
         """The tier has nothing any more. Cost: all chunks."""
+        bits = _BITS.get(tier, 0)  # what others keep was not told
         for key, entry in list(self._entries.items()):
-            if entry.now & _BITS[tier]:
-                self._set(key, entry, entry.now & ~_BITS[tier])
+            if entry.now & bits:
+                self._set(key, entry, entry.now & ~bits)
 
     def clear(self) -> None:
         """No chunk is found any more. Cost: all chunks."""

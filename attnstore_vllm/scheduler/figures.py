@@ -15,9 +15,13 @@ from attnstore_vllm.config import format_size
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import PERIOD_S, Board
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.types import NVME, PEERS
+from attnstore_vllm.types import NVME, PEERS, SHARED
 
-ERROR_EVENTS = frozenset({"read_failed", "write_failed", "corrupt", "device_late", "device_out"})
+_FAILURES = ("read_failed", "write_failed", "corrupt")
+ERROR_EVENTS = frozenset(
+    {*_FAILURES, "device_late", "device_out", "shared_late", "shared_out"}
+    | {f"shared_{event}" for event in _FAILURES}
+)
 """Events of Residency.counts that the metric `errors` has; `chunks` has the others."""
 
 
@@ -131,8 +135,8 @@ def _parts(counts: Mapping[str, float], observed: Mapping[str, list[float]]) -> 
     prompts = of("prompt_tokens")
     if total := sum(prompts.values()):
         names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe"}
-        if prompts.get(PEERS):
-            names[PEERS] = "siblings"
+        extra = {PEERS: "siblings", SHARED: "shared"}
+        names |= {source: name for source, name in extra.items() if prompts.get(source)}
         names["computed"] = "computed"
         shares = (f"{name} {prompts.get(s, 0) / total:.0%}" for s, name in names.items())
         yield f"{total:,.0f} prompt tokens: {', '.join(shares)}"

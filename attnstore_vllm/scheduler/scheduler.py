@@ -24,7 +24,7 @@ from attnstore_vllm.index.keys import SequenceKeys, approximate_root, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
-from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
+from attnstore_vllm.scheduler.messages import LoadCheck, Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Costs, Offers, Waits
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import (
@@ -365,6 +365,9 @@ class Scheduler:
                 self.store.asking.leave()
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
+        if report.weights is not Seen.NOTHING and self.store.asking is not None:
+            is_known = report.weights is not Seen.UNKNOWN
+            self.store.asking.weights_seen(report.weights is Seen.SAME if is_known else None)
 
     def _on_adapters(self, report: StepReport) -> None:
         """Ranks have said what the adapters were in that step.

@@ -37,6 +37,8 @@ def start_lines(
         f"  NVMe: {nvme_slots * size:,} tokens in {format_size(nvme_slots * slab.record_bytes)} "
         f"(nvme.capacity: {format_size(config.nvme.capacity_bytes)}) in {config.nvme.path}; {disk}"
     )
+    if config.shared is not None:
+        yield f"  shared: {config.shared.where}; joined when the weights were looked at"
     if slab.foreign:
         yield (
             f"  NVMe: {len(slab.foreign)} of {slab.num_segments} parts are of other models or "

@@ -59,6 +59,9 @@ class AskedIo(TierIo):
     def ask(self, ask: Ask) -> None:
         """Locked. Hand it to the tier's thread. Waits for nothing."""
 
+    def weights_seen(self, same: bool | None) -> None:
+        """Locked. See Asking.weights_seen()."""
+
     def wonder(self, sequence: SequenceKeys, at: int, stop: int) -> Ask | None:
         """Locked. Ask, if the tier answers; else None. While it is out of use, what is to show
         whether it works again is a question that nobody waits for."""
@@ -156,6 +159,13 @@ class Asking:
             ]
         sequence.asked_at = now
         sequence.asked = tuple(ask for ask in asks if ask is not None)
+
+    def weights_seen(self, same: bool | None) -> None:
+        """The workers have looked: are the weights what they were at the look before, or at the
+        start? None: nobody can see them."""
+        with self._context.progress:
+            for tier in self._tiers:
+                tier.weights_seen(same)
 
     def leave(self) -> None:
         """Weights have changed in place: no name tells our KV from that of others any more. Until

@@ -24,6 +24,7 @@ class Health:
         label: what the tier is called in the log.
         where: its file, or its address.
         progress: the store's lock.
+        event: what a late answer and its being put out of use count as, with _late and _out.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Health:
         progress: threading.Condition,
         counts: Counter[str],
         clock: Callable[[], float],
+        event: str = "device",
     ) -> None:
         self.reads = Breaker()
         self.writes = Breaker()
@@ -41,6 +43,7 @@ class Health:
         self._progress = progress
         self._counts = counts
         self._clock = clock
+        self._event = event
         self._logged_at: dict[str, float] = {}
 
     def note_read(self, failure: AttnStoreError | None) -> None:
@@ -54,9 +57,9 @@ class Health:
         """A request is late: the device hangs, for both directions."""
         now = self._clock()
         with self._progress:
-            self._counts["device_late"] += 1
+            self._counts[f"{self._event}_late"] += 1
             out = [self.reads.failure(now, hung=True), self.writes.failure(now, hung=True)]
-            self._counts["device_out"] += any(out)
+            self._counts[f"{self._event}_out"] += any(out)
             self._progress.notify_all()
         if any(out):
             logger.error(
@@ -79,7 +82,7 @@ class Health:
             else:
                 changed = breaker.failure(now)
                 if changed:
-                    self._counts["device_out"] += 1
+                    self._counts[f"{self._event}_out"] += 1
             self._progress.notify_all()
         if failure is None:
             if changed:

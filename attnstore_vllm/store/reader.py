@@ -183,9 +183,8 @@ class Reader:
         verified = failure is None and context.residency.index.learn(chunk, tokens)
         if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
             is_gone = isinstance(failure, GoneError)
-            event = "gone" if is_gone else "read_failed"
-            event = "corrupt" if failure is None or is_corrupt else event
-            context.residency.counts[event] += 1
+            event = "corrupt" if failure is None or is_corrupt else "read_failed"
+            context.residency.counts["gone" if is_gone else source.events + event] += 1
         context.residency.finish_fetch(chunk, verified)
         context.progress.notify_all()
 

@@ -34,7 +34,7 @@ class StoreThread:
 
     Args:
         tiers: nearest first. The first one's poll() is where the thread waits.
-        daily_writes: bytes that may be written to each a day, or None.
+        daily_writes: bytes that may be written to the first a day, or None.
         learn: called in every turn: what is slow and not urgent.
     """
 
@@ -52,7 +52,11 @@ class StoreThread:
         self.tiers = tiers
         self.reader = context.reader = Reader(context, tiers)
         rate = daily_writes / 86_400 if daily_writes is not None else None
-        self._writers = [Writer(context, tier, Budget(rate, WRITE_BURST_S)) for tier in tiers]
+        rates = [rate, *(None for _ in tiers[1:])]
+        self._writers = [
+            Writer(context, tier, Budget(of_tier, WRITE_BURST_S))
+            for tier, of_tier in zip(tiers, rates, strict=True)
+        ]
         self._stopping = False
         self.is_out = False
         """Locked. The thread has ended by an error of ours: all it moves is out of use for good."""

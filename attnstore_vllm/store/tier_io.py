@@ -53,8 +53,10 @@ class TierIo(ABC):
     health: Health
     record_bytes: int
     """That a chunk takes in this tier."""
-    flow_up = Flow.PREFETCH
-    """As what the bytes of its loads count."""
+    flow_up, flow_down = Flow.PREFETCH, Flow.WRITE_BACK
+    """The directions that the bytes of its loads and stores are counted as."""
+    events = ""
+    """Before the names of what fails: others than NVMe's may have their own."""
 
     def __init__(self) -> None:
         self.cost = ReadCost()

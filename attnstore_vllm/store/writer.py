@@ -12,7 +12,7 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.tier_io import TierIo
-from attnstore_vllm.types import Flow, StoreFailure
+from attnstore_vllm.types import StoreFailure
 
 DIRTY_PART = 8
 """Up to one slot in so many may be dirty while reads go before writes; with more, both go on."""
@@ -77,12 +77,12 @@ class Writer:
     def _finish(self, chunk: Chunk, begun_at: float, outcome: bytes | StoreFailure) -> None:
         """Locked."""
         context, tier = self._context, self._tier
-        if outcome is StoreFailure.DOES_NOT_FIT:
-            self._budget.give_back(tier.record_bytes)  # nothing was sent to the disk
-        elif outcome is not StoreFailure.FAILED:
+        if outcome in (StoreFailure.DOES_NOT_FIT, StoreFailure.IS_THERE):
+            self._budget.give_back(tier.record_bytes)  # nothing was sent there
+        elif not isinstance(outcome, StoreFailure):
             now = context.clock()
             tier.write_cost.observe(now - max(begun_at, tier.store_ended_at))
             tier.store_ended_at = now
-            context.moved_bytes[Flow.WRITE_BACK] += tier.record_bytes
+            context.moved_bytes[tier.flow_down] += tier.record_bytes
         context.residency.finish_store(tier.tier, chunk, outcome)
         context.progress.notify_all()

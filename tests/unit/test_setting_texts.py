@@ -17,6 +17,7 @@ from tools import settings_page
 
 BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
 SECTIONS: dict[str, dict[str, Any]] = {"nvme": BARE["nvme"], "pinning": {}, "truncation": {}}
+SECTIONS["shared"] = {"redis": "redis://h"}
 
 
 def known_to_config(section: str) -> set[str]:
@@ -67,7 +68,7 @@ def test_limits_are_those_of_the_parser() -> None:
                 with pytest.raises(ConfigError, match=re.escape(setting.key)):
                     StoreConfig.parse(given)
         checked += 1
-    assert checked == 7
+    assert checked == 8
 
 
 @pytest.mark.parametrize("path", settings_page.pages(), ids=lambda path: path.name)

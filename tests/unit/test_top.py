@@ -77,7 +77,13 @@ def test_figures_are_those_between_two_looks() -> None:
         'source="computed"} 100.0', 'source="computed"} 140.0'
     )
     found = figures("a", before, parse_metrics(more), 2.0)
-    assert found.prompt_tokens == {"hbm": 0, "dram": 0, "nvme": 60, "computed": 40}
+    assert found.prompt_tokens == {
+        "hbm": 0,
+        "dram": 0,
+        "nvme": 60,
+        "shared": 0,
+        "computed": 40,
+    }
     assert found.share("nvme") == pytest.approx(0.6)
     assert (found.running, found.waiting) == (2, 3), "as they are now"
     restarted = figures("a", before, parse_metrics(""), 2.0)
@@ -88,7 +94,9 @@ def test_figures_are_those_between_two_looks() -> None:
 def test_once_in_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", url, "--once", "--json"]) == EXIT_OK
     (found,) = json.loads(capsys.readouterr().out)
-    assert found["prompt_tokens"] == {"hbm": 100, "dram": 600, "nvme": 200, "computed": 100}
+    expected = {"hbm": 100, "dram": 600, "nvme": 200, "shared": 0, "computed": 100}
+    assert found["prompt_tokens"] == expected
+    assert found["shared_in_use"] is None
     assert found["prefill_seconds_saved"] == 12.5
     assert (found["seconds"], found["nvme_in_use"], found["dirty_bytes"]) == (None, True, 1024)
 

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process that owns the client of a network store: python -m attnstore_vllm.shared.child
+
+A process of its own, since such a client brings threads, logs and calls that cannot be cancelled.
+It trusts its engine, and no engine trusts it: what it has put into the bounce buffer is verified
+after it was copied out. It ends with its engine, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+from attnstore_vllm.shared.backend import Backend, BackendError, open_backend
+from attnstore_vllm.shared.lanes import (
+    ERROR,
+    NOTHING,
+    OK,
+    PACKET_MAX,
+    SMALL_MAX,
+    LaneOp,
+    Lanes,
+    numbers,
+    parse_request,
+)
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Lane:
+    """One thread, and one socket of the engine's."""
+
+    def __init__(
+        self,
+        number: int,
+        given: socket.socket,
+        lanes: Lanes,
+        buffer: memoryview | None,
+        settings: dict[str, Any],
+        shared: dict[str, Any],
+    ) -> None:
+        self._number = number
+        self._socket = given
+        self._lanes = lanes
+        self._buffer = buffer
+        self._settings = settings
+        self._shared = shared
+        self._backend: Backend | None = None
+
+    def open(self) -> None:
+        """Make what the first question would wait for. A store that cannot be reached is told
+        then."""
+        with suppress(BackendError):
+            self._backend = self._open()
+
+    def run(self) -> None:
+        try:
+            while packet := self._socket.recv(PACKET_MAX):
+                self._socket.send(self._answer(packet))
+        finally:
+            os._exit(0)  # the engine is gone, or this process is of no more use
+
+    def _answer(self, packet: bytes) -> bytes:
+        try:
+            if self._backend is None:  # it failed at the start
+                self._backend = self._open()
+            return self._do(self._backend, *parse_request(packet))
+        except BackendError as error:
+            return ERROR + str(error).encode()[: PACKET_MAX - 1]
+
+    def _open(self) -> Backend:
+        with self._shared["lock"]:
+            return open_backend(self._settings, self._buffer, self._shared)
+
+    def _do(self, backend: Backend, op: LaneOp, raw: list[bytes], value: bytes) -> bytes:
+        names = [self._settings["prefix"] + name.hex() for name in raw]
+        if op is LaneOp.HELLO:
+            return OK
+        if op is LaneOp.EXIST:
+            return numbers([int(found) for found in backend.exist(names)])
+        if op is LaneOp.READ:
+            found = backend.read(names[0], SMALL_MAX)
+            return NOTHING if found is None else OK + found
+        if op in (LaneOp.WRITE, LaneOp.OVERWRITE_SMALL):
+            backend.write(names[0], value, overwrite=op is LaneOp.OVERWRITE_SMALL)
+            return OK
+        assert self._buffer is not None
+        places = [
+            self._lanes.place(self._buffer, self._number, number) for number in range(len(names))
+        ]
+        if op is LaneOp.GET:
+            return numbers(backend.get(names, places))
+        return numbers(backend.put(names, places, overwrite=op is LaneOp.OVERWRITE))
+
+
+def main(arguments: list[str]) -> None:
+    """Args: the engine's process id, the memory's file descriptor, those of the sockets."""
+    engine, memory, *fds = map(int, arguments)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != engine:
+        return  # it ended before we asked to end with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the engine, which ends us
+    with suppress(OSError):  # a worker's own may be one processor
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    sockets = [socket.socket(fileno=fd) for fd in fds]
+    hello = json.loads(sockets[0].recv(PACKET_MAX))
+    lanes = Lanes(hello["payload_bytes"], len(fds), hello["num_places"])
+    buffer = memoryview(mmap.mmap(memory, lanes.buffer_bytes))
+    shared: dict[str, Any] = {"lock": threading.Lock()}
+    made = [
+        Lane(number, given, lanes, buffer, hello["settings"], shared)
+        for number, given in enumerate(sockets)
+    ]
+    for lane in made:
+        lane.open()
+    for lane in made[1:]:
+        threading.Thread(target=lane.run, daemon=True).start()
+    made[0].run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the settings to the shared tier; and a try of it, for a start and for `attnstore doctor`."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.shared.helper import Helper
+from attnstore_vllm.shared.lanes import Lanes
+from attnstore_vllm.shared.shared_io import MakeShared
+from attnstore_vllm.shared.shared_settings import SharedConfig
+
+TRIAL_NAME = b"attnstore doctor".ljust(32, b"\0")
+
+
+def check_client(shared: SharedConfig) -> None:
+    """Raises ConfigError if the client is not installed, or the password cannot be read."""
+    if shared.kind == "mooncake" and importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "shared.mooncake needs Mooncake's client; run: pip install 'attnstore-vllm[mooncake]'"
+        )
+    shared.for_client()
+
+
+def make_shared(
+    shared: SharedConfig, chunk_tokens: int, namespace: bytes, directory: Path
+) -> MakeShared:
+    return MakeShared(
+        shared.for_client(),
+        namespace=namespace,
+        where=shared.where,
+        chunk_tokens=chunk_tokens,
+        deadline_s=shared.deadline_ms / 1000,
+        directory=directory,
+        bandwidth=shared.bandwidth_bytes,
+        daily_writes=shared.daily_writes_bytes,
+        clock=time.monotonic,
+    )
+
+
+def try_store(shared: SharedConfig) -> float:
+    """Seconds of one question to the store. Raises ConfigError, DeviceError."""
+    check_client(shared)
+    helper = Helper(shared.for_client(), Lanes(4096, 2, 1))
+    try:
+        helper.start()
+        helper.read(TRIAL_NAME, shared.deadline_ms / 1000)
+        begun_at = time.monotonic()
+        helper.read(TRIAL_NAME, shared.deadline_ms / 1000)
+        return time.monotonic() - begun_at
+    finally:
+        helper.close()

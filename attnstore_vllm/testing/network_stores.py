@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real network stores, each of its own processes on 127.0.0.1, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+START_S = 15.0
+SEGMENT = """
+import sys, time
+import mooncake.store
+store = mooncake.store.MooncakeDistributedStore()
+size, master = int(sys.argv[1]), sys.argv[2]
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", size, 16 << 20, "tcp", "", master) == 0
+print("ready", flush=True)
+sys.stdin.read()
+"""
+KINDS = ("redis", "mooncake")
+
+
+def missing(kind: str) -> str | None:
+    """Why tests of this store are skipped."""
+    if kind == "redis":
+        return None if shutil.which("redis-server") else "there is no redis-server"
+    found = importlib.util.find_spec("mooncake")
+    if found is None:
+        return "pip install attnstore-vllm[mooncake]"
+    probe = [sys.executable, "-c", "import mooncake.store"]
+    if subprocess.run(probe, check=False, capture_output=True, timeout=60).returncode:
+        return "mooncake.store cannot be loaded (libibverbs1, libnl-3-200, libnl-route-3-200)"
+    return None
+
+
+def free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return int(made.getsockname()[1])
+
+
+class NetworkStore:
+    """One store. `settings` is what a client takes."""
+
+    def __init__(self, kind: str, *arguments: str, url: str = "", memory: int = 64 << 20) -> None:
+        self.kind = kind
+        self.port = free_port()
+        self._arguments = arguments
+        self._memory = memory
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.start()
+        if kind == "redis":
+            where = url or "redis://127.0.0.1"
+            self.settings: dict[str, Any] = {
+                "prefix": "as1/",
+                "redis": {"url": f"{where}:{self.port}", "timeout_s": 3.0},
+            }
+        else:
+            self.settings = {"prefix": "as1/", "mooncake": {"master": f"127.0.0.1:{self.port}"}}
+
+    def start(self) -> None:
+        if self.kind == "redis":
+            self._run(
+                "redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+                "--maxmemory", str(self._memory), *self._arguments,
+            )  # fmt: skip
+        else:
+            spec = importlib.util.find_spec("mooncake")
+            assert spec is not None and spec.origin is not None
+            master = str(Path(spec.origin).parent / "mooncake_master")
+            self._run(
+                master, f"--rpc_port={self.port}", "--rpc_address=127.0.0.1",
+                f"--metrics_port={free_port()}", "--metrics_host=127.0.0.1", "--logtostderr",
+                *self._arguments,
+            )  # fmt: skip
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, f"{self.kind} does not start"
+                time.sleep(0.02)
+        if self.kind == "mooncake":
+            address = f"127.0.0.1:{self.port}"
+            self._run(sys.executable, "-c", SEGMENT, str(self._memory), address)
+            owner = self.processes[-1]
+            assert owner.stdout is not None
+            assert owner.stdout.readline().strip(), "the segment's owner does not start"
+
+    def _run(self, *command: str) -> None:
+        is_owner = command[0] == sys.executable
+        self.processes.append(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if is_owner else subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+
+    def signal(self, which: signal.Signals) -> None:
+        """All processes of it."""
+        for process in self.processes:
+            process.send_signal(which)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self.processes.clear()

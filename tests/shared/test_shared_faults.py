@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores that die, hang, are full or refuse: what a request pays, and how the tier comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from attnstore_vllm.shared.lanes import LaneOp
+from attnstore_vllm.testing.network_stores import NetworkStore
+from tests.helpers import Rig, conversation, names_of, sequence_of
+from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, see_weights, write
+
+OpenShared = Callable[..., Rig]
+WHOLE = NUM_TOKENS // 16
+DEADLINE_S = 0.75
+SLACK_S = 0.75
+"""For a machine that does other things as well."""
+
+
+def timed(rig: Rig, number: int) -> float:
+    begun_at = time.monotonic()
+    fetch(rig, conversation(number, NUM_TOKENS))
+    return time.monotonic() - begun_at
+
+
+@pytest.mark.parametrize(
+    "which", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGSTOP]
+)
+def test_a_store_that_dies_or_hangs_costs_a_deadline_once(
+    own_server: NetworkStore, open_shared: OpenShared, which: signal.Signals
+) -> None:
+    one, two = open_shared(own_server), open_shared(own_server, deadline_s=DEADLINE_S)
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+    own_server.signal(which)
+    times = [timed(two, number) for number in range(1, 8)]
+    assert max(times) <= DEADLINE_S + SLACK_S
+    two.until(lambda: not io_of(two).health.reads.in_use)
+    assert timed(two, 9) < SLACK_S, "nothing after the breaker has opened"
+    if which is signal.SIGSTOP:
+        own_server.signal(signal.SIGCONT)
+    else:
+        own_server.kill()
+        own_server.start()
+    two.until(lambda: io_of(two).health.reads.in_use)
+    one.until(lambda: io_of(one).health.reads.in_use and io_of(one).health.writes.in_use)
+    again = conversation(10, NUM_TOKENS)
+    write(one, again)
+    assert fetch(two, again) == WHOLE
+
+
+def test_a_read_that_hangs_ends_with_the_child(
+    own_server: NetworkStore, open_shared: OpenShared
+) -> None:
+    """It was found, and then the store stops: the slot is given back, and nothing waits."""
+    one, two = open_shared(own_server), open_shared(own_server, deadline_s=DEADLINE_S)
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+    io = io_of(two)
+    ask = io.helper.numbers
+
+    def stopping(lane: int, op: LaneOp, names: Sequence[bytes], deadline_s: float) -> list[int]:
+        if op is LaneOp.GET:
+            own_server.signal(signal.SIGSTOP)
+        return ask(lane, op, names, deadline_s)
+
+    io.helper.numbers = stopping  # type: ignore[method-assign]
+    try:
+        assert timed(two, 1) <= 2 * DEADLINE_S + SLACK_S
+        assert not io.health.reads.in_use
+        assert two.store.residency.num_held() == 0
+    finally:
+        own_server.signal(signal.SIGCONT)
+
+
+def test_a_killed_child_is_started_again(server: NetworkStore, open_shared: OpenShared) -> None:
+    one, two = open_shared(server), open_shared(server)
+    write(one, conversation(1, NUM_TOKENS))
+    before = io_of(two).helper.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    assert timed(two, 2) <= DEADLINE_S + SLACK_S
+    two.until(lambda: io_of(two).helper.pid not in (None, before))
+    two.until(lambda: io_of(two).health.reads.in_use)
+    assert fetch(two, conversation(1, NUM_TOKENS)) == WHOLE
+
+
+def test_a_full_store_costs_what_is_not_written(
+    redis: Callable[..., NetworkStore], open_shared: OpenShared
+) -> None:
+    server = redis("--maxmemory-policy", "noeviction", memory=1100 << 10)
+    rig = open_shared(server, dram_slots=8)
+    for number in range(1, 60):
+        rig.put(names_of(sequence_of(conversation(number, 17)))[0])
+        if counts(rig).get("shared_write_failed"):
+            break
+        time.sleep(0.05)
+    rig.until(lambda: counts(rig).get("shared_write_failed", 0) > 0)
+    assert io_of(rig).health.reads.in_use
+
+
+def test_a_wrong_password_puts_the_tier_out_of_use_and_is_not_told(
+    redis: Callable[..., NetworkStore], open_shared: OpenShared, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = redis("--requirepass", "right", url="redis://:wrong-secret@127.0.0.1")
+    rig = open_shared(server, joins=False)
+    rig.until(lambda: io_of(rig).helper.is_running)
+    assert timed(rig, 1) < SLACK_S
+    assert io_of(rig).generation.usable is None
+    rig.until(lambda: "WRONGPASS" in caplog.text)
+    assert "wrong-secret" not in caplog.text
+    command = Path(f"/proc/{io_of(rig).helper.pid}/cmdline").read_bytes()
+    assert b"wrong-secret" not in command
+
+
+def test_a_user_with_the_right_password_and_acl_is_served(
+    redis: Callable[..., NetworkStore], open_shared: OpenShared
+) -> None:
+    server = redis(
+        "--user", "kv", "on", ">secret", "~as1/*", "resetchannels", "+get", "+set", "+exists",
+        url="redis://kv:secret@127.0.0.1",
+    )  # fmt: skip
+    one, two = open_shared(server), open_shared(server)
+    write(one, conversation(1, NUM_TOKENS))
+    assert fetch(two, conversation(1, NUM_TOKENS)) == WHOLE
+
+
+# ---- resets ----------------------------------------------------------------------------
+
+
+def test_after_a_reset_nothing_of_before_is_met(
+    server: NetworkStore, open_shared: OpenShared, tmp_path: Path
+) -> None:
+    one, two = open_shared(server, directory=tmp_path), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+    assert one.store.reset()
+    assert fetch(one, tokens) == 0, "its weights are in doubt"
+    see_weights(one, same=True)
+    one.until(lambda: io_of(one).generation.usable is not None)
+    assert fetch(one, tokens) == 0
+    two.until(lambda: io_of(two).generation.is_behind)
+    assert fetch(two, tokens) == 0
+    assert two.store.reset()
+    see_weights(two, same=True)
+    two.until(lambda: io_of(two).generation.usable is not None)
+    again = conversation(2, NUM_TOKENS)
+    write(two, again)
+    assert fetch(one, again) == WHOLE, "both have been reset, and share again"
+
+
+def test_a_reset_while_the_store_cannot_be_reached_holds_over_a_restart(
+    own_server: NetworkStore, open_shared: OpenShared, tmp_path: Path
+) -> None:
+    one = open_shared(own_server, directory=tmp_path)
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+    own_server.signal(signal.SIGSTOP)
+    assert one.store.reset()
+    see_weights(one, same=True)
+    assert fetch(one, tokens) == 0
+    one.close()
+    own_server.signal(signal.SIGCONT)
+    again = open_shared(own_server, directory=tmp_path)
+    assert fetch(again, tokens) == 0
+
+
+def test_changed_weights_leave_the_tier_for_good(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    one, two = open_shared(server), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+    two.store.reset()
+    see_weights(two, same=False)
+    two.store.reset()
+    see_weights(two, same=True)  # the same as after the change
+    time.sleep(0.2)
+    assert fetch(two, tokens) == 0
+    assert io_of(two).generation.usable is None

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared tier against real stores: hits of other processes, and values that are not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.io.device import CHECKSUM_BYTES
+from attnstore_vllm.shared import shared_io
+from attnstore_vllm.shared.lanes import LaneOp
+from attnstore_vllm.shared.record import HEADER_BYTES, VERSION
+from attnstore_vllm.testing.network_stores import NetworkStore
+from tests.helpers import Rig, conversation, names_of, sequence_of
+from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, stored_names, write
+from tests.shared.stranger import Stranger
+
+OpenShared = Callable[..., Rig]
+WHOLE = NUM_TOKENS // 16
+
+
+@contextmanager
+def other_process(
+    server: NetworkStore, namespace: bytes, first: int, count: int
+) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.shared.other_server", json.dumps(server.settings)]
+    process = subprocess.Popen(
+        [*command, namespace.hex(), str(first), str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def pids_of(process: subprocess.Popen[str]) -> tuple[int, int]:
+    assert process.stdout is not None
+    own, child = process.stdout.readline().split()
+    return int(own), int(child)
+
+
+def test_what_another_process_wrote_is_found_also_after_its_death(
+    server: NetworkStore, namespace: bytes, open_shared: OpenShared
+) -> None:
+    with other_process(server, namespace, 1, 2) as process:
+        _, child = pids_of(process)
+        rig = open_shared(server)
+        assert fetch(rig, conversation(1, NUM_TOKENS)) == WHOLE
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + 5.0
+        while os.path.exists(f"/proc/{child}"):
+            assert time.monotonic() < deadline, "the child outlives its engine"
+            time.sleep(0.02)
+    assert fetch(rig, conversation(2, NUM_TOKENS)) == WHOLE
+    assert counts(rig)["found"] == 2 * WHOLE
+    assert not counts(rig).get("shared_corrupt")
+
+
+def test_what_came_from_there_is_not_written_there(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    one, two = open_shared(server), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+    assert fetch(two, tokens) == WHOLE
+    assert fetch(two, tokens) == WHOLE  # a second use
+    time.sleep(0.4)
+    assert two.store.figures().moved_bytes.get(io_of(two).flow_down, 0) == 0
+
+
+@pytest.mark.long
+def test_what_others_wrote_meanwhile_is_not_sent_again(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    one, two = open_shared(server), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+    for name in names_of(sequence_of(tokens))[:WHOLE]:
+        two.put(name)
+    two.until(lambda: counts(two).get("is_there", 0) == WHOLE)
+    assert two.store.figures().moved_bytes.get(io_of(two).flow_down, 0) == 0
+
+
+def flipped(record: bytes) -> bytes:
+    at = len(record) - 100
+    return record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
+
+
+def of_another_version(record: bytes) -> bytes:
+    body = bytearray(record[: HEADER_BYTES - CHECKSUM_BYTES])
+    assert body[8:12] == VERSION.to_bytes(4, "little")
+    body[8:12] = (VERSION + 1).to_bytes(4, "little")
+    return bytes(body) + checksum(bytes(body)) + record[HEADER_BYTES:]
+
+
+def shorter(record: bytes) -> bytes:
+    return record[:-4096]
+
+
+def longer(record: bytes) -> bytes:
+    return record + bytes(4096)
+
+
+def torn(record: bytes) -> bytes:
+    return bytes(HEADER_BYTES) + record[HEADER_BYTES:]
+
+
+RARE = [pytest.param(damage, marks=pytest.mark.long) for damage in (longer, torn)]
+
+
+@pytest.mark.parametrize("damage", [flipped, of_another_version, shorter, *RARE])
+def test_a_damaged_value_is_a_miss_and_is_written_over(
+    server: NetworkStore,
+    open_shared: OpenShared,
+    stranger: Stranger,
+    damage: Callable[[bytes], bytes],
+) -> None:
+    one, two = open_shared(server), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    names = write(one, tokens)
+    right = stranger.get(names[1])
+    stranger.put(names[1], damage(right))
+    assert fetch(two, tokens) == 1
+    assert counts(two)["shared_corrupt"] == 1
+    two.put(names_of(sequence_of(tokens))[1])  # computed again
+    two.until(lambda: stranger.get(names[1]) == right)
+
+
+def test_swapped_values_are_misses(
+    server: NetworkStore, open_shared: OpenShared, stranger: Stranger
+) -> None:
+    one, two = open_shared(server), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    names = write(one, tokens)
+    stranger.put(names[0], stranger.get(names[2]))
+    assert fetch(two, tokens) == 0
+    assert counts(two)["shared_corrupt"] == 1
+
+
+def test_what_is_verified_is_the_copy(
+    server: NetworkStore, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte is wrong in the bounce buffer while it is copied, and right before and after."""
+    one, two = open_shared(server), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+
+    def copy(to: memoryview, of: memoryview) -> None:
+        of[5] ^= 1
+        to[:] = of
+        of[5] ^= 1
+
+    monkeypatch.setattr(shared_io, "_copy", copy)
+    assert fetch(two, tokens) == 0
+    assert counts(two)["shared_corrupt"] >= 1
+
+
+def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    one, two = open_shared(server), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    names = write(one, tokens)
+    helper = io_of(two).helper
+    ask = helper.numbers
+
+    def vanishing(lane: int, op: LaneOp, wanted: list[bytes], deadline_s: float) -> list[int]:
+        if op is LaneOp.GET:  # as if the store had evicted the second
+            wanted = [name[::-1] if name == names[1] else name for name in wanted]
+        return ask(lane, op, wanted, deadline_s)
+
+    helper.numbers = vanishing  # type: ignore[method-assign, assignment]
+    assert fetch(two, tokens) == 1
+    assert counts(two)["gone"] == 1
+    assert not counts(two).get("shared_corrupt") and not counts(two).get("shared_read_failed")
+    helper.numbers = ask  # type: ignore[method-assign]
+    assert fetch(two, tokens) == 1, "it is left alone for some seconds"
+
+
+def test_no_token_and_no_tenant_is_in_a_record(
+    server: NetworkStore, open_shared: OpenShared, stranger: Stranger
+) -> None:
+    rig = open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    name = names_of(sequence_of(tokens))[0]
+    record = stranger.get(write(rig, tokens)[0])
+    assert name.tokens not in record
+    assert name.tokens[:16] not in record
+    assert name.tenant == bytes(32) or name.tenant not in record
+
+
+def test_a_request_alone_is_not_written_before_it_pauses(
+    server: NetworkStore, open_shared: OpenShared, stranger: Stranger
+) -> None:
+    rig = open_shared(server, pause_s=60.0)
+    tokens = conversation(1, NUM_TOKENS)
+    sequence = sequence_of(tokens)
+    for name in names_of(sequence)[:WHOLE]:
+        rig.put(name)
+    assert len(io_of(rig).tier.waiting) == 0
+    rig.store.find(sequence, 0, NUM_TOKENS)  # a second use
+    rig.until(lambda: sum(stranger.has(stored_names(rig, tokens))) == WHOLE)
+
+
+@pytest.mark.long
+def test_no_more_is_written_than_the_bandwidth_allows(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    rig = open_shared(server, bandwidth=4096, dram_slots=16)
+    for number in range(4):
+        for name in names_of(sequence_of(conversation(number, NUM_TOKENS)))[:WHOLE]:
+            rig.put(name)
+    time.sleep(1.5)
+    written = rig.store.figures().moved_bytes.get(io_of(rig).flow_down, 0)
+    assert 0 < written <= 3 * io_of(rig).record_bytes

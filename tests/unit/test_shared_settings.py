@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`shared`: what the settings take and refuse, and that no secret is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.shared.shared_settings import SharedConfig
+
+BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
+
+
+def parsed(shared: object) -> SharedConfig:
+    found = StoreConfig.parse({**BARE, "shared": shared}).shared
+    assert found is not None
+    return found
+
+
+def test_off_is_none() -> None:
+    assert StoreConfig.parse(BARE).shared is None
+    assert StoreConfig.parse({**BARE, "shared": "off"}).shared is None
+
+
+def test_settings_can_be_kept_in_sets() -> None:
+    """As plugin.py does, which checks each once."""
+    for given in ({"redis": "redis://h"}, {"mooncake": {"master": "h:1"}}):
+        assert len({parsed(given), parsed(given)}) == 1
+
+
+def test_engines_share_what_may_be_written() -> None:
+    shared = {"redis": "redis://h", "bandwidth": "64MiB", "daily_writes": "1GiB"}
+    config = StoreConfig.parse({**BARE, "shared": shared, "data_parallel_size": 4}).share(1)
+    assert config.shared is not None
+    assert config.shared.bandwidth_bytes == 16 << 20
+    assert config.shared.daily_writes_bytes == 256 << 20
+
+
+def test_a_password_is_in_no_message_and_in_no_text_of_the_settings() -> None:
+    config = parsed({"redis": "rediss://kv:secret@cache:6380/1"})
+    assert "secret" not in repr(config)
+    assert config.where == "Redis at cache:6380"
+    for wrong in ({"redis": "http://kv:secret@cache"}, {"redis": "redis://:secret@h:99999"}):
+        with pytest.raises(ConfigError) as refused:
+            parsed(wrong)
+        assert "secret" not in str(refused.value)
+
+
+def test_a_password_file_is_read_for_the_client_alone(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("secret\n")
+    config = parsed({"redis": "redis://h", "password_file": str(file)})
+    assert config.for_client()["redis"]["password"] == "secret"
+    file.unlink()
+    with pytest.raises(ConfigError, match="password_file"):
+        config.for_client()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (5, "shared must be off"),
+        ({}, "shared must be off"),
+        ({"redis": "redis://h", "mooncake": {"master": "h:1"}}, "shared must be off"),
+        ({"redis": 5}, "no URL"),
+        ({"redis": "redis://h", "ca": "relative.pem"}, "shared.ca"),
+        ({"redis": "redis://h", "prefix": "a b"}, "shared.prefix"),
+        ({"redis": "redis://h", "bandwith": "1GiB"}, "bandwidth"),
+        ({"mooncake": {"master": "h"}}, "host:port"),
+        ({"mooncake": {"master": "h:1", "protocol": "udp"}}, "tcp or rdma"),
+        ({"mooncake": {"master": "h:1"}, "ca": "/x"}, "Mooncake has neither"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parsed(given)
