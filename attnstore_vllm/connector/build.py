@@ -27,6 +27,7 @@ from attnstore_vllm.connector.model_rotation import rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of
+from attnstore_vllm.connector.watchers import watchers_of
 from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
@@ -37,6 +38,7 @@ from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
+from attnstore_vllm.scheduler.observed import ObservedScheduler
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
@@ -239,7 +241,9 @@ def _scheduler(
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
     pinning, truncation = config.pinning, config.truncation
     store, disk = _store(vllm_config, config, geometry, pool, namespace)
-    return Scheduler(
+    watchers = watchers_of(vllm_config, config, geometry, own_version())
+    make = partial(ObservedScheduler, watchers) if watchers else Scheduler
+    return make(
         store,
         geometry,
         Weights(namespace, digest),
