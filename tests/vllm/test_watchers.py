@@ -23,7 +23,7 @@ from tests.helpers import wait_until
 from tests.vllm.scripted import CHUNK, ScriptedEngine
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-from opentelemetry.proto.collector.trace.v1 import (  # noqa: E402  optional
+from opentelemetry.proto.collector.trace.v1 import (
     trace_service_pb2 as otlp,
 )
 
