@@ -35,11 +35,11 @@ class Point:
     """DRAM of one size."""
 
     scale: float
-    """Of a server: times its DRAM. Of a trace: the share of its distinct KV."""
+    """As times a server's DRAM, or as a share of a trace's distinct KV."""
     num_bytes: int | None
     """None: nobody has said what a token takes."""
     share: float
-    """Of all prompt tokens, those that it would have had."""
+    """The part of all prompt tokens that it would have had."""
 
     def as_json(self) -> dict[str, Any]:
         return {"scale": self.scale, "bytes": self.num_bytes, "hit_tokens_share": self.share}

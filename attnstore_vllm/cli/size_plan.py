@@ -30,7 +30,7 @@ SPLITS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Shares of the budget that are spent on DRAM."""
 GB = 1_000_000_000
 HALVINGS_MAX = 8
-"""Of a tier: each costs a simulation."""
+"""The most of one tier: each costs a simulation."""
 CHUNKS_MIN = 16
 """The fewest that a tier is tried with."""
 

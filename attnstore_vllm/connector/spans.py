@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from attnstore_vllm.scheduler.observed import Facts, Seen
+from attnstore_vllm.scheduler.observed import Facts, Watched
 
 if TYPE_CHECKING:
     from attnstore_vllm.scheduler.scheduler import Scheduler
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PREFIX = "attnstore."
 
 
-class Spans:
+class SpanWatcher:
     """A watcher that exports a span of each request, with its phases in it."""
 
     def __init__(self, exporter: SpanExporter, version: str) -> None:
@@ -40,7 +40,7 @@ class Spans:
     def begin(self, scheduler: Scheduler) -> None:
         """It asks for nothing but what it is told."""
 
-    def ended(self, seen: Seen) -> None:
+    def ended(self, seen: Watched) -> None:
         request: Any = seen.state.request
         headers = getattr(request, "trace_headers", None) or {}
         whole = self._tracer.start_span(

@@ -31,10 +31,10 @@ def watchers_of(
             # Needed by nobody else, and packages of others may be missing.
             from vllm.tracing.otel import get_span_exporter  # noqa: PLC0415
 
-            from attnstore_vllm.connector.spans import Spans  # noqa: PLC0415
+            from attnstore_vllm.connector.spans import SpanWatcher  # noqa: PLC0415
 
-            watchers.append(Spans(get_span_exporter(endpoint), version))
-        except Exception as error:
+            watchers.append(SpanWatcher(get_span_exporter(endpoint), version))
+        except (ImportError, ValueError, OSError) as error:
             logger.warning("AttnStore sends no spans to %s: %s", endpoint, error)
     return watchers
 
@@ -42,7 +42,7 @@ def watchers_of(
 def _sizes(
     vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry
 ) -> dict[str, int | float | bool]:
-    """Of a machine file: all that is not measured."""
+    """What a machine file has beside what is measured."""
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     block_bytes = geometry.num_ranks // geometry.replicas * geometry.block_bytes
     return {

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 Facts = dict[str, str | int | float | bool]
 PHASES_MAX = 16
-"""Of one request: one that is preempted again and again has more, and they are not told."""
+"""The most of one request: one that is preempted again and again has more, which are not told."""
 UNTOLD_MAX = 256
 """Requests that wait to be told; beyond, one that ends is not told."""
 CLOSE_DEADLINE_S = 3.0
@@ -41,7 +41,7 @@ class Phase:
 
 
 @dataclass(slots=True)
-class Seen:
+class Watched:
     """One request, from its arrival to its end."""
 
     state: RequestState
@@ -73,7 +73,7 @@ class Watcher(Protocol):
     """Told of requests that have ended. On the watchers' thread; what it raises ends it alone."""
 
     def begin(self, scheduler: Scheduler) -> None: ...
-    def ended(self, seen: Seen) -> None: ...
+    def ended(self, seen: Watched) -> None: ...
     def close(self) -> None: ...
 
 
@@ -82,12 +82,12 @@ class Watchers:
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = list(watchers)
-        self._untold: queue.Queue[Seen | None] = queue.Queue(UNTOLD_MAX)
+        self._untold: queue.Queue[Watched | None] = queue.Queue(UNTOLD_MAX)
         self._has_said = False
         self._thread = threading.Thread(target=self._run, name="attnstore-watchers", daemon=True)
         self._thread.start()
 
-    def tell(self, seen: Seen | None) -> None:
+    def tell(self, seen: Watched | None) -> None:
         """Waits for nothing."""
         try:
             self._untold.put_nowait(seen)
@@ -125,20 +125,20 @@ class ObservedScheduler(Scheduler):
         for watcher in watchers:
             watcher.begin(self)
         self._watchers = Watchers(watchers)
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, Watched] = {}
         """Of the requests in `requests`."""
-        self._loading: dict[str, Seen] = {}
+        self._loading: dict[str, Watched] = {}
 
     def on_new_request(self, request: Request) -> None:
         start_ns = time.time_ns()
         super().on_new_request(request)
         state = self.requests.get(request.request_id)
         if state is not None:
-            seen = self._seen[request.request_id] = Seen(state, start_ns)
+            seen = self._seen[request.request_id] = Watched(state, start_ns)
             if state.visit is not None:
                 self._looked_up(seen, start_ns)
 
-    def _looked_up(self, seen: Seen, start_ns: int) -> None:
+    def _looked_up(self, seen: Watched, start_ns: int) -> None:
         state = seen.state
         tiers = self.store.tiers(state.waiting.coming, 0)
         facts: Facts = {f"{tier}_tokens": tokens for tier, tokens in tiers.items()}
@@ -211,7 +211,7 @@ class ObservedScheduler(Scheduler):
         self._watchers.close()
 
 
-def _end_wait(seen: Seen) -> None:
+def _end_wait(seen: Watched) -> None:
     since, seen.waits_since = seen.waits_since, None
     if since is not None:
         facts: Facts = {} if seen.forecast_s is None else {"forecast_s": seen.forecast_s}
@@ -220,7 +220,7 @@ def _end_wait(seen: Seen) -> None:
     seen.forecast_s = None
 
 
-def _end_load(seen: Seen) -> None:
+def _end_load(seen: Watched) -> None:
     loads, seen.loads = seen.loads, None
     if loads is not None:
         seen.add("load", loads[0], loads[1] | {"failed": seen.state.load_failed})

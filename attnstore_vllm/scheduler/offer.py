@@ -90,7 +90,8 @@ class Costs:
             self._loads.observe(num_bytes, seconds)
 
     def measured(self) -> dict[str, float] | None:
-        """What was learned, as a machine file names it; None before it is known. Any thread."""
+        """The costs that were learned, by their names in a machine file; None before they are
+        known. From any thread."""
         step_s, token_s, context_s, sequence_s = self._steps.parts()
         if not self._steps.is_known or not token_s:
             return None

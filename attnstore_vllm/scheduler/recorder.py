@@ -26,7 +26,7 @@ from blake3 import blake3
 from attnstore_vllm.config import TraceConfig, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.scheduler.observed import Seen
+from attnstore_vllm.scheduler.observed import Watched
 from attnstore_vllm.scheduler.request import RequestState, spans_of
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.types import TOKEN_BYTES, Key
@@ -38,7 +38,7 @@ ENDS_MAX = 1 << 16
 """Ends of conversations that are known; beyond, the oldest is forgotten, and begins anew."""
 MACHINE_EVERY_NS = 60_000_000_000
 Settings = dict[str, int | float | bool]
-"""Of a machine file."""
+"""Keys and values of a machine file."""
 
 
 class _End(NamedTuple):
@@ -61,8 +61,11 @@ class Ends:
         self._key = key
         self._most = most
         self._ends: dict[bytes, _End] = {}
-        self._lengths: dict[Key, Counter[int]] = {}
-        """Of the ends that continue a chunk, in bytes of tokens."""
+        self.lengths: dict[Key, Counter[int]] = {}
+        """How many ends continue a chunk, by their bytes of tokens."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
 
     def hash(self, parent: Key, extra: bytes, tokens: bytes) -> bytes:
         return blake3(parent + extra + tokens, key=self._key).digest()
@@ -73,7 +76,7 @@ class Ends:
 
     def before(self, parent: Key, extra: bytes, tokens: bytes) -> _End | None:
         """The longest end that a chunk begins with. Cost: a hash for each length that there is."""
-        for length in sorted(self._lengths.get(parent, ()), reverse=True):
+        for length in sorted(self.lengths.get(parent, ()), reverse=True):
             if length <= len(tokens):
                 end = self._ends.get(self.hash(parent, extra, tokens[:length]))
                 if end is not None:
@@ -85,16 +88,16 @@ class Ends:
     ) -> None:
         found = self.hash(parent, extra, tokens)
         if self._ends.pop(found, None) is None:
-            self._lengths.setdefault(parent, Counter())[len(tokens)] += 1
+            self.lengths.setdefault(parent, Counter())[len(tokens)] += 1
         self._ends[found] = _End(name, is_recorded, parent, len(tokens))
         if len(self._ends) > self._most:
             oldest = self._ends.pop(next(iter(self._ends)))
-            lengths = self._lengths[oldest.parent]
+            lengths = self.lengths[oldest.parent]
             lengths[oldest.num_bytes] -= 1
             if not lengths[oldest.num_bytes]:
                 del lengths[oldest.num_bytes]
             if not lengths:
-                del self._lengths[oldest.parent]
+                del self.lengths[oldest.parent]
 
 
 class Recorder:
@@ -135,7 +138,7 @@ class Recorder:
     def begin(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def ended(self, seen: Seen) -> None:
+    def ended(self, seen: Watched) -> None:
         if self._file < 0:
             return
         if self._began_ns is None:
@@ -149,7 +152,7 @@ class Recorder:
             self._machine_at = seen.end_ns
             self._write_machine()
 
-    def _entry(self, seen: Seen, since_ns: int) -> dict[str, object] | None:
+    def _entry(self, seen: Watched, since_ns: int) -> dict[str, object] | None:
         """None: its conversation is not in the sample."""
         request = seen.state.request
         sequence = _sequence(seen.state)

@@ -20,8 +20,8 @@ import yaml
 from attnstore_vllm.config import TraceConfig
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import root_key
-from attnstore_vllm.scheduler import observed, recorder
-from attnstore_vllm.scheduler.observed import Seen, Watchers
+from attnstore_vllm.scheduler import observed
+from attnstore_vllm.scheduler.observed import Watched, Watchers
 from attnstore_vllm.scheduler.recorder import MACHINE, REQUESTS, Ends, Recorder, machine_lines
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.sim.formats import Arrivals, read_trace
@@ -36,14 +36,14 @@ SIZES = {
 }  # fmt: skip
 
 
-def seen(tokens: list[int], answer: int, at_s: float = 0.0) -> Seen:
+def seen(tokens: list[int], answer: int, at_s: float = 0.0) -> Watched:
     """A request that has ended, of which `tokens` are prompt and answer."""
     request: Any = SimpleNamespace(
         request_id="r", resumable=False, all_token_ids=tokens, mm_features=(), cache_salt=None,
         num_prompt_tokens=len(tokens) - answer,
     )  # fmt: skip
     state = RequestState(request, b"namespace", bytes(32), CHUNK, adapter=b"")
-    return Seen(state, int(at_s * 1e9), int(at_s * 1e9) + 1)
+    return Watched(state, int(at_s * 1e9), int(at_s * 1e9) + 1)
 
 
 def recorded(tmp_path: Path, **settings: Any) -> Recorder:
@@ -103,14 +103,14 @@ def test_ends_are_few(tmp_path: Path) -> None:
     ends = Ends(bytes(32), most=10)
     for number in range(100):
         ends.add(number, ROOT, b"", bytes([number]) * 4, is_recorded=True)
-    assert len(ends._ends) == 10
-    assert [dict(lengths) for lengths in ends._lengths.values()] == [{4: 10}]
+    assert len(ends) == 10
+    assert [dict(lengths) for lengths in ends.lengths.values()] == [{4: 10}]
     assert ends.before(ROOT, b"", bytes([5]) * 8) is None
     found = ends.before(ROOT, b"", bytes([95]) * 8)
     assert found is not None and found.name == 95
     for number in range(10):
         ends.add(number, ROOT, b"", bytes([number]) * 6, is_recorded=True)
-    assert [dict(lengths) for lengths in ends._lengths.values()] == [{6: 10}], "no empty counts"
+    assert [dict(lengths) for lengths in ends.lengths.values()] == [{6: 10}], "no empty counts"
 
 
 def test_a_chunk_continues_the_longest_end() -> None:
@@ -147,7 +147,7 @@ def test_a_full_disk_ends_it_with_one_warning(
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, line[:part], at)
 
-    monkeypatch.setattr(recorder.os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", full)
     for _ in range(3):
         made.ended(seen([2] * 100, 3))
     made.close()
@@ -204,7 +204,7 @@ def test_a_trace_with_wrong_lengths_is_refused(
 
 
 class Failing:
-    def ended(self, seen: Seen) -> None:
+    def ended(self, seen: Watched) -> None:
         raise ValueError("a fault")
 
     def begin(self, scheduler: object) -> None: ...
@@ -227,7 +227,7 @@ def test_a_slow_watcher_holds_up_nobody(
     held: queue.Queue[None] = queue.Queue()
 
     class Slow(Failing):
-        def ended(self, seen: Seen) -> None:
+        def ended(self, seen: Watched) -> None:
             held.get()
 
     monkeypatch.setattr(observed, "CLOSE_DEADLINE_S", 0.1)

@@ -16,7 +16,9 @@ from attnstore_vllm.errors import ConfigError
 from tools import settings_page
 
 BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
-SECTIONS: dict[str, dict[str, Any]] = {"nvme": BARE["nvme"], "pinning": {}, "truncation": {}}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "nvme": BARE["nvme"], "pinning": {}, "truncation": {}, "trace": {"path": "/x"}
+}  # fmt: skip
 
 
 def known_to_config(section: str) -> set[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.scheduler.observed import CLOSE_DEADLINE_S, ObservedScheduler, Seen
+from attnstore_vllm.scheduler.observed import CLOSE_DEADLINE_S, ObservedScheduler, Watched
+from attnstore_vllm.scheduler.recorder import Recorder
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.one_pool import replay
@@ -49,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        sent = otlp.ExportTraceServiceRequest.FromString(body)  # type: ignore[attr-defined]
+        sent = otlp.ExportTraceServiceRequest.FromString(body)
         for resource in sent.resource_spans:
             for scope in resource.scope_spans:
                 self.server.spans += scope.spans
@@ -179,25 +181,18 @@ def test_who_wants_neither_has_the_plain_scheduler(model: Path, tmp_path: Path) 
         assert type(engine.ours) is Scheduler
 
 
-class Loaded:
-    """A watcher that counts what was loaded."""
-
-    tokens = 0
-
-    def ended(self, seen: Seen) -> None:
-        self.tokens += sum(seen.state.counted.sources.values())
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_recorded_trace_finds_in_the_simulator_what_the_server_found(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace, loaded = {"path": str(tmp_path / "trace")}, Loaded()
+    trace, loaded, record = {"path": str(tmp_path / "trace")}, Counter[str](), Recorder.ended
+
+    def ended(made: Recorder, seen: Watched) -> None:
+        loaded.update(seen.state.counted.sources)
+        record(made, seen)
+
+    monkeypatch.setattr(Recorder, "ended", ended)
     with engine_of(model, tmp_path / "store", trace=trace) as engine:
         assert type(engine.ours) is ObservedScheduler
-        engine.ours._watchers._watchers.append(loaded)
         talks = [[100 * talk + n % 41 for n in range(45 + 9 * talk)] for talk in range(4)]
         for turn in range(5):
             for number, talk in enumerate(talks):
@@ -208,8 +203,8 @@ def test_a_recorded_trace_finds_in_the_simulator_what_the_server_found(
     assert found.chunk_tokens == CHUNK
     assert len(found.requests) == 20
     replayed = replay(found, "infinite", 1.0)
-    assert loaded.tokens > 0.5 * found.num_tokens
-    assert replayed.hit_tokens == pytest.approx(loaded.tokens, rel=0.02)
+    assert loaded.total() > 0.5 * found.num_tokens
+    assert replayed.hit_tokens == pytest.approx(loaded.total(), rel=0.02)
     lines = (tmp_path / "trace" / "requests.jsonl").read_text().splitlines()
     keys = {key for line in lines[1:] for key in json.loads(line)}
     assert keys == {"timestamp", "input_length", "output_length", "known_length", "hash_ids"}
