@@ -42,7 +42,7 @@ def watchers_of(
 def _sizes(
     vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry
 ) -> dict[str, int | float | bool]:
-    """What a machine file has beside what is measured."""
+    """The part of a machine file that is not measured."""
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     block_bytes = geometry.num_ranks // geometry.replicas * geometry.block_bytes
     return {

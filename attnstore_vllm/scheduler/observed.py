@@ -50,7 +50,7 @@ class Watched:
     phases: list[Phase] = field(default_factory=list)
     waits_since: int | None = None
     forecast_s: float | None = None
-    """Of the wait, as it was first said."""
+    """The forecast of the wait, as it was first said."""
     loads: tuple[int, Facts] | None = None
     """When its load was planned; it is not over."""
     is_answered: bool = False
@@ -62,7 +62,7 @@ class Watched:
             self.phases.append(Phase(name, start_ns, time.time_ns(), facts))
 
     def facts(self) -> Facts:
-        """Of the whole request."""
+        """The facts of the whole request."""
         told = {key: value for key, value in self.state.report().items() if value is not None}
         decision = "compute" if self.is_answered else "none"
         has_loaded = any(phase.name == "load" for phase in self.phases)
