@@ -171,6 +171,7 @@ def test_no_collector_costs_no_request_and_no_end(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     with engine_of(model, tmp_path / "store", "http://127.0.0.1:9/v1/traces") as engine:
         run(engine, "a", PROMPT)
+        forget(engine, dram=False)
         engine.ours.check_quiet()
         began = time.monotonic()
     assert time.monotonic() - began < CLOSE_DEADLINE_S + 2
