@@ -126,7 +126,7 @@ class ObservedScheduler(Scheduler):
             watcher.begin(self)
         self._watchers = Watchers(watchers)
         self._seen: dict[str, Watched] = {}
-        """Of the requests in `requests`."""
+        """Those that are in `requests`."""
         self._loading: dict[str, Watched] = {}
 
     def on_new_request(self, request: Request) -> None:
