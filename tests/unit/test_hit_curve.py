@@ -118,7 +118,12 @@ def test_a_store_shows_it_for_sizes_around_its_own() -> None:
 TRACES = (
     "traces/mooncake_fast25_conversation.jsonl",
     "traces/claude_code_weka_sessions.jsonl.gz",
-    "conversations/sharegpt_multiturn.json",
+    pytest.param(
+        "conversations/sharegpt_multiturn.json",
+        marks=pytest.mark.xfail(
+            strict=True, reason="its turns end inside chunks, and the curve counts whole ones"
+        ),
+    ),
 )
 
 
