@@ -130,6 +130,17 @@ def _off_or_size(key: str, value: object, least: int, unit: str) -> int | None:
     return None if value is False or value == "off" else parse_size(key, value, least, unit)
 
 
+def _directory(key: str, raw: object) -> Path:
+    if not isinstance(raw, str) or not raw:
+        raise ConfigError(f"{key} is {raw!r}; it must be an absolute directory")
+    path = Path(raw)
+    if not path.is_absolute():
+        raise ConfigError(
+            f"{key} is {raw!r}, which is relative; write an absolute path, as in {Path.cwd() / raw}"
+        )
+    return path
+
+
 IO_KINDS = ("auto", "uring", "aiofiles")
 EVICTIONS = ("attnstore", "lru", "fifo")
 Sharing = Literal["everyone", "salted"]
@@ -170,15 +181,7 @@ class NvmeConfig:
         known = {"path", "capacity", "io", "io_deadline_ms", "daily_writes", "scrub", "codec"}
         known.add("approximate")
         check_keys("nvme.", given, known, {"path", "capacity"})
-        raw = given["path"]
-        if not isinstance(raw, str) or not raw:
-            raise ConfigError(f"nvme.path is {raw!r}; it must be an absolute directory")
-        path = Path(raw)
-        if not path.is_absolute():
-            raise ConfigError(
-                f"nvme.path is {raw!r}, which is relative; write an absolute path, "
-                f"as in {Path.cwd() / raw}"
-            )
+        path = _directory("nvme.path", given["path"])
         io = given.get("io", "auto")
         if io not in IO_KINDS:
             raise ConfigError(f"nvme.io is {io!r}; it must be one of {', '.join(IO_KINDS)}")
@@ -309,6 +312,32 @@ def _shared(given: object) -> SharedConfig | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """Where a trace of requests is written: hashes and lengths, never tokens."""
+
+    path: Path
+    """A directory (created with mode 0700 if only its last part is missing)."""
+    sample: float = 1.0
+    """The share of conversations that are in it."""
+    size_bytes: int = 256 << 20
+    """The trace ends there."""
+
+    @classmethod
+    def parse(cls, given: object) -> TraceConfig | None:
+        if given is False or given == "off":
+            return None
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"trace is {given!r}; it must be off or {{path: /var/log/attnstore}}")
+        known = {"path", "sample", "size"}
+        check_keys("trace.", given, known, set())
+        return cls(
+            path=_directory("trace.path", given.get("path")),
+            sample=_share("trace.sample", given.get("sample", 1), 1),
+            size_bytes=parse_size("trace.size", given.get("size", "256MiB"), SIZE_MIN, "MiB"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
     """All settings. Sizes are in bytes and are those of the whole server, all ranks together."""
 
@@ -341,6 +370,8 @@ class StoreConfig:
     """KV of prompts that were cut; None: no request may ask for it."""
     shared: SharedConfig | None = None
     """A tier behind NVMe that several servers share; None: there is none."""
+    trace: TraceConfig | None = None
+    """A trace of requests for `attnstore simulate` and `plan`; None: none is written."""
     io_depth: int = 8
     """Requests in flight on the device; half of them may be writes."""
     peers: bool = True
@@ -411,6 +442,7 @@ class StoreConfig:
             write_buffer_bytes=buffer_bytes,
             truncation=truncation,
             shared=_shared(given.get("shared", False)),
+            trace=TraceConfig.parse(given.get("trace", False)),
             shared_by=_sharing("share", given.get("share", "everyone")),
             **optional,
         )
@@ -442,4 +474,10 @@ class StoreConfig:
             dram_bytes=self.dram_bytes // self.data_parallel_size,
             nvme=self.nvme.share(dp_rank, self.data_parallel_size),
             shared=self.shared and self.shared.share(self.data_parallel_size),
+            trace=self.trace
+            and replace(
+                self.trace,
+                path=Path(f"{self.trace.path}-dp{dp_rank}"),
+                size_bytes=self.trace.size_bytes // self.data_parallel_size,
+            ),
         )

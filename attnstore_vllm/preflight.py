@@ -75,7 +75,12 @@ def problems(
         *(partial(check_unlocked, engine.nvme.path) for engine in engines),
     ]
     for check in (
-        partial(_check_directory, config.nvme.path),
+        partial(_check_directory, "nvme.path", config.nvme.path),
+        *(
+            partial(_check_directory, "trace.path", engine.trace.path)
+            for engine in engines
+            if engine.trace is not None
+        ),
         *([_check_driver] if pins_memory else ()),
         partial(_check_memory, config, engines, pins_memory=pins_memory),
         *in_directory,
@@ -116,20 +121,20 @@ def _part(asked: int, here: int) -> str:
     return f"{format_size(asked)}{share}"
 
 
-def _check_directory(path: Path) -> None:
+def _check_directory(key: str, path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(
-            f"nvme.path is {str(path)!r}, but its parent {str(path.parent)!r} is not a "
+            f"{key} is {str(path)!r}, but its parent {str(path.parent)!r} is not a "
             "directory; create it, or mount the disk that should be there"
         )
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(
-            f"nvme.path is {str(path)!r}, which is a link or a file; it must be a directory "
+            f"{key} is {str(path)!r}, which is a link or a file; it must be a directory "
             "(or a name that can be created as one)"
         )
     where = path if path.exists() else path.parent
     if not os.access(where, os.W_OK | os.X_OK):
-        raise ConfigError(f"nvme.path is {str(path)!r}, but {str(where)!r} cannot be written to")
+        raise ConfigError(f"{key} is {str(path)!r}, but {str(where)!r} cannot be written to")
 
 
 @dataclass(frozen=True, slots=True)

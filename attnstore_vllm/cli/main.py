@@ -15,6 +15,7 @@ from pathlib import Path
 
 from attnstore_vllm.cli import (
     bench,
+    curve,
     doctor,
     gc,
     init,
@@ -64,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     sizes = commands.add_parser("plan", help="how much DRAM and NVMe a load wants, for a budget")
     size_plan.add_arguments(sizes)
     simulate.add_trace_arguments(sizes)
+    shares = commands.add_parser("curve", help="what DRAM of other sizes would have had")
+    curve.add_arguments(shares)
+    simulate.add_trace_arguments(shares)
     live = commands.add_parser("top", help="live view of servers by their /metrics")
     live.add_argument("url", nargs="+", metavar="URL", help="of a vLLM server, as localhost:8000")
     live.add_argument("--once", action="store_true", help="print figures since the start, and end")
@@ -149,6 +153,7 @@ def _run(args: argparse.Namespace) -> int:
         "bench": bench.run,
         "gc": _gc,
         "top": _top,
+        "curve": curve.run,
     }
     if args.command in handlers:
         return handlers[args.command](args)

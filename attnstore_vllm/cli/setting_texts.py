@@ -237,6 +237,27 @@ SETTINGS = (
         "One of each group of servers, for an ACL of Redis.",
     ),
     Setting(
+        "trace", "off", "off, or {path: /var/log/attnstore, sample: 1, size: 256MiB}",
+        "A trace of requests for `attnstore simulate` and `plan`: times, lengths, a keyed hash for "
+        "each chunk. No token is in it.",
+        "Set it for a day or so, to find the sizes that your own load wants.",
+    ),
+    Setting(
+        "trace.path", "required", "absolute directory",
+        "Where requests.jsonl and machine.yaml are written. A start keeps one older trace.",
+        "Put it where some hundreds of MiB are free. Data-parallel engine N has `path-dpN`.",
+    ),
+    Setting(
+        "trace.sample", "1", "share of conversations, 1 at most",
+        "The part of all conversations that is in the trace.",
+        "Lower it where a whole trace gets too large: what is found then is for that part.",
+    ),
+    Setting(
+        "trace.size", "256MiB", "size",
+        "Where the trace ends.",
+        "Raise it for longer traces. A prompt of 10,000 tokens takes about 1 KiB.",
+    ),
+    Setting(
         "io_depth", "8", "requests, 2 to 1024",
         "Requests in flight on the device; half of them may be writes.",
         "Raise it for disks that need more to be busy: compare with attnstore doctor.",

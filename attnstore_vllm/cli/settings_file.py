@@ -15,8 +15,14 @@ from attnstore_vllm.config import StoreConfig
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.plugin import ours_in
 
-_VALID = {"dram": "1GiB", "nvme": {"path": "/", "capacity": "1GiB"}}
-_SECTIONS = ("nvme", "pinning", "truncation")
+_VALID: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/", "capacity": "1GiB"}}
+_SECTIONS: dict[str, dict[str, Any]] = {
+    "nvme": _VALID["nvme"],
+    "pinning": {},
+    "truncation": {},
+    "trace": {"path": "/"},
+}
+"""Those that may hold settings, and the least that is right in each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +102,9 @@ def _problems(given: object) -> Iterator[tuple[str, str]]:
         yield "", error or ""
         return
     right: dict[str, Any] = dict(_VALID)
-    for section in _SECTIONS:
+    for section, least in _SECTIONS.items():
         if isinstance(given.get(section), Mapping):
-            right[section] = dict(_VALID["nvme"]) if section == "nvme" else {}  # type: ignore[arg-type]
+            right[section] = dict(least)
     for key, value in _in_order(given):
         tried = _with(right, key, value)
         error = _error(tried)
@@ -106,7 +112,7 @@ def _problems(given: object) -> Iterator[tuple[str, str]]:
             right = tried
         else:
             yield key, error
-    for key in ("dram", "nvme", "nvme.path", "nvme.capacity"):
+    for key in ("dram", "nvme", "nvme.path", "nvme.capacity", "trace.path"):
         section, _, name = key.rpartition(".")
         within = given.get(section) if section else given
         if isinstance(within, Mapping) and name not in within:

@@ -90,12 +90,12 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
     if args.model is not None:
         return _simulate_model(args, trace)
     policies = list(_policies(args.policy or DEFAULT_POLICIES))
-    capacities = list(_capacities(args.capacity))
-    total = len(policies) * len(capacities) * len(trace.requests)
+    shares = list(capacities(args.capacity))
+    total = len(policies) * len(shares) * len(trace.requests)
     with tqdm(total=total, unit="request", unit_scale=True, disable=None) as bar:
         runs = [
             replay(trace, policy, capacity, bar.update)
-            for capacity in capacities
+            for capacity in shares
             for policy in policies
         ]
     return runs
@@ -121,7 +121,7 @@ def _pool_bytes(text: str, trace: Trace, shape: KvShape) -> int:
     """Bytes that `text` gives the pool: a size, or a share of the trace's distinct KV."""
     if text[-1:].isalpha():
         return parse_size("--capacity", text)
-    (share,) = _capacities(text)
+    (share,) = capacities(text)
     return int(distinct_bytes(trace, shape) * share)
 
 
@@ -132,7 +132,8 @@ def _policies(text: str) -> Iterator[str]:
         yield name
 
 
-def _capacities(text: str) -> Iterator[float]:
+def capacities(text: str) -> Iterator[float]:
+    """The shares that --capacity names. Raises: ConfigError."""
     for share in text.split(","):
         try:
             value = float(share)

@@ -2,13 +2,14 @@
 """`attnstore plan`: how much DRAM and NVMe a load wants, for the money there is.
 
 Splits the budget between the two in several ways and simulates each; nothing is guessed that a
-simulation can say.
+simulation can say. Of the best split each tier is then halved as long as that costs next to
+nothing: what is left is recommended, and not all that the money can buy.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ from attnstore_vllm.transfer.geometry import groups_text
 SPLITS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Shares of the budget that are spent on DRAM."""
 GB = 1_000_000_000
+HALVINGS_MAX = 8
+"""The most of one tier: each costs a simulation."""
+CHUNKS_MIN = 16
+"""The fewest that a tier is tried with."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dram-price", type=float, default=0.0088, help="a GB and hour (0.0088)")
     parser.add_argument("--nvme-price", type=float, default=0.000082, help="(0.000082)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.02,
+        metavar="SHARE",
+        help="that smaller sizes may cost in time for prompts and in TTFT (%(default)s)",
+    )
     parser.add_argument(
         "--kv-dtype-bytes", type=int, help="of an element of KV, if not the model's"
     )
@@ -88,24 +100,64 @@ def read_model(path: Path, dtype_bytes: int | None, trace: Trace) -> Conversatio
 
 
 def plan(args: argparse.Namespace, trace: Trace) -> tuple[Conversation, list[Option]]:
-    """The model, and all options, the best first. Raises: ConfigError."""
+    """The model, and the options: the recommended one, then all splits of the budget, the best
+    first. Raises: ConfigError."""
     for name in ("budget", "dram_price", "nvme_price"):
         if not getattr(args, name) > 0:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {getattr(args, name)}; expected more than 0"
             )
+    if not 0 <= args.tolerance < 1:
+        raise ConfigError(f"--tolerance is {args.tolerance}; expected a share, as 0.02")
     model = read_model(args.model, args.kv_dtype_bytes, trace)
     machine = Machine.read(args.machine).with_model(model.shape)
-    options = []
     with tqdm(total=len(SPLITS) * len(trace.requests), unit="request", disable=None) as bar:
-        for share in SPLITS:
-            dram = int(args.budget * share / args.dram_price * GB)
-            nvme = int(args.budget * (1 - share) / args.nvme_price * GB)
+
+        def simulated(dram: int, nvme: int) -> Option:
             sized = machine.with_sizes(dram=dram, nvme=nvme)
-            outcome = Server(trace, sized, "attnstore", step=bar.update).run()
-            options.append(Option(dram, nvme, args.budget, outcome))
-    best_first = sorted(options, key=lambda o: (round(o.outcome.prefill_s, 1), o.outcome.ttft(50)))
-    return model, best_first
+            price = (dram * args.dram_price + nvme * args.nvme_price) / GB
+            return Option(
+                dram, nvme, price, Server(trace, sized, "attnstore", step=bar.update).run()
+            )
+
+        options = [
+            simulated(
+                int(args.budget * share / args.dram_price * GB),
+                int(args.budget * (1 - share) / args.nvme_price * GB),
+            )
+            for share in SPLITS
+        ]
+        options.sort(key=lambda o: (round(o.outcome.prefill_s, 1), o.outcome.ttft(50)))
+        least = CHUNKS_MIN * machine.chunk_bytes
+        smallest = shrunk(options[0], simulated, args.tolerance, least)
+    return model, [smallest, *options]
+
+
+def shrunk(
+    best: Option, simulated: Callable[[int, int], Option], tolerance: float, least: int
+) -> Option:
+    """The last option in which no tier can be halved again without costing more than `tolerance`.
+
+    Args:
+        least: bytes that a tier has at least.
+    """
+    out = best.outcome
+    prefill_s, ttft_s = (value * (1 + tolerance) for value in (out.prefill_s, out.ttft(50)))
+
+    def is_as_good(option: Option) -> bool:
+        return option.outcome.prefill_s <= prefill_s and option.outcome.ttft(50) <= ttft_s
+
+    found = best
+    for halves in ((2, 1), (1, 2)):  # DRAM is the dearer one
+        for _ in range(HALVINGS_MAX):
+            dram, nvme = found.dram // halves[0], found.nvme // halves[1]
+            if min(dram, nvme) < least:
+                break
+            option = simulated(dram, nvme)
+            if not is_as_good(option):
+                break
+            found = option
+    return found
 
 
 def show_model(model: Conversation) -> None:
@@ -132,7 +184,7 @@ def show(trace: Trace, options: Sequence[Option]) -> None:
         f"{'DRAM':>10}{'NVMe':>10}{'found':>8}{'in DRAM':>9}{'TTFT p50':>10}{'p99':>9}"
         f"{'prefill':>10}"
     )
-    for option in options:
+    for option in (*options[1:], options[0]):
         out = option.outcome
         print(
             f"{format_size(option.dram):>10}{format_size(option.nvme):>10}"
@@ -141,6 +193,8 @@ def show(trace: Trace, options: Sequence[Option]) -> None:
         )
     best = options[0]
     print(
+        f"\nsmallest that is about as good, for {best.price:.4g} an hour in place of "
+        f"{options[1].price:.4g}:"
         f"\ndram: {format_size(best.dram)}\n"
         f"nvme: {{path: /mnt/nvme/attnstore, capacity: {format_size(best.nvme)}}}"
     )

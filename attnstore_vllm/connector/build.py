@@ -28,6 +28,7 @@ from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of, warn_of_order
+from attnstore_vllm.connector.watchers import watchers_of
 from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
@@ -40,6 +41,7 @@ from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.approximate import Approximate
+from attnstore_vllm.scheduler.observed import ObservedScheduler
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
@@ -258,7 +260,9 @@ def _scheduler(
     codec = _codec(config, geometry, ranks)
     changes = codec.label if codec is not None and not codec.is_exact else None
     store, disk = _store(vllm_config, config, geometry, pool, namespace, codec, teller)
-    scheduler = Scheduler(
+    watchers = watchers_of(vllm_config, config, geometry, own_version())
+    make = partial(ObservedScheduler, watchers) if watchers else Scheduler
+    scheduler = make(
         store,
         geometry,
         names,

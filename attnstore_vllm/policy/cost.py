@@ -293,6 +293,12 @@ class StepCost:
         doubt = 1 + abs(spreads) * math.sqrt(self._spread)
         return mean * doubt if spreads >= 0 else mean / doubt
 
+    def parts(self) -> tuple[float, float, float, float]:
+        """Seconds of a step, of a token, of a token and token before it, of a sequence that
+        generates."""
+        step, token, context, sequence = (self._found * _SCALE).tolist()
+        return step, token, context, sequence
+
     def step_seconds(self, start: int, stop: int) -> float:
         """Seconds of a whole step that computes tokens [start, stop), on the mean."""
         return float(self._found[0]) + self.seconds(start, stop)

@@ -92,6 +92,21 @@ class Costs:
         for num_bytes, seconds in report.measured:
             self._loads.observe(num_bytes, seconds)
 
+    def measured(self) -> dict[str, float] | None:
+        """The costs that were learned, by their names in a machine file; None before they are
+        known. From any thread."""
+        step_s, token_s, context_s, sequence_s = self._steps.parts()
+        if not self._steps.is_known or not token_s:
+            return None
+        least = 1e-9  # a fit may say that a part costs nothing; a machine file may not
+        found = {"prefill_tokens_per_s": 1 / token_s, "decode_step_s": max(step_s, least)}
+        found["decode_sequence_s"] = max(sequence_s, least)
+        if context_s:
+            found["prefill_context"] = token_s / context_s
+        if self._loads.is_known:
+            found["rank_bandwidth"] = 1 / max(self._loads.seconds(1), 1e-15)
+        return found
+
     # ---- decisions ---------------------------------------------------------------------
 
     def computing_s(self, start: int, stop: int) -> float | None:

@@ -245,6 +245,10 @@ class OpenPlans:
         """Whether workers still have to copy or report: the engine must go on stepping."""
         return bool(self._open) or bool(self._kept)
 
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a load of the request is open, of blocks that it still has."""
+        return request_id in self._loading
+
     def loading_blocks(self) -> int:
         """Blocks of the loads that are open, which may be over or not yet begun."""
         return sum(o.num_blocks for o in self._open.values() if o.flow is Flow.LOAD)

@@ -2,7 +2,8 @@
 """Trace files, by what is in them (docs/simulate.md has an example of each):
 
 - *requests*, as Mooncake published them: a JSON object a line with timestamp, input_length,
-  output_length and hash_ids;
+  output_length and hash_ids. A server's own (setting `trace`) have a first line that says how many
+  tokens a hash stands for, and known_length: the tokens, of answers too, that hash_ids stand for;
 - *sessions*: a JSON object a line with its requests, their times from the session's start and
   their block hashes as runs. Sessions begin at random times (Poisson);
 - *conversations*, in ShareGPT format: texts only. They begin at random times too, and between
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -69,6 +70,9 @@ def read_trace(
         raise TraceError(f"{path}: it is empty; a trace was expected")
     if isinstance(first[1], dict) and "requests" in first[1]:
         return _sessions(path, lines, arrivals, chunk_tokens)
+    if isinstance(first[1], dict) and "attnstore_trace" in first[1]:
+        own = _get(first[0], first[1], "block_tokens", _is_size, "a number of tokens")
+        return _requests(path, list(lines)[1:], own)
     return _requests(path, lines, block_tokens or 512)
 
 
@@ -118,6 +122,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
+def _is_size(value: Any) -> bool:
+    return _is_count(value) and value > 0
+
+
 def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12
 
@@ -128,23 +136,23 @@ def _is_hashes(value: Any) -> bool:
     )
 
 
-def _requests(path: Path, lines: _Lines, block_tokens: int) -> Trace:
+def _requests(path: Path, lines: Iterable[tuple[str, Any]], block_tokens: int) -> Trace:
     found = []
     for where, entry in lines:
         timestamp = _get(where, entry, "timestamp", _is_time, "milliseconds")
         num_tokens = _get(where, entry, "input_length", _is_count, "a number of tokens")
         answer = _get(where, entry, "output_length", _is_count, "a number of tokens")
         hashes = _get(where, entry, "hash_ids", _is_hashes, "a list of block hashes")
-        if len(hashes) != -(-num_tokens // block_tokens) or not num_tokens:
+        given = {"known_length": num_tokens, **entry}
+        known = _get(where, given, "known_length", _is_count, "a number of tokens")
+        if len(hashes) != -(-known // block_tokens) or not 0 < num_tokens <= known:
             raise TraceError(
-                f"{where}: {len(hashes)} hashes for {num_tokens} tokens; expected "
-                f"{-(-num_tokens // block_tokens)}, one for each {block_tokens} tokens "
+                f"{where}: {len(hashes)} hashes for {known} tokens; expected "
+                f"{-(-known // block_tokens)}, one for each {block_tokens} tokens "
                 "(--block-tokens)"
             )
         found.append(
-            TraceRequest(
-                timestamp / 1000, np.array(hashes, np.int64), num_tokens, answer, num_tokens
-            )
+            TraceRequest(timestamp / 1000, np.array(hashes, np.int64), num_tokens, answer, known)
         )
     return make_trace(path.name, block_tokens, found)
 

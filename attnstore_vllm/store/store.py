@@ -420,6 +420,13 @@ class Store:
             cost = self.thread.tiers[0].cost
             return None if cost.mean_s is None else cost.seconds(num_reads)
 
+    def disk_speeds(self) -> dict[str, float]:
+        """Bytes a second of the nearest tier behind DRAM, each way, as far as that is known."""
+        with self._lock:
+            io = self.thread.tiers[0]
+            costs = {"read": io.cost.mean_s, "write": io.write_cost.mean_s}
+            return {way: io.record_bytes / s for way, s in costs.items() if s}
+
     def weigh_reads(self, computing_s: Callable[[int, int], float | None]) -> None:
         """Begin no read that a waiting request has nothing of: it would have computed before.
 

@@ -16,6 +16,7 @@ from attnstore_vllm.config import (
     NvmeConfig,
     PinningConfig,
     StoreConfig,
+    TraceConfig,
     format_size,
     parse_size,
 )
@@ -293,3 +294,24 @@ def test_wrong_hints_settings(settings: dict[str, Any], parts: tuple[str, ...]) 
     message = message_of({**MINIMAL, **settings})
     for part in parts:
         assert part in message
+
+
+def test_a_trace_is_off_or_has_a_directory() -> None:
+    assert StoreConfig.parse(MINIMAL).trace is None
+    assert StoreConfig.parse({**MINIMAL, "trace": "off"}).trace is None
+    given = {"path": "/var/log/x", "sample": 0.25, "size": "64MiB"}
+    config = StoreConfig.parse({**MINIMAL, "trace": given, "data_parallel_size": 2})
+    assert config.trace == TraceConfig(path=Path("/var/log/x"), sample=0.25, size_bytes=64 << 20)
+    part = config.share(1).trace
+    assert part is not None
+    assert (part.path, part.size_bytes) == (Path("/var/log/x-dp1"), 32 << 20)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    ["on", {}, {"path": "x"}, {"path": "/x", "sample": 0}, {"path": "/x", "sample": 2},
+     {"path": "/x", "size": "1KiB"}, {"path": "/x", "tokens": True}],
+)  # fmt: skip
+def test_a_trace_that_makes_no_sense(trace: object) -> None:
+    with pytest.raises(ConfigError, match="trace"):
+        StoreConfig.parse({**MINIMAL, "trace": trace})

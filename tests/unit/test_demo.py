@@ -10,6 +10,7 @@ from attnstore_vllm.bench.records import Step, TurnRecord
 from attnstore_vllm.bench.server_metrics import parse_metrics, total
 from attnstore_vllm.bench.traffic import traffic
 from benchmarks.agreement import compare, gap_changes, rounding_bound
+from benchmarks.demo import ROOT, arguments
 from benchmarks.sample import SAMPLE
 
 
@@ -119,3 +120,9 @@ def test_gap_changes_cover_the_common_text_and_the_first_difference() -> None:
     assert changes == pytest.approx([0.2, 0.04])
     assert rounding_bound(changes) == pytest.approx(0.4)
     assert rounding_bound([]) == 0
+
+
+def test_a_demo_of_a_user_leaves_the_quoted_results_alone() -> None:
+    written = arguments([]).json
+    assert not written.is_relative_to(ROOT / "results"), "tests/test_readme.py would fail next"
+    assert written.is_relative_to(ROOT / ".cache"), "git would show it"

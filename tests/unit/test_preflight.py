@@ -90,6 +90,15 @@ def test_a_file(tmp_path: Path) -> None:
     assert "a link or a file" in refused(settings(tmp_path / "kv"))
 
 
+def test_a_trace_in_no_directory(tmp_path: Path) -> None:
+    check_machine(settings(tmp_path / "kv", trace={"path": str(tmp_path / "trace")}))
+    missing = str(tmp_path / "absent" / "trace")
+    assert "trace.path is " in refused(settings(tmp_path / "kv", trace={"path": missing}))
+    (tmp_path / "trace-dp1").touch()
+    two = {"trace": {"path": str(tmp_path / "trace")}, "data_parallel_size": 2}
+    assert "trace-dp1" in refused(settings(tmp_path / "kv", **two))
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir(mode=0o500)

@@ -16,8 +16,10 @@ from attnstore_vllm.errors import ConfigError
 from tools import settings_page
 
 BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
-SECTIONS: dict[str, dict[str, Any]] = {"nvme": BARE["nvme"], "pinning": {}, "truncation": {}}
-SECTIONS["shared"] = {"redis": "redis://h"}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "nvme": BARE["nvme"], "pinning": {}, "truncation": {}, "trace": {"path": "/x"},
+    "shared": {"redis": "redis://h"},
+}  # fmt: skip
 
 
 def known_to_config(section: str) -> set[str]:

@@ -7,12 +7,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from attnstore_vllm.cli.main import main
-from attnstore_vllm.cli.size_plan import read_model, show_model
+from attnstore_vllm.cli.size_plan import Option, read_model, show_model, shrunk
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.policy.runs import answered, kind_of
@@ -326,15 +328,38 @@ def test_plan_spends_the_budget(
     args = ["plan", str(model), trace, "--machine", machine, "--budget", "0.0001"]
     assert main([*args, "--json"]) == 0
     options = json.loads(capsys.readouterr().out)
+    smallest, *options = options
     assert len(options) == 5
     for option in options:
         price = (option["dram"] * 0.0088 + option["nvme"] * 0.000082) / 1e9
         assert price == pytest.approx(0.0001, rel=1e-3)
     assert options[0]["prefill_s"] == min(option["prefill_s"] for option in options)
+    assert smallest["prefill_s"] <= 1.02 * options[0]["prefill_s"]
+    assert smallest["price"] <= options[0]["price"]
     assert main(args) == 0
     out = capsys.readouterr().out
     assert "nvme: {path: /mnt/nvme/attnstore, capacity: " in out
     assert "groups: " not in out
+
+
+def test_plan_recommends_no_more_than_is_of_use() -> None:
+    """Beyond 100 bytes of DRAM, or 1,000 of NVMe, more is of no use."""
+    tried = []
+
+    def simulated(dram: int, nvme: int) -> Option:
+        tried.append((dram, nvme))
+        outcome: Any = SimpleNamespace(
+            prefill_s=10.0 + (dram < 100) + (nvme < 1000), ttft=lambda _: 1.0 + 0.001 * (dram < 200)
+        )
+        return Option(dram, nvme, 1.0, outcome)
+
+    best = simulated(1600, 16_000)
+    assert shrunk(best, simulated, 0.02, 1).dram == 100
+    assert shrunk(best, simulated, 0.0, 1).dram == 200, "TTFT counts too"
+    assert shrunk(best, simulated, 0.02, 1).nvme == 1000
+    assert shrunk(best, simulated, 0.2, 1).dram == 1600 // 2**8, "so many halvings at most"
+    assert shrunk(best, simulated, 0.2, 300).dram == 400
+    assert min(min(sizes) for sizes in tried) >= 1
 
 
 def test_plan_says_what_several_groups_keep(
