@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
-from attnstore_vllm.index.tier import Pin, Pins, Tier
+from attnstore_vllm.index.tier import Pin, Pins, Tier, TierBehind
 from attnstore_vllm.policy.cost import QueuePace, ReadsInTime
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
@@ -238,3 +239,14 @@ class DramTier(Tier):
                 assert stands_in == (slot in order)
         assert self._order_of.keys() <= self.owned.keys()
         assert all(slot in self.owned for slot in self.pins)
+
+
+class MakeBooks(Protocol):
+    """Makes the books of one more tier behind DRAM (index/tier.py)."""
+
+    name: str
+    takes_writes: bool
+
+    def books(
+        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
+    ) -> TierBehind: ...

@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Protocol
 
 from attnstore_vllm.index.announced import Announced
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
-from attnstore_vllm.index.dram_tier import DramTier
+from attnstore_vllm.index.dram_tier import DramTier, MakeBooks
 from attnstore_vllm.index.nvme_tier import NvmeTier
 from attnstore_vllm.index.pinning import Pinning
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
@@ -38,17 +37,6 @@ REFUSALS_MAX = 32
 """Chunks that one call of begin_store refuses at most."""
 _EXPECTED_MAX = 1 << 22
 """Chunks for which the index makes room at once; beyond, its tables grow."""
-
-
-class MakeBooks(Protocol):
-    """Makes the books of one more tier behind DRAM (index/tier.py)."""
-
-    name: str
-    takes_writes: bool
-
-    def books(
-        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> TierBehind: ...
 
 
 class Residency:

@@ -38,6 +38,7 @@ from attnstore_vllm.policy.runs import NO_TERMS, ReturnEstimator, Run, Terms, Vi
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.asking import asking_of, is_asked
 from attnstore_vllm.store.context import Context, Figures, Pool
+from attnstore_vllm.store.learning import learn_from
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.thread import StoreThread
@@ -57,8 +58,7 @@ class Store:
     """See the module. All methods may be called from the scheduler's thread.
 
     Args:
-        slab, device: of one file; the store owns both from now on.
-        io_depth: requests in flight on the device, half of them writes.
+        slab, device: of one file; the store owns both. io_depth: requests in flight there.
         io_deadline_s: a request that takes longer puts NVMe out of use for a while.
         daily_writes: bytes that may be written a day, or None.
         scrub_rate: bytes a second for reading cold records again, or None.
@@ -137,14 +137,10 @@ class Store:
         nvme = NvmeIo(
             context, slab, device, io_depth, codec, deadline_s=io_deadline_s, scrub_rate=scrub_rate
         )
-        behind = self.residency.behind[1:]
-        more = [make.io(context, tier) for make, tier in zip(more_tiers, behind, strict=True)]
-        self.thread = StoreThread(
-            context,
-            [nvme, *more],
-            daily_writes=daily_writes,
-            learn=self._learn,
-        )
+        pairs = zip(more_tiers, self.residency.behind[1:], strict=True)
+        more = [make.io(context, tier) for make, tier in pairs]
+        learn = partial(learn_from, context, self._estimator, self._curve)
+        self.thread = StoreThread(context, [nvme, *more], daily_writes=daily_writes, learn=learn)
         self.asking = asking_of(context, more, self.thread.reader, has_groups=bool(needs))
         if threaded:
             self.thread.start()
@@ -152,19 +148,6 @@ class Store:
     def turn(self) -> None:
         """One round of what our thread does. For simulations, without the thread."""
         self.thread.turn(0.0)
-
-    def _learn(self) -> None:
-        """On our thread. The table is fitted beside the scheduler, and put in place at once."""
-        while self._curve.news:
-            with self._lock:  # for one at a time: the scheduler's thread may wait for it
-                self._curve.catch_up(1)
-        if not self._estimator.is_due:
-            return
-        with self._lock:
-            seen = self._estimator.seen(self._clock())
-        fit = seen.fit()
-        with self._lock:
-            self._estimator.learn(fit)
 
     # ---- looking up --------------------------------------------------------------------
 
@@ -538,9 +521,8 @@ class Store:
         """A conversation has gone on beyond token `stop`. Forget what is its own (is_own) of one
         group before it, in CHUNK_LOOKS_MAX chunks. Returns how many. Cost: 45 us."""
         with self._lock:
-            own = self.residency.own(spares=spares)
-            found = self.residency.index.heads_before(keys, stop, CHUNK_LOOKS_MAX, own)
-            return self._supersede(found)
+            own, index = self.residency.own(spares=spares), self.residency.index
+            return self._supersede(index.heads_before(keys, stop, CHUNK_LOOKS_MAX, own))
 
     def _supersede(self, chunks: Iterable[Chunk]) -> int:
         """Locked."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.index.residency import MakeBooks
+from attnstore_vllm.index.dram_tier import MakeBooks
 from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.policy.cost import ReadCost
 from attnstore_vllm.store.context import Context
