@@ -12,10 +12,10 @@ import pytest
 
 from attnstore_vllm.index.asked_tier import Found
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.policy.breaker import FAILURES_MAX
+from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S
 from attnstore_vllm.policy.questions import ASK_MIN_TOKENS, AnswerTime, worth_asking
 from attnstore_vllm.scheduler.request import make_state
-from attnstore_vllm.store.asking import AskError, is_asked
+from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.testing.asked_dict import AskedDictIo, MakeAskedDict, Others
 from tests.helpers import (
     NAMESPACE,
@@ -146,8 +146,7 @@ def put_out(io: AskedDictIo) -> None:
     """Out of use, and a probe is due."""
     io.others.is_silent = True
     for _ in range(FAILURES_MAX):
-        io.health.note_read(AskError("a test's"))
-    io.health.reads._probe_at = 0.0
+        io.health.reads.failure(-PAUSE_MAX_S)
     assert not io.health.reads.in_use
 
 
@@ -164,8 +163,7 @@ def test_an_answer_to_a_probe_that_is_late_is_no_end_of_probes(
     ask.asked_at -= 1.0
     io.answer(ask, ())
     assert rig.store.residency.counts["answers_late"] == 1
-    io.health.reads._probe_at = 0.0
-    assert io.health.reads.take_probe(time.monotonic())
+    assert io.health.reads.take_probe(time.monotonic() + PAUSE_MAX_S)
 
 
 def test_a_reset_while_a_probe_is_out_is_no_end_of_probes(
