@@ -52,3 +52,7 @@ class Breaker:
             return False
         self._probing = True
         return True
+
+    def forget_probe(self) -> None:
+        """Nobody will tell how the probe has ended: another one may be sent."""
+        self._probing = False

@@ -90,9 +90,12 @@ class AskedIo(TierIo):
             self.answer_time.observe(now - ask.asked_at)
             for chunk in found:
                 enter(residency, self.books, chunk, now + self.lease_s)
+            is_late = self._is_late(ask, now)
+            is_told = is_late and ask not in self._open  # turn() has seen it before
+            residency.counts["answers_late"] += is_late and not is_told
             context.progress.notify_all()
-        if now <= ask.asked_at + self.answer_deadline_s:
-            self.health.note_read(None)
+        if not is_told:
+            self.health.note_read(self._late() if is_late else None)
 
     def fail(self, ask: Ask, failure: AttnStoreError) -> None:
         """The tier cannot answer. From any thread, without the lock."""
@@ -110,14 +113,19 @@ class AskedIo(TierIo):
             late = 0
             while self._open:
                 ask = self._open[0]
-                is_late = now > ask.asked_at + self.answer_deadline_s
-                if not (ask.is_over or is_late):
+                if not (ask.is_over or self._is_late(ask, now)):
                     break
                 late += not ask.is_over
                 self._open.popleft()
             context.residency.counts["answers_late"] += late
         for _ in range(late):
-            self.health.note_read(AskError(f"{self.tier.name} has not answered in time"))
+            self.health.note_read(self._late())
+
+    def _is_late(self, ask: Ask, now: float) -> bool:
+        return now > ask.asked_at + self.answer_deadline_s
+
+    def _late(self) -> AskError:
+        return AskError(f"{self.tier.name} has not answered in time")
 
     def gauges_now(self) -> dict[tuple[str, str], float]:
         return dict(self.gauges)  # entries are no bytes of ours
@@ -127,6 +135,7 @@ class AskedIo(TierIo):
         for ask in self._open:
             ask.is_over = True
         self._open.clear()
+        self.health.reads.forget_probe()  # its answer would be one of these
 
 
 class Asking:
@@ -157,8 +166,9 @@ class Asking:
                 for tier in self._tiers
                 if worth_asking(stop - at, computing_s, tier.answer_time.mean_s)
             ]
-        sequence.asked_at = now
-        sequence.asked = tuple(ask for ask in asks if ask is not None)
+        asked = tuple(ask for ask in asks if ask is not None)
+        if asked:  # else the next look may: at the first one nobody knows the weights yet
+            sequence.asked_at, sequence.asked = now, asked
 
     def weights_seen(self, same: bool | None) -> None:
         """The workers have looked: are the weights what they were at the look before, or at the

@@ -12,7 +12,7 @@ import pytest
 
 from attnstore_vllm.index.asked_tier import Found
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.policy.breaker import FAILURES_MAX
+from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S
 from attnstore_vllm.policy.questions import ASK_MIN_TOKENS, AnswerTime, worth_asking
 from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.store.asking import is_asked
@@ -126,6 +126,56 @@ def test_a_tier_that_does_not_answer_is_left_alone(rig: Rig, others: Others) -> 
         return io.health.reads.in_use
 
     rig.until(works_again)
+
+
+def test_who_could_ask_nobody_may_ask_later(rig: Rig, others: Others) -> None:
+    """As the first request of an engine, whose weights nobody has looked at yet."""
+    fill(others, 1)
+    io = tier_of(rig)
+    io.has_left = True
+    sequence = asked_for(1)
+    assert rig.store.find(sequence, 0, LONG) == []
+    io.has_left = False
+    assert rig.store.find(sequence, 0, LONG) == []
+    assert len(sequence.asked) == 1
+    rig.until(lambda: not is_asked(sequence))
+    assert rig.store.find(sequence, 0, LONG)[-1].stop == LONG
+
+
+def put_out(io: AskedDictIo) -> None:
+    """Out of use, and a probe is due."""
+    io.others.is_silent = True
+    for _ in range(FAILURES_MAX):
+        io.health.reads.failure(-PAUSE_MAX_S)
+    assert not io.health.reads.in_use
+
+
+def test_an_answer_to_a_probe_that_is_late_is_no_end_of_probes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it comes before the store's thread has seen that it is late."""
+    io = tier_of(rig)
+    put_out(io)
+    monkeypatch.setattr(io, "turn", lambda: None)
+    sequence = asked_for(1)
+    rig.store.find(sequence, 0, LONG)
+    (ask,) = sequence.asked
+    ask.asked_at -= 1.0
+    io.answer(ask, ())
+    assert rig.store.residency.counts["answers_late"] == 1
+    assert io.health.reads.take_probe(time.monotonic() + PAUSE_MAX_S)
+
+
+def test_a_reset_while_a_probe_is_out_is_no_end_of_probes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io = tier_of(rig)
+    put_out(io)
+    monkeypatch.setattr(io, "turn", lambda: None)
+    rig.store.find(asked_for(1), 0, LONG)
+    assert not io.health.reads.take_probe(time.monotonic()), "one at a time"
+    io.forget_asks()
+    assert io.health.reads.take_probe(time.monotonic())
 
 
 def test_hearsay_is_no_copy(rig: Rig, others: Others) -> None:
