@@ -528,6 +528,11 @@ class Residency:
             self._leave(tier, victim)
         return tier.num_free > 0
 
+    def lost(self, tier: TierBehind, chunk: Chunk) -> None:
+        """The tier, which others use too, has the chunk no longer. No transfer touches it there."""
+        assert chunk.at(tier.name).uses == 0
+        self._leave(tier, chunk)
+
     def leave_dram(self, chunk: Chunk) -> None:
         """The chunk, which no transfer touches, leaves DRAM."""
         for tier in self.behind:
