@@ -84,11 +84,11 @@ def test_a_shared_tier_that_moves_or_holds_nothing_is_none(nothing: dict[str, fl
 def test_a_network_slower_than_computing_costs_next_to_nothing() -> None:
     """The servers' own code sees that it does not pay."""
     trace = chats(60, 0.3)
-    slow = replace(WIDE, link=KV * 100.0)  # 20 times as slow as computing
+    slow = replace(WIDE, link=KV * 1000.0)  # half as fast as computing
     without = run(trace, 3, "round-robin")[1].total
     shared = run(trace, 3, "round-robin", slow)[1].total
     assert shared.ttft(50) < 1.05 * without.ttft(50)
-    assert shared.waited_s < 0.02 * sum(shared.ttft_s)
+    assert sum(shared.ttft_s) < 1.05 * sum(without.ttft_s)
 
 
 def test_events_keep_a_conversation_where_it_is() -> None:
