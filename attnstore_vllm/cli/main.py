@@ -210,15 +210,7 @@ def _simulate(args: argparse.Namespace) -> int:
         simulate.check_plot(args.plot)
     trace = simulate.read(args)
     if args.hosts is not None:
-        if args.machine is None:
-            raise ConfigError("--hosts: the machine of each is missing; add --machine YAML")
-        many = simulate_hosts.simulate(args, trace)
-        if args.json:
-            print(json.dumps(simulate_hosts.as_json(trace, args, many)))
-        else:
-            simulate_hosts.show(trace, args.machine, many)
-        if args.plot:
-            simulate_hosts.plot(trace, many, args.plot)
+        simulate_hosts.run(args, trace)
         return EXIT_OK
     if args.machine is not None:
         outcomes = simulate_server.simulate(args, trace)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore simulate --machine --hosts`: a trace through many servers, by router and shared tier."""
+"""`attnstore simulate --hosts`: a trace through many servers, by router and shared tier."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -52,8 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def run(args: argparse.Namespace, trace: Trace) -> None:
+    """Simulate, and print what is asked for. Raises: ConfigError."""
+    outcomes = simulate(args, trace)
+    if args.json:
+        print(json.dumps(as_json(trace, args, outcomes)))
+    else:
+        show(trace, args.machine, outcomes)
+    if args.plot:
+        plot(trace, outcomes, args.plot)
+
+
 def simulate(args: argparse.Namespace, trace: Trace) -> list[HostsOutcome]:
     """Raises: ConfigError."""
+    if args.machine is None:
+        raise ConfigError("--hosts: the machine of each is missing; add --machine YAML")
     machine = read_machine(args, trace)
     if machine.shape is not None:
         raise ConfigError("--hosts: a shared tier has one KV cache group; leave --model out")

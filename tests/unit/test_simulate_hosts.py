@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from attnstore_vllm.cli.main import main
+from attnstore_vllm.io.device import Op
 from attnstore_vllm.sim.hosts import Hosts, HostsOutcome, conversations, one_large
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.shared_tier import Network, SharedTier
 from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
-from tests.unit.test_simulate_server import KV, MACHINE, SIZE, chats
+from tests.unit.test_simulate_server import CONFIGS, KV, MACHINE, SIZE, chats
 
 NONE = Network(capacity=0, link=KV * 1e6)
 WIDE = Network(capacity=KV * SIZE * 100_000, link=KV * 1e6)
@@ -52,11 +56,11 @@ def test_one_host_is_the_plain_server(router: str, rate: float) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_router_by_conversation_makes_servers_that_know_nothing_of_each_other(seed: int) -> None:
     trace = chats(40, 0.3, seed)
-    hosts, out = run(trace, 4, "conversation")
+    hosts, _ = run(trace, 4, "conversation")
     first = {r.session: n % 4 for r, n in zip(trace.requests, conversations(trace), strict=True)}
     for number, host in enumerate(hosts.hosts):
         own = mine(trace, {s for s, at in first.items() if at == number})
-        plain, ours = alone(own), host.end()
+        plain, ours = alone(own), host.end()  # nothing is left to end
         assert ours.num_requests == plain.num_requests
         assert ours.history_hit_share == pytest.approx(plain.history_hit_share, abs=0.02)
         assert np.percentile(ours.ttft_s, 50) == pytest.approx(
@@ -122,7 +126,50 @@ def test_a_small_shared_tier_keeps_its_size_and_tells_who_knew(slots: int) -> No
 
 def test_the_network_is_one_transfer_after_the_other() -> None:
     shared = SharedTier(Network(capacity=100, link=1.0, bandwidth=5.0), 10, SIZE)
-    from attnstore_vllm.io.device import Op  # noqa: PLC0415
 
     assert [shared.pass_through(Op.READ, at) for at in (0.0, 0.0, 10.0)] == [2.0, 4.0, 12.0]
     assert shared.pass_through(Op.WRITE, 1.0) == 3.0
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = [{"from": who, "value": "word " * 300} for who in ("human", "gpt") * 3]
+    trace = tmp_path / "talks.json"
+    trace.write_text(json.dumps([{"id": str(i), "conversations": talk} for i in range(12)]))
+    machine = str(next(iter(sorted(CONFIGS.glob("*.yaml")))))
+    args = ["simulate", str(trace), "--machine", machine, "--chunk-tokens", "64"]
+    more = ["--hosts", "1,3", "--shared", "0,1TB", "--per-host"]
+    routers = ["--router", "round-robin,conversation,events,one-large"]
+    plot = tmp_path / "hosts.png"
+    assert main([*args, *more, *routers, "--json", "--plot", str(plot)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert plot.stat().st_size > 1000
+    runs = {(r["hosts"], r["router"], r["shared"]): r for r in said["runs"]}
+    assert len(runs) == 2 * (3 * 2 + 1)
+    assert runs[3, "round-robin", 10**12]["network_read"] > 0
+    shared, plain = (runs[3, "round-robin", size]["history_hit_share"] for size in (10**12, 0))
+    assert shared > 2 * plain
+    assert runs[3, "conversation", 0]["history_hit_share"] > shared
+    assert main([*args, *more]) == 0
+    assert "round-robin" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--hosts", "0"], "--hosts: '0'"),
+        (["--hosts", "2", "--router", "x"], "--router: 'x'"),
+        (["--hosts", "2", "--policy", "belady"], "--policy: 'belady'"),
+        (["--hosts", "2", "--network-latency", "-1"], "--network-latency is -1"),
+        (["--hosts", "2", "--shared", "ten"], "--shared"),
+    ],
+)
+def test_a_wrong_option_is_named(
+    given: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [0]}\n' * 2
+    )
+    machine = str(next(iter(sorted(CONFIGS.glob("*.yaml")))))
+    assert main(["simulate", str(trace), "--machine", machine, *given]) == 2
+    assert says in capsys.readouterr().err
