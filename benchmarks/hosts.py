@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("name", choices=OPTIONS)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--hosts", default="1,2,4,8,16,32,64,100")
-    parser.add_argument("--one-in", type=int, default=40, help="of Mooncake's conversations")
+    parser.add_argument("--one-in", type=int, default=20, help="of Mooncake's conversations")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     given = parser.parse_args()
 

@@ -255,14 +255,17 @@ class Hosts:
 
 
 def conversations(trace: Trace) -> list[int]:
-    """The number of each request's conversation, in the order in which they begin. Where a trace
-    has none: that of the request whose last whole chunk it repeats."""
+    """The number of each request's conversation, in the order in which they begin.
+
+    Where a trace has none it is that of the request whose last whole chunk it repeats. The first
+    chunk does not count: many have the same system prompt there.
+    """
     numbers: list[int] = []
     known: dict[object, int] = {}
     num_begun = 0
     for request in trace.requests:
         chunks = request.chunks[: request.known_tokens // trace.chunk_tokens].tolist()
-        names = [("session", request.session)] if request.session >= 0 else chunks[::-1]
+        names = [("session", request.session)] if request.session >= 0 else chunks[:0:-1]
         number = next((known[name] for name in names if name in known), None)
         if number is None:
             number, num_begun = num_begun, num_begun + 1

@@ -173,3 +173,12 @@ def test_a_wrong_option_is_named(
     machine = str(next(iter(sorted(CONFIGS.glob("*.yaml")))))
     assert main(["simulate", str(trace), "--machine", machine, *given]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_conversation_is_told_by_the_last_whole_chunk_where_the_trace_does_not_say() -> None:
+    prompts = [[0, 1, 2], [0, 3], [0, 1, 2, 4, 5], [0], [0, 3, 6], [0, 1, 7]]
+    requests = [
+        TraceRequest(float(at), np.array(chunks), len(chunks) * SIZE, 1, len(chunks) * SIZE)
+        for at, chunks in enumerate(prompts)
+    ]
+    assert conversations(make_trace("same prompt", SIZE, requests)) == [0, 1, 0, 2, 1, 3]
