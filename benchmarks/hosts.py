@@ -20,7 +20,7 @@ from attnstore_vllm.sim.trace import Trace, make_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = ROOT / "configs" / "machines" / "llama2-70b-4xa100.yaml"
-ROUTERS = "round-robin,conversation,events,one-large"
+ROUTERS = "round-robin,conversation,events,events-half,one-large"
 OPTIONS = {
     "sharegpt": ["--sessions", "100", "--rate", "0.3", "--per-host"],
     "mooncake": [],

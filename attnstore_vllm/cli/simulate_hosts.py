@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--router",
         default=",".join(ROUTERS),
         metavar="R,...",
-        help=f"of {','.join(ROUTERS)}; {ONE}: one server with all of it (the three)",
+        help=f"of {','.join(ROUTERS)}; {ONE}: one server with all of it (all but that)",
     )
     group.add_argument(
         "--shared", default="0", metavar="SIZE,...", help="of the tier that they share; 0: none"

@@ -27,8 +27,9 @@ from attnstore_vllm.sim.trace import Trace, TraceRequest
 from attnstore_vllm.sim.trace_tokens import TraceTokens
 from attnstore_vllm.types import Key
 
-ROUTERS = ("round-robin", "conversation", "events")
-"""conversation: each stays at its host. events: the host that holds most of the prompt."""
+ROUTERS = ("round-robin", "conversation", "events", "events-half")
+"""conversation: each stays at its host. events: the host that holds most of the prompt, and of equal
+ones the least loaded. events-half: the same, but what is less than half of the prompt is nothing."""
 GENERATING_S = 0.25
 """A server that only generates looks so often whether a request has come from elsewhere."""
 
@@ -250,6 +251,8 @@ class Hosts:
         keys = SequenceKeys(root_key(NAMESPACE, None, b""), tokens, size)
         names = keys.keys(0, request.num_tokens // size)
         held = [host.held_tokens(request, names) for host in self.hosts]
+        if self._router == "events-half":
+            held = [tokens if 2 * tokens >= request.num_tokens else 0 for tokens in held]
         loads = [(-h, host.num_requests) for h, host in zip(held, self.hosts, strict=True)]
         return min(range(len(loads)), key=lambda i: (*loads[i], self._sent[i], i))
 

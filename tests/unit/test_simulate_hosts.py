@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from attnstore_vllm.cli.main import main
+from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.sim.hosts import Hosts, HostsOutcome, conversations, one_large
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.shared_tier import Network, SharedTier
+from attnstore_vllm.sim.simulated_store import NAMESPACE
 from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
+from attnstore_vllm.sim.trace_tokens import TraceTokens
 from tests.unit.test_simulate_server import CONFIGS, KV, MACHINE, SIZE, chats
 
 NONE = Network(capacity=0, link=KV * 1e6)
@@ -46,7 +49,7 @@ def mine(trace: Trace, keep: set[int]) -> Trace:
     return replace(trace, requests=[r for r in trace.requests if r.session in keep])
 
 
-@pytest.mark.parametrize("router", ["round-robin", "conversation", "events"])
+@pytest.mark.parametrize("router", ["round-robin", "conversation", "events-half"])
 @pytest.mark.parametrize("rate", [0.05, 0.4])
 def test_one_host_is_the_plain_server(router: str, rate: float) -> None:
     trace = chats(40, rate)
@@ -101,6 +104,30 @@ def test_events_keep_a_conversation_where_it_is() -> None:
     assert events.history_hit_share > 0.95 > plain.history_hit_share
 
 
+def test_what_a_host_could_read_from_the_shared_tier_it_does_not_hold() -> None:
+    chunks = np.arange(16, dtype=np.int64)
+    trace = make_trace("one", SIZE, [TraceRequest(0.0, chunks, 16 * SIZE, 1, 16 * SIZE)])
+    hosts, _ = run(trace, 2, "round-robin", WIDE)
+    tokens = TraceTokens(chunks, 16 * SIZE, SIZE, -1)
+    keys = SequenceKeys(root_key(NAMESPACE, None, b""), tokens, SIZE)
+    for host in hosts.hosts:
+        assert host.store is not None
+        host.store.before_arrival(keys, 16 * SIZE)
+        assert len(host.store.residency.index) == 16
+    held = [host.held_tokens(trace.requests[0], keys.keys(0, 16)) for host in hosts.hosts]
+    assert held == [16 * SIZE, 0]
+
+
+def test_a_system_prompt_sends_all_to_one_host_unless_half_of_a_prompt_is_asked_for() -> None:
+    prompts = [np.array([0, *range(1 + 9 * n, 10 + 9 * n)]) for n in range(8)]
+    requests = [
+        TraceRequest(100.0 * n, chunks, 10 * SIZE, 1, 10 * SIZE) for n, chunks in enumerate(prompts)
+    ]
+    trace = make_trace("system prompt", SIZE, requests)
+    assert sorted(run(trace, 4, "events")[1].requests) == [0, 0, 0, 8]
+    assert run(trace, 4, "events-half")[1].requests == [2, 2, 2, 2]
+
+
 def test_what_is_shared_is_written_once_and_read_by_others() -> None:
     """Eight times the same prompt, far from each other: one host computes it, three read it."""
     chunks = np.arange(16, dtype=np.int64)
@@ -120,6 +147,7 @@ def test_a_small_shared_tier_keeps_its_size_and_tells_who_knew(slots: int) -> No
     hosts, out = run(trace, 4, "round-robin", small)
     assert hosts.shared is not None
     assert len(hosts.shared) == slots
+    assert out.network_written < 4 * trace.num_chunks * SIZE * KV  # not for ever
     wide = run(trace, 4, "round-robin", WIDE)[1]
     assert out.total.history_hit_share < wide.total.history_hit_share
 
