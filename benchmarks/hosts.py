@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MACHINE = ROOT / "configs" / "machines" / "llama2-70b-4xa100.yaml"
 ROUTERS = "round-robin,conversation,events,events-half,one-large"
 OPTIONS = {
-    "sharegpt": ["--sessions", "100", "--rate", "0.3", "--per-host"],
+    "sharegpt": ["--sessions", "300", "--rate", "0.3", "--per-host"],
     "mooncake": [],
 }
 """Mooncake's requests come at their times: N times as fast a turn would come before the answer."""
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=OPTIONS)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--hosts", default="1,2,4,8,16,32,64,100")
+    parser.add_argument("--hosts", default="1,2,4,8,16,32,100")
     parser.add_argument("--one-in", type=int, default=20, help="of Mooncake's conversations")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     given = parser.parse_args()

@@ -28,8 +28,8 @@ from attnstore_vllm.sim.trace_tokens import TraceTokens
 from attnstore_vllm.types import Key
 
 ROUTERS = ("round-robin", "conversation", "events", "events-half")
-"""conversation: each stays at its host. events: the host that holds most of the prompt, and of equal
-ones the least loaded. events-half: the same, but what is less than half of the prompt is nothing."""
+"""conversation: each stays at its host. events: the host that holds most of the prompt, of equal
+ones the least loaded. events-half: the same, but less than half of the prompt counts as nothing."""
 GENERATING_S = 0.25
 """A server that only generates looks so often whether a request has come from elsewhere."""
 
