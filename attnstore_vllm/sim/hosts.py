@@ -42,9 +42,9 @@ class HostsOutcome:
     router: str
     network: Network
     total: Outcome
-    """Of all hosts together."""
+    """Sums over all hosts."""
     requests: Sequence[int]
-    """That each host served, of those that are counted."""
+    """Numbers of counted requests, by host."""
     network_read: int
     network_written: int
 
@@ -74,7 +74,7 @@ class Host(Server):
 
     @property
     def num_requests(self) -> int:
-        """Here now: its load."""
+        """Requests that are here now: its load."""
         return len(self._waiting) + len(self._running)
 
     @property

@@ -39,13 +39,13 @@ class Network:
     """Bytes and bytes a second, each way."""
 
     capacity: int
-    """Of the shared tier; 0: there is none."""
+    """The room of the shared tier; 0: there is none."""
     link: float
-    """Between one host and the tier; 0: there is none."""
+    """The speed between one host and the tier; 0: there is none."""
     bandwidth: float = float("inf")
-    """Of the tier, for all hosts together."""
+    """The speed of the tier, for all hosts together."""
     latency_s: float = 0.001
-    """Of each transfer."""
+    """Seconds that each transfer takes beside that."""
 
     @property
     def is_there(self) -> bool:

@@ -56,7 +56,7 @@ def test_one_host_is_the_plain_server(router: str, rate: float) -> None:
     assert run(trace, 1, router)[1].total == alone(trace)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_router_by_conversation_makes_servers_that_know_nothing_of_each_other(seed: int) -> None:
     trace = chats(40, 0.3, seed)
     hosts, _ = run(trace, 4, "conversation")
@@ -71,7 +71,7 @@ def test_a_router_by_conversation_makes_servers_that_know_nothing_of_each_other(
         )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_round_robin_finds_with_a_shared_tier_what_one_large_server_does(seed: int) -> None:
     trace = chats(60, 0.5, seed)
     large = Server(trace, one_large(MACHINE, 4), "attnstore").run()
@@ -140,9 +140,9 @@ def test_what_is_shared_is_written_once_and_read_by_others() -> None:
     assert conversations(make_trace("same", SIZE, requests)) == [0] * 8
 
 
-@pytest.mark.parametrize("slots", [1, 30, 200])
+@pytest.mark.parametrize("slots", [1, 100])
 def test_a_small_shared_tier_keeps_its_size_and_tells_who_knew(slots: int) -> None:
-    trace = chats(60, 0.4)
+    trace = chats(40, 0.4)
     small = replace(WIDE, capacity=slots * SIZE * KV)
     hosts, out = run(trace, 4, "round-robin", small)
     assert hosts.shared is not None
@@ -162,7 +162,7 @@ def test_the_network_is_one_transfer_after_the_other() -> None:
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     talk = [{"from": who, "value": "word " * 300} for who in ("human", "gpt") * 3]
     trace = tmp_path / "talks.json"
-    trace.write_text(json.dumps([{"id": str(i), "conversations": talk} for i in range(12)]))
+    trace.write_text(json.dumps([{"id": str(i), "conversations": talk} for i in range(6)]))
     machine = str(next(iter(sorted(CONFIGS.glob("*.yaml")))))
     args = ["simulate", str(trace), "--machine", machine, "--chunk-tokens", "64"]
     more = ["--hosts", "1,3", "--shared", "0,1TB", "--per-host"]
@@ -177,7 +177,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     shared, plain = (runs[3, "round-robin", size]["history_hit_share"] for size in (10**12, 0))
     assert shared > 2 * plain
     assert runs[3, "conversation", 0]["history_hit_share"] > shared
-    assert main([*args, *more]) == 0
+    assert main([*args, "--hosts", "1", "--router", "round-robin"]) == 0
     assert "round-robin" in capsys.readouterr().out
 
 
