@@ -53,7 +53,7 @@ class Network:
 
 
 class SharedTier:
-    """What all servers see.
+    """The tier itself, which all servers see.
 
     Args:
         record_bytes: of a chunk.
@@ -110,7 +110,7 @@ class SharedTier:
 
 
 class SharedBooks(TierBehind):
-    """What one server knows to be in the shared tier. Nothing leaves by an order of its own."""
+    """Books of what one server knows to be in the shared tier. Nothing leaves by an order of its own."""
 
     def __init__(
         self,
