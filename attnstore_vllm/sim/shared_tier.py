@@ -290,7 +290,7 @@ class SharedIo(TierIo):
         heapq.heappush(self._open, (end, self._number, op, then))
 
     def submit(self) -> None:
-        """What was begun is under way."""
+        """Nothing is left to do: it is under way."""
 
     def poll(self, timeout_s: float) -> bool:
         ended = 0
