@@ -110,7 +110,7 @@ class SharedTier:
 
 
 class SharedBooks(TierBehind):
-    """Books of what one server knows to be in the shared tier. Nothing leaves by an order of its own."""
+    """Books of what one server knows to be in the shared tier. They have no order of their own."""
 
     def __init__(
         self,
