@@ -22,6 +22,7 @@ from attnstore_vllm.cli import (
     inspect,
     settings_file,
     simulate,
+    simulate_hosts,
     simulate_server,
     size_plan,
     top,
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "simulate", help="what a trace's requests would find, by policy and capacity"
     )
     simulate.add_arguments(replay)
+    simulate_hosts.add_arguments(replay)
     sizes = commands.add_parser("plan", help="how much DRAM and NVMe a load wants, for a budget")
     size_plan.add_arguments(sizes)
     simulate.add_trace_arguments(sizes)
@@ -212,6 +214,9 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.plot:
         simulate.check_plot(args.plot)
     trace = simulate.read(args)
+    if args.hosts is not None:
+        simulate_hosts.run(args, trace)
+        return EXIT_OK
     if args.machine is not None:
         outcomes = simulate_server.simulate(args, trace)
         if args.json:

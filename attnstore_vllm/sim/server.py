@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
@@ -26,6 +26,7 @@ from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.simulated_store import open_scheduler
 from attnstore_vllm.sim.trace import Trace, TraceRequest
 from attnstore_vllm.sim.trace_tokens import TraceTokens
+from attnstore_vllm.store.tier_io import MakeTier
 
 POLICIES = ("attnstore", "lru", "fifo", "infinite", "recompute", "lru-ahead", "dram")
 """lru and fifo know nothing of the queue, and bring nothing up before it is asked for; lru-ahead
@@ -44,6 +45,7 @@ class Server:
         until_s: requests that come later are not counted: the last conversations' ends, when others
             have stopped coming.
         step: called after each request, for a progress bar.
+        more_tiers: behind NVMe.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Server:
         warmup: int = 0,
         until_s: float = float("inf"),
         step: Callable[[], object] = lambda: None,
+        more_tiers: Sequence[MakeTier] = (),
     ) -> None:
         assert machine.shape is not None or trace.chunk_tokens == machine.chunk_tokens
         self.now = 0.0
@@ -71,7 +74,7 @@ class Server:
         if policy != "recompute":
             num_tokens = trace.num_chunks * trace.chunk_tokens
             self._scheduler, self.store = open_scheduler(
-                machine, policy, num_tokens, self._disk, lambda: self.now
+                machine, policy, num_tokens, self._disk, lambda: self.now, more_tiers
             )
             self._scheduler.bind_kv_cache_manager(self._hbm)
         self._waiting: dict[str, Job] = {}
@@ -89,27 +92,55 @@ class Server:
                 self._arrivals.append((request.arrival_s, number, request, 0))
         heapq.heapify(self._arrivals)
 
+    @property
+    def queues(
+        self,
+    ) -> tuple[
+        list[tuple[float, int, TraceRequest, int]], dict[int, deque[tuple[int, TraceRequest]]]
+    ]:
+        """Requests that come at their times, a heap; and by session those that follow."""
+        return self._arrivals, self._later
+
     # ---- time --------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        while self._arrivals or self._waiting or self._running or self._has_transfers():
+        for _ in self.live():
+            pass
+        return self.end()
+
+    def live(self) -> Iterator[None]:
+        """Serve all requests. Time passes by itself here; sim/hosts.py lets it pass for many."""
+        while self._is_live:
             step = self._schedule()
             plan = self._scheduler.build_step(Output(step)) if self._scheduler else StepPlan()
             if step.is_empty:
                 if not self._report(plan):
                     turn = self.now + SPIN_S if self._waiting else float("inf")
-                    self._pass_until(min(self._next_arrival, self._disk.next_end, turn))
+                    yield from self._wait_until(turn)
                 continue
-            self._compute(step, plan)
+            yield from self._compute(step, plan)
+
+    def end(self) -> Outcome:
+        """Let the disk end what it has begun, and what is still to be written."""
         out, chunk = self._out, self._machine.nvme_chunk_bytes
         out.duration_s = self.now
         self._turn()
-        while self._disk.next_end < float("inf"):  # what is still to be written
-            self._pass_until(self._disk.next_end)
+        while self._next_end < float("inf"):
+            self.now = max(self.now, self._next_end)
+            self._turn()
         self._figures()
         out.bytes_read = self._disk.num_moved[Op.READ] * chunk
         out.bytes_written = self._disk.num_moved[Op.WRITE] * chunk
         return out
+
+    @property
+    def _is_live(self) -> bool:
+        return bool(self._arrivals) or self.is_busy
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is here, or a transfer of one."""
+        return bool(self._waiting or self._running) or self._has_transfers()
 
     def _has_transfers(self) -> bool:
         return self._scheduler is not None and self._scheduler.plans.any_open()
@@ -118,16 +149,25 @@ class Server:
     def _next_arrival(self) -> float:
         return self._arrivals[0][0] if self._arrivals else float("inf")
 
-    def _pass_until(self, end: float) -> None:
+    @property
+    def _next_end(self) -> float:
+        return self._disk.next_end
+
+    def _wait_until(self, turn: float) -> Iterator[None]:
+        """Nothing can be computed before something happens."""
+        yield from self._pass_until(min(self._next_arrival, self._next_end, turn))
+
+    def _pass_until(self, end: float) -> Iterator[None]:
         """Let time pass; the disk works on, and requests come."""
         assert end < float("inf"), "nothing will ever happen"
-        while (at := min(self._next_arrival, self._disk.next_end)) <= end:
+        while (at := min(self._next_arrival, self._next_end)) <= end:
             self.now = max(self.now, at)
             while self._arrivals and self._arrivals[0][0] <= self.now:
                 self._arrive(*heapq.heappop(self._arrivals))
             self._turn()
         self.now = max(self.now, end)
         self._turn()
+        yield from ()
 
     def _turn(self) -> None:
         if self.store is not None:
@@ -220,12 +260,12 @@ class Server:
     def _repeats(self, step: EngineStep, *, is_full: bool) -> int:
         """Steps that only generate, until one of these ends or somebody comes who can start."""
         count = min(job.num_answer - job.generated for job in step.generating)
-        if not is_full and self._arrivals:
+        if not is_full and self._next_arrival < float("inf"):
             seconds = self._machine.decode_s(len(step.generating))
             count = min(count, int((self._next_arrival - self.now) / seconds) + 1)
         return max(1, count)
 
-    def _compute(self, step: EngineStep, plan: StepPlan) -> None:
+    def _compute(self, step: EngineStep, plan: StepPlan) -> Iterator[None]:
         machine, began = self._machine, self.now
         is_counting = any(job.is_counted for job in self._running)
         prefill_s = sum(
@@ -236,16 +276,16 @@ class Server:
         load_s = step.loaded_bytes / machine.hbm_bandwidth
         computing_s = prefill_s + decode_s
         seconds = max(computing_s, load_s) if machine.overlap else computing_s + load_s
-        self._pass_until(began + seconds)
+        yield from self._pass_until(began + seconds)
         self._report(plan, load_wait_s=seconds - computing_s)
-        self._pass_until(began + seconds * step.num_repeats)
+        yield from self._pass_until(began + seconds * step.num_repeats)
         self._end(step)
         saving_s = self._saving_s()
         if is_counting:
             self._out.busy_s += seconds * step.num_repeats + saving_s
             self._out.prefill_s += seconds - decode_s
         if saving_s > 0:
-            self._pass_until(self.now + saving_s)
+            yield from self._pass_until(self.now + saving_s)
 
     def _saving_s(self) -> float:
         """Seconds that the engine waits until what it began to save is saved."""

@@ -10,17 +10,18 @@ from pathlib import Path
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.runs import Run
+from attnstore_vllm.policy.runs import NO_TERMS, Run, Terms, Visit
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.sim.disk import SimulatedDisk
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.store.tier_io import MakeTier
 
 EVICTION = {"lru": "lru", "lru-ahead": "lru", "fifo": "fifo"}
 """By policy; else attnstore."""
-_NAMESPACE = b"simulated".ljust(32)
+NAMESPACE = b"simulated".ljust(32)
 
 
 class NoPool:
@@ -42,6 +43,19 @@ class SimulatedStore(Store):
     """A store that counts the tokens which are saved, and lets nobody wait in real time."""
 
     saved_tokens = 0
+    before_arrival: Callable[[SequenceKeys, int], object] = staticmethod(lambda keys, stop: None)
+    """Told of each request's prompt before it is looked up, and how much of it may be found."""
+
+    def arrive(
+        self,
+        request_id: str,
+        sequence: SequenceKeys,
+        num_tokens: int,
+        min_tokens: int = 1,
+        terms: Terms = NO_TERMS,
+    ) -> tuple[list[Piece], Visit]:
+        self.before_arrival(sequence, num_tokens - 1)
+        return super().arrive(request_id, sequence, num_tokens, min_tokens, terms)
 
     def begin_save(
         self,
@@ -79,14 +93,19 @@ class SimulatedStore(Store):
 class _FixedNames:
     """See scheduler.Names."""
 
-    namespace: bytes | None = _NAMESPACE
+    namespace: bytes | None = NAMESPACE
 
     def close(self) -> None:
         """Nothing is held."""
 
 
 def open_scheduler(
-    machine: Machine, policy: str, num_tokens: int, disk: SimulatedDisk, clock: Callable[[], float]
+    machine: Machine,
+    policy: str,
+    num_tokens: int,
+    disk: SimulatedDisk,
+    clock: Callable[[], float],
+    more_tiers: Sequence[MakeTier] = (),
 ) -> tuple[Scheduler, SimulatedStore]:
     """As connector/build.py does, for one of server.POLICIES.
 
@@ -101,7 +120,7 @@ def open_scheduler(
     if policy == "infinite":
         dram = nvme = at_most
     shape = SegmentHeader(
-        0, machine.chunk_tokens, PAGE_BYTES, _NAMESPACE, b"simulated".ljust(16), 0, "simulated"
+        0, machine.chunk_tokens, PAGE_BYTES, NAMESPACE, b"simulated".ljust(16), 0, "simulated"
     )
     segment_bytes = PAGE_BYTES + min(nvme, at_most) * shape.record_bytes
     slab = Slab(Path("simulated"), segment_bytes, shape, own={0: shape}, fresh=[0])
@@ -113,6 +132,7 @@ def open_scheduler(
         io_deadline_s=float("inf"),
         eviction=EVICTION.get(policy, "attnstore"),
         needs=machine.shape.needs() if machine.shape is not None else (),
+        more_tiers=more_tiers,
         clock=clock,
         threaded=False,
     )
