@@ -174,6 +174,11 @@ class NvmeConfig:
     """`approximate: all`: with a codec that changes KV, every request may get such that does not
     say otherwise; else only those that ask for it."""
 
+    @property
+    def changes_kv(self) -> bool:
+        """Whether the codec gives other KV than it got."""
+        return self.codec != NONE and not CODECS[self.codec].is_exact
+
     @classmethod
     def parse(cls, given: object) -> NvmeConfig:
         if not isinstance(given, Mapping):
@@ -285,9 +290,14 @@ class TruncationConfig:
         )
 
 
-def _shared(given: object) -> SharedConfig | None:
+def _shared(given: object, nvme: NvmeConfig) -> SharedConfig | None:
     if given is False or given == "off":
         return None
+    if nvme.changes_kv:
+        raise ConfigError(
+            f"nvme.codec is {nvme.codec}, which changes KV, and shared is set. What comes from "
+            "others does not say whether it may be changed; set shared: off, or codec: lossless"
+        )
     if not isinstance(given, Mapping) or ("redis" in given) == ("mooncake" in given):
         # Not as it was given: there may be a password in it.
         raise ConfigError(
@@ -425,6 +435,7 @@ class StoreConfig:
         nvme = NvmeConfig.parse(given["nvme"])
         pinning = PinningConfig.parse(given.get("pinning", False))
         truncation = TruncationConfig.parse(given.get("truncation", {}))
+        tier = _shared(given.get("shared", False), nvme)
         buffer = given.get("write_buffer", "auto")
         buffer_bytes = (
             None if buffer == "auto" else parse_size("write_buffer", buffer, SIZE_MIN, "MiB")
@@ -441,7 +452,7 @@ class StoreConfig:
             pinning=pinning,
             write_buffer_bytes=buffer_bytes,
             truncation=truncation,
-            shared=_shared(given.get("shared", False)),
+            shared=tier,
             trace=TraceConfig.parse(given.get("trace", False)),
             shared_by=_sharing("share", given.get("share", "everyone")),
             **optional,
@@ -451,7 +462,13 @@ class StoreConfig:
         """The directories of the other engines that share the sizes, if they are to be asked; of
         one engine's part."""
         path, size = self.nvme.path, self.data_parallel_size
-        if not self.peers or size == 1 or not re.fullmatch(r"dp\d+", path.name):
+        # What comes from others does not say whether a codec may change it.
+        if (
+            not self.peers
+            or self.nvme.changes_kv
+            or size == 1
+            or not re.fullmatch(r"dp\d+", path.name)
+        ):
             return []
         dirs = (path.parent / f"dp{rank}" for rank in range(size))
         return [directory for directory in dirs if directory != path]

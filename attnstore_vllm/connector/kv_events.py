@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.distributed import kv_events
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 EVENTS_A_STEP = 1000
 """Events of ours that one step takes along, at most."""
 _MEDIA = {
-    DRAM: getattr(kv_events, "MEDIUM_CPU", "CPU"),
-    NVME: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE"),
+    DRAM: "CPU",
+    NVME: "STORAGE",
 }
 _LOCAL = {"locality": "LOCAL"}
-_HAS_LOCALITY = "locality" in kv_events.BlockStored.__struct_fields__
+_HAS_LOCALITY = "locality" in BlockStored.__struct_fields__
 
 
 class VllmTeller:
@@ -63,7 +63,7 @@ class VllmTeller:
         # vLLM looks it up in its environment for each block, which takes longer than all else.
         are_short = isinstance(maybe_convert_block_hash(BlockHash(bytes(32))), int)
         self._event_name: Callable[[Any], Name] = _short if are_short else bytes
-        fields = set(kv_events.BlockStored.__struct_fields__)
+        fields = set(BlockStored.__struct_fields__)
         self._of_all: dict[str, Any] = {"group_idx": 0} if "group_idx" in fields else {}
         if _HAS_LOCALITY:
             self._of_all |= _LOCAL
@@ -124,7 +124,7 @@ class VllmTeller:
 
     def event(self, what: Stored | Removed) -> Any:
         if isinstance(what, Removed):
-            return kv_events.BlockRemoved(
+            return BlockRemoved(
                 block_hashes=list(what.names), medium=_MEDIA[what.tier], **self._of_all
             )
         blocks, first = what.blocks, what.first
@@ -133,7 +133,7 @@ class VllmTeller:
         lora_id, lora_name, extra_keys = blocks.like or (None, None, None)
         if extra_keys is not None and self._has_extra_keys:
             fields["extra_keys"] = extra_keys[first:]
-        return kv_events.BlockStored(
+        return BlockStored(
             block_hashes=list(blocks.names[first:]),
             parent_block_hash=blocks.names[first - 1] if first else blocks.parent,
             token_ids=np.frombuffer(tokens, ">u4").tolist(),

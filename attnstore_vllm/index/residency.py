@@ -550,15 +550,6 @@ class Residency:
             self.leave(tier, victim)
         return tier.num_free > 0
 
-    def lost(self, tier: TierBehind, chunk: Chunk) -> None:
-        """The tier, which others use too, has the chunk no longer. No transfer touches it there.
-
-        It is written there again when it is used again: else a small tier would be for ever.
-        """
-        assert chunk.at(tier.name).uses == 0
-        chunk.refused_by.add(tier.name)
-        self._leave(tier, chunk)
-
     def leave_dram(self, chunk: Chunk) -> None:
         """The chunk, which no transfer touches, leaves DRAM."""
         for tier in self.behind:

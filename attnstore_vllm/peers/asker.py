@@ -219,6 +219,9 @@ class PeersIo(AskedIo):
         while self._asks:
             self._find(self._asks.popleft(), now)
         self._send_gets(now)
+        for key, _ in self._selector.select(0):  # copies take their time: it is not a sibling's
+            if key.fileobj != self._wake:
+                self._receive(key.data)
         self._end_late(now)
 
     def _connect(self) -> None:

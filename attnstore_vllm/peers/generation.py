@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ class Generation:
             self.value = self._of_group(before)
             self._own.write_bytes(self.value)
         except OSError as error:
-            self._own.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._own.unlink(missing_ok=True)
             self._say(error)
 
     def _of_group(self, before: bytes | None) -> bytes:

@@ -122,6 +122,8 @@ class Owner:
                 self._serve(key.fileobj)
         now = self._context.clock()
         for get in list(self._gets.values()):
+            if (get.wire, get.number) not in self._gets:
+                continue  # its connection has just ended
             try:
                 self._look_again(get, now)
             except WireError:
@@ -148,7 +150,8 @@ class Owner:
     def _end(self, wire: Wire) -> None:
         for get in [get for get in self._gets.values() if get.wire is wire]:
             self._release(get)
-        self._selector.unregister(wire)
+        if wire in self._selector.get_map():
+            self._selector.unregister(wire)
         wire.close()
 
     def _serve(self, wire: Wire) -> None:
@@ -156,7 +159,7 @@ class Owner:
             wire.flush()
             for message in wire.receive():
                 self._answer(wire, message)
-        except (WireError, struct.error, IndexError, ValueError, OSError):
+        except (WireError, struct.error, IndexError, ValueError, TypeError, OSError):
             self._end(wire)
             return
         more = selectors.EVENT_WRITE if wire.has_output else 0

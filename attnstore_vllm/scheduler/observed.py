@@ -8,6 +8,7 @@ Watchers run on a thread of their own, behind a queue with a limit: none can hol
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -84,6 +85,7 @@ class Watchers:
         self._watchers = list(watchers)
         self._untold: queue.Queue[Watched | None] = queue.Queue(UNTOLD_MAX)
         self._has_said = False
+        self._ends_at = math.inf
         self._thread = threading.Thread(target=self._run, name="attnstore-watchers", daemon=True)
         self._thread.start()
 
@@ -98,19 +100,25 @@ class Watchers:
 
     def close(self) -> None:
         """Tell what is left, for CLOSE_DEADLINE_S at most."""
-        self.tell(None)
+        self._ends_at = time.monotonic() + CLOSE_DEADLINE_S / 2
+        self.tell(None)  # a full queue does not take it, and has its end by the clock
         self._thread.join(CLOSE_DEADLINE_S)
 
     def _run(self) -> None:
         while (seen := self._untold.get()) is not None:
-            for watcher in list(self._watchers):
-                try:
-                    watcher.ended(seen)
-                except Exception:
-                    logger.warning("%s stops: it failed", type(watcher).__name__, exc_info=True)
-                    self._watchers.remove(watcher)
+            self._tell(seen)
+            if time.monotonic() > self._ends_at:
+                break
         for watcher in self._watchers:
             watcher.close()
+
+    def _tell(self, seen: Watched) -> None:
+        for watcher in list(self._watchers):
+            try:
+                watcher.ended(seen)
+            except Exception:
+                logger.warning("%s stops: it failed", type(watcher).__name__, exc_info=True)
+                self._watchers.remove(watcher)
 
 
 class ObservedScheduler(Scheduler):

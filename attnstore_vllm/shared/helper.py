@@ -73,8 +73,15 @@ class Helper:
                 raise DeviceError("the shared tier is closed")
             if self._sockets:
                 return
-            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                     for _ in range(self.lanes.num_lanes)]  # fmt: skip
+            pairs: list[tuple[socket.socket, socket.socket]] = []
+            try:
+                for _ in range(self.lanes.num_lanes):
+                    pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            except OSError as error:
+                for pair in pairs:
+                    pair[0].close()
+                    pair[1].close()
+                raise DeviceError(f"the shared tier's process does not start: {error}") from error
             theirs = [there.fileno() for _, there in pairs]
             # Environment that the child adds to ours: where this package is, a client's settings.
             added = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **QUIET}

@@ -74,7 +74,7 @@ class SharedGeneration:
         if self.has_changed:
             return "the weights in memory are not those of the model's files"
         if self.is_behind:
-            return "another server was reset and this one was not: reset or restart it as well"
+            return "another server was reset and this one was not: reset it as well"
         return None
 
     def reset(self) -> None:
@@ -128,7 +128,9 @@ class SharedGeneration:
     # ---- over a restart ----------------------------------------------------------------
 
     def to_json(self) -> str:
-        return json.dumps({"left": [one.hex() for one in self.left], "renew": self.must_renew})
+        mine = self.mine.hex() if self.mine is not None else None
+        left = [one.hex() for one in self.left]
+        return json.dumps({"left": left, "renew": self.must_renew, "mine": mine})
 
 
 def load(directory: Path) -> SharedGeneration:
@@ -137,7 +139,9 @@ def load(directory: Path) -> SharedGeneration:
     try:
         said = json.loads((directory / FILE_NAME).read_text())
         left = [bytes.fromhex(one) for one in said["left"]]
-        return SharedGeneration(left, bool(said["renew"]))
+        # What NVMe has is of this one. If others were reset meanwhile, it may not join them.
+        mine = said["mine"]
+        return SharedGeneration(left, bool(said["renew"]), mine and bytes.fromhex(mine))
     except FileNotFoundError:
         return SharedGeneration()
     except (OSError, ValueError, KeyError, TypeError):

@@ -21,7 +21,7 @@ from attnstore_vllm.io.device import Op
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
-from attnstore_vllm.sim.shared_tier import MakeShared, Network, SharedTier
+from attnstore_vllm.sim.shared_tier import MakeHostTier, Network, SharedTier
 from attnstore_vllm.sim.simulated_store import NAMESPACE
 from attnstore_vllm.sim.trace import Trace, TraceRequest
 from attnstore_vllm.sim.trace_tokens import TraceTokens
@@ -53,7 +53,7 @@ class Host(Server):
     """One of the servers. `arrivals` and `later` are those of all of them."""
 
     def __init__(self, hosts: Hosts, trace: Trace, machine: Machine, warmup: int) -> None:
-        make = MakeShared(hosts.shared, machine.io_depth) if hosts.shared is not None else None
+        make = MakeHostTier(hosts.shared, machine.io_depth) if hosts.shared is not None else None
         super().__init__(
             replace(trace, requests=[]),
             machine,

@@ -66,7 +66,7 @@ class SharedTier:
         self.num_slots = network.capacity // record_bytes
         self.num_moved = {Op.READ: 0, Op.WRITE: 0}
         self._free_at = {Op.READ: 0.0, Op.WRITE: 0.0}
-        self._kept: OrderedDict[Key, tuple[ChunkName, list[SharedBooks]]] = OrderedDict()
+        self._kept: OrderedDict[Key, tuple[ChunkName, list[HostBooks]]] = OrderedDict()
         """By key, the one unused for longest first; with the servers that know of it."""
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class SharedTier:
             self._kept.move_to_end(name.key)
         return names
 
-    def knows(self, key: Key, books: SharedBooks) -> None:
+    def knows(self, key: Key, books: HostBooks) -> None:
         """This server is to be told when the chunk leaves."""
         self._kept[key][1].append(books)
 
@@ -109,7 +109,7 @@ class SharedTier:
         return self._free_at[op]
 
 
-class SharedBooks(TierBehind):
+class HostBooks(TierBehind):
     """Books of what one server knows to be in the shared tier. They have no order of their own."""
 
     def __init__(
@@ -124,7 +124,7 @@ class SharedBooks(TierBehind):
         self.order = policy(1)
         self.pins = Pins()
         self.gone: Callable[[Chunk], None]
-        """Told of a chunk that has left; SharedIo says what then happens."""
+        """Told of a chunk that has left; HostIo says what then happens."""
         self._shared = shared
         self._owned: dict[int, Chunk] = {}
         self._by_key: dict[Key, Chunk] = {}
@@ -161,7 +161,7 @@ class SharedBooks(TierBehind):
 
     def has_left(self, key: Key) -> None:
         chunk = self._by_key.get(key)
-        if chunk is not None and chunk.at(NAME).uses == 0:  # else SharedIo sees it afterwards
+        if chunk is not None and chunk.at(NAME).uses == 0:  # else HostIo sees it afterwards
             self.gone(chunk)
 
     def live(self, slot: int) -> Chunk | None:
@@ -194,12 +194,12 @@ class SharedReset:
     succeeded = True
 
 
-class SharedIo(TierIo):
+class HostIo(TierIo):
     """One server's transfers, one after the other each way: as fast as its link and the tier."""
 
-    def __init__(self, context: Context, tier: SharedBooks, shared: SharedTier, depth: int) -> None:
+    def __init__(self, context: Context, tier: HostBooks, shared: SharedTier, depth: int) -> None:
         super().__init__()
-        self.tier: SharedBooks = tier
+        self.tier: HostBooks = tier
         self.record_bytes = shared.record_bytes
         self.health = Health(
             NAME, "simulated", context.progress, context.residency.counts, context.clock
@@ -234,7 +234,9 @@ class SharedIo(TierIo):
                 self.tier.knows(chunk)
 
     def _gone(self, chunk: Chunk) -> None:
-        self._context.residency.lost(self.tier, chunk)
+        assert chunk.at(self.tier.name).uses == 0
+        chunk.refused_by.add(self.tier.name)  # else a small tier would be written for ever
+        self._context.residency.leave(self.tier, chunk)
 
     # ---- the seam ------------------------------------------------------------------------
 
@@ -316,22 +318,23 @@ class SharedIo(TierIo):
         """Nothing can be cancelled."""
 
 
-class MakeShared:
+class MakeHostTier:
     """For the `more_tiers` of one server."""
 
     name = NAME
+    takes_writes = True
 
     def __init__(self, shared: SharedTier, depth: int) -> None:
         self._shared = shared
         self._depth = depth
-        self.made: SharedIo
+        self.made: HostIo
 
     def books(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> SharedBooks:
-        return SharedBooks(self._shared, policy, dram, look_ahead)
+    ) -> HostBooks:
+        return HostBooks(self._shared, policy, dram, look_ahead)
 
-    def io(self, context: Context, tier: TierBehind) -> SharedIo:
-        assert isinstance(tier, SharedBooks)
-        self.made = SharedIo(context, tier, self._shared, self._depth)
+    def io(self, context: Context, tier: TierBehind) -> HostIo:
+        assert isinstance(tier, HostBooks)
+        self.made = HostIo(context, tier, self._shared, self._depth)
         return self.made

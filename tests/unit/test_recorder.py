@@ -40,7 +40,7 @@ def seen(tokens: list[int], answer: int, at_s: float = 0.0) -> Watched:
     """A request that has ended, of which `tokens` are prompt and answer."""
     request: Any = SimpleNamespace(
         request_id="r", resumable=False, all_token_ids=tokens, mm_features=(), cache_salt=None,
-        num_prompt_tokens=len(tokens) - answer,
+        num_prompt_tokens=len(tokens) - answer, kv_transfer_params=None,
     )  # fmt: skip
     state = RequestState(request, b"namespace", bytes(32), CHUNK, adapter=b"")
     return Watched(state, int(at_s * 1e9), int(at_s * 1e9) + 1)

@@ -80,7 +80,7 @@ def end(tmp_path: Path, codec: str, times: int, *, closes: bool = False) -> None
         path.unlink()
 
 
-@pytest.mark.parametrize("codec", [NONE, *CODECS])
+@pytest.mark.parametrize("codec", [NONE, "lossless"])
 def test_a_process_ends_beside_work_in_flight(tmp_path: Path, codec: str) -> None:
     end(tmp_path, codec, 2)
 
@@ -90,6 +90,6 @@ def test_what_is_dirty_is_written_if_the_store_is_closed_as_python_ends(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("codec", [NONE, *CODECS])
+@pytest.mark.parametrize("codec", [NONE, "lossless"])
 def test_it_does_so_every_time(tmp_path: Path, codec: str) -> None:
     end(tmp_path, codec, 20)

@@ -297,6 +297,7 @@ def test_a_report_says_where_the_prompt_came_from(server: VllmServer) -> None:
         "computed_tokens": length,
         "why_computed": "not_stored",
         "waited_ms": 0,
+        "approximate": None,
     }
     _, _, again = chat(server, turns, **asks)
     found = whole_blocks(length - 1)

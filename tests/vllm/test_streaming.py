@@ -295,7 +295,11 @@ def test_drafts_of_other_schedulers_and_requests_are_stored(start: Start) -> Non
 
 def state_of(tokens: list[int], *, resumable: bool) -> RequestState:
     request: Any = SimpleNamespace(
-        all_token_ids=tokens, resumable=resumable, mm_features=[], cache_salt=None
+        all_token_ids=tokens,
+        resumable=resumable,
+        mm_features=[],
+        cache_salt=None,
+        kv_transfer_params=None,
     )
     return RequestState(request, b"", b"", CHUNK, adapter=b"", finds_moved=True)
 
