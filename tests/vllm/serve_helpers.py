@@ -41,9 +41,9 @@ ARGUMENTS = (
     "2048",
 )
 CHUNK = 256
-SERIES = (
+SERIES = (  # that of a shared tier is there with such a tier alone
     *(f"vllm:attnstore_{name}_total" for name in COUNTERS),
-    *(f"vllm:attnstore_{name}" for name in GAUGES),
+    *(f"vllm:attnstore_{name}" for name in GAUGES if name != "shared_in_use"),
     *(f"vllm:attnstore_{name}_count" for name in HISTOGRAMS),
 )
 
