@@ -187,7 +187,7 @@ class HostBooks(TierBehind):
             assert chunk.at(NAME).uses or key in self._shared
 
 
-class SharedReset:
+class HostReset:
     """No simulated server is reset."""
 
     is_over = True
@@ -305,8 +305,8 @@ class HostIo(TierIo):
         self._num_ended += ended
         return ended > 0
 
-    def reset(self) -> SharedReset:
-        return SharedReset()
+    def reset(self) -> HostReset:
+        return HostReset()
 
     def turn(self) -> None:
         """It does nothing by itself."""
