@@ -170,7 +170,7 @@ class AskedBooks(TierBehind):
         return next(filter(self._can_go, live), None), False
 
     def place_in_dram(self, chunk: Chunk) -> None:
-        """What came from here is not written back, nor what is to be forgotten at a time."""
+        """Chunks that came from here, or that end at a time, are not written back."""
         if self.takes_writes and chunk.origin != self.name and chunk.run.lease is None:
             super().place_in_dram(chunk)
 
