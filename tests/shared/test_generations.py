@@ -201,3 +201,18 @@ class Engines(RuleBasedStateMachine):
 
 TestEngines = Engines.TestCase
 TestEngines.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_a_restart_does_not_join_a_generation_that_came_meanwhile(tmp_path: Path) -> None:
+    """The disk has KV of the generation before: it must not get among that of the new one."""
+    store = Shared()
+    one, two = started(store), started(store)
+    save(tmp_path, one.to_json())
+    two.reset()
+    two.weights_seen(True)
+    store.look(two)
+    again = load(tmp_path)
+    again.weights_seen(True)
+    store.look(again)
+    assert two.usable is not None
+    assert again.usable is None and again.is_behind

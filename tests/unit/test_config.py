@@ -315,3 +315,18 @@ def test_a_trace_is_off_or_has_a_directory() -> None:
 def test_a_trace_that_makes_no_sense(trace: object) -> None:
     with pytest.raises(ConfigError, match="trace"):
         StoreConfig.parse({**MINIMAL, "trace": trace})
+
+
+@pytest.mark.parametrize(
+    ("codec", "shares"), [("none", True), ("lossless", True), ("int8", False), ("fp8", False)]
+)
+def test_engines_share_nothing_where_a_codec_changes_kv(codec: str, *, shares: bool) -> None:
+    """What comes from others does not say whether it may be changed."""
+    nvme = {"path": "/mnt/x", "capacity": "2GiB", "codec": codec}
+    given: dict[str, Any] = {"dram": "2GiB", "nvme": nvme, "data_parallel_size": 2}
+    assert bool(StoreConfig.parse(given).share(0).siblings()) is shares
+    with_tier = given | {"shared": {"redis": "redis://h"}}
+    if shares:
+        assert StoreConfig.parse(with_tier).shared is not None
+    else:
+        assert "nvme.codec" in message_of(with_tier)
