@@ -8,6 +8,7 @@ sleeps, both by a board (transfer/board.py), which is read once a second.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -224,6 +225,8 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
+        self._set_at: dict[tuple[int, str], float] = {}
+        """When the engine looked at each gauge that is shown."""
         self._lock = threading.Lock()
         for name, (label, text) in COUNTERS.items():
             self._metrics[name] = metric_types[Counter](
@@ -273,7 +276,10 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
             for key, amount in transfer_stats_data["counters"].items():
                 name, _, label = key.partition(":")
                 self._child(name, engine_idx, label).inc(amount)
-            for key, value in transfer_stats_data["gauges"].items():
+            for key, (when, value) in transfer_stats_data["gauges"].items():
+                if when < self._set_at.get((engine_idx, key), -math.inf):
+                    continue  # a step and the board crossed: this is the older
+                self._set_at[engine_idx, key] = when
                 name, _, label = key.partition(":")
                 self._child(name, engine_idx, label).set(value)
             for name, values in transfer_stats_data["observed"].items():

@@ -26,7 +26,8 @@ ERROR_EVENTS = frozenset(
 
 
 class StepStats:
-    """`data`: {"counters" and "gauges": {"name:label": n}, "observed": {"name": [n, ...]}}.
+    """`data`: {"counters": {"name:label": n}, "gauges": {"name:label": [when, n]}, "observed":
+    {"name": [n, ...]}}. `when`: seconds of the engine's steady clock.
 
     A plain dict of strings and numbers, because it crosses processes. connector/metrics.py has
     what they mean.
@@ -40,8 +41,8 @@ class StepStats:
             counters = self.data["counters"]
             counters[f"{name}:{label}"] = counters.get(f"{name}:{label}", 0) + amount
 
-    def set(self, name: str, label: str, value: float) -> None:
-        self.data["gauges"][f"{name}:{label}"] = value
+    def set(self, name: str, label: str, value: float, now: float) -> None:
+        self.data["gauges"][f"{name}:{label}"] = [now, value]
 
     def observe(self, name: str, value: float) -> None:
         self.data["observed"].setdefault(name, []).append(value)
@@ -116,7 +117,7 @@ class StoreFigures:
                 for (name, label), value in (self._store.gauges() | self._info).items():
                     if self._reported.get((name, label)) != value:
                         self._reported[name, label] = value
-                        stats.set(name, label, value)
+                        stats.set(name, label, value, now)
             for name, values in figures.seconds.items():
                 for value in values:
                     stats.observe(name, value)

@@ -58,7 +58,7 @@ class Board:
             region.leave(self._fd, self._path, is_creator=True)
             raise
         self._counters: dict[str, float] = {}
-        self._gauges: dict[str, float] = {}
+        self._gauges: dict[str, list[float]] = {}
         self._observed: dict[str, tuple[int, list[float]]] = {}
 
     def write(self, data: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class BoardReader:
         self._fd = -1
         self._page: mmap.mmap | None = None
         self._counters: dict[str, float] = {}
-        self._gauges: dict[str, float] = {}
+        self._gauges: dict[str, list[float]] = {}
         self._numbers: dict[str, int] = {}
 
     def take(self) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ def data(written: float = 0, held: float | None = None, seconds: tuple[float, ..
     stats = StepStats()
     stats.add("chunks", "written", written)
     if held is not None:
-        stats.set("held_bytes", "dram", held)
+        stats.set("held_bytes", "dram", held, 0.0)
     for value in seconds:
         stats.observe("nvme_read_seconds", value)
     return stats.data
@@ -141,14 +141,14 @@ def test_gauges_are_looked_at_once_a_second_and_counts_each_step(
     figures = StoreFigures(rig.store, 1.0)
     steps = [StepStats() for _ in range(3)]
     figures.add_to(steps[0])
-    assert steps[0].data["gauges"]["held_bytes:dram"] == 0
+    assert steps[0].data["gauges"]["held_bytes:dram"][1] == 0
     rig.put_all(helpers.sequence_of(helpers.tokens_of(1, 4 * helpers.CHUNK_TOKENS)))
     figures.add_to(steps[1])
     assert steps[1].data["counters"]["chunks:saved"] == 4
     assert steps[1].data["gauges"] == {}
     monkeypatch.setattr(figures_module, "PERIOD_S", 0.0)
     figures.add_to(steps[2])
-    assert steps[2].data["gauges"]["held_bytes:dram"] == 4 * helpers.PAYLOAD_BYTES
+    assert steps[2].data["gauges"]["held_bytes:dram"][1] == 4 * helpers.PAYLOAD_BYTES
     rig.store.close()
 
 
@@ -167,14 +167,14 @@ def test_what_changes_without_steps_leaves_by_the_board_and_once(name: str) -> N
             for key, amount in found["counters"].items():
                 series, _, label = key.partition(":")
                 seen.add(series, label, amount)
-            for key, value in found["gauges"].items():
+            for key, (when, value) in found["gauges"].items():
                 series, _, label = key.partition(":")
-                seen.set(series, label, value)
+                seen.set(series, label, value, when)
             seen.data["observed"].update(found["observed"])
         return seen.data["counters"].get("chunks:written", 0) >= 4
 
     _until(look)
-    gauges = seen.data["gauges"]
+    gauges = {key: value for key, (_, value) in seen.data["gauges"].items()}
     assert gauges["dirty_bytes:nvme"] == 0
     assert gauges["capacity_bytes:dram"] == 8 * helpers.PAYLOAD_BYTES
     assert gauges["held_bytes:dram"] == 4 * helpers.PAYLOAD_BYTES

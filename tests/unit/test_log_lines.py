@@ -40,7 +40,7 @@ def test_what_came_of_it_in_one_line() -> None:
 
 def test_a_quiet_time_has_a_line_too() -> None:
     stats = StepStats()
-    stats.set("held_bytes", "dram", 5.0)
+    stats.set("held_bytes", "dram", 5.0, 0.0)
     assert in_words(stats.data) == "nothing was asked for"
 
 

@@ -53,7 +53,8 @@ class Sick:
         load = Load(self.server, self.author)
         try:
             time.sleep(BUSY_S)
-            serving.wait_until(until, "what the fault, or a disk that is well, leads to")
+            what = f"what {fault or 'a disk that is well'} leads to"
+            serving.wait_until(lambda: load.failures or until(), what)
         finally:
             load.end()
             self._write({})
