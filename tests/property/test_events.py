@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from hypothesis import settings
 from hypothesis.stateful import invariant, rule
 
-from attnstore_vllm.index.announced import Name
+from attnstore_vllm.index.announced import Name, NamedBlocks
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.store.announcer import Announcer
 from attnstore_vllm.testing.devices import PowerLossDevice
@@ -33,6 +33,8 @@ class EventsMachine(StoreMachine):
         self.names: dict[Key, tuple[Name, ...]] = {}
         """Of all chunks that were ever put."""
         self.last: dict[Key, bytes] = {}
+        self.nameless: dict[Key, ChunkName] = {}
+        """Chunks that came before their parents had names: only a restart can name them."""
         self.told: set[Key] = set()
         """Chunks that the router is to hear of, while the store has them."""
         self.router = Subscriber()
@@ -46,12 +48,21 @@ class EventsMachine(StoreMachine):
     def begin(self, name: ChunkName) -> None:
         before = len(self.saving)
         super().begin(name)
-        blocks = TELLER.blocks(self.last.get(name.parent), name.tokens)
-        is_named = name.parent == TELLER.root() or name.parent in self.last
-        if len(self.saving) > before and is_named:
+        if len(self.saving) == before:
+            return
+        if blocks := self.blocks_of(name):
             self.announcer.name(self.saving[-1][0], blocks)
-            self.names[name.key], self.last[name.key] = blocks.names, blocks.last
             self.told.add(name.key)
+        else:
+            self.nameless[name.key] = name
+
+    def blocks_of(self, name: ChunkName) -> NamedBlocks | None:
+        """None: the chunk before it was never named."""
+        if name.parent != TELLER.root() and name.parent not in self.last:
+            return None
+        blocks = TELLER.blocks(self.last.get(name.parent), name.tokens)
+        self.names[name.key], self.last[name.key] = blocks.names, blocks.last
+        return blocks
 
     @rule()
     def router_forgets(self) -> None:
@@ -93,13 +104,24 @@ class EventsMachine(StoreMachine):
         assert self.router.content == content_of(store, names)
 
     def found_again(self) -> set[Key]:
-        """Of what recovery has found, and was not put since: chunks that follow named ones."""
-        named = {TELLER.root(), *self.told}
+        """Of what recovery has found, and was not put since: chunks that follow named ones.
+
+        Where the chunk before left or was put since, what follows it may be named or not: the
+        names came in time, or too late.
+        """
+        found = {TELLER.root()}
+        for name in sorted(self.nameless.values(), key=lambda name: name.position):
+            self.blocks_of(name)
         chunks = sorted(self.rig.store.residency.index, key=lambda chunk: chunk.name.position)
-        for chunk in chunks:
-            if chunk.name.parent in named and chunk.name.key in self.names:
-                named.add(chunk.name.key)
-        return named - {TELLER.root()}
+        for name in (chunk.name for chunk in chunks if chunk.name.key in self.names):
+            if name.key in self.told:
+                continue
+            if name.parent in found or self.has_heard_of(name.key):
+                found.add(name.key)
+        return found - {TELLER.root()}
+
+    def has_heard_of(self, key: Key) -> bool:
+        return any(content.issuperset(self.names[key]) for content in self.router.content.values())
 
     def listen(self) -> None:
         def has_heard() -> bool:
