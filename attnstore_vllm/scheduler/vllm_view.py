@@ -211,10 +211,20 @@ def hide_blocks(request: Request, first: int, key: bytes | None = None) -> Any:
     def hide(name: bytes) -> bytes:
         return blake3(name, key=key).digest()
 
-    # vLLM names a block by its tokens and the name of the one before: what follows a hidden
-    # one would be hidden by that alone, but there may be none yet.
+    exact = list(request.block_hashes)
+
+    # vLLM names a block by its tokens and the name of the one before. It gets the exact one: so a
+    # block's hidden name does not depend on which were hidden when it came.
     def hidden(given: Request) -> list[Any]:
-        return [hide(name) for name in hasher(given)]
+        shown = given.block_hashes
+        del exact[len(shown) :]
+        given.block_hashes = exact
+        try:
+            new = hasher(given)
+        finally:
+            given.block_hashes = shown
+        exact.extend(new)
+        return [hide(name) for name in new]
 
     request.block_hashes[first:] = [hide(name) for name in request.block_hashes[first:]]
     request._block_hasher = hidden
