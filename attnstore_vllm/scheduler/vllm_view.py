@@ -162,7 +162,8 @@ class ResetWatch:
         return self._in_doubt
 
     def doubt(self) -> None:
-        """Weights may have been updated, and vLLM has no prefix cache that would be reset then."""
+        """Weights may have been updated: the store was reset, or vLLM has no prefix cache that
+        would be reset then. A look of before says nothing of it."""
         self._in_doubt, self._asked = True, None
 
     def add_to(self, plan: StepPlan) -> None:
@@ -171,6 +172,10 @@ class ResetWatch:
             plan.looks_at_weights = True
             self._asked = plan.number
         self.is_wanted = False
+
+    def is_late(self, report: StepReport) -> bool:
+        """Whether a look of before the last reset says that the weights are the same."""
+        return report.weights is Seen.SAME and report.number != self._asked
 
     def on_report(self, report: StepReport) -> bool:
         """Whether the weights are not what they were. Of a model whose weights cannot be seen:
