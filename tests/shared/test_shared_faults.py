@@ -8,10 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from attnstore_vllm.shared.lanes import LaneOp
+from attnstore_vllm.shared.shared_io import SharedIo
 from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation, names_of, sequence_of
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, see_weights, write
@@ -129,6 +131,36 @@ def test_a_user_with_the_right_password_and_acl_is_served(
     one, two = open_shared(server), open_shared(server)
     write(one, conversation(1, NUM_TOKENS))
     assert fetch(two, conversation(1, NUM_TOKENS)) == WHOLE
+
+
+def let_ask(io: SharedIo) -> None:
+    """Until its thread that asks has done all that it is to do now."""
+    is_over = Event()
+    io._asker.submit(is_over.set)
+    assert is_over.wait(DEADLINE_S)
+
+
+def test_a_question_that_nobody_is_asked_shows_nothing_of_the_store(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    """All that could be asked for is left alone, and the store has failed before."""
+    io = io_of(open_shared(server))
+    sequence = sequence_of(conversation(1, NUM_TOKENS))
+    now = io.context.clock()
+    with io.context.progress:
+        io._look_at = now + 60.0
+    let_ask(io)
+    with io.context.progress:
+        for key in sequence.keys(0, WHOLE):
+            io._alone[bytes(key)] = now + 60.0
+        io.health.reads.failure(now - 60.0, hung=True)
+        before = io.answer_time.mean_s
+        ask = io.wonder(sequence, 0, NUM_TOKENS)
+        assert ask is not None and ask.is_over
+        assert io.health.reads.take_probe(now), "another one may be sent"
+    let_ask(io)
+    assert not io.health.reads.in_use
+    assert io.answer_time.mean_s == before
 
 
 # ---- resets ----------------------------------------------------------------------------
