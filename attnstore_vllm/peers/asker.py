@@ -109,7 +109,7 @@ class PeersIo(AskedIo):
         self._advancing = threading.Lock()
         self._num_resets = self._num_advanced = 0
         """Resets that have begun, and those of which the generation is on the disk."""
-        self._owner = Owner(context, listening, hello, pool, self._generation)
+        self._owner = Owner(context, listening, hello, pool, self.generation)
         self._asks: deque[Ask] = deque()
         self._begun: deque[_PeerLoad] = deque()
         self._num_loading = 0
@@ -179,7 +179,7 @@ class PeersIo(AskedIo):
 
     is_over = succeeded = True  # of a reset: its caller's submit() waits for it
 
-    def _generation(self) -> bytes | None:
+    def generation(self) -> bytes | None:
         """None: we share nothing."""
         is_on_disk = self._num_advanced == self._num_resets
         return self._of.value if is_on_disk and not self.has_left else None
@@ -296,7 +296,7 @@ class PeersIo(AskedIo):
     # ---- questions -----------------------------------------------------------------------
 
     def _find(self, ask: Ask, now: float) -> None:
-        generation = self._generation()
+        generation = self.generation()
         question = _Question(ask, ask.asked_at + ANSWER_MARGIN * self.answer_deadline_s)
         number = self._next_number()
         self._questions[number] = question
@@ -363,7 +363,7 @@ class PeersIo(AskedIo):
             batch = batches.setdefault(sibling, {})
             batch[len(batch)] = load
         self._end(lost)
-        generation = self._generation() or b""
+        generation = self.generation() or b""
         for sibling, batch in batches.items():
             number = self._next_number()
             self._loads[number] = batch

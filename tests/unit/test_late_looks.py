@@ -34,12 +34,17 @@ class _Engine:
         geometry = Geometry(1, (64,), (Group(4, ("l",)),), 16)
         self.scheduler = Scheduler(rig.store, geometry, _Names(), 0.2, -1)
         self.pool = SimpleNamespace(cached_block_hash_to_block=object())
+        state: Any = SimpleNamespace(
+            is_at_once=False, load_failed=True, offered=None, computing=SimpleNamespace()
+        )
+        self.scheduler.requests["one"] = state
         self.scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=self.pool))  # type: ignore[arg-type]
 
     @property
     def is_waiting(self) -> bool:
         """Whether requests wait for a look. Asked as vLLM does, before a step."""
-        return self.scheduler._watch.must_wait()
+        request: Any = SimpleNamespace(request_id="one")
+        return self.scheduler.get_num_new_matched_tokens(request, 0)[0] is None
 
     def plan(self) -> Any:
         return self.scheduler.build_step(output({}, {}))

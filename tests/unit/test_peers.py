@@ -204,18 +204,18 @@ def test_a_reset_waits_for_its_files_without_the_lock_and_shares_nothing_meanwhi
 
     def watched(self: Generation) -> None:
         with ThreadPoolExecutor(1) as other:  # the lock lets its own thread in again
-            seen.append((other.submit(is_free).result(), peers._generation()))
+            seen.append((other.submit(is_free).result(), peers.generation()))
         advance(self)
 
     monkeypatch.setattr(Generation, "advance", watched)
-    before = peers._generation()
+    before = peers.generation()
     with progress:
         peers.reset()
         peers.reset()
-        assert peers._generation() is None, "it is not on the disk yet"
+        assert peers.generation() is None, "it is not on the disk yet"
     assert here.reset()
     assert seen == [(True, None)] * 3, "one generation for each reset"
-    assert peers._generation() not in (None, before)
+    assert peers.generation() not in (None, before)
     here.close()
 
 
