@@ -480,7 +480,6 @@ class MakeShared:
     """For Store's `more_tiers`."""
 
     name = SHARED
-    takes_writes = True
 
     def __init__(
         self,
