@@ -241,7 +241,7 @@ class DramTier(Tier):
                 assert stands_in == (slot in order)
         assert self._order_of.keys() <= self.owned.keys()
         for slot, order in self._order_of.items():
-            assert (order is self.dirty) == self._is_dirty(self.owned[slot])
+            assert self._is_dirty(self.owned[slot]) == (order is self.dirty)
         assert all(slot in self.owned for slot in self.pins)
 
 

@@ -30,7 +30,7 @@ class _Engine:
     def __init__(self, rig: Rig) -> None:
         self.seen: list[bool | None] = []
         assert rig.store.asking is not None
-        rig.store.asking.weights_seen = self.seen.append  # type: ignore[method-assign]
+        rig.store.asking.weights_seen = self.seen.append  # type: ignore[assignment, method-assign]
         geometry = Geometry(1, (64,), (Group(4, ("l",)),), 16)
         self.scheduler = Scheduler(rig.store, geometry, _Names(), 0.2, -1)
         self.pool = SimpleNamespace(cached_block_hash_to_block=object())
@@ -38,7 +38,7 @@ class _Engine:
             is_at_once=False, load_failed=True, offered=None, computing=SimpleNamespace()
         )
         self.scheduler.requests["one"] = state
-        self.scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=self.pool))  # type: ignore[arg-type]
+        self.scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=self.pool))
 
     @property
     def is_waiting(self) -> bool:
