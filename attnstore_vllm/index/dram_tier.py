@@ -29,11 +29,8 @@ nowhere else."""
 class DramTier(Tier):
     """`owned` is what keeps its chunks alive.
 
-    Two orders of departure: `clean` of what a tier behind has too or all of them refuse, `dirty` of
-    what is nowhere else. What is not READY, or is wanted or pinned, stands in neither.
-
-    Args:
-        behind: the names of the tiers behind.
+    Two orders of departure: `dirty` of what is nowhere else and waits to be written, or is being
+    written; `clean` of the rest. What is not READY, or is wanted or pinned, stands in neither.
     """
 
     def __init__(
@@ -43,7 +40,6 @@ class DramTier(Tier):
         dirty: Departures,
         pins: Pins,
         look_ahead: LookAhead[Chunk],
-        behind: Sequence[str],
     ) -> None:
         self.name = DRAM
         self.num_slots = num_slots
@@ -59,7 +55,8 @@ class DramTier(Tier):
         self.reads = ReadsInTime()
         self.pace = QueuePace()
         self._look_ahead = look_ahead
-        self._behind = frozenset(behind)
+        self.behind: Sequence[TierBehind] = ()
+        """All tiers behind. Set once they are made."""
 
     @property
     def num_used(self) -> int:
@@ -117,8 +114,13 @@ class DramTier(Tier):
         if stays or chunk in self._look_ahead.wanted_by or copy.slot in self.pins:
             self._enter(chunk, None)
             return
-        may_go = chunk.is_behind or self._behind <= chunk.refused_by
-        self._enter(chunk, self.clean if may_go else self.dirty)
+        self._enter(chunk, self.dirty if self._is_dirty(chunk) else self.clean)
+
+    def _is_dirty(self, chunk: Chunk) -> bool:
+        if chunk.is_behind:
+            return False
+        slot = chunk.dram.slot
+        return bool(chunk.behind) or any(tier.waits_for(slot) for tier in self.behind)
 
     def _enter(self, chunk: Chunk, order: Departures | None) -> None:
         """Put the chunk in one of the orders, or in none."""
@@ -238,6 +240,8 @@ class DramTier(Tier):
                 stands_in = self._order_of.get(slot) is order
                 assert stands_in == (slot in order)
         assert self._order_of.keys() <= self.owned.keys()
+        for slot, order in self._order_of.items():
+            assert self._is_dirty(self.owned[slot]) == (order is self.dirty)
         assert all(slot in self.owned for slot in self.pins)
 
 
@@ -245,7 +249,6 @@ class MakeBooks(Protocol):
     """Makes the books of one more tier behind DRAM (index/tier.py)."""
 
     name: str
-    takes_writes: bool
 
     def books(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]

@@ -77,7 +77,6 @@ class Residency:
             policy(dram_slots),
             Pins(*pin_shares),
             self.look_ahead,
-            [NVME, *(make.name for make in more if make.takes_writes)],
         )
         self.nvme = NvmeTier(
             nvme_slots,
@@ -93,6 +92,7 @@ class Residency:
             *(make.books(policy, self.dram, self.look_ahead) for make in more),
         ]
         """All tiers behind DRAM, nearest first."""
+        self.dram.behind = self.behind
         self._asked = {tier.name for tier in self.behind if tier.is_asked}
         self._tiers = [self.dram, *self.behind]
         behind = [order for tier in self.behind for order in (tier.order, tier.waiting)]
@@ -297,9 +297,9 @@ class Residency:
 
     def _place(self, chunk: Chunk) -> None:
         """The state of a chunk that may be in DRAM has changed: may it leave, is it written?"""
-        self.dram.place(chunk)
         for tier in self.behind if chunk.dram.slot >= 0 else ():
             tier.place_in_dram(chunk)
+        self.dram.place(chunk)
         if self.watch is not None and not chunk.dropped:
             self.watch.at(chunk)
 
@@ -494,6 +494,7 @@ class Residency:
                 self.leave(tier, chunk)
             elif copy.state is State.WRITING:
                 tier.abandon(chunk)
+            self.dram.place(chunk)
         tier.forget_all_at_rest(keep)
         if self.watch is not None and tier is self.nvme:
             self.watch.lose(NVME)

@@ -143,7 +143,6 @@ class TierBehind(Tier):
 
     order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
-    takes_writes = True
     is_asked = False
     """Only by asking it is known what it has (asked_tier.py)."""
 
@@ -218,6 +217,10 @@ class TierBehind(Tier):
             self.waiting_if_room[slot] = None
         else:
             self.waiting_if_room.pop(slot, None)
+
+    def waits_for(self, slot: int) -> bool:
+        """Whether what this slot of DRAM has is to be written here."""
+        return slot in self.waiting
 
     def left_dram(self, slot: int) -> None:
         """Nothing waits in this slot of DRAM."""

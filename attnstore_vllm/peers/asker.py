@@ -106,7 +106,10 @@ class PeersIo(AskedIo):
         self.health = Health(tier.name, "siblings", context.progress, counts, context.clock)
         self.siblings = siblings
         self._of = generation
-        self._owner = Owner(context, listening, hello, pool, self._generation)
+        self._advancing = threading.Lock()
+        self._num_resets = self._num_advanced = 0
+        """Resets that have begun, and those of which the generation is on the disk."""
+        self._owner = Owner(context, listening, hello, pool, self.generation)
         self._asks: deque[Ask] = deque()
         self._begun: deque[_PeerLoad] = deque()
         self._num_loading = 0
@@ -153,6 +156,11 @@ class PeersIo(AskedIo):
         raise NotImplementedError("what siblings keep they have computed")
 
     def submit(self) -> None:
+        with self._advancing:  # whoever resets waits here until its generation is on the disk
+            while self._num_advanced < self._num_resets:  # one for each: others may have taken one
+                self._of.advance()
+                with self.context.progress:
+                    self._num_advanced += 1
         os.eventfd_write(self._wake, 1)
 
     def poll(self, timeout_s: float) -> bool:
@@ -163,15 +171,18 @@ class PeersIo(AskedIo):
         return {("siblings", "ready"): float(ready), ("siblings", "all"): float(len(self.siblings))}
 
     def reset(self) -> PeersIo:
+        """We share nothing until submit() has made the generation: files are no work for the
+        lock."""
         self.forget_asks()
-        self._of.advance()
+        self._num_resets += 1
         return self
 
-    is_over = succeeded = True  # of a reset
+    is_over = succeeded = True  # of a reset: its caller's submit() waits for it
 
-    def _generation(self) -> bytes | None:
+    def generation(self) -> bytes | None:
         """None: we share nothing."""
-        return None if self.has_left else self._of.value
+        is_on_disk = self._num_advanced == self._num_resets
+        return self._of.value if is_on_disk and not self.has_left else None
 
     def wake(self) -> None:
         """Nobody waits in poll()."""
@@ -285,7 +296,7 @@ class PeersIo(AskedIo):
     # ---- questions -----------------------------------------------------------------------
 
     def _find(self, ask: Ask, now: float) -> None:
-        generation = self._generation()
+        generation = self.generation()
         question = _Question(ask, ask.asked_at + ANSWER_MARGIN * self.answer_deadline_s)
         number = self._next_number()
         self._questions[number] = question
@@ -352,7 +363,7 @@ class PeersIo(AskedIo):
             batch = batches.setdefault(sibling, {})
             batch[len(batch)] = load
         self._end(lost)
-        generation = self._generation() or b""
+        generation = self.generation() or b""
         for sibling, batch in batches.items():
             number = self._next_number()
             self._loads[number] = batch

@@ -56,7 +56,6 @@ class MakePeers:
     """
 
     name = PEERS
-    takes_writes = False
 
     def __init__(
         self,

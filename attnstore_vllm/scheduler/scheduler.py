@@ -360,12 +360,14 @@ class Scheduler:
         num_given_up = self.plans.on_report(report)
         if num_given_up:
             self._stats.add("chunks", "unsaved", num_given_up)
+        is_late = self._watch.is_late(report)
         if self._watch.on_report(report):
             if self.store.asking is not None:
                 self.store.asking.leave()
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
-        if report.weights is not Seen.NOTHING and self.store.asking is not None:
+        is_seen = report.weights is not Seen.NOTHING and not is_late
+        if is_seen and self.store.asking is not None:
             is_known = report.weights is not Seen.UNKNOWN
             self.store.asking.weights_seen(report.weights is Seen.SAME if is_known else None)
 
@@ -455,6 +457,7 @@ class Scheduler:
                 self._offers.withdraw(state)
             # Computed with what is being replaced: must not come back under the same name.
             state.computing.is_outdated = True
+        self._watch.doubt()
         return self.store.reset()
 
     def take_stats(self) -> StepStats:

@@ -162,7 +162,8 @@ class ResetWatch:
         return self._in_doubt
 
     def doubt(self) -> None:
-        """Weights may have been updated, and vLLM has no prefix cache that would be reset then."""
+        """Weights may have been updated: the store was reset, or vLLM has no prefix cache that
+        would be reset then. A look of before says nothing of it."""
         self._in_doubt, self._asked = True, None
 
     def add_to(self, plan: StepPlan) -> None:
@@ -171,6 +172,10 @@ class ResetWatch:
             plan.looks_at_weights = True
             self._asked = plan.number
         self.is_wanted = False
+
+    def is_late(self, report: StepReport) -> bool:
+        """Whether a look of before the last reset says that the weights are the same."""
+        return report.weights is Seen.SAME and report.number != self._asked
 
     def on_report(self, report: StepReport) -> bool:
         """Whether the weights are not what they were. Of a model whose weights cannot be seen:
@@ -211,10 +216,20 @@ def hide_blocks(request: Request, first: int, key: bytes | None = None) -> Any:
     def hide(name: bytes) -> bytes:
         return blake3(name, key=key).digest()
 
-    # vLLM names a block by its tokens and the name of the one before: what follows a hidden
-    # one would be hidden by that alone, but there may be none yet.
+    exact = list(request.block_hashes)
+
+    # vLLM names a block by its tokens and the name of the one before. It gets the exact one: so a
+    # block's hidden name does not depend on which were hidden when it came.
     def hidden(given: Request) -> list[Any]:
-        return [hide(name) for name in hasher(given)]
+        shown = given.block_hashes
+        del exact[len(shown) :]
+        given.block_hashes = exact
+        try:
+            new = hasher(given)
+        finally:
+            given.block_hashes = shown
+        exact.extend(new)
+        return [hide(name) for name in new]
 
     request.block_hashes[first:] = [hide(name) for name in request.block_hashes[first:]]
     request._block_hasher = hidden

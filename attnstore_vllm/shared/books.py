@@ -75,6 +75,9 @@ class SharedBooks(AskedBooks):
             and chunk.origin != self.name
         )
 
+    def waits_for(self, slot: int) -> bool:
+        return slot in self._pausing or super().waits_for(slot)
+
     def left_dram(self, slot: int) -> None:
         self._pausing.pop(slot, None)
         super().left_dram(slot)
@@ -98,11 +101,14 @@ class SharedBooks(AskedBooks):
         chunk = self._dram.owned.get(slot)
         if chunk is not None:
             super().place_in_dram(chunk)
+            self._dram.place(chunk)
 
     def open_to(self, is_open: bool) -> None:
         """Whether it may be written to. What waits is forgotten where it may not."""
-        self.is_open = is_open
-        if not is_open:
+        was_open, self.is_open = self.is_open, is_open
+        if was_open and not is_open:
             self._pausing.clear()
             self.waiting.clear()
             self.waiting_if_room.clear()
+            for chunk in self._dram.owned.values():
+                self._dram.place(chunk)

@@ -29,6 +29,7 @@ from attnstore_vllm.shared.lanes import (
     parse_numbers,
     request,
 )
+from attnstore_vllm.shared.last_words import LastWords
 from attnstore_vllm.shared.mooncake_backend import QUIET
 
 START_S = 10.0
@@ -55,6 +56,7 @@ class Helper:
         self.buffer = memoryview(mmap.mmap(memory, lanes.buffer_bytes))
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._last_words: LastWords | None = None
         self._sockets: list[socket.socket] = []
         self._is_closed = False
 
@@ -93,7 +95,8 @@ class Helper:
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
                     pass_fds=(self._memory, *theirs),
                 )
             except OSError as error:
@@ -103,6 +106,8 @@ class Helper:
             finally:
                 for _, there in pairs:
                     there.close()
+            assert self._child.stderr is not None
+            self._last_words = LastWords(self._child.stderr, self._settings)
             self._sockets = [ours for ours, _ in pairs]
         hello = {
             "settings": self._settings,
@@ -125,6 +130,11 @@ class Helper:
             child.send_signal(signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # in uninterruptible sleep: it ends some time
                 child.wait(1.0)
+
+    def _ended(self, why: str = "") -> DeviceError:
+        said = str(self._last_words or "")
+        said = f"; the last that it said:\n{said}" if said else ""
+        return DeviceError(f"the shared tier's process has ended{why}{said}")
 
     def close(self) -> None:
         self._is_closed = True
@@ -155,7 +165,7 @@ class Helper:
         try:
             ours = self._sockets[lane]
         except IndexError:
-            raise DeviceError("the shared tier's process has ended") from None
+            raise self._ended() from None
         try:
             ours.settimeout(deadline_s or None)
             ours.send(packet)
@@ -167,10 +177,10 @@ class Helper:
             raise LateError(f"the shared tier has not answered for {deadline_s:.2f} s") from None
         except OSError as error:
             self.stop()
-            raise DeviceError(f"the shared tier's process has ended: {error}") from error
+            raise self._ended(f": {error}") from error
         if not answer:
             self.stop()
-            raise DeviceError("the shared tier's process has ended")
+            raise self._ended()
         if answer[:1] == ERROR:
             raise DeviceError(answer[1:].decode(errors="replace"))
         return answer

@@ -184,16 +184,16 @@ class SharedIo(AskedIo):
         while self._alone and next(iter(self._alone.values())) <= now:
             self._alone.popitem(last=False)
         keys = list(takewhile(lambda key: bytes(key) not in self._alone, ask.keys))
+        if not keys:  # nobody is asked: that shows nothing of the store
+            ask.is_over = True
+            self.health.reads.forget_probe()
+            return
         self._asker.submit(self._ask, ask, names, keys)
 
     def _ask(self, ask: Ask, names: RecordNames, keys: Sequence[bytes]) -> None:
         try:
             wanted = [names.of(key) for key in keys]
-            there = (
-                self.helper.numbers(ASK_LANE, LaneOp.EXIST, wanted, self._deadline_s)
-                if wanted
-                else []
-            )
+            there = self.helper.numbers(ASK_LANE, LaneOp.EXIST, wanted, self._deadline_s)
         except DeviceError as error:
             self.fail(ask, error)
             self._note_end(error, "look-up")
@@ -480,7 +480,6 @@ class MakeShared:
     """For Store's `more_tiers`."""
 
     name = SHARED
-    takes_writes = True
 
     def __init__(
         self,

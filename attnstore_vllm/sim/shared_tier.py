@@ -322,7 +322,6 @@ class MakeHostTier:
     """For the `more_tiers` of one server."""
 
     name = NAME
-    takes_writes = True
 
     def __init__(self, shared: SharedTier, depth: int) -> None:
         self._shared = shared

@@ -590,7 +590,7 @@ class Store:
             return gauges
 
     def is_idle(self) -> bool:
-        """Nothing dirty, nothing in flight, nothing held."""
+        """Nothing in flight, nothing held, and nothing to write to a tier that is in use."""
         with self._lock:
             return self.thread.is_idle() and self.residency.num_held() == 0
 

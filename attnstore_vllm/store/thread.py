@@ -76,11 +76,11 @@ class StoreThread:
         self.tiers[0].wake()
 
     def is_idle(self) -> bool:
-        """Locked. Nothing dirty and nothing in flight."""
+        """Locked. Nothing in flight, and nothing to write to a tier that is in use."""
         if self.is_out:
             return True
-        is_busy = self.reader.is_busy or any(writer.has_work for writer in self._writers)
-        return not is_busy and all(tier.is_at_rest for tier in self.tiers)
+        is_busy = self.reader.is_busy or self._has_writes()
+        return not is_busy and all(tier.is_at_rest and not tier.num_storing for tier in self.tiers)
 
     def stop(self, grace_s: float) -> None:
         """Write back what is dirty, of most worth first, for up to `grace_s`; then end all."""

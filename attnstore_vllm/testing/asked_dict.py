@@ -151,7 +151,7 @@ class MakeAskedDict:
         takes_writes: bool = False,
     ) -> None:
         self.name = name
-        self.takes_writes = takes_writes
+        self._takes_writes = takes_writes
         self.others = others
         self._num_slots = num_slots
 
@@ -159,7 +159,7 @@ class MakeAskedDict:
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
     ) -> AskedBooks:
         return AskedBooks(
-            self.name, self._num_slots, policy, dram, look_ahead, takes_writes=self.takes_writes
+            self.name, self._num_slots, policy, dram, look_ahead, takes_writes=self._takes_writes
         )
 
     def io(self, context: Context, tier: TierBehind) -> AskedDictIo:

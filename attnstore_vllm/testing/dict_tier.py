@@ -197,8 +197,6 @@ class DictIo(TierIo):
 class MakeDictTier:
     """For Store's `more_tiers`."""
 
-    takes_writes = True
-
     def __init__(self, num_slots: int, name: str = "dict") -> None:
         self.name = name
         self._num_slots = num_slots

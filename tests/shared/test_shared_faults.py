@@ -13,8 +13,8 @@ import pytest
 
 from attnstore_vllm.shared.lanes import LaneOp
 from attnstore_vllm.testing.network_stores import NetworkStore
-from tests.helpers import Rig, conversation, names_of, sequence_of
-from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, see_weights, write
+from tests.helpers import NAMESPACE, Rig, conversation, memory_rig, names_of, sequence_of
+from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, make, see_weights, write
 
 OpenShared = Callable[..., Rig]
 WHOLE = NUM_TOKENS // 16
@@ -129,6 +129,24 @@ def test_a_user_with_the_right_password_and_acl_is_served(
     one, two = open_shared(server), open_shared(server)
     write(one, conversation(1, NUM_TOKENS))
     assert fetch(two, conversation(1, NUM_TOKENS)) == WHOLE
+
+
+def test_a_question_that_nobody_is_asked_shows_nothing_of_the_store() -> None:
+    """There is no whole chunk to ask for, and the store has failed before."""
+    nowhere = {"redis": {"url": "redis://127.0.0.1:1", "timeout_s": 0.1}, "prefix": ""}
+    rig = memory_rig(more_tiers=(make(nowhere, NAMESPACE),), threaded=False)
+    io = io_of(rig)
+    with io.context.progress:
+        io.generation.mine = bytes(16)
+        io.generation.weights_seen(True)
+        now = io.context.clock()
+        io.health.reads.failure(now - 60.0, hung=True)
+        ask = io.wonder(sequence_of(conversation(1, NUM_TOKENS)), 0, 10)
+        assert ask is not None and ask.is_over
+        assert io.health.reads.take_probe(now), "another one may be sent"
+    assert not io.health.reads.in_use
+    assert io.answer_time.mean_s == 0.0
+    io.cancel()
 
 
 # ---- resets ----------------------------------------------------------------------------

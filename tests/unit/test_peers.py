@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,36 @@ def test_after_a_reset_nothing_of_before_comes(pair: Pair) -> None:
     assert here.tokens(1, LONG) == 0  # it has gone there, too
     sibling.call("put", 3, LONG)
     assert here.tokens(3, LONG) == LONG  # both are of one generation again
+
+
+def test_a_reset_waits_for_its_files_without_the_lock_and_shares_nothing_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = PeerEngine(tmp_path, 0)
+    peers, progress = here.io, here.io.context.progress
+    advance, seen = Generation.advance, []
+
+    def is_free() -> bool:
+        found = progress.acquire(timeout=1.0)
+        if found:
+            progress.release()
+        return found
+
+    def watched(self: Generation) -> None:
+        with ThreadPoolExecutor(1) as other:  # the lock lets its own thread in again
+            seen.append((other.submit(is_free).result(), peers.generation()))
+        advance(self)
+
+    monkeypatch.setattr(Generation, "advance", watched)
+    before = peers.generation()
+    with progress:
+        peers.reset()
+        peers.reset()
+        assert peers.generation() is None, "it is not on the disk yet"
+    assert here.reset()
+    assert seen == [(True, None)] * 3, "one generation for each reset"
+    assert peers.generation() not in (None, before)
+    here.close()
 
 
 def test_new_weights_end_it(pair: Pair) -> None:

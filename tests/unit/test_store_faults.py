@@ -204,6 +204,17 @@ def test_a_disk_that_refuses_every_write(open_faulty: Open) -> None:
     assert faulty.read(19) is None
 
 
+def test_what_waits_for_a_disk_that_is_left_alone_keeps_nobody_waiting(open_faulty: Open) -> None:
+    faulty = open_faulty(Fault(effect=Effect.FAIL, op=Op.WRITE))
+    store = faulty.rig.store
+    for number in range(FAILURES_MAX):
+        faulty.put(number)
+    faulty.rig.until(lambda: not store.gauges()["nvme_in_use", "writes"])
+    faulty.rig.put(name_of(sequence_of(tokens_of(30, 16)), 0))
+    faulty.rig.until(store.is_idle)
+    assert store.residency.num_dirty == 1, "it is written when the disk works again"
+
+
 def test_a_reset_whose_sync_fails_is_said_to_have_failed(open_faulty: Open) -> None:
     faulty = open_faulty(Fault(effect=Effect.FAIL, op=Op.SYNC, nth=0))
     assert not faulty.rig.store.reset()
