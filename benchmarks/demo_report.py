@@ -19,6 +19,8 @@ _COLORS: Final = {
     "HBM": "#c9a227",
     "DRAM": "#3e7cb1",
     "NVMe": "#81a4cd",
+    "siblings": "#4f9d69",
+    "shared": "#9bc4a3",
     "other": "#999999",
 }
 

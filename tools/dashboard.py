@@ -70,6 +70,8 @@ PANELS: dict[str, list[Panel]] = {
             "HBM": share(of("prompt_tokens_total", source="hbm"), PROMPTS),
             "DRAM": share(of("prompt_tokens_total", source="dram"), PROMPTS),
             "NVMe": share(of("prompt_tokens_total", source="nvme"), PROMPTS),
+            "siblings": share(of("prompt_tokens_total", source="peers"), PROMPTS),
+            "shared": share(of("prompt_tokens_total", source="shared"), PROMPTS),
         }, is_stacked=True, most=1),
         Panel("Prefill saved", "Seconds of prefill that each second saves.", "s",
               {"{{tier}}": rate(of("prefill_seconds_saved_total"), "tier")}, is_stacked=True),
@@ -123,6 +125,35 @@ PANELS: dict[str, list[Panel]] = {
             "written": share(of("bytes_total", direction="dram_to_nvme"),
                              of("first_written_bytes_total")),
         }),
+    ],
+    "What do other engines bring?": [
+        Panel("Found there", "Prompt tokens from siblings of this host, and from the shared tier.",
+              "short", {
+                  "{{source}}": rate(of("prompt_tokens_total", source="peers|shared"), "source"),
+              }, is_stacked=True),
+        Panel("Bytes from and to others", "Over the network, and from siblings.", "Bps", {
+            "{{direction}}": rate(
+                of("bytes_total", direction="peers_to_dram|dram_to_shared|shared_to_dram"),
+                "direction",
+            ),
+        }),
+        Panel("Answers", "Chunks that others had, had no more, or did not speak of in time.",
+              "short", {
+                  "{{event}}": rate(
+                      of("chunks_total", event="found|gone|answers_late|is_there"), "event"
+                  ),
+              }),
+        Panel("Shared tier in use", "0: it is left alone, or not joined. Empty: there is none.",
+              "short", {"{{instance}} {{engine}} {{direction}}": of("shared_in_use")}, most=1),
+        Panel("Errors of the shared tier", "What failed, in an hour.", "short", {
+            "{{kind}}": f"sum by (kind) (increase({of('errors_total', kind='shared_.*')}[1h]))",
+        }),
+        Panel("Siblings missing", "Engines of this host that are asked for KV and do not answer.",
+              "short", {
+                  "{{instance}} {{engine}}":
+                      f"sum by (instance, engine) ({of('siblings', state='all')})"
+                      f" - sum by (instance, engine) ({of('siblings', state='ready')})",
+              }),
     ],
     "How big should the tiers be?": [
         Panel("Full", "Share of slots in use.", "percentunit", {

@@ -33,7 +33,7 @@ KUBERNETES = ("1.30", "1.37")
 def commands() -> list[list[str]]:
     workflows, forms = found(".github/workflows/*.yml"), found(".github/ISSUE_TEMPLATE/*.yml")
     forms = [form for form in forms if Path(form).name != "config.yml"]
-    schema, manifests = "check-jsonschema", ["deploy/kubernetes/attnstore.yaml"]
+    schema, manifests = "check-jsonschema", found("deploy/kubernetes/[as]*.yaml")
     values = "deploy/kubernetes/production-stack"
     return [
         ["yamllint", "--strict", ".github", "deploy", "mkdocs.yml", "CITATION.cff", "configs"],
@@ -46,7 +46,7 @@ def commands() -> list[list[str]]:
         [schema, "--schemafile", f"{values}.schema.json", f"{values}-values.yaml"],
         *(["kubernetes-validate", "--strict", "--kubernetes-version", version, *manifests]
           for version in KUBERNETES),
-        ["hadolint", *found("deploy/**/Dockerfile")],
+        ["hadolint", *found("deploy/**/*Dockerfile")],
         ["shellcheck", ".ci/run", *found("tools/*.sh")],
         ["zizmor", "--offline", "--no-progress", "--quiet", *workflows],
     ]  # fmt: skip

@@ -10,6 +10,8 @@ from attnstore_vllm.bench.server_metrics import Metrics, total
 
 _STORE: Final = "vllm:attnstore_"
 _TIER_NAMES: Final = {"dram": "DRAM", "nvme": "NVMe"}
+_OTHERS_NAMES: Final = {"peers": "siblings", "shared": "shared"}
+"""Other engines: named where there was something, since most servers have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +19,8 @@ class Traffic:
     """Counters of one server between two looks at its /metrics.
 
     `prompt_tokens` is by source, "computed" and "HBM" and, with the store, "DRAM" and "NVMe"
-    (where the KV was when its request came); "other" is what another connector brought. The
-    other fields are empty, or 0, for a server without the store.
+    (where the KV was when its request came), "siblings" and "shared"; "other" is what another
+    connector brought. The other fields are empty, or 0, for a server without the store.
     """
 
     prompt_tokens: dict[str, int]
@@ -58,6 +60,7 @@ def traffic(before: Metrics, after: Metrics) -> Traffic:
     loaded = by_label("loaded_tokens", "tier")
     prompt_tokens = {"computed": tokens("local_compute"), "HBM": tokens("local_cache_hit")}
     prompt_tokens |= {name: loaded[tier] for tier, name in _TIER_NAMES.items() if tier in loaded}
+    prompt_tokens |= {name: loaded[t] for t, name in _OTHERS_NAMES.items() if loaded.get(t)}
     # A preempted request loads twice, so the store may have loaded more than vLLM counts.
     if (other := tokens("external_kv_transfer") - sum(loaded.values())) > 0:
         prompt_tokens["other"] = other

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,12 +29,13 @@ TIMEOUT_S = 5.0
 ANSWER_MAX = 64 << 20
 """Bytes of one answer: more is no /metrics."""
 _STORE = "vllm:attnstore_"
-SOURCES = ("hbm", "dram", "nvme", "shared", "computed")
+SOURCES = ("hbm", "dram", "nvme", "peers", "shared", "computed")
 FLOWS = {
     "hbm_to_dram": "HBM to DRAM",
     "dram_to_hbm": "DRAM to HBM",
     "dram_to_nvme": "DRAM to NVMe",
     "nvme_to_dram": "NVMe to DRAM",
+    "peers_to_dram": "siblings to DRAM",
     "dram_to_shared": "DRAM to shared",
     "shared_to_dram": "shared to DRAM",
 }
@@ -73,6 +74,8 @@ class Look:
     nvme_in_use: bool
     shared_in_use: bool | None
     """None: there is no shared tier."""
+    siblings: dict[str, int]
+    """Engines of its host that its engines ask, each counted by each: `ready` now, and `all`."""
     errors: dict[str, int]
 
     def share(self, source: str) -> float:
@@ -141,6 +144,9 @@ def figures(url: str, before: Metrics, after: Metrics, seconds: float | None) ->
         dirty_bytes=int(total(after, f"{_STORE}dirty_bytes")),
         nvme_in_use=all(in_use),
         shared_in_use=all(shared_in_use) if shared_in_use else None,
+        siblings={
+            state: int(total(after, f"{_STORE}siblings", state=state)) for state in ("ready", "all")
+        },
         errors=by("errors", "kind", ERRORS),
     )
 
@@ -221,21 +227,28 @@ def table(seen: Sequence[Look | TopError]) -> Group:
     grid.add_column("")
     for found in shown:
         grid.add_column(found.url, justify="right")
-    columns = [cells(found) for found in shown]
+    absent = set.intersection(*map(_absent, shown)) if shown else set()
+    columns = [cells(found, absent) for found in shown]
     for name in columns[0] if columns else ():
         grid.add_row(name, *(column[name] for column in columns))
     problems = [Text(str(found), style="red") for found in seen if isinstance(found, TopError)]
     return Group(grid, *problems) if columns else Group(*problems)
 
 
-def cells(found: Look) -> dict[str, str]:
-    """The rows of one server, by their names."""
+def _absent(found: Look) -> set[str]:
+    """Sources that this server has not."""
+    has = {"peers": found.siblings["all"] > 0, "shared": found.shared_in_use is not None}
+    return {source for source, is_there in has.items() if not is_there}
+
+
+def cells(found: Look, absent: Set[str]) -> dict[str, str]:
+    """The rows of one server, by their names; without those of `absent` sources."""
     rows = {"prompt tokens": f"{sum(found.prompt_tokens.values()):,}"}
-    names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe", "shared": "shared"}
-    has_shared = found.shared_in_use is not None
-    for source, name in (names | {"computed": "computed"}).items():
-        if source == "shared" and not has_shared:
+    names = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe", "peers": "siblings"}
+    for source in SOURCES:
+        if source in absent:
             continue
+        name = names.get(source, source)
         rows[f"  {name}"] = f"{found.share(source):.1%}"
     rows["prefill saved"] = f"{found.prefill_seconds_saved:,.1f} s"
     rows["requests running, waiting"] = f"{found.running}, {found.waiting}"
@@ -243,7 +256,7 @@ def cells(found: Look) -> dict[str, str]:
     rows["waits for NVMe, mean"] = f"{found.waits}, {1e3 * mean_s:,.0f} ms"
     rows["  in vain"] = f"{found.waits_in_vain}"
     for flow, name in FLOWS.items():
-        if "shared" in flow and not has_shared:
+        if any(tier in flow for tier in absent):
             continue
         num_bytes = found.moved_bytes[flow]
         rows[name] = (
@@ -262,4 +275,8 @@ def cells(found: Look) -> dict[str, str]:
 
 def _out_of_use(found: Look) -> list[str]:
     tiers = (("NVMe", found.nvme_in_use), ("the shared tier", found.shared_in_use))
-    return [f"{name} is out of use" for name, in_use in tiers if in_use is False]
+    out = [f"{name} is out of use" for name, in_use in tiers if in_use is False]
+    num_links = found.siblings["all"]
+    if num_down := num_links - found.siblings["ready"]:
+        out.append(f"{num_down} of {num_links} links to siblings are down")
+    return out

@@ -98,9 +98,7 @@ class RedisBackend(Backend):
             made = socket.create_connection((url.hostname, url.port or DEFAULT_PORT), left)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if url.scheme == "rediss":
-            context = ssl.create_default_context(cafile=settings.get("ca"))
-            if settings.get("cert"):
-                context.load_cert_chain(settings["cert"], settings.get("key"))
+            context = _tls(settings)
             made = context.wrap_socket(made, server_hostname=url.hostname)
         self._socket = made
         password = settings.get("password") or unquote(url.password or "")
@@ -108,7 +106,7 @@ class RedisBackend(Backend):
             user = [unquote(url.username)] if url.username else []
             self._expect_ok("AUTH", *user, password)
         database = url.path.strip("/") if url.scheme != "unix" else ""
-        if database:
+        if database not in ("", "0"):  # 0 it is anyway: a user with three commands has no SELECT
             self._expect_ok("SELECT", database)
         return made
 
@@ -142,13 +140,12 @@ class RedisBackend(Backend):
             raise
 
     def _is_stale(self) -> bool:
-        """Whether the server has ended an idle connection. With TLS only a failure shows it."""
-        made = self._socket
-        if made is None or isinstance(made, ssl.SSLSocket):
+        """Whether the server has ended an idle connection, also one with TLS. Readable is its end,
+        or an answer that nobody waits for: tickets of TLS come before the first answer."""
+        if self._socket is None:
             return False
-        # Readable is its end, or an answer that nobody waits for.
         poll = select.poll()
-        poll.register(made, select.POLLIN)
+        poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def _at_deadline(self) -> socket.socket:
@@ -232,6 +229,20 @@ class RedisBackend(Backend):
             part = waste[: min(size, len(waste))]
             self._fill(part)
             size -= len(part)
+
+
+def _tls(settings: Mapping[str, Any]) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=settings.get("ca"))
+        if settings.get("cert"):
+            # Without "" OpenSSL asks the terminal for a key's password.
+            context.load_cert_chain(settings["cert"], settings.get("key"), password="")
+    except (OSError, ssl.SSLError) as error:
+        raise BackendError(
+            f"shared.ca, cert or key cannot be used ({error}); they must be PEM files that the "
+            "server's user may read, and the key one without a password"
+        ) from error
+    return context
 
 
 def _command(*words: str) -> bytes:

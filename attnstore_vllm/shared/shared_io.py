@@ -397,11 +397,10 @@ class SharedIo(AskedIo):
         with self.context.progress:
             self._is_looking = False
             self._look_at = self.context.clock() + LOOK_S
-        if failure is not None:
-            self._note_end(failure, "look at the generation")
-        self.health.note_read(failure)
-        if failure is not None or not self.health.writes.in_use:
-            self.health.note_write(failure)
+        if isinstance(failure, LateError):
+            self.health.note_hang("look at the generation")
+        else:
+            self.health.note_look(failure)
         self.context.wake()
 
     def _see_generation(self) -> None:

@@ -45,6 +45,8 @@ class Health:
         self._clock = clock
         self._event = event
         self._logged_at: dict[str, float] = {}
+        self._why_out = ""
+        """The last failed look's reason."""
 
     def note_read(self, failure: AttnStoreError | None) -> None:
         """A read has ended. Wrong bytes are the record's fault, not the device's."""
@@ -68,6 +70,29 @@ class Health:
                 self._where,
                 what,
                 self._label,
+            )
+
+    def note_look(self, failure: AttnStoreError | None) -> None:
+        """A look whether the tier answers at all has ended. One that failed is for both
+        directions, and its reason is told once."""
+        if failure is None:
+            self._why_out = ""
+            self.note_read(None)
+            if not self.writes.in_use:
+                self.note_write(None)
+            return
+        now, why_out = self._clock(), str(failure)
+        with self._progress:
+            out = [which.failure(now, hung=True) for which in (self.reads, self.writes)]
+            self._counts[f"{self._event}_out"] += any(out)
+            self._progress.notify_all()
+        if why_out != self._why_out:
+            self._why_out = why_out
+            logger.error(
+                "%s (%s) is out of use: %s; the server goes on without it, it is tried again later",
+                self._label,
+                self._where,
+                failure,
             )
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ def missing(kind: str) -> str | None:
     return None
 
 
+def no_tls() -> str | None:
+    """Why tests of Redis over TLS are skipped."""
+    programs = [name for name in ("redis-server", "openssl") if not shutil.which(name)]
+    if programs:
+        return f"there is no {programs[0]}"
+    # Without a certificate it does not start; one that was built without TLS knows no such setting.
+    command = ["redis-server", "--port", "0", "--tls-port", str(free_port())]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return None if "tls-cert-file" in done.stdout else "this redis-server has no TLS"
+
+
 def free_port() -> int:
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
@@ -46,12 +58,24 @@ def free_port() -> int:
 
 
 class NetworkStore:
-    """One store. `settings` is what a client takes."""
+    """One store. `settings` is what a client takes.
 
-    def __init__(self, kind: str, *arguments: str, url: str = "", memory: int = 64 << 20) -> None:
+    Args:
+        tls: of Redis: settings of its certificate. Then it speaks TLS alone.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *arguments: str,
+        url: str = "",
+        memory: int = 64 << 20,
+        tls: Sequence[str] = (),
+    ) -> None:
         self.kind = kind
         self.port = free_port()
-        self._arguments = arguments
+        at = ["--port", "0", "--tls-port"] if tls else ["--port"]
+        self._arguments = [*at, str(self.port), *tls, *arguments] if kind == "redis" else arguments
         self._memory = memory
         self.processes: list[subprocess.Popen[bytes]] = []
         self.start()
@@ -67,7 +91,7 @@ class NetworkStore:
     def start(self) -> None:
         if self.kind == "redis":
             self._run(
-                "redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+                "redis-server", "--bind", "127.0.0.1", "--save", "",
                 "--maxmemory", str(self._memory), *self._arguments,
             )  # fmt: skip
         else:

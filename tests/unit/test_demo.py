@@ -56,6 +56,12 @@ def test_traffic_tells_the_sources_apart() -> None:
     ]
     stored = traffic({}, parse_metrics("\n".join(lines)))
     assert stored.prompt_tokens == {"computed": 100, "HBM": 20, "DRAM": 10, "NVMe": 20}
+    none = [f'vllm:attnstore_loaded_tokens_total{{tier="{t}"}} 0' for t in ("peers", "shared")]
+    assert traffic({}, parse_metrics("\n".join(lines + none))) == stored
+    others = [text.replace(" 0", " 15") for text in none]
+    lines[2] = lines[2].replace(" 30", " 60")
+    found = traffic({}, parse_metrics("\n".join(lines + others)))
+    assert found.prompt_tokens == stored.prompt_tokens | {"siblings": 15, "shared": 15}
     assert stored.moved_bytes == {"dram_to_hbm": 640}
     assert stored.has_store
 

@@ -17,7 +17,6 @@ from attnstore_vllm.preflight import TESTED_VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
-DOCKERFILE = ROOT / "deploy" / "docker" / "mooncake.Dockerfile"
 SPARE_BYTES = 1 << 30
 """Room in /dev/shm for what others put there: NCCL, vLLM's own queues."""
 
@@ -143,21 +142,3 @@ def test_the_citation_is_of_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cited["version"] == pyproject("version")
     assert cited["license"] == pyproject("license")
-
-
-def test_the_compose_file_shares_by_the_store_that_it_starts() -> None:
-    text = (ROOT / "deploy" / "docker" / "compose.yaml").read_text(encoding="utf-8")
-    compose = yaml.safe_load(text)
-    config = StoreConfig.parse(yaml.safe_load(compose["configs"]["attnstore"]["content"]))
-    assert config.shared is not None
-    host, port = dict(config.shared.options)["master"].split(":")
-    services = compose["services"]
-    assert f"--rpc_port={port}" in services[host]["command"]
-    assert dict(config.shared.options)["master"] in services["segment"]["command"]
-    for name in ("one", "two"):
-        assert parse_size("shm", services[name]["shm_size"]) >= config.dram_bytes + SPARE_BYTES
-    # Mooncake has no passwords: nobody else is in its network, and no port of it is published.
-    assert compose["networks"]["store"] == {"internal": True}
-    assert all("ports" not in services[name] for name in (host, "segment"))
-    pin = re.search(r"mooncake-transfer-engine-non-cuda==\S+", DOCKERFILE.read_text("utf-8"))
-    assert pin is not None and pin[0] in (ROOT / "pyproject.toml").read_text("utf-8")

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from rich.console import Console
 
 from attnstore_vllm.bench.server_metrics import parse_metrics
 from attnstore_vllm.cli.main import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, main
-from attnstore_vllm.cli.top import figures, metrics_url
+from attnstore_vllm.cli.top import figures, metrics_url, table
 
 TEXT = """
 # HELP vllm:attnstore_prompt_tokens_total x
@@ -81,6 +82,7 @@ def test_figures_are_those_between_two_looks() -> None:
         "hbm": 0,
         "dram": 0,
         "nvme": 60,
+        "peers": 0,
         "shared": 0,
         "computed": 40,
     }
@@ -94,7 +96,7 @@ def test_figures_are_those_between_two_looks() -> None:
 def test_once_in_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", url, "--once", "--json"]) == EXIT_OK
     (found,) = json.loads(capsys.readouterr().out)
-    expected = {"hbm": 100, "dram": 600, "nvme": 200, "shared": 0, "computed": 100}
+    expected = {"hbm": 100, "dram": 600, "nvme": 200, "peers": 0, "shared": 0, "computed": 100}
     assert found["prompt_tokens"] == expected
     assert found["shared_in_use"] is None
     assert found["prefill_seconds_saved"] == 12.5
@@ -109,6 +111,36 @@ def test_once_for_people(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1MiB of 4MiB" in rows["DRAM in use"] and "4, 50 ms" in rows["waits for NVMe, mean"]
     assert "none" in rows["errors"]
     assert "\x1b" not in out, "no terminal, no colours"
+
+
+def test_what_came_from_siblings_is_shown_where_there_are_any(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["top", url, "--once"]) == EXIT_OK
+    assert "siblings" not in capsys.readouterr().out
+    more = """vllm:attnstore_prompt_tokens_total{engine="0",source="peers"} 1000.0
+vllm:attnstore_bytes_total{direction="peers_to_dram",engine="0"} 3145728.0
+vllm:attnstore_siblings{engine="0",state="ready"} 1.0
+vllm:attnstore_siblings{engine="0",state="all"} 3.0
+"""
+    monkeypatch.setattr(Answers, "text", TEXT + more)
+    assert main(["top", url, "--once"]) == EXIT_OK
+    out = capsys.readouterr().out
+    rows = {line.strip().partition("  ")[0]: line for line in out.splitlines()}
+    assert "50.0%" in rows["siblings"] and "5.0%" in rows["computed"]
+    assert "3MiB" in rows["siblings to DRAM"] and "shared" not in out
+    assert "2 of 3 links to siblings are down" in rows["errors"]
+
+
+def test_servers_with_and_without_a_shared_tier_stand_beside_each_other() -> None:
+    shared = TEXT + 'vllm:attnstore_shared_in_use{direction="reads",engine="0"} 1.0\n'
+    texts = (TEXT, shared), (shared, TEXT)
+    for pair in texts:
+        shown = table([figures("a", {}, parse_metrics(text), None) for text in pair])
+        console = Console(width=100)
+        with console.capture() as captured:
+            console.print(shown)
+        assert re.search(r"shared +0.0% +0.0%", captured.get())
 
 
 def test_what_is_wrong_with_the_disk_is_said(
