@@ -58,7 +58,10 @@ def test_random_moves(name: str, dtype: torch.dtype, is_neox: bool) -> None:
             memory.check(memory.some_runs(rng, list(shifts)))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in ("AMX", "vec") else pytest.mark.long) for n in LAYOUTS],
+)
 def test_every_offset_between_source_and_target(name: str) -> None:
     """One long run, from each token of a block to each."""
     memory = MovedMemory(LAYOUTS[name], BF16, theta=theta_of(8), block_tokens=16, heads=1, dim=32)

@@ -145,6 +145,7 @@ def swap(slab: SlabFile, one: Record, other: Record) -> None:
     os.pwrite(slab.fd, a, other.offset)
 
 
+@pytest.mark.long
 def test_records_damaged_at_random(disk: Disk) -> None:
     disk.restore()
     with opened(disk.store / SLAB_NAME, writable=True) as slab:

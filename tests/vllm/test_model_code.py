@@ -63,6 +63,7 @@ def run(directory: Path, factor: float, arguments: dict[str, Any]) -> list[Any]:
     return [json.loads(x[5:]) for x in done.stdout.splitlines() if x.startswith("SAID ")]
 
 
+@pytest.mark.long
 def test_a_model_class_of_ones_own(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", TINY)
     spec = EngineSpec(store=tmp_path / "store", models=tmp_path)

@@ -61,6 +61,7 @@ def start(tmp_path: Path, name: str, model: Path, **vllm: Any) -> tuple[Answer, 
         return host.call(ask_twice, name)
 
 
+@pytest.mark.long
 def test_generation_config_changes_kv(tmp_path: Path, model: Path) -> None:
     off = {"override_generation_config": {"attn_temperature_tuning": False}}
     on = {"override_generation_config": {"attn_temperature_tuning": True}}

@@ -19,6 +19,7 @@ IDLE = "AttnStore is idle"
 PREFETCHES = "vllm:attnstore_prefetches_total"
 
 
+@pytest.mark.long
 def test_each_data_parallel_engine_has_its_share_and_is_told_what_to_prefetch(
     models: Path, tmp_path: Path
 ) -> None:
