@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures that /metrics shows. Counters travel as differences, gauges as values.
+"""The figures that /metrics shows. Counters travel as differences, gauges with the time of a look.
 
 Everything is `vllm:attnstore_<name>`, with vLLM's own labels (model, engine) and at most one of
 ours; `info` has several. Counts come with each step and gauges once a second; while the engine

@@ -144,7 +144,7 @@ def in_prefill(engine: Engine, steps: int) -> tuple[Answer, Answer, int, int]:
     engine.abort(number)
     engine.check_quiet()
     kept = stored_tokens(engine, None, prompt)
-    assert kept == computed
+    assert kept == computed, dict(engine.store.figures().counts)
     return expected, *from_store(engine, prompt), computed
 
 
