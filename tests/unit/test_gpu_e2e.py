@@ -58,16 +58,16 @@ class FakeServed(Served):
         pass
 
     def empty_hbm(self) -> None:
-        self._preempted += self._setup.state.preempted
+        """And what comes next is preempted, or not."""
+        state = self._setup.state
+        state.calm -= 1
+        self._preempted += state.preempted * (state.calm < 0)
 
     def loaded(self) -> dict[str, int]:
         return dict(self._loaded)
 
     def counted(self, name: str, **labels: str) -> int:
-        if name == answers.PREEMPTED:
-            self._preempted += self._setup.state.preempted
-            return self._preempted
-        return 1
+        return self._preempted if name == answers.PREEMPTED else 1
 
     def complaints(self) -> list[str]:
         return []
@@ -86,6 +86,8 @@ class State:
     """They end at their start, with this log."""
     tiers: set[str] = field(default_factory=lambda: {"dram", "nvme"})
     preempted: int = 1
+    calm: int = 0
+    """So many times that HBM is emptied before anything is preempted."""
     started: list[str] = field(default_factory=list)
 
 
@@ -177,8 +179,19 @@ def test_no_hits_and_no_preemptions_fail_it(setup: FakeSetup) -> None:
         tried_by(setup)
     setup.state.tiers.add("nvme")
     setup.state.preempted = 0
-    with pytest.raises(Wrong, match="crowd: preempted is 0; at least 1 was expected"):
+    with pytest.raises(Wrong, match="crowd, number 4: preempted is 0; at least 1 was expected"):
         tried_by(setup)
+
+
+def test_another_crowd_comes_until_one_is_preempted_and_all_answers_count(setup: FakeSetup) -> None:
+    setup.state.calm = 2  # before "dram", and the first crowd
+    phases = tried_by(setup).phases
+    assert [name for name in phases if name.startswith("crowd")] == [
+        "crowd", "crowd, number 2", "crowd again",
+    ]  # fmt: skip
+    assert "preempted" not in phases["crowd"]
+    assert phases["crowd, number 2"]["preempted"] == phases["crowd again"]["preempted"] == 1
+    assert phases["crowd"]["answers"] == phases["crowd, number 2"]["answers"] > 0
 
 
 def test_what_vllm_does_not_run_is_skipped_and_what_only_the_store_ends_fails(
