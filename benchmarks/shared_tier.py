@@ -114,10 +114,20 @@ def faults(
     store.signal(signal.SIGSTOP)
     times["hangs"] = [client.ttft_ms(p) for p in prompts_of(count, num_tokens, 2)]
     store.signal(signal.SIGCONT)
-    time.sleep(5.0)
+    until_in_use(server)
     store.signal(signal.SIGKILL)
     times["dead"] = [client.ttft_ms(p) for p in prompts_of(count, num_tokens, 3)]
     return times
+
+
+def until_in_use(server: VllmServer) -> None:
+    """Each request that comes looks whether the tier has come back."""
+    client = Client(server)
+    deadline = time.monotonic() + SETTLE_S
+    while not total(server.metrics(), "vllm:attnstore_shared_in_use", direction="reads"):
+        assert time.monotonic() < deadline, f"it stays out of use\n{server.log_tail()}"
+        client.ttft_ms([20, 21])
+        time.sleep(1.0)
 
 
 def rates(store: NetworkStore, rounds: int) -> dict[str, float]:
