@@ -243,7 +243,7 @@ class RequestState:
     def report(self) -> dict[str, int | str | None]:
         """Where its prompt's KV came from, for who has sent it (docs/hints.md)."""
         prompt, found = self.request.num_prompt_tokens, self.counted
-        dram, nvme = (found.sources.get(tier, 0) for tier in (DRAM, NVME))
+        sources = {DRAM: 0, NVME: 0} | found.sources
         computed = prompt - found.in_hbm - sum(found.sources.values())
         why = "copy_failed" if self.load_failed else found.why_computed
         if why is None and computed > MIN_LOAD_TOKENS:
@@ -251,8 +251,7 @@ class RequestState:
         return {
             "prompt_tokens": prompt,
             "hbm_tokens": found.in_hbm,
-            "dram_tokens": dram,
-            "nvme_tokens": nvme,
+            **{f"{tier}_tokens": tokens for tier, tokens in sources.items()},
             "moved_tokens": self.moved_tokens,
             "approximate": self.approximate if computed < prompt else None,
             "computed_tokens": computed,

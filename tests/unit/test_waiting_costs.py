@@ -279,3 +279,12 @@ def test_what_a_request_waited_is_in_its_report() -> None:
     }
     rig.state.load_failed = True
     assert rig.state.report()["why_computed"] == "copy_failed"
+
+
+def test_what_came_from_others_is_in_the_report() -> None:
+    rig = Rig(Clock())
+    rig.state.request.num_prompt_tokens = 3000
+    rig.state.counted.sources = {"dram": 1000, "peers": 500, "shared": 300}
+    report = rig.state.report()
+    assert (report["peers_tokens"], report["shared_tokens"]) == (500, 300)
+    assert (report["nvme_tokens"], report["computed_tokens"]) == (0, 1200)
