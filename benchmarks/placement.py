@@ -2,7 +2,7 @@
 """Where KV lies and what that is worth, in simulation: look-ahead and eviction by return over LRU.
 
     python -m benchmarks.placement [--dataset FILE] [--only paper,sweep,exposed,slow]
-                                   [--sessions 9000]
+                                   [--sessions 9000] [--loads 0.3,0.5] [--seeds N]
 
 paper   CachedAttention's set-up: its four models, 128 GB of DRAM, 10 TB of SSD, 1.0 sessions/s
 sweep   one of them at 0.3 to 1.3 of what it can serve: TTFT and accelerator time over LRU's,
@@ -51,7 +51,8 @@ PAPER_HITS = {
 PAPER_WARMUP = 10 / 52
 LOADS = (0.3, 0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.3)
 SEEDS = 6
-"""Draws of the conversations at each load, taken together: p99 of one moves by 5 per cent."""
+"""Draws of the conversations at each load, taken together: p99 of one moves by 5 per cent. A draw
+takes two to ten minutes for each of three policies: give fewer, or fewer loads, for a look."""
 SWEPT = "llama-65b-4xa100"
 THINK_S = 60.0
 
@@ -109,14 +110,21 @@ def capacity(dataset: Path, machine: Machine, sessions: int) -> float:
     return sessions / Server(quick, machine, "attnstore").run().duration_s
 
 
-def sweep(dataset: Path, sessions: int, *, overlap: bool = True) -> Iterator[dict[str, Any]]:
+def sweep(
+    dataset: Path,
+    sessions: int,
+    *,
+    overlap: bool = True,
+    loads: Sequence[float] = LOADS,
+    seeds: int = SEEDS,
+) -> Iterator[dict[str, Any]]:
     machine = replace(Machine.read(MACHINES / f"{SWEPT}.yaml"), overlap=overlap)
     # The tiers of the paper for as many sessions as the paper's, scaled with them.
     machine = machine.with_sizes(nvme=machine.nvme * sessions // 9000)
     rate = capacity(dataset, machine, sessions)
-    for load in LOADS:
+    for load in loads:
         found: dict[str, list[Outcome]] = {"attnstore": [], "lru": [], "lru-ahead": []}
-        for seed in range(1, SEEDS + 1):
+        for seed in range(1, seeds + 1):
             trace = trace_of(dataset, sessions, rate=load * rate, seed=seed)
             for policy, outcomes in found.items():
                 outcomes.append(simulate(trace, machine, policy, last_session(trace)))
@@ -200,6 +208,8 @@ def main() -> None:
         default=9000,
         help="of the paper's set-up; the other parts take a ninth",
     )
+    parser.add_argument("--loads", help="of sweep and exposed, as in 0.3,0.5")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of sweep and exposed")
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "placement.json")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
@@ -213,7 +223,11 @@ def main() -> None:
     for part in args.only.split(","):
         sessions = args.sessions if part == "paper" else max(1, args.sessions // 9)
         rows = []
-        for row in PARTS[part](dataset, sessions):
+        act = PARTS[part]
+        if part in ("sweep", "exposed"):
+            loads = [float(load) for load in args.loads.split(",")] if args.loads else LOADS
+            act = partial(act, loads=loads, seeds=args.seeds)
+        for row in act(dataset, sessions):
             rows.append(row)
             if not args.json:
                 tqdm.write(f"{part}: {row}")
