@@ -223,10 +223,10 @@ def main() -> None:
     for part in args.only.split(","):
         sessions = args.sessions if part == "paper" else max(1, args.sessions // 9)
         rows = []
-        act = PARTS[part]
+        act: Callable[..., Iterator[dict[str, Any]]] = PARTS[part]
         if part in ("sweep", "exposed"):
-            loads = [float(load) for load in args.loads.split(",")] if args.loads else LOADS
-            act = partial(act, loads=loads, seeds=args.seeds)
+            given = args.loads.split(",") if args.loads else LOADS
+            act = partial(act, loads=[float(load) for load in given], seeds=args.seeds)
         for row in act(dataset, sessions):
             rows.append(row)
             if not args.json:
