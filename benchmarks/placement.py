@@ -132,6 +132,7 @@ def sweep(
         yield {
             "load": load,
             "sessions_per_s": round(load * rate, 4),
+            "seeds": seeds,
             "requests": ours.num_requests,
             "ready_share": round(ours.ready_share, 4),
             "lru_ready_share": round(lru.ready_share, 4),
