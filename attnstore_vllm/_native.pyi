@@ -83,6 +83,10 @@ has_uring: bool
 def page_checksums(pages: Buffer, page_bytes: int, zero_at: int) -> bytes:
     """Not there if the extension was built without xxhash.h."""
 
+def copy_checksums(copies: Sequence[tuple[Buffer, Sequence[Buffer]]]) -> bytes:
+    """Fill each first buffer with what the others have, one behind the other. Returns the XXH3-128
+    of each copy, one after the other. Not there if the extension was built without xxhash.h."""
+
 class Uring:
     def __init__(
         self,

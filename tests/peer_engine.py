@@ -113,9 +113,10 @@ class PeerEngine:
             self.wait(lambda: self.store.residency.num_dirty == 0)
         return count
 
-    def damage(self, number: int, num_tokens: int) -> bool:
-        """Change a byte in DRAM once the checksum has been taken, as a broken memory would."""
-        for name in names_of(sequence_of(conversation(number, num_tokens))):
+    def damage(self, number: int, num_tokens: int, first: int = 0) -> bool:
+        """Change a byte of each chunk from the first one on, in DRAM and once the checksum has been
+        taken, as a broken memory would."""
+        for name in names_of(sequence_of(conversation(number, num_tokens)))[first:]:
             chunk = self.store.residency.index.get(name.key)
             assert chunk is not None
             self.pool.slot(chunk.dram.slot)[5] ^= 1

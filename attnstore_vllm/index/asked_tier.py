@@ -201,24 +201,24 @@ class AskedBooks(TierBehind):
             assert chunk.dropped or has_lease == (copy.state is State.READY)
 
 
-def enter(residency: Residency, tier: AskedBooks, found: Found, until: float) -> bool:
-    """The tier says that it has the chunk: look-ups find it until then. False: it is not entered,
+def enter(residency: Residency, tier: AskedBooks, found: Found, until: float) -> Chunk | None:
+    """The tier says that it has the chunk: look-ups find it until then. None: it is not entered,
     since it or what extends it is known here, or there is no room."""
     name = found.name
     known = residency.index.get(name.key)
     if known is not None:
         if tier.name in known.behind and not known.dropped:
             tier.lease(known.at(tier.name).slot, until)
-        return False
+        return None
     if tier.is_lost or not tier.num_free or residency.index.extends(name):
-        return False
+        return None
     chunk = Chunk(name, run=unknown_run(residency.now))
     residency.index.add(chunk)
     slot = tier.give(chunk)
     chunk.behind[tier.name] = InTier(State.READY, slot, found.checksum)
     tier.lease(slot, until)
     residency.counts["found"] += 1
-    return True
+    return chunk
 
 
 def end_leases(residency: Residency, tier: AskedBooks) -> None:

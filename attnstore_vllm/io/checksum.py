@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 import attnstore_vllm._native as native
@@ -24,6 +26,26 @@ def page_checksums(pages: memoryview, page_bytes: int, zero_at: int) -> bytes:
         page[zero_at : zero_at + CHECKSUM_BYTES] = bytes(CHECKSUM_BYTES)
         found.append(checksum(page))
     return b"".join(found)
+
+
+def copy_checksums(
+    copies: Sequence[tuple[memoryview, Sequence[memoryview]]],
+) -> list[bytes]:
+    """Fill each first buffer with what the others have, one behind the other.
+
+    Returns the XXH3-128 of each copy: what was copied may change meanwhile. The GIL is released
+    once for all of them: beside a busy engine getting it back takes longer than a copy.
+    """
+    if hasattr(native, "copy_checksums"):
+        sums = native.copy_checksums(copies)
+        return [sums[at : at + CHECKSUM_BYTES] for at in range(0, len(sums), CHECKSUM_BYTES)]
+    for to, parts in copies:
+        at = 0
+        for part in parts:
+            to[at : at + len(part)] = part
+            at += len(part)
+        assert at == len(to)
+    return [checksum(to) for to, _ in copies]
 
 
 def seal(request: IoRequest) -> bytes:

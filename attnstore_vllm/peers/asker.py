@@ -2,8 +2,8 @@
 """The asker's side: siblings as a tier that must be asked (store/asking.py).
 
     FIND -> FOUND    which of these chunks have you?            to all siblings, once a request
-    GET  -> PIECE    hold these, and say where they are
-                     copy from the sibling's pool, take the copy's checksum, compare
+    GET  -> PIECES   hold these, and say where they are
+                     copy from the sibling's pool, take the copies' checksums, compare
     RELEASE
 
 One thread sends, receives, copies and verifies. A sibling that does not answer in time is asked
@@ -27,7 +27,7 @@ from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
 from attnstore_vllm.index.asked_tier import Ask, AskedBooks, Found
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import chunk_key
-from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.io.checksum import copy_checksums
 from attnstore_vllm.peers.generation import Generation
 from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, NOT_HERE, PIECE, Owner
 from attnstore_vllm.peers.sibling import Sibling
@@ -87,6 +87,7 @@ class PeersIo(AskedIo):
     piece_deadline_s = PIECE_DEADLINE_S
     lease_s = LEASE_S
     flow_up = Flow.FROM_PEERS
+    fetches_found = True
     num_storing = 0
     can_store = False
 
@@ -284,8 +285,8 @@ class PeersIo(AskedIo):
                         sibling.welcome(message)
                     case MessageKind.FOUND:
                         self.on_found(sibling, message)
-                    case MessageKind.PIECE:
-                        self._piece(sibling, message)
+                    case MessageKind.PIECES:
+                        self._pieces(sibling, message)
                     case _:
                         raise WireError("a message of no known kind")
         except (WireError, OSError, struct.error, IndexError, ValueError) as error:
@@ -373,50 +374,52 @@ class PeersIo(AskedIo):
             else:
                 self._part(sibling, "it has gone")
 
-    def _piece(self, sibling: Sibling, message: Message) -> None:
-        place, slot = PIECE.unpack(message.fields[0])
+    def _pieces(self, sibling: Sibling, message: Message) -> None:
+        """Copy and verify. A checksum is that of our copy: nobody else can write to it now."""
         loads = self._loads.get(message.number, {})
-        load = loads.get(place)
-        if load is None or load.sibling is not sibling:
-            return  # it was given up
-        if slot == COMING:
-            load.ends_at = self.context.clock() + COMING_DEADLINE_S
+        copies, ended = [], list[tuple[int, AttnStoreError | None]]()
+        for said, expected in zip(message.fields[::2], message.fields[1::2], strict=True):
+            place, slot = PIECE.unpack(said)
+            load = loads.get(place)
+            if load is None or load.sibling is not sibling:
+                continue  # it was given up
+            if slot == COMING:
+                load.ends_at = self.context.clock() + COMING_DEADLINE_S
+            elif slot == NOT_HERE:
+                ended.append((place, GoneError("a sibling has dropped it")))
+            elif sibling.pool is None or not 0 <= slot < sibling.pool.num_slots:
+                ended.append((place, GoneError("a sibling names no slot")))
+            else:
+                copies.append((place, slot, expected, (load.payload, sibling.pool.parts(slot))))
+        digests = copy_checksums([copy for *_, copy in copies])
+        for (place, slot, expected, _), digest in zip(copies, digests, strict=True):
+            where = f"{sibling.directory}, slot {slot}"
+            is_right = digest == expected
+            failure = CorruptRecordError(where, "payload", expected.hex(), digest.hex())
+            ended.append((place, None if is_right else failure))
+        if not ended:
             return
-        del loads[place]
-        failure: AttnStoreError | None = GoneError("a sibling has dropped it")
-        if slot != NOT_HERE:
-            failure = self._copy(sibling, slot, message.fields[1], load)
-        self._end([load], failure)
+        self._end_each([(loads.pop(place), failure) for place, failure in ended])
         if not loads:
             del self._loads[message.number]
             self._send(sibling, MessageKind.RELEASE, message.number, [])
 
-    def _copy(
-        self, sibling: Sibling, slot: int, expected: bytes, load: _PeerLoad
-    ) -> AttnStoreError | None:
-        """Copy and verify. The checksum is that of our copy: nobody else can write to it now."""
-        pool = sibling.pool
-        if pool is None or not 0 <= slot < pool.num_slots:
-            return GoneError("a sibling names no slot")
-        pool.copy(slot, load.payload)
-        digest = checksum(load.payload)
-        if digest == expected:
-            return None
-        return CorruptRecordError(
-            f"{sibling.directory}, slot {slot}", "payload", expected.hex(), digest.hex()
-        )
+    def _end(self, loads: Sequence[_PeerLoad]) -> None:
+        """Tell who waits for them that they do not come."""
+        self._end_each([(load, _GONE) for load in loads])
 
-    def _end(self, loads: Sequence[_PeerLoad], failure: AttnStoreError | None = _GONE) -> None:
-        """Tell who waits for them."""
-        for load in loads:
-            with self.context.progress:
-                self._num_loading -= 1
-                self.context.residency.now = self.context.clock()
+    def _end_each(self, ended: Sequence[tuple[_PeerLoad, AttnStoreError | None]]) -> None:
+        if not ended:
+            return
+        with self.context.progress:
+            self._num_loading -= len(ended)
+            self.context.residency.now = self.context.clock()
+            for load, failure in ended:
                 load.done(failure, load.chunk.name.tokens)
+        for _, failure in ended:
             if not isinstance(failure, GoneError):
                 self.health.note_read(failure)
-        if loads:
-            self.context.wake()
+        self.context.wake()
 
     def _end_late(self, now: float) -> None:
         for number, question in list(self._questions.items()):

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from attnstore_vllm.index.chunk import Chunk, State
@@ -35,8 +35,10 @@ CONNECTIONS_MAX = 64
 GETS_MAX = 1024
 POLL_S, WAITING_POLL_S = 0.25, 0.002
 PIECE = struct.Struct("<Ii")
-"""In answer to a GET: the number of its key, and a slot or one of these."""
+"""In answer to a GET: the number of its key, and a slot or one of these. The checksum follows."""
 NOT_HERE, COMING = -1, -2
+PIECES_BYTES = 16 << 20
+"""Bytes of slots that one message tells of, or one slot: a sibling copies them in one go."""
 FIND_HEAD = struct.Struct("<III")
 """Whole chunks, tokens of a chunk, tokens of the first chunk that the asker has."""
 COUNT = struct.Struct("<I")
@@ -243,60 +245,79 @@ class Owner:
         named = _cut(keys, len(keys) // KEY_BYTES)
         get = _Get(wire, number, generation, self._context.clock() + HOLD_MAX_S)
         self._gets[wire, number] = get
-        for place, key in enumerate(named):
-            if not self._hold(get, place, key):
-                wire.send(MessageKind.PIECE, number, [PIECE.pack(place, NOT_HERE), b""])
+        held: dict[int, Chunk] = {}
+        missing = []
+        with self._context.progress:
+            self._context.residency.now = self._context.clock()
+            is_ours = generation == self._generation()
+            for place, key in enumerate(named):
+                chunk = self._hold(get, key) if is_ours else None
+                if chunk is None:
+                    missing.append(place)
+                elif chunk.dram.state is State.READY:
+                    held[place] = chunk
+                else:
+                    get.coming[place] = chunk
         if get.coming:
+            get.ends_at = self._context.clock() + COMING_MAX_S
             self._context.reader.start()
+        self._say_where(get, held)
+        self._say_instead(get, NOT_HERE, missing)
+        self._say_instead(get, COMING, list(get.coming))
 
-    def _hold(self, get: _Get, place: int, key: Key) -> bool:
-        """Hold the chunk, or have it come up. False: it is not here."""
+    def _hold(self, get: _Get, key: Key) -> Chunk | None:
+        """Locked. Hold the chunk, or have it come up. None: it is not here."""
         context = self._context
-        with context.progress:
-            residency = context.residency
-            residency.now = context.clock()
-            chunk = residency.index.get(key)
-            num_held = sum(len(g.held) + len(g.coming) for g in self._gets.values())
-            limit = max(1, context.pool.num_slots // HELD_PART)
-            is_ours = get.generation == self._generation()
-            if not is_ours or chunk is None or num_held >= limit or not self._has(chunk):
-                return False
-            is_ready = chunk.dram.state is State.READY
-            if is_ready:
-                residency.hold(chunk)
-            elif chunk.dram.state is State.ABSENT:
-                self._context.reader.want([chunk])
-        if is_ready:
-            self._say_where(get, place, chunk)
-        else:
-            get.coming[place] = chunk
-            get.ends_at = context.clock() + COMING_MAX_S
-            get.wire.send(MessageKind.PIECE, get.number, [PIECE.pack(place, COMING), b""])
-        return True
+        residency = context.residency
+        chunk = residency.index.get(key)
+        num_held = sum(len(g.held) + len(g.coming) for g in self._gets.values())
+        limit = max(1, context.pool.num_slots // HELD_PART)
+        if chunk is None or num_held >= limit or not self._has(chunk):
+            return None
+        if chunk.dram.state is State.READY:
+            residency.hold(chunk)
+            get.held.append(chunk)
+        elif chunk.dram.state is State.ABSENT:
+            context.reader.want([chunk])
+        return chunk
 
-    def _say_where(self, get: _Get, place: int, chunk: Chunk) -> None:
-        """The chunk is held: its bytes do not change while their checksum is taken."""
-        get.held.append(chunk)
-        copy = chunk.dram
-        digest = copy.checksum or checksum(self._context.pool.slot(copy.slot))
-        copy.checksum = digest
-        self.num_served += 1
-        get.wire.send(MessageKind.PIECE, get.number, [PIECE.pack(place, copy.slot), digest])
+    def _say_where(self, get: _Get, held: dict[int, Chunk]) -> None:
+        """The chunks are held: their bytes do not change while their checksums are taken."""
+        pool, fields = self._context.pool, list[bytes]()
+        self.num_served += len(held)
+        for place, chunk in held.items():
+            copy = chunk.dram
+            copy.checksum = copy.checksum or checksum(pool.slot(copy.slot))
+            fields += [PIECE.pack(place, copy.slot), copy.checksum]
+            if len(fields) // 2 * pool.slot_bytes >= PIECES_BYTES:
+                get.wire.send(MessageKind.PIECES, get.number, fields)
+                fields = []
+        if fields:
+            get.wire.send(MessageKind.PIECES, get.number, fields)
+
+    def _say_instead(self, get: _Get, what: int, places: Sequence[int]) -> None:
+        if places:
+            fields = [field for place in places for field in (PIECE.pack(place, what), b"")]
+            get.wire.send(MessageKind.PIECES, get.number, fields)
 
     def _look_again(self, get: _Get, now: float) -> None:
         """Chunks that were to come up may have come."""
-        for place, chunk in list(get.coming.items()):
-            with self._context.progress:
-                is_ready = chunk.dram.state is State.READY and not chunk.dropped
-                if is_ready:
+        come: dict[int, Chunk] = {}
+        gone = []
+        with self._context.progress:
+            for place, chunk in get.coming.items():
+                if chunk.dram.state is State.READY and not chunk.dropped:
                     self._context.residency.hold(chunk)
-            if is_ready:
-                del get.coming[place]
-                get.ends_at = now + HOLD_MAX_S
-                self._say_where(get, place, chunk)
-            elif chunk.dropped or now >= get.ends_at:
-                del get.coming[place]
-                get.wire.send(MessageKind.PIECE, get.number, [PIECE.pack(place, NOT_HERE), b""])
+                    get.held.append(chunk)
+                    come[place] = chunk
+                elif chunk.dropped or now >= get.ends_at:
+                    gone.append(place)
+        for place in (*come, *gone):
+            del get.coming[place]
+        if come:
+            get.ends_at = now + HOLD_MAX_S
+            self._say_where(get, come)
+        self._say_instead(get, NOT_HERE, gone)
 
     def _release(self, get: _Get) -> None:
         del self._gets[get.wire, get.number]

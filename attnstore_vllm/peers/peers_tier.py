@@ -25,7 +25,7 @@ from attnstore_vllm.types import PEERS
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """That of the messages."""
 ENTRIES_MAX = 1 << 16
 """Chunks of siblings that are known at a time."""

@@ -4,14 +4,11 @@ is doing."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from attnstore_vllm.peers.wire import Message, MessageKind, Wire, WireError, connect
 from attnstore_vllm.policy.breaker import Breaker
@@ -36,17 +33,16 @@ class PeerPool:
             mmap.mmap(fd, _checked(fd, file), mmap.MAP_SHARED, mmap.PROT_READ)
             for fd, file in zip(fds, self._files, strict=True)
         ]
-        self._at = [np.frombuffer(mapped, np.uint8).ctypes.data for mapped in self._maps]
         self.num_slots = num_slots
 
-    def copy(self, slot: int, into: memoryview) -> None:
-        """The bytes of a slot, part by part. The GIL is released meanwhile."""
-        to = np.frombuffer(into, np.uint8).ctypes.data
-        for file, at in zip(self._files, self._at, strict=True):
+    def parts(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, part by part."""
+        found = []
+        for file, mapped in zip(self._files, self._maps, strict=True):
             if file.first_slot <= slot < file.stop_slot:
                 start = file.begins_at + (slot - file.first_slot) * file.part_bytes
-                ctypes.memmove(to, at + start, file.part_bytes)
-                to += file.part_bytes
+                found.append(memoryview(mapped)[start : start + file.part_bytes])
+        return found
 
 
 def _checked(fd: int, file: PoolFile) -> int:

@@ -40,7 +40,7 @@ class MessageKind(IntEnum):
     FIND = 3  # which of these chunks have you?
     FOUND = 4
     GET = 5  # hold these chunks, and say where they are
-    PIECE = 6  # one of them
+    PIECES = 6  # where some of them are
     RELEASE = 7  # what a GET holds
 
 

@@ -28,7 +28,7 @@ from attnstore_vllm.index.asked_tier import Ask, Found
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.tier import TierBehind
-from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.io.checksum import checksum, copy_checksums
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.eviction.departures import Departures
@@ -250,29 +250,41 @@ class SharedIo(AskedIo):
             return
         if all(result == FAILED for result in results):  # it said that it has them
             self.health.note_hang("read")
+        come = {
+            number: load
+            for number, (load, result) in enumerate(zip(batch, results, strict=True))
+            if result not in (FAILED, WRONG_SIZE, MISSING)
+        }
+        verified = self._take(lane, come)
         for number, (load, result) in enumerate(zip(batch, results, strict=True)):
-            failure: AttnStoreError | None = None
+            failure: AttnStoreError | None = verified.get(number)
             if result == FAILED:
                 failure = DeviceError(f"{self._where} does not give a value")
             elif result == WRONG_SIZE:
                 failure = CorruptRecordError(self._where, "size", self.record_bytes, "another")
-            elif result != MISSING:
-                failure = self._take(lane, number, load)
             self._end_load(load, failure, is_missing=result == MISSING)
 
-    def _take(self, lane: int, number: int, load: _LoadJob) -> CorruptRecordError | None:
-        """Copy the record out of the bounce buffer, and then verify the copy."""
-        place = self.helper.lanes.place(self.helper.buffer, lane, number)
-        header = bytes(place[:HEADER_BYTES])
-        _copy(load.payload, place[HEADER_BYTES:])
-        try:
-            want = check_header(header, load.chunk.name, self.namespace, len(load.payload))
-        except CorruptRecordError as error:
-            return error
-        got = checksum(load.payload)
-        if got != want:
-            return CorruptRecordError(self._where, "payload", want.hex(), got.hex())
-        return None
+    def _take(
+        self, lane: int, come: Mapping[int, _LoadJob]
+    ) -> dict[int, CorruptRecordError | None]:
+        """Copy the records out of the bounce buffer, and then verify the copies."""
+        places = {n: self.helper.lanes.place(self.helper.buffer, lane, n) for n in come}
+        headers = {number: bytes(place[:HEADER_BYTES]) for number, place in places.items()}
+        digests = copy_checksums(
+            [(load.payload, [places[number][HEADER_BYTES:]]) for number, load in come.items()]
+        )
+        found: dict[int, CorruptRecordError | None] = {}
+        for (number, load), got in zip(come.items(), digests, strict=True):
+            found[number] = None
+            size = len(load.payload)
+            try:
+                want = check_header(headers[number], load.chunk.name, self.namespace, size)
+            except CorruptRecordError as error:
+                found[number] = error
+                continue
+            if got != want:
+                found[number] = CorruptRecordError(self._where, "payload", want.hex(), got.hex())
+        return found
 
     def _end_load(
         self, load: _LoadJob, failure: AttnStoreError | None, *, is_missing: bool = False

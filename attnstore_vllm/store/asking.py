@@ -45,6 +45,9 @@ class AskedIo(TierIo):
     """How long a request waits for an answer, at most."""
     lease_s: float
     """How long what was found is believed to be there."""
+    fetches_found: bool = False
+    """What was found is read at once, and not when the request is looked at next: a read costs so
+    little that it pays in any case."""
 
     def __init__(self, context: Context, tier: AskedBooks) -> None:
         super().__init__()
@@ -88,12 +91,16 @@ class AskedIo(TierIo):
             residency.now = now = context.clock()
             ask.is_over = True
             self.answer_time.observe(now - ask.asked_at)
-            for chunk in found:
-                enter(residency, self.books, chunk, now + self.lease_s)
+            entered = [enter(residency, self.books, chunk, now + self.lease_s) for chunk in found]
+            fetches = self.fetches_found and now < ask.until and any(entered)
+            if fetches:
+                context.reader.want(chunk for chunk in entered if chunk is not None)
             is_late = self._is_late(ask, now)
             is_told = is_late and ask not in self._open  # turn() has seen it before
             residency.counts["answers_late"] += is_late and not is_told
             context.progress.notify_all()
+        if fetches:
+            context.reader.start()
         if not is_told:
             self.health.note_read(self._late() if is_late else None)
 

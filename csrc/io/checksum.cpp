@@ -50,4 +50,17 @@ void page_checksums(const std::byte* data, std::size_t num_pages, std::size_t pa
   }
 }
 
+void copy_checksums(const std::vector<Gathered>& copies, std::byte* out) {
+  for (const Gathered& copy : copies) {
+    std::byte* at = copy.to;
+    for (const auto& [of, num_bytes] : copy.of) {
+      std::memcpy(at, of, num_bytes);
+      at += num_bytes;
+    }
+    const Checksum sum = checksum(copy.to, copy.num_bytes);
+    std::memcpy(out, sum.data(), kChecksumBytes);
+    out += kChecksumBytes;
+  }
+}
+
 }  // namespace attnstore

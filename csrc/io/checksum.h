@@ -4,6 +4,8 @@
 
 #include <array>
 #include <cstddef>
+#include <utility>
+#include <vector>
 
 namespace attnstore {
 
@@ -16,5 +18,16 @@ using Checksum = std::array<std::byte, kChecksumBytes>;
 // each page taken as zero, into out[0 .. num_pages * kChecksumBytes).
 void page_checksums(const std::byte* data, std::size_t num_pages, std::size_t page_bytes,
                     std::size_t zero_at, std::byte* out);
+
+// Bytes that lie apart, and where they come to lie one behind the other.
+struct Gathered {
+  std::byte* to;
+  std::size_t num_bytes;  // all of `of`
+  std::vector<std::pair<const std::byte*, std::size_t>> of;
+};
+
+// Copy each, and put the checksum of the copy into out[kChecksumBytes * its number ..). What is
+// copied may change meanwhile: the checksum is then of what has come.
+void copy_checksums(const std::vector<Gathered>& copies, std::byte* out);
 
 }  // namespace attnstore

@@ -27,6 +27,7 @@ from xxhash import xxh3_128_digest
 import attnstore_vllm._native as native
 from attnstore_vllm.errors import ConfigError, DeviceError
 from attnstore_vllm.io.aiofiles_device import AiofilesDevice
+from attnstore_vllm.io.checksum import checksum, copy_checksums
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.io.uring_device import UringDevice
@@ -317,6 +318,7 @@ FORBIDDEN = """
 import ctypes, logging, struct, sys
 from pathlib import Path
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.io.checksum import checksum, copy_checksums
 from attnstore_vllm.io.choose import open_device
 from tests.device_helpers import buffer, finish, read
 logging.basicConfig(format="LOG %(message)s")
@@ -348,3 +350,24 @@ def test_io_uring_forbidden_by_the_kernel(path: Path) -> None:
     description, _, error = answer.stdout.partition("|")
     assert "aiofiles" in description
     assert "the kernel refuses io_uring" in error
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_copies_have_the_checksums_of_what_has_come(
+    monkeypatch: pytest.MonkeyPatch, is_native: bool
+) -> None:
+    if not is_native:
+        monkeypatch.delattr(native, "copy_checksums", raising=False)
+    elif not hasattr(native, "copy_checksums"):
+        pytest.skip("built without xxhash.h")
+    of = [memoryview(os.urandom(size)) for size in (4096, 100, 0, 7)]
+    to = [memoryview(bytearray(size)) for size in (4196, 7)]
+    digests = copy_checksums([(to[0], of[:2]), (to[1], of[2:])])
+    wanted = [bytes(of[0]) + bytes(of[1]), bytes(of[3])]
+    assert [bytes(copy) for copy in to] == wanted
+    assert digests == [checksum(data) for data in wanted]
+    assert copy_checksums([]) == []
+    with pytest.raises((ValueError, AssertionError)):
+        copy_checksums([(to[0], of[:1])])
+    with pytest.raises((BufferError, ValueError, TypeError)):
+        copy_checksums([(memoryview(b"read only"), [memoryview(b"nine byte")])])

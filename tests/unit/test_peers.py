@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.index.asked_tier import AskedBooks
+from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.peers import asker, owner
 from attnstore_vllm.peers.generation import Generation
 from attnstore_vllm.peers.owner import PIECE
 from attnstore_vllm.peers.wire import (
     SOCKET_NAME,
-    Message,
     MessageKind,
     Wire,
     WireError,
@@ -76,6 +76,30 @@ def test_a_conversation_goes_on_at_another_engine(pair: Pair) -> None:
     assert here.tokens(1, WITH_TAIL + 20) == 0  # it is here by now
     assert sibling.call("tokens", 1, WITH_TAIL) == 0
     here.wait(lambda: bool(sibling.call("is_idle")))
+
+
+def test_what_is_found_comes_before_the_next_look(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, WITH_TAIL)
+    sequence = sequence_of(conversation(1, WITH_TAIL))
+    sequence.may_ask = True
+    assert here.store.find(sequence, 0, WITH_TAIL) == []
+    index = here.store.residency.index
+    here.wait(lambda: len(chunks := list(index.all_live())) == 4 and all(map(is_here, chunks)))
+
+
+def is_here(chunk: Chunk) -> bool:
+    return chunk.dram.state is State.READY
+
+
+def test_one_damaged_chunk_is_lost_alone(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    assert here.tokens(1, LONG) == LONG  # so the sibling has taken checksums
+    here.store.drop(list(here.store.residency.index.all_live()))
+    sibling.call("damage", 1, LONG, 3)
+    assert here.read(1, LONG)["tiers"] == {"peers": LONG - 16}
+    assert here.store.residency.counts["corrupt"] == 1
 
 
 def test_a_copy_is_written_once_it_is_used_again(pair: Pair) -> None:
@@ -162,6 +186,7 @@ def test_stopped_between_its_answer_and_the_load(
 
     def then_stop(*arguments: object) -> None:
         sibling.process.send_signal(signal.SIGSTOP)
+        os.waitpid(sibling.process.pid, os.WUNTRACED)  # it has stopped
         found(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(here.io, "on_found", then_stop)
@@ -331,14 +356,15 @@ class Stranger:
         keys = [name.key for name in names_of(sequence_of(conversation(number, num_tokens)))]
         generation = Generation(self.engine.directory, self.engine.directory.parent).value
         self.wire.send(MessageKind.GET, 1, [generation, b"".join(keys)])
-        pieces: list[Message] = []
+        slots: dict[int, int] = {}
 
         def all_came() -> bool:
-            pieces.extend(self.wire.receive())
-            return len(pieces) == len(keys)
+            for message in self.wire.receive():
+                slots.update(map(PIECE.unpack, message.fields[::2]))
+            return len(slots) == len(keys)
 
         self.engine.wait(all_came)
-        return [PIECE.unpack(piece.fields[0])[1] for piece in pieces]
+        return [slots[place] for place in range(len(keys))]
 
 
 def test_holds_end_with_their_connection(tmp_path: Path) -> None:
