@@ -6,8 +6,8 @@
 Clients of both servers hold the same conversations, so that each server goes on with what the
 other wrote. Meanwhile a server, its child process or the store is killed; the store is stopped
 for 30 s, filled, emptied, damaged, or reached over a slow network. Each fault ends, and the tier
-has to be in use again by itself. No request may fail or hang. At the end every answer is compared
-with an engine that has no store.
+has to be in use again by itself. No request may fail or hang, and metrics have to tell of it. At
+the end answers are compared with those of an engine that has no store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,22 @@ STORE_BYTES = 64 << 20
 SERVER_FAULTS = ("kill server 0", "kill server 1", "kill child 0", "kill child 1")
 STORE_FAULTS = ("kill store", "stop store")
 REDIS_FAULTS = ("damage", "swap", "foreign", "empty", "full", "password", "slow", "broken")
+
+
+_FAILS = ("shared_out", "shared_late", "shared_read_failed", "shared_write_failed")
+TOLD_BY = {
+    "kill child": _FAILS,
+    "kill store": _FAILS,
+    "stop store": _FAILS,
+    "damage": ("shared_corrupt",),
+    "swap": ("shared_corrupt",),
+    "foreign": ("shared_corrupt",),
+    "full": _FAILS,
+    "password": _FAILS,
+    "slow": _FAILS,
+    "broken": _FAILS,
+}
+"""The errors by which metrics tell of a fault: one of them has to be counted."""
 
 
 class CommonAuthor(soak.Author):
@@ -213,12 +229,15 @@ def _with_redis(port: int, what: str, random: Random) -> Callable[[], object]:
 # ---- the story ---------------------------------------------------------------------------------
 
 
-def live(kind: str, directory: Path, faults: int, seed: int) -> tuple[list[Fault], list[soak.Job]]:
+def live(
+    kind: str, directory: Path, faults: int, seed: int, only: Sequence[str]
+) -> tuple[list[Fault], list[soak.Job]]:
     random, author = Random(seed), CommonAuthor(seed)
     cluster = Cluster(kind, directory, directory)
     jobs: list[soak.Job] = []
     seen: list[Fault] = []
     known = [*SERVER_FAULTS, *STORE_FAULTS, *(REDIS_FAULTS if kind == "redis" else ())]
+    known = [what for what in known if not only or what in only]
     order = [
         what for _ in range(-(-faults // len(known))) for what in random.sample(known, len(known))
     ]
@@ -252,6 +271,9 @@ def _meet(
     cluster.until_in_use()
     after = cluster.counters()
     moved = {key: after[key] - before.get(key, 0) for key in sorted(after)}
+    tells = TOLD_BY.get(what.rstrip(" 01"), ())
+    told = any(moved.get(f"errors {error}", 0) > 0 for error in tells)
+    assert told or not tells, f"{what}: metrics say nothing of it: {moved}"
     return Fault(
         what,
         sum(len(load.jobs) for load in loads),
@@ -265,14 +287,18 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, default="redis")
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=(), metavar="FAULT", help="these alone")
+    parser.add_argument(
+        "--judged", type=int, default=3000, help="answers that are computed again, at most"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if reason := missing(options.kind):
         raise SystemExit(f"{options.kind}: {reason}")
     with tempfile.TemporaryDirectory(prefix="attnstore-kill-", dir="/var/tmp") as name:
         directory = Path(name)
-        seen, jobs = live(options.kind, directory, options.faults, options.seed)
-        verdict = judge(directory, directory, jobs, at_most=len(jobs))
+        seen, jobs = live(options.kind, directory, options.faults, options.seed, options.only)
+        verdict = judge(directory, directory, jobs, at_most=options.judged)
     print(verdict)
     report = {"faults": [asdict(fault) for fault in seen], "verdict": asdict(verdict)}
     out = options.out or Path(f"results/kill_shared_{options.kind}.json")
