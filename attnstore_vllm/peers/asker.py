@@ -29,7 +29,7 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.io.checksum import copy_checksums
 from attnstore_vllm.peers.generation import Generation
-from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, NOT_HERE, PIECE, Owner
+from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, HELD_PART, NOT_HERE, PIECE, Owner
 from attnstore_vllm.peers.sibling import Sibling
 from attnstore_vllm.peers.wire import Message, MessageKind, WireError
 from attnstore_vllm.store.asking import AskedIo
@@ -87,7 +87,6 @@ class PeersIo(AskedIo):
     piece_deadline_s = PIECE_DEADLINE_S
     lease_s = LEASE_S
     flow_up = Flow.FROM_PEERS
-    fetches_found = True
     num_storing = 0
     can_store = False
 
@@ -103,6 +102,7 @@ class PeersIo(AskedIo):
     ) -> None:
         super().__init__(context, tier)
         self.record_bytes = context.pool.slot_bytes
+        self.fetched_at_once = min(DEPTH, max(1, context.pool.num_slots // HELD_PART))
         counts = context.residency.counts
         self.health = Health(tier.name, "siblings", context.progress, counts, context.clock)
         self.siblings = siblings

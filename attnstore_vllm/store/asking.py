@@ -45,9 +45,9 @@ class AskedIo(TierIo):
     """How long a request waits for an answer, at most."""
     lease_s: float
     """How long what was found is believed to be there."""
-    fetches_found: bool = False
-    """What was found is read at once, and not when the request is looked at next: a read costs so
-    little that it pays in any case."""
+    fetched_at_once: int = 0
+    """So many chunks of what was found are read at once, and not when the request is looked at
+    next: where a read costs so little that it pays in any case."""
 
     def __init__(self, context: Context, tier: AskedBooks) -> None:
         super().__init__()
@@ -92,14 +92,15 @@ class AskedIo(TierIo):
             ask.is_over = True
             self.answer_time.observe(now - ask.asked_at)
             entered = [enter(residency, self.books, chunk, now + self.lease_s) for chunk in found]
-            fetches = self.fetches_found and now < ask.until and any(entered)
-            if fetches:
-                context.reader.want(chunk for chunk in entered if chunk is not None)
+            news = [chunk for chunk in entered if chunk is not None]
+            if now >= ask.until:  # nobody waits any more
+                news = []
+            context.reader.want(news[: self.fetched_at_once])
             is_late = self._is_late(ask, now)
             is_told = is_late and ask not in self._open  # turn() has seen it before
             residency.counts["answers_late"] += is_late and not is_told
             context.progress.notify_all()
-        if fetches:
+        if self.fetched_at_once and news:
             context.reader.start()
         if not is_told:
             self.health.note_read(self._late() if is_late else None)

@@ -27,6 +27,7 @@ from attnstore_vllm.peers.wire import (
     connect,
     listen,
 )
+from attnstore_vllm.store.asking import is_asked
 from tests.helpers import conversation, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess
 
@@ -86,6 +87,20 @@ def test_what_is_found_comes_before_the_next_look(pair: Pair) -> None:
     assert here.store.find(sequence, 0, WITH_TAIL) == []
     index = here.store.residency.index
     here.wait(lambda: len(chunks := list(index.all_live())) == 4 and all(map(is_here, chunks)))
+
+
+def test_a_long_find_does_not_fill_dram_before_the_next_look(pair: Pair) -> None:
+    here, sibling = pair
+    long = 12 * 16
+    sibling.call("put", 1, long)
+    sequence = sequence_of(conversation(1, long))
+    sequence.may_ask = True
+    assert here.store.find(sequence, 0, long) == []
+    here.wait(lambda: not is_asked(sequence))
+    here.wait(lambda: here.store.is_idle() and here.io.num_loading == 0)
+    index = here.store.residency.index
+    assert sum(map(is_here, index.all_live())) == here.pool.num_slots // owner.HELD_PART
+    assert here.tokens(1, long) > 0
 
 
 def is_here(chunk: Chunk) -> bool:
