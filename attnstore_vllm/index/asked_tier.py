@@ -47,13 +47,31 @@ class Ask:
     A tier may read it on any thread: what of a sequence is hashed does not change.
     """
 
-    __slots__ = ("asked_at", "at", "clock", "first", "is_over", "keys", "sequence", "stop", "until")
+    __slots__ = (
+        "asked_at",
+        "at",
+        "clock",
+        "first",
+        "is_over",
+        "keys",
+        "request_id",
+        "sequence",
+        "stop",
+        "until",
+    )
 
     def __init__(
-        self, sequence: SequenceKeys, at: int, stop: int, clock: Callable[[], float]
+        self,
+        sequence: SequenceKeys,
+        at: int,
+        stop: int,
+        clock: Callable[[], float],
+        request_id: str = "",
     ) -> None:
         size = sequence.chunk_tokens
         self.sequence = sequence
+        self.request_id = request_id
+        """If it waits in the queue, what is found is read for it at once."""
         self.at = at
         """The token up to which KV is stored here."""
         self.stop = stop

@@ -29,7 +29,7 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.io.checksum import copy_checksums
 from attnstore_vllm.peers.generation import Generation
-from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, HELD_PART, NOT_HERE, PIECE, Owner
+from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, NOT_HERE, PIECE, Owner
 from attnstore_vllm.peers.sibling import Sibling
 from attnstore_vllm.peers.wire import Message, MessageKind, WireError
 from attnstore_vllm.store.asking import AskedIo
@@ -47,6 +47,7 @@ PIECE_DEADLINE_S, COMING_DEADLINE_S = 0.1, 0.6
 """How long a load waits for a sibling to say where a chunk is, and for one that comes up there."""
 LEASE_S = 5.0
 CONNECT_EVERY_S = 0.5
+POPULATE_EVERY_S = 0.005
 DEPTH = 32
 """Loads at a time."""
 FIND_TOKENS_MAX = 1 << 18
@@ -102,7 +103,6 @@ class PeersIo(AskedIo):
     ) -> None:
         super().__init__(context, tier)
         self.record_bytes = context.pool.slot_bytes
-        self.fetched_at_once = min(DEPTH, max(1, context.pool.num_slots // HELD_PART))
         counts = context.residency.counts
         self.health = Health(tier.name, "siblings", context.progress, counts, context.clock)
         self.siblings = siblings
@@ -219,6 +219,8 @@ class PeersIo(AskedIo):
         ends = [question.ends_at for question in self._questions.values()]
         ends += [load.ends_at for loads in self._loads.values() for load in loads.values()]
         timeout = max(0.0, min([now + CONNECT_EVERY_S, *ends]) - now)
+        if not ends and any(s.pool is not None and s.pool.populate() for s in self.siblings):
+            timeout = POPULATE_EVERY_S
         for key, _ in self._selector.select(timeout):
             if key.fileobj == self._wake:
                 os.eventfd_read(self._wake)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from attnstore_vllm.index.chunk import State
@@ -45,9 +45,11 @@ WAITS_MAX = 4
 last said holds: vLLM goes through all of its queue, step after step, as long as it has a place."""
 ROUND_S = 0.05
 """In a round each is looked at once. So long, at least, lies between the beginnings of two."""
-EMPTY_STEP_WAIT_S = 0.002
-"""How long a step that computes nothing waits for a read to end: bounded, and short enough
-that a request that arrives meanwhile does not notice."""
+EMPTY_STEP_WAIT_S = 0.005
+"""How long a step that computes nothing waits for a read to end: about as long as vLLM takes for
+such a step, so that a request that arrives meanwhile does not notice."""
+LINGERS_MAX = 8
+"""Looks at a request that is alone in a step, at most."""
 
 
 class Costs:
@@ -210,9 +212,20 @@ class Costs:
 
 
 class Waits:
-    """Requests that wait for their KV, in the step that is being planned."""
+    """Requests that wait for their KV, in the step that is being planned.
 
-    def __init__(self, store: Store, costs: Costs, clock: Clock = time.monotonic) -> None:
+    Args:
+        is_alone: whether nobody but this request runs or waits; None: nobody can say.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        costs: Costs,
+        clock: Clock = time.monotonic,
+        is_alone: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._is_alone = is_alone
         self._clock = clock
         self._store = store
         self._costs = costs
@@ -225,6 +238,7 @@ class Waits:
         """Somebody has not had a look in this round."""
         self._looking = False
         """The request that is asked about now has a look."""
+        self._waited_s = 0.0
 
     def goes_on(self, state: RequestState) -> bool:
         """Whether the request waits on without another look. Cost: some microseconds."""
@@ -277,10 +291,32 @@ class Waits:
         if len(self._for) < WAITS_MAX:
             self._for.append(pieces)
 
+    def lingers(self, state: RequestState) -> bool:
+        """Wait a little for what the request waits for, if nobody else runs or waits: until vLLM
+        would ask again it sleeps. Returns whether something has come."""
+        if self._is_alone is None or not self._is_alone(state.request.request_id):
+            return False
+        if not self._wait():
+            return False
+        self._for.clear()
+        self._asked.clear()
+        return True
+
+    def _wait(self) -> bool:
+        """For something to come; EMPTY_STEP_WAIT_S at most, all of a step together."""
+        left_s = EMPTY_STEP_WAIT_S - self._waited_s
+        if left_s <= 0 or not (self._for or self._asked):
+            return False
+        began_at = self._clock()
+        has_come = self._store.wait_for_any(self._for, left_s, self._asked)
+        self._waited_s += self._clock() - began_at
+        return has_come
+
     def end_step(self, *, is_empty: bool) -> None:
         """The step is planned. If it computes nothing, wait a little for something to come."""
-        if (self._for or self._asked) and is_empty:
-            self._store.wait_for_any(self._for, EMPTY_STEP_WAIT_S, self._asked)
+        if is_empty:
+            self._wait()
+        self._waited_s = 0.0
         self._for.clear()
         self._asked.clear()
         now = self._clock()
@@ -325,9 +361,18 @@ class Offers:
         Args:
             local: tokens that are in HBM already.
         """
+        answer: tuple[int | None, bool] = (None, False)
         if self._waits.goes_on(state):
             count_wanted(stats, state, state.waiting.coming)
-            return None, False
+        else:
+            answer = self._look(state, local, stats)
+        for _ in range(LINGERS_MAX):
+            if answer[0] is not None or not self._waits.lingers(state):
+                break
+            answer = self._look(state, local, stats)
+        return answer
+
+    def _look(self, state: RequestState, local: int, stats: StepStats) -> tuple[int | None, bool]:
         request, sequence = state.request, state.sequence
         # One token is left to compute: vLLM needs its logits.
         stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))

@@ -167,7 +167,7 @@ class Scheduler:
             store,
             geometry,
             costs,
-            Waits(store, costs, clock),
+            Waits(store, costs, clock, self._queue.is_alone if self._queue else None),
             self.plans,
             self._truncation,
             self._saving.counts,

@@ -52,6 +52,10 @@ class VllmQueue:
             else:
                 queue.append(request.request_id)
 
+    def is_alone(self, request_id: str) -> bool:
+        """Whether nobody else runs or waits."""
+        return not self._running and self._waiting.keys() == {request_id}
+
     def on_step(self, output: SchedulerOutput, states: Mapping[str, RequestState]) -> None:
         """A step was planned. What was preempted since the last one waits again."""
         preempted = output.preempted_req_ids or ()

@@ -27,6 +27,7 @@ from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceErro
 from attnstore_vllm.index.asked_tier import Ask, Found
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.dram_tier import DramTier
+from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.tier import TierBehind
 from attnstore_vllm.io.checksum import checksum, copy_checksums
 from attnstore_vllm.io.daemon_pool import DaemonPool
@@ -175,8 +176,12 @@ class SharedIo(AskedIo):
 
     # ---- asking ------------------------------------------------------------------------
 
-    def wonder(self, sequence: Any, at: int, stop: int) -> Ask | None:
-        return None if self.generation.usable is None else super().wonder(sequence, at, stop)
+    def wonder(
+        self, sequence: SequenceKeys, at: int, stop: int, request_id: str = ""
+    ) -> Ask | None:
+        if self.generation.usable is None:
+            return None
+        return super().wonder(sequence, at, stop, request_id)
 
     def ask(self, ask: Ask) -> None:
         names, now = self._names(), self.context.clock()

@@ -86,8 +86,9 @@ class SimulatedStore(Store):
         waiting: Sequence[Sequence[Piece]],
         timeout_s: float,
         asked: Sequence[SequenceKeys] = (),
-    ) -> None:
+    ) -> bool:
         """The server's loop lets time pass."""
+        return False
 
 
 class _FixedNames:

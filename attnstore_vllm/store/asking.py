@@ -45,9 +45,6 @@ class AskedIo(TierIo):
     """How long a request waits for an answer, at most."""
     lease_s: float
     """How long what was found is believed to be there."""
-    fetched_at_once: int = 0
-    """So many chunks of what was found are read at once, and not when the request is looked at
-    next: where a read costs so little that it pays in any case."""
 
     def __init__(self, context: Context, tier: AskedBooks) -> None:
         super().__init__()
@@ -65,7 +62,9 @@ class AskedIo(TierIo):
     def weights_seen(self, same: bool | None) -> None:
         """Locked. See Asking.weights_seen()."""
 
-    def wonder(self, sequence: SequenceKeys, at: int, stop: int) -> Ask | None:
+    def wonder(
+        self, sequence: SequenceKeys, at: int, stop: int, request_id: str = ""
+    ) -> Ask | None:
         """Locked. Ask, if the tier answers; else None. While it is out of use, what is to show
         whether it works again is a question that nobody waits for."""
         now = self.context.clock()
@@ -75,7 +74,7 @@ class AskedIo(TierIo):
         is_probe = not reads.in_use and reads.take_probe(now)
         if not (reads.in_use or is_probe):
             return None
-        ask = Ask(sequence, at, stop, self.context.clock)
+        ask = Ask(sequence, at, stop, self.context.clock, request_id)
         ask.until += 0.0 if is_probe else self.answer_deadline_s
         self._open.append(ask)
         self.ask(ask)
@@ -93,14 +92,15 @@ class AskedIo(TierIo):
             self.answer_time.observe(now - ask.asked_at)
             entered = [enter(residency, self.books, chunk, now + self.lease_s) for chunk in found]
             news = [chunk for chunk in entered if chunk is not None]
-            if now >= ask.until:  # nobody waits any more
-                news = []
-            context.reader.want(news[: self.fetched_at_once])
+            is_wanted = news and ask.request_id in residency.look_ahead
+            if is_wanted:  # it is read now, and not when the request is looked at next
+                known = residency.look_ahead.wants_of(ask.request_id)
+                residency.dram.want(ask.request_id, [*known, *news])
             is_late = self._is_late(ask, now)
             is_told = is_late and ask not in self._open  # turn() has seen it before
             residency.counts["answers_late"] += is_late and not is_told
             context.progress.notify_all()
-        if self.fetched_at_once and news:
+        if is_wanted:
             context.reader.start()
         if not is_told:
             self.health.note_read(self._late() if is_late else None)
@@ -158,8 +158,19 @@ class Asking:
         self._tiers = tiers
         self._reader = reader
 
-    def look(self, sequence: SequenceKeys, pieces: Sequence[Piece], start: int, stop: int) -> None:
-        """Ask for what comes behind these pieces, unless that was asked a while ago."""
+    def look(
+        self,
+        sequence: SequenceKeys,
+        pieces: Sequence[Piece],
+        start: int,
+        stop: int,
+        request_id: str | None,
+    ) -> None:
+        """Ask for what comes behind these pieces, unless that was asked a while ago.
+
+        Args:
+            request_id: that gets it if it waits in the queue; None: it is for nobody yet.
+        """
         now = self._context.clock()
         if not sequence.may_ask or now < sequence.asked_at + ASKED_FOR_S:
             return
@@ -170,7 +181,7 @@ class Asking:
         with self._context.progress:
             computing_s = self._reader.computing_s(at, stop)
             asks = [
-                tier.wonder(sequence, at, stop)
+                tier.wonder(sequence, at, stop, request_id or "")
                 for tier in self._tiers
                 if worth_asking(stop - at, computing_s, tier.answer_time.mean_s)
             ]

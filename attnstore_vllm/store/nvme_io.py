@@ -127,6 +127,7 @@ class NvmeIo(TierIo):
         self._depths = depth, max(1, depth // 2)
         self._load_frames, self._store_frames = (_frames(slab, n) for n in self._depths)
         self._coders = _coders(slab, codec)
+        self.sums_payloads = self._coders is None
         self.codec_cost = CodecCost(self._coders.num_threads if self._coders else 1)
         self._read_ended_at = 0.0
         self._has_said_later = False

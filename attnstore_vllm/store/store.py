@@ -180,7 +180,7 @@ class Store:
                 for piece in no_ends(pieces, self.residency.index.grain):
                     self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
         if self.asking is not None:
-            self.asking.look(sequence, pieces, 0, stop)
+            self.asking.look(sequence, pieces, 0, stop, request_id)
         self._read(pieces)
         if self._estimator.is_due:
             self.thread.wake()
@@ -218,7 +218,7 @@ class Store:
             pieces = self._match(sequence, start, stop, min_tokens)
             self._want(request_id, pieces, visit, sequence, start, stop)
         if self.asking is not None:
-            self.asking.look(sequence, pieces, start, stop)
+            self.asking.look(sequence, pieces, start, stop, request_id)
         self._read(pieces)
         return pieces
 
@@ -540,15 +540,15 @@ class Store:
         waiting: Sequence[Sequence[Piece]],
         timeout_s: float,
         asked: Sequence[SequenceKeys] = (),
-    ) -> None:
+    ) -> bool:
         """Wait until one of these runs, or of these answers, need not be waited for any more,
-        `timeout_s` at most.
+        `timeout_s` at most. Returns whether one need not.
 
         For steps that have nothing to compute: without it the engine core would spin on the
         processor that the I/O threads need.
         """
         with self._progress:
-            self._progress.wait_for(
+            return self._progress.wait_for(
                 lambda: any(map(has_come, waiting)) or not all(map(is_asked, asked)), timeout_s
             )
 

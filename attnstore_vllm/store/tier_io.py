@@ -57,6 +57,8 @@ class TierIo(ABC):
     """The directions that the bytes of its loads and stores are counted as."""
     events = ""
     """Before the names of what fails: others than NVMe's may have their own."""
+    sums_payloads: bool = True
+    """Its checksums are of payloads as they are in DRAM."""
 
     def __init__(self) -> None:
         self.cost = ReadCost()

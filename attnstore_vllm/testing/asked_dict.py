@@ -49,7 +49,6 @@ class AskedDictIo(AskedIo):
     def __init__(self, context: Context, tier: AskedBooks, others: Others) -> None:
         super().__init__(context, tier)
         self.record_bytes = context.pool.slot_bytes
-        self.fetched_at_once = 0 if tier.takes_writes else DEPTH  # as siblings, which take none
         self.health = Health(
             tier.name, "a dictionary", context.progress, context.residency.counts, context.clock
         )

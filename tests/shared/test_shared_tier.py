@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.io.checksum import checksum, copy_checksums
 from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.shared import shared_io
 from attnstore_vllm.shared.lanes import LaneOp
@@ -159,12 +159,17 @@ def test_what_is_verified_is_the_copy(
     tokens = conversation(1, NUM_TOKENS)
     write(one, tokens)
 
-    def copy(to: memoryview, of: memoryview) -> None:
-        of[5] ^= 1
-        to[:] = of
-        of[5] ^= 1
+    native = copy_checksums
 
-    monkeypatch.setattr(shared_io, "_copy", copy)
+    def copy(copies: list[tuple[memoryview, list[memoryview]]]) -> list[bytes]:
+        for _, (of,) in copies:
+            of[5] ^= 1
+        digests = native(copies)
+        for _, (of,) in copies:
+            of[5] ^= 1
+        return digests
+
+    monkeypatch.setattr(shared_io, "copy_checksums", copy)
     assert fetch(two, tokens) == 0
     assert counts(two)["shared_corrupt"] >= 1
 

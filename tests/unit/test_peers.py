@@ -27,7 +27,7 @@ from attnstore_vllm.peers.wire import (
     connect,
     listen,
 )
-from attnstore_vllm.store.asking import is_asked
+from attnstore_vllm.types import PEERS
 from tests.helpers import conversation, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess
 
@@ -82,25 +82,19 @@ def test_a_conversation_goes_on_at_another_engine(pair: Pair) -> None:
 def test_what_is_found_comes_before_the_next_look(pair: Pair) -> None:
     here, sibling = pair
     sibling.call("put", 1, WITH_TAIL)
-    sequence = sequence_of(conversation(1, WITH_TAIL))
+    sequence = sequence_of(conversation(1, WITH_TAIL + 1))
     sequence.may_ask = True
-    assert here.store.find(sequence, 0, WITH_TAIL) == []
+    with here.store.queue() as queue:
+        queue.append("request")
+    assert here.store.arrive("request", sequence, WITH_TAIL + 1)[0] == []
     index = here.store.residency.index
     here.wait(lambda: len(chunks := list(index.all_live())) == 4 and all(map(is_here, chunks)))
-
-
-def test_a_long_find_does_not_fill_dram_before_the_next_look(pair: Pair) -> None:
-    here, sibling = pair
-    long = 12 * 16
-    sibling.call("put", 1, long)
-    sequence = sequence_of(conversation(1, long))
-    sequence.may_ask = True
-    assert here.store.find(sequence, 0, long) == []
-    here.wait(lambda: not is_asked(sequence))
-    here.wait(lambda: here.store.is_idle() and here.io.num_loading == 0)
-    index = here.store.residency.index
-    assert sum(map(is_here, index.all_live())) == here.pool.num_slots // owner.HELD_PART
-    assert here.tokens(1, long) > 0
+    held = here.store.hold_ready(
+        here.store.find(sequence, 0, WITH_TAIL, request_id="request"), sequence, WITH_TAIL
+    )
+    assert here.store.tiers(held, 0) == {PEERS: WITH_TAIL}
+    here.store.release(piece.chunk for piece in held)
+    here.store.leave_queue(["request"])
 
 
 def is_here(chunk: Chunk) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.scheduler.offer import ROUND_S, WAITS_MAX, Costs, Waits
+from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, ROUND_S, WAITS_MAX, Costs, Waits
 from attnstore_vllm.scheduler.request import RequestState
 from tests.vllm_objects import Clock, as_store, request
 
@@ -20,12 +20,14 @@ class Nothing:
     def __init__(self) -> None:
         self.missing: set[str] = set()
         self.slept: list[int] = []
+        self.comes = False
 
     def has_missing(self, name: str) -> bool:
         return name in self.missing
 
-    def wait_for_any(self, pieces: list[Any], timeout_s: float, asked: list[Any]) -> None:
+    def wait_for_any(self, pieces: list[Any], timeout_s: float, asked: list[Any]) -> bool:
         self.slept.append(len(pieces))
+        return self.comes
 
 
 class Rig:
@@ -35,7 +37,8 @@ class Rig:
         self.clock = Clock()
         self.store = as_store(Nothing())
         costs = Costs(self.store, deadline_s, computes_if_sooner=True, clock=self.clock)
-        self.waits = Waits(self.store, costs, self.clock)
+        self.alone = ""
+        self.waits = Waits(self.store, costs, self.clock, lambda name: name == self.alone)
 
     def request(self, name: str) -> RequestState:
         self.store.missing.add(name)
@@ -135,3 +138,36 @@ def test_who_has_its_kv_from_another_connector_is_never_told_to_wait(rig: Rig) -
     for _ in range(3):
         assert states[-1] in rig.step(states)
         rig.clock.now += 0.001
+
+
+def test_a_request_that_is_alone_is_waited_for_until_something_comes(rig: Rig) -> None:
+    state = rig.request("a")
+    rig.waits.add(state, state.waiting.coming)
+    assert not rig.waits.lingers(state), "others run or wait"
+    assert rig.store.slept == []
+    rig.alone = "a"
+    assert not rig.waits.lingers(state), "nothing has come"
+    rig.store.comes = True
+    assert rig.waits.lingers(state)
+    assert rig.store.slept == [1, 1]
+    assert not rig.waits.lingers(state), "it has been looked at since, and waits for nothing"
+
+
+def test_a_step_waits_no_longer_for_one_that_is_alone(rig: Rig) -> None:
+    rig.alone = "a"
+    state = rig.request("a")
+    slept: list[float] = []
+
+    def wait(pieces: list[Any], timeout_s: float, asked: list[Any]) -> bool:
+        slept.append(timeout_s)
+        rig.clock.now += timeout_s
+        return False
+
+    rig.store.wait_for_any = wait
+    rig.waits.add(state, state.waiting.coming)
+    assert not rig.waits.lingers(state)
+    rig.waits.end_step(is_empty=True)
+    assert slept == [EMPTY_STEP_WAIT_S]
+    rig.waits.add(state, state.waiting.coming)
+    rig.waits.end_step(is_empty=True)
+    assert slept == [EMPTY_STEP_WAIT_S] * 2, "each step has its own"
