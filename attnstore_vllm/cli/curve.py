@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,12 @@ from attnstore_vllm.cli import simulate, top
 from attnstore_vllm.cli.top import TopError
 from attnstore_vllm.config import format_size
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.policy.hit_curve import SAMPLED_MAX, HitCurve
+from attnstore_vllm.index.prefix import kept_end
+from attnstore_vllm.policy.hit_curve import SAMPLED_MAX, HitCurve, LookedUp, NewChunk, mark_of
+from attnstore_vllm.scheduler.saving import MIN_TAIL_TOKENS
 from attnstore_vllm.sim.model_shape import read_shape
-from attnstore_vllm.sim.trace import Trace
+from attnstore_vllm.sim.trace import Trace, TraceRequest
+from attnstore_vllm.types import TOKEN_BYTES
 
 CAPACITIES = "0.005,0.01,0.02,0.05,0.1,0.2,0.5,1"
 _RATIO = "vllm:attnstore_dram_curve_ratio"
@@ -102,15 +105,48 @@ def shares_of(
     """The share of prompt tokens that DRAM of so much of the distinct KV would have had."""
     sizes = [max(1, int(trace.num_chunks * capacity)) for capacity in capacities]
     curve = HitCurve(sizes, trace.chunk_tokens, tokens_kept=1 << 62, sampled_max=sampled_max)
-    keys = [blake3(b"%d" % number).digest() for number in range(trace.num_chunks)]
+    marks = [mark_of(blake3(b"%d" % number).digest()) for number in range(trace.num_chunks)]
     for request in trace.requests:
-        chunks = request.chunks.tolist()
-        num_whole = request.num_tokens // trace.chunk_tokens
-        marks = [int.from_bytes(keys[chunk][:8], "big") for chunk in chunks[:num_whole]]
-        curve.use(marks, request.num_tokens)
-        for chunk in chunks[num_whole:]:
-            curve.store(keys[chunk], trace.chunk_tokens)
+        curve.use(_used(request, trace.chunk_tokens, marks))
+        for new in _stored(request, trace.chunk_tokens, marks):
+            curve.store(new)
     return curve.shares()
+
+
+def _used(request: TraceRequest, size: int, marks: Sequence[int]) -> LookedUp:
+    """The look-up of a request of a trace."""
+    chunks = request.chunks
+
+    def part(number: int) -> tuple[bytes, bytes]:
+        known = chunks[number : number + 1].tolist()
+        stop = min(size, request.num_tokens - number * size)
+        return b"", b"".join(map(_token, known)) * stop
+
+    whole = chunks[: request.num_tokens // size].tolist()
+    return LookedUp(0, [marks[chunk] for chunk in whole], request.num_tokens, part)
+
+
+def _stored(request: TraceRequest, size: int, marks: Sequence[int]) -> Iterator[NewChunk]:
+    """The chunks and the tail that a server stores behind the whole chunks of the prompt."""
+    num_whole = request.num_tokens // size
+    known = request.known_tokens
+    end = max(known // size * size, kept_end(known, request.num_tokens))
+    parent = int(request.chunks[num_whole - 1]) if 0 < num_whole <= len(request.chunks) else None
+    for number, chunk in enumerate(request.chunks[num_whole:].tolist(), num_whole):
+        num_tokens = min(size, end - number * size)
+        before = marks[parent].to_bytes(8, "big") if parent is not None else bytes(8)
+        if num_tokens == size:
+            key = marks[chunk].to_bytes(8, "big")
+        else:
+            key = blake3(b"%d %d" % (chunk, num_tokens)).digest()
+        if num_tokens >= MIN_TAIL_TOKENS:
+            yield NewChunk(key, before, b"", _token(chunk) * num_tokens)
+        parent = chunk
+
+
+def _token(chunk: int) -> bytes:
+    """All tokens of a chunk of a trace, which has none, are its number."""
+    return chunk.to_bytes(TOKEN_BYTES, "big")
 
 
 def of_server(metrics: Metrics) -> list[Point]:

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
-from attnstore_vllm.policy.hit_curve import HitCurve
+from collections.abc import Sequence
+from weakref import ref
+
+from attnstore_vllm.index.keys import SequenceKeys, encode_tokens
+from attnstore_vllm.policy.hit_curve import HitCurve, LookedUp, mark_of
 from attnstore_vllm.policy.runs import ReturnEstimator
 from attnstore_vllm.store.context import Context
 
@@ -20,3 +24,21 @@ def learn_from(context: Context, estimator: ReturnEstimator, curve: HitCurve) ->
     fit = seen.fit()
     with context.progress:
         estimator.learn(fit)
+
+
+def used_by(sequence: SequenceKeys, marks: Sequence[int], num_tokens: int) -> LookedUp:
+    """The look-up of a prompt, for the curve. It keeps no tokens: of a request that is gone
+    before the curve looks at them, it finds no tail."""
+    alive, stop = ref(sequence), num_tokens - 1
+
+    def part(number: int) -> tuple[bytes, bytes]:
+        found = alive()
+        if found is None:
+            return b"", b""
+        if number < len(marks):
+            return found.extra(number), found.chunk_bytes(number)
+        # Meanwhile the scheduler's thread may have changed them, even to fewer.
+        end = found.token_ids[number * found.chunk_tokens : stop]
+        return found.extra(number), encode_tokens(end)
+
+    return LookedUp(mark_of(sequence.root), marks, num_tokens, part)

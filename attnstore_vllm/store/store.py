@@ -32,13 +32,13 @@ from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
 from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
-from attnstore_vllm.policy.hit_curve import HitCurve
+from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.asking import asking_of, is_asked
 from attnstore_vllm.store.context import Context, Figures, Pool
-from attnstore_vllm.store.learning import learn_from
+from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.thread import StoreThread
@@ -170,7 +170,7 @@ class Store:
         marks = [int.from_bytes(key[:8], "big") for key in keys]
         with self._lock:
             now = self.residency.now = self._clock()
-            self._curve.news.append((marks, num_tokens))
+            self._curve.news.append(used_by(sequence, marks, num_tokens))
             pieces = self._match(sequence, 0, stop, min_tokens)
             last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
@@ -473,8 +473,8 @@ class Store:
             chunk = self.residency.begin_save(
                 name, run, again=again, stays=stays, is_alone=is_alone, dram_only=dram_only
             )
-            if not self.needs:  # else it may be another group's
-                self._curve.news.append((name.key, name.num_tokens))
+            if chunk is not None and not self.needs:  # else it may be another group's
+                self._curve.news.append(NewChunk(name.key, name.parent, name.extra, name.tokens))
             if pin_s is not None:
                 kept = chunk or self.residency.index.get(name.key)
                 if kept is not None:
