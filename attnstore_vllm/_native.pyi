@@ -61,8 +61,12 @@ def omp_team_size() -> int:
 def lossless_bound(raw_bytes: int) -> int:
     """The most bytes that encoding so many may take."""
 
-def lossless_encode(raw: Buffer, out: Buffer) -> int:
-    """Encode the whole buffer. Returns the bytes written; 0: `out` has too few."""
+def lossless_encode(raw: Buffer, out: Buffer, fast: bool) -> int:
+    """Encode the whole buffer. Returns the bytes written; 0: `out` has too few.
+
+    Args:
+        fast: in more bytes that are decoded faster, if there is room for them.
+    """
 
 def lossless_decode(encoded: Buffer, out: Buffer) -> bool:
     """Fill `out`. False if that is not what was encoded; `out` may have been written to then."""

@@ -5,12 +5,13 @@
 
 The store itself over files in memory, behind a throttle that lets so many GB/s through; no model
 computes beside it. A prompt has KV of 24 KiB a token (24 layers), in chunks of 256 tokens, of bf16
-numbers around zero. A time is from the look-up to the last chunk in DRAM. The two stores take
-turns; before each look-up another prompt has pushed this one out of DRAM.
+numbers around zero. A time is from the look-up to the last chunk in DRAM. The stores take turns;
+before each look-up another prompt has pushed this one out of DRAM.
 
-The rule (policy/codec_cost.py) is asked at the end: does it say that the codec brings hits later?
-`followed` is what hits cost over none who does as it says: 1 where it says so. Goal: 1.02 at most,
-at each speed.
+`small` writes by its small coding alone. `adaptive` is lossless as it is: prompts are written and
+asked for until its rule (policy/codec_cost.py) has seen enough or changes the coding; then others
+are written, by the coding that it has chosen, and these are measured. Goal for adaptive over none:
+1.02 at most, at each speed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, NONE
 from attnstore_vllm.io.device import Completion, Device, IoRequest
+from attnstore_vllm.policy.codec_cost import CodecCost
 from attnstore_vllm.store.format import Encoding, SegmentHeader, pages
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import open_slab
@@ -47,7 +49,9 @@ CHUNK_BYTES = CHUNK_TOKENS * TOKEN_BYTES
 DEPTH = 8
 NAMESPACE = bytes(32)
 DEADLINE_S = 60.0
-FOLLOWED_GOAL = 1.02
+GOAL = 1.02
+SMALL, ADAPTIVE = "small", "adaptive"
+WARM_UP_MAX = 20
 
 
 class Throttle:
@@ -104,27 +108,41 @@ def numbers(seed: int) -> bytes:
 class Side:
     """One store, and what is asked of it."""
 
-    def __init__(self, work: Path, codec: str, bytes_per_s: float, num_chunks: int) -> None:
+    def __init__(self, work: Path, name: str, bytes_per_s: float, num_chunks: int) -> None:
         encoding = None
-        if codec != NONE:
-            made = CODECS[codec]
-            room = pages(made.room(CHUNK_BYTES, "bfloat16"))
-            encoding = Encoding(codec, made.version, room)
+        if name != NONE:
+            codec = CODECS["lossless"]
+            room = pages(codec.room(CHUNK_BYTES, "bfloat16"))
+            encoding = Encoding(codec.name, codec.version, room)
         shape = SegmentHeader(
             -1, CHUNK_TOKENS, CHUNK_BYTES, NAMESPACE, b"", 0, "benchmark", encoding
         )
-        path = work / f"slab-{codec}-{bytes_per_s:.0f}"
-        slab = open_slab(path, 4 * num_chunks * shape.record_bytes, shape)
+        path = work / f"slab-{name}-{bytes_per_s:.0f}"
+        slab = open_slab(path, 5 * num_chunks * shape.record_bytes, shape)
         device, _ = open_device(path, 2 * DEPTH, "auto")
-        name = f"attnstore-bench-{path.name}"
-        worker = SharedPool(name, num_chunks, CHUNK_BYTES, num_ranks=1, member=0)
-        self.pool = SharedPool(name, num_chunks, CHUNK_BYTES, num_ranks=1, member=1)
+        pool = f"attnstore-bench-{path.name}"
+        worker = SharedPool(pool, num_chunks, CHUNK_BYTES, num_ranks=1, member=0)
+        self.pool = SharedPool(pool, num_chunks, CHUNK_BYTES, num_ranks=1, member=1)
         worker.close()
         self.store = Store(self.pool, slab, Throttle(device, bytes_per_s), DEPTH, eviction="lru")
-        self.prompts = [self._prompt(number, num_chunks) for number in (1, 2)]
+        self._num_chunks = num_chunks
+        self._write(1)
+        if name == ADAPTIVE:
+            self._warm_up()
+            self._write(3)
+
+    def _write(self, first: int) -> None:
+        """Two prompts, which are asked for by turns."""
+        self.prompts = [self._prompt(number, self._num_chunks) for number in (first, first + 1)]
         for prompt in self.prompts:
             self._save(prompt)
         self._turn = 0
+
+    def _warm_up(self) -> None:
+        for _ in range(WARM_UP_MAX):
+            self.ask()
+            if self.cost.is_fast:
+                return
 
     def _prompt(self, number: int, num_chunks: int) -> SequenceKeys:
         first = number * 1_000_000
@@ -165,36 +183,43 @@ class Side:
         assert all(chunk.came_from == NVME for chunk in chunks)
         return took
 
-    def rule(self) -> tuple[bool, tuple[float, float]]:
-        """Whether the store says that the codec brings hits later, and the two speeds it saw."""
+    @property
+    def cost(self) -> CodecCost:
+        """The rule of this store."""
         nvme = self.store.thread.tiers[0]
         assert isinstance(nvme, NvmeIo)
-        return nvme.codec_cost.is_later, nvme.codec_cost.speeds
+        assert nvme.codec_watch is not None
+        return nvme.codec_watch.cost
 
     def close(self) -> None:
         self.store.close()
 
 
 def compare(work: Path, gigabytes: float, num_chunks: int, rounds: int) -> dict[str, Any]:
-    sides = {name: Side(work, name, gigabytes * 1e9, num_chunks) for name in (NONE, "lossless")}
+    names = (NONE, SMALL, ADAPTIVE)
+    sides = {name: Side(work, name, gigabytes * 1e9, num_chunks) for name in names}
     times: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
         side.ask()
     for _ in range(rounds):
         for name, side in sides.items():
             times[name].append(side.ask())
-    is_later, speeds = sides["lossless"].rule()
+    cost = sides[ADAPTIVE].cost
     for side in sides.values():
         side.close()
     ms = {name: statistics.median(found) * 1000 for name, found in times.items()}
-    ratios = [b / a for a, b in zip(times[NONE], times["lossless"], strict=True)]
-    ratio = statistics.median(ratios)
-    return ms | {
-        "ratio": ratio,
-        "says_later": is_later,
-        "read_gb_per_s": speeds[0] / 1e9,
-        "decoded_gb_per_s": speeds[1] / 1e9,
-        "followed": 1.0 if is_later else ratio,
+    ratios = {
+        name: statistics.median(b / a for a, b in zip(times[NONE], times[name], strict=True))
+        for name in (SMALL, ADAPTIVE)
+    }
+    return {
+        "ms": ms,
+        "ratio": ratios,
+        "is_fast": cost.is_fast,
+        "says_later": cost.is_later,
+        "read_gb_per_s": cost.read_speed / 1e9,
+        "small_gb_per_s": cost.decode_speed(False) / 1e9,
+        "fast_gb_per_s": cost.decode_speed(True) / 1e9,
     }
 
 
@@ -214,20 +239,21 @@ def main() -> None:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
         return
     print(machine())
-    columns = ["GB/s", "none, ms", "lossless, ms", "lossless over none", "seen: read", "decoded"]
-    columns += ["the rule", "followed"]
+    columns = ["GB/s", "none, ms", "small, ms", "adaptive, ms", "small over none"]
+    columns += ["adaptive over none", "seen: read", "decoded, small", "fast", "writes", "says"]
     told = [
         [
-            *(f"{speed:g}", f"{r[NONE]:.1f}", f"{r['lossless']:.1f}", f"{r['ratio']:.2f}"),
-            *(f"{r['read_gb_per_s']:.2f}", f"{r['decoded_gb_per_s']:.2f}"),
-            *("later" if r["says_later"] else "not later", f"{r['followed']:.2f}"),
+            *(f"{speed:g}", *(f"{r['ms'][name]:.1f}" for name in (NONE, SMALL, ADAPTIVE))),
+            *(f"{r['ratio'][name]:.2f}" for name in (SMALL, ADAPTIVE)),
+            *(f"{r[f'{what}_gb_per_s']:.2f}" for what in ("read", "small", "fast")),
+            *("fast" if r["is_fast"] else "small", "later" if r["says_later"] else "not later"),
         ]
         for speed, r in rows.items()
     ]
     print(table([columns, *told]))
-    worst = max(r["followed"] for r in rows.values())
-    verdict = "reached" if worst <= FOLLOWED_GOAL else "MISSED"
-    print(f"largest with the rule followed: {worst:.2f} (goal {FOLLOWED_GOAL}: {verdict})")
+    worst = max(r["ratio"][ADAPTIVE] for r in rows.values())
+    verdict = "reached" if worst <= GOAL else "MISSED"
+    print(f"largest of adaptive over none: {worst:.2f} (goal {GOAL}: {verdict})")
 
 
 if __name__ == "__main__":

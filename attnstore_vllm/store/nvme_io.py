@@ -30,7 +30,7 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.codec import CODECS, Codec, Coders
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.policy.codec_cost import CodecCost
+from attnstore_vllm.store.codec_watch import CodecWatch
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.disk_requests import DiskRequest, DiskRequests
 from attnstore_vllm.store.format import (
@@ -128,9 +128,9 @@ class NvmeIo(TierIo):
         self._load_frames, self._store_frames = (_frames(slab, n) for n in self._depths)
         self._coders = _coders(slab, codec)
         self.sums_payloads = self._coders is None
-        self.codec_cost = CodecCost(self._coders.num_threads if self._coders else 1)
+        coders, clock = self._coders, context.clock
+        self.codec_watch = None if coders is None else CodecWatch(coders, slab.path, clock)
         self._read_ended_at = 0.0
-        self._has_said_later = False
         self._outbox: deque[Callable[[], DiskRequest | None]] = deque()
         # Only the order of records comes from it; a clock that was set back costs order.
         self._sequence = time.time_ns()
@@ -234,10 +234,9 @@ class NvmeIo(TierIo):
             try:
                 header = check_record(frame.page, completion.checksum, chunk, segment, where)
                 tokens = header.name.tokens
-                if self._coders is not None:
+                if self._coders is not None and self.codec_watch is not None:
                     if begun_at < before:
-                        with self._context.progress:
-                            self.codec_cost.read(read_at - before, header.stored_bytes)
+                        self.codec_watch.read(read_at - before, header.stored_bytes)
                     decode = partial(self._decode, frame, header, where, payload, done)
                     self._coders.submit(decode)
                     return
@@ -250,24 +249,16 @@ class NvmeIo(TierIo):
     ) -> None:
         """On a thread of the codec."""
         assert self._coders is not None
+        assert self.codec_watch is not None
         assert frame.encoded is not None
         assert header.encoding is not None
-        codec, size = self._coders.codec, header.encoding.num_bytes
+        codec, encoded = self._coders.codec, frame.encoded[: header.encoding.num_bytes]
+        is_fast = codec.is_fast(encoded)
         failure, begun_at = None, self._context.clock()
-        if not self._coders.decode(frame.encoded[:size], payload):
+        if not self._coders.decode(encoded, payload):
             failure = CorruptRecordError(where, "encoding", codec.name, "other bytes")
-        with self._context.progress:
-            self.codec_cost.decoded(self._context.clock() - begun_at, len(payload))
-            says_later = self.codec_cost.is_later and not self._has_said_later
-            self._has_said_later |= says_later
-        if says_later:
-            logger.warning(
-                "nvme.codec: %s brings hits later than the disk alone would: %s reads %s GB/s, "
-                "and %s GB/s are decoded; set it to none, or give the server more processors",
-                codec.name,
-                self._disk.slab.path,
-                *(f"{speed / 1e9:.2f}" for speed in self.codec_cost.speeds),
-            )
+        seconds = self._context.clock() - begun_at
+        self.codec_watch.decoded(is_fast, seconds, len(payload), len(encoded))
         self._end_load(frame, failure, header.name.tokens, done)
         self.wake()
 
@@ -362,10 +353,11 @@ class NvmeIo(TierIo):
     def _encode(self, frame: _Frame, header: Header, payload: memoryview, done: Stored) -> None:
         """On a thread of the codec."""
         assert self._coders is not None
+        assert self.codec_watch is not None
         assert frame.encoded is not None
         assert header.encoding is not None
-        room = header.encoding.num_bytes
-        size = self._coders.encode(payload, frame.encoded[:room], header.name.num_tokens)
+        room, fast = header.encoding.num_bytes, self.codec_watch.is_fast
+        size = self._coders.encode(payload, frame.encoded[:room], header.name.num_tokens, fast)
         if not size:
             failure = StoreFailure.FAILED if size is None else StoreFailure.DOES_NOT_FIT
             self._not_stored(frame, room, failure, done)

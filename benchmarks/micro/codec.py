@@ -8,8 +8,9 @@ has trained. transformers computes it for 4,000 tokens, of a text where there is
 in a slot of the store: by layer and block of 128 tokens, K before V, in bf16.
 
 Speeds: raw bytes by processor time of one thread, the median of the rounds, on 32 MiB of KV and
-of numbers around zero. int8 and fp8: the same as pages of 8 heads of
-128 dims. A round reads and writes other memory first, so that caches are cold.
+of numbers around zero. `channels`: 128 of them, with scales from 2^-4 to 2^4. `fast`: by the fast
+coding. int8 and fp8: the same as pages of 8 heads of 128 dims. A round reads and writes other
+memory first, so that caches are cold.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ def all_kv(trained: Path | None) -> dict[str, bytes]:
     return found
 
 
-def encoded(raw: bytes) -> bytes:
+def encoded(raw: bytes, fast: bool) -> bytes:
     out = bytearray(lossless_bound(len(raw)))
-    size = lossless_encode(raw, out)
+    size = lossless_encode(raw, out, fast)
     back = bytearray(len(raw))
     assert lossless_decode(memoryview(out)[:size], back)
     assert back == raw
@@ -90,13 +91,13 @@ def gigabytes_per_second(work: Callable[[], object], num_bytes: int, rounds: int
     return num_bytes / statistics.median(seconds) / 1e9
 
 
-def speeds(raw: bytes, rounds: int) -> dict[str, float]:
+def speeds(raw: bytes, rounds: int, fast: bool) -> dict[str, float]:
     """Of encoding and decoding; memory is written to once before."""
     room, back = bytearray(lossless_bound(len(raw))), bytearray(len(raw))
-    made = encoded(raw)
+    made = encoded(raw, fast)
     return {
         "size": len(made) / len(raw),
-        "encode": gigabytes_per_second(lambda: lossless_encode(raw, room), len(raw), rounds),
+        "encode": gigabytes_per_second(lambda: lossless_encode(raw, room, fast), len(raw), rounds),
         "decode": gigabytes_per_second(lambda: lossless_decode(made, back), len(raw), rounds),
     }
 
@@ -119,6 +120,9 @@ def samples() -> dict[str, bytes]:
         .tobytes()
         for name, dtype in types.items()
     }
+    scales = np.exp2(np.arange(128) * 7 % 9 - 4).astype(np.float32)
+    channels = torch.from_numpy((normal.reshape(-1, 128) * scales).reshape(-1)).to(torch.bfloat16)
+    found["channels, bf16"] = channels.view(torch.uint8).numpy().tobytes()
     return found | {"noise": np.random.default_rng(2).bytes(SPEED_BYTES)}
 
 
@@ -157,7 +161,10 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     numbers = samples()
     for name, raw in (numbers if args.no_models else all_kv(args.model) | numbers).items():
-        rows[name] = speeds(raw[:SPEED_BYTES], args.rounds) | {"size": len(encoded(raw)) / len(raw)}
+        for fast in (False, True):
+            size = len(encoded(raw, fast)) / len(raw)
+            row = speeds(raw[:SPEED_BYTES], args.rounds, fast) | {"size": size}
+            rows[f"{name}, fast" if fast else name] = row
     rows |= approximate(numbers["normal, bf16"], args.rounds)
     if args.json:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=2))

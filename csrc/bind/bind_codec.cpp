@@ -27,13 +27,14 @@ Bytes bytes_of(const py::buffer_info& info) {
           static_cast<std::size_t>(info.size * info.itemsize)};
 }
 
-std::size_t encode(const py::buffer& raw, const py::buffer& out) {
+std::size_t encode(const py::buffer& raw, const py::buffer& out, bool fast) {
   const py::buffer_info from = raw.request();
   const py::buffer_info to = out.request(true);
   const Bytes source = bytes_of(from);
   const Bytes target = bytes_of(to);
   const py::gil_scoped_release release;
-  return attnstore::codec::lossless_encode(source.data, source.size, target.data, target.size);
+  return attnstore::codec::lossless_encode(source.data, source.size, target.data, target.size,
+                                           fast);
 }
 
 bool decode(const py::buffer& encoded, const py::buffer& out) {
@@ -83,8 +84,9 @@ bool dequantize(std::int32_t kind, const py::buffer& encoded, const py::buffer& 
 void bind_codec(py::module_& m) {
   m.def("lossless_bound", &attnstore::codec::lossless_bound, py::arg("raw_bytes"),
         "The most bytes that encoding so many may take.");
-  m.def("lossless_encode", &encode, py::arg("raw"), py::arg("out"),
-        "Encode the whole buffer. Returns the bytes written; 0: `out` has too few.");
+  m.def("lossless_encode", &encode, py::arg("raw"), py::arg("out"), py::arg("fast"),
+        "Encode the whole buffer. Returns the bytes written; 0: `out` has too few. Fast: in more "
+        "bytes that are decoded faster, if there is room for them.");
   m.def("lossless_decode", &decode, py::arg("encoded"), py::arg("out"),
         "Fill `out`. False if that is not what was encoded; `out` may have been written to then.");
   m.def("quantized_bytes", &quantized_size, py::arg("fields"), py::arg("raw_bytes"),

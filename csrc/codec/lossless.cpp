@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "codec/packed.h"
 #include "codec/planes.h"
 #include "codec/prefix_code.h"
 
@@ -15,6 +16,7 @@ namespace attnstore::codec {
 namespace {
 
 constexpr std::uint8_t kStored = 0;
+constexpr std::uint8_t kPacked = 3;
 constexpr std::uint8_t kFilled = 8;
 constexpr std::size_t kMinWords = 256;  // fewer are not worth a code
 constexpr std::size_t kSamples = 1024;  // words by which a block's word is told
@@ -114,11 +116,19 @@ std::uint8_t* encode_words(const std::uint8_t* raw, std::size_t size, std::size_
 }
 
 /// Encode one block. `out` has room for it stored, and 8 bytes more.
-std::uint8_t* encode_block(const std::uint8_t* raw, std::size_t size, std::uint8_t* out) {
+std::uint8_t* encode_block(const std::uint8_t* raw, std::size_t size, bool fast,
+                           std::uint8_t* out) {
   if (std::memcmp(raw, raw + 1, size - 1) == 0) {
     out[0] = kFilled;
     out[1] = raw[0];
     return out + 2;
+  }
+  if (fast && size % 2 == 0) {
+    std::uint8_t* const end = pack(raw, size / 2, out + 1, size - 1);
+    if (end != nullptr) {
+      *out = kPacked;
+      return end;
+    }
   }
   std::uint8_t* const end = encode_words(raw, size, likely_word(raw, size), out);
   if (end != nullptr) return end;
@@ -178,6 +188,12 @@ bool decode_words(Input& in, std::size_t word, std::uint8_t* out, std::size_t si
   return true;
 }
 
+bool decode_packed(Input& in, std::uint8_t* out, std::size_t size) {
+  const std::size_t taken = size % 2 == 0 ? unpack(in.at, in.left, out, size / 2) : 0;
+  in.take(taken);
+  return taken > 0;
+}
+
 bool decode_block(Input& in, std::uint8_t* out, std::size_t size) {
   const std::uint8_t* const kind = in.take(1);
   if (kind == nullptr) return false;
@@ -196,27 +212,25 @@ bool decode_block(Input& in, std::uint8_t* out, std::size_t size) {
     case 2:
     case 4:
       return decode_words(in, *kind, out, size);
+    case kPacked:
+      return decode_packed(in, out, size);
     default:
       return false;
   }
 }
 
-}  // namespace
-
-std::size_t lossless_bound(std::size_t raw_bytes) {
-  return raw_bytes + (raw_bytes + kBlockBytes - 1) / kBlockBytes;
-}
-
-std::size_t lossless_encode(const std::uint8_t* raw, std::size_t raw_bytes, std::uint8_t* out,
-                            std::size_t capacity) {
+std::size_t encode(const std::uint8_t* raw, std::size_t raw_bytes, std::uint8_t* out,
+                   std::size_t capacity, bool fast) {
   thread_local const auto block = std::make_unique<std::array<std::uint8_t, kBlockBytes + 16>>();
-  std::size_t written = 0;
+  if (capacity == 0) return 0;
+  out[0] = fast ? 1 : 0;
+  std::size_t written = 1;
   for (std::size_t at = 0; at < raw_bytes; at += kBlockBytes) {
     const std::size_t size = std::min(kBlockBytes, raw_bytes - at);
     // The last blocks may have less room than they write to on their way.
     const bool has_room = capacity - written >= size + 16;
     std::uint8_t* const to = has_room ? out + written : block->data();
-    const auto bytes = static_cast<std::size_t>(encode_block(raw + at, size, to) - to);
+    const auto bytes = static_cast<std::size_t>(encode_block(raw + at, size, fast, to) - to);
     if (bytes > capacity - written) return 0;
     if (!has_room) std::memcpy(out + written, to, bytes);
     written += bytes;
@@ -224,9 +238,23 @@ std::size_t lossless_encode(const std::uint8_t* raw, std::size_t raw_bytes, std:
   return written;
 }
 
+}  // namespace
+
+std::size_t lossless_bound(std::size_t raw_bytes) {
+  return 1 + raw_bytes + (raw_bytes + kBlockBytes - 1) / kBlockBytes;
+}
+
+std::size_t lossless_encode(const std::uint8_t* raw, std::size_t raw_bytes, std::uint8_t* out,
+                            std::size_t capacity, bool fast) {
+  const std::size_t size = fast ? encode(raw, raw_bytes, out, capacity, true) : 0;
+  return size > 0 ? size : encode(raw, raw_bytes, out, capacity, false);
+}
+
 bool lossless_decode(const std::uint8_t* in, std::size_t in_bytes, std::uint8_t* out,
                      std::size_t raw_bytes) {
   Input input{in, in_bytes};
+  const std::uint8_t* const fast = input.take(1);
+  if (fast == nullptr || *fast > 1) return false;
   for (std::size_t at = 0; at < raw_bytes; at += kBlockBytes) {
     if (!decode_block(input, out + at, std::min(kBlockBytes, raw_bytes - at))) return false;
   }

@@ -17,19 +17,21 @@ using attnstore::codec::lossless_bound;
 using attnstore::codec::lossless_decode;
 using attnstore::codec::lossless_encode;
 
-Bytes encoded(const Bytes& raw) {
+Bytes encoded(const Bytes& raw, bool fast) {
   Bytes out(lossless_bound(raw.size()));
-  out.resize(lossless_encode(raw.data(), raw.size(), out.data(), out.size()));
+  out.resize(lossless_encode(raw.data(), raw.size(), out.data(), out.size(), fast));
   out.shrink_to_fit();  // so that the sanitizer sees what is read behind it
   return out;
 }
 
 void comes_back(const Bytes& raw) {
-  const Bytes out = encoded(raw);
-  CHECK(!out.empty() || raw.empty());
-  Bytes back(raw.size());
-  CHECK(lossless_decode(out.data(), out.size(), back.data(), back.size()));
-  CHECK(back == raw);
+  for (const bool fast : {false, true}) {
+    const Bytes out = encoded(raw, fast);
+    CHECK(!out.empty());
+    Bytes back(raw.size());
+    CHECK(lossless_decode(out.data(), out.size(), back.data(), back.size()));
+    CHECK(back == raw);
+  }
 }
 
 /// Numbers around zero, as words of so many bytes: few exponents, many mantissas.
@@ -98,25 +100,95 @@ void sizes_and_contents(std::mt19937_64& random) {
 
 void noise_costs_little(std::mt19937_64& random) {
   const Bytes raw = noise(16 * kBlockBytes + 100, random);
-  CHECK(encoded(raw).size() <= raw.size() + raw.size() / 100);
-  CHECK(encoded(raw).size() <= lossless_bound(raw.size()));
+  for (const bool fast : {false, true}) {
+    CHECK(encoded(raw, fast).size() <= raw.size() + raw.size() / 100);
+    CHECK(encoded(raw, fast).size() <= lossless_bound(raw.size()));
+  }
 }
 
 void numbers_get_smaller(std::mt19937_64& random) {
-  const auto part = [&](std::size_t word) {
+  const auto part = [&](std::size_t word, bool fast) {
     const Bytes raw = numbers(4 * kBlockBytes, word, random);
-    return static_cast<double>(encoded(raw).size()) / static_cast<double>(raw.size());
+    return static_cast<double>(encoded(raw, fast).size()) / static_cast<double>(raw.size());
   };
-  CHECK(part(2) < 0.68);
-  CHECK(part(4) < 0.84);
+  CHECK(part(2, false) < 0.68);
+  CHECK(part(2, true) > 0.75);
+  CHECK(part(2, true) < 0.76);
+  CHECK(part(4, false) < 0.84);
+  CHECK(part(4, true) < 0.84);  // not packed: that would not be smaller
+}
+
+/// Words with so many exponents that have no code, from none to too many.
+void escapes(std::mt19937_64& random) {
+  for (const std::size_t one_in : {2, 5, 6, 7, 30, 30000}) {
+    for (const std::size_t size : {std::size_t{512}, std::size_t{1026}, kBlockBytes}) {
+      Bytes raw = numbers(size, 2, random);
+      for (std::size_t at = 1; at < size; at += 2) {
+        if (random() % one_in == 0) raw[at] = static_cast<std::uint8_t>(random());
+      }
+      comes_back(raw);
+    }
+  }
+}
+
+/// Each number of a packed block's head, and places of its escapes.
+void heads_of_packed_blocks(std::mt19937_64& random) {
+  Bytes raw = numbers(600, 2, random);
+  for (const std::size_t at : {1, 301, 599}) raw[at] = 0;
+  const Bytes good = encoded(raw, true);
+  constexpr std::size_t kBlockHead = 5;  // coding, kind, first, number of escapes
+  const std::size_t places = kBlockHead + 150 + 300;
+  const std::size_t count = good[3] | static_cast<std::size_t>(good[4]) << 8;
+  CHECK(good[1] == 3);
+  CHECK(count > 0);
+  CHECK(good.size() == places + 3 * count);
+  const auto is_taken = [&](const Bytes& bytes) {
+    Bytes back(raw.size());
+    return lossless_decode(bytes.data(), bytes.size(), back.data(), back.size());
+  };
+  for (std::uint32_t number = 0; number <= 0xffff; ++number) {
+    const auto put = [&](std::size_t at) {
+      Bytes bytes = good;
+      bytes[at] = static_cast<std::uint8_t>(number);
+      bytes[at + 1] = static_cast<std::uint8_t>(number >> 8);
+      bytes.shrink_to_fit();
+      return bytes;
+    };
+    CHECK(is_taken(put(3)) == (number == count));
+    CHECK(is_taken(put(places)) == (number < 300));
+  }
+  Bytes many = good;  // more escapes than words, all of them there
+  many[3] = 301 & 0xff;
+  many[4] = 301 >> 8;
+  many.resize(places + std::size_t{3} * 301, 0);
+  CHECK(!is_taken(many));
+  Bytes other = good;
+  other[0] = 2;
+  CHECK(!is_taken(other));
+  for (std::size_t size = 0; size < good.size(); ++size) {
+    CHECK(!is_taken(Bytes(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(size))));
+  }
+}
+
+/// Where the fast coding has no room, the smaller one is used.
+void too_little_room_for_the_fast_one(std::mt19937_64& random) {
+  const Bytes raw = numbers(3 * kBlockBytes + 10, 2, random);
+  const Bytes small = encoded(raw, false);
+  Bytes out(encoded(raw, true).size() - 1);
+  const std::size_t size = lossless_encode(raw.data(), raw.size(), out.data(), out.size(), true);
+  out.resize(size);
+  CHECK(out == small);
 }
 
 void too_little_room_is_said(std::mt19937_64& random) {
   const Bytes raw = numbers(3 * kBlockBytes + 10, 2, random);
-  const std::size_t size = encoded(raw).size();
+  const std::size_t size = encoded(raw, false).size();
   for (const std::size_t room : {std::size_t{0}, std::size_t{1}, size / 2, size - 1, size}) {
-    Bytes out(room);
-    CHECK(lossless_encode(raw.data(), raw.size(), out.data(), room) == (room == size ? size : 0));
+    for (const bool fast : {false, true}) {
+      Bytes out(room);
+      CHECK(lossless_encode(raw.data(), raw.size(), out.data(), room, fast) ==
+            (room == size ? size : 0));
+    }
   }
 }
 
@@ -129,8 +201,13 @@ void damaged(std::uint64_t num_inputs, std::mt19937_64& random) {
     raws.push_back(noise(size, random));
     raws.push_back(Bytes(size, 9));
   }
+  const std::size_t num_raws = raws.size();
   std::vector<Bytes> goods;
-  for (const Bytes& raw : raws) goods.push_back(encoded(raw));
+  for (const Bytes& raw : raws) goods.push_back(encoded(raw, false));
+  for (std::size_t i = 0; i < num_raws; ++i) {
+    goods.push_back(encoded(raws[i], true));
+    raws.push_back(raws[i]);
+  }
   constexpr std::size_t kHead = 90;  // kind, range, lengths and sizes of streams
   Outcomes outcomes;
   for (std::uint64_t i = 0; i < num_inputs; ++i) {
@@ -152,7 +229,10 @@ int main(int argc, char** argv) {
   sizes_and_contents(random);
   noise_costs_little(random);
   numbers_get_smaller(random);
+  escapes(random);
+  heads_of_packed_blocks(random);
   too_little_room_is_said(random);
+  too_little_room_for_the_fast_one(random);
   damaged(argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 20000, random);
   return 0;
 }

@@ -24,8 +24,6 @@ from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Lossless
 from attnstore_vllm.io.device import CHECKSUM_BYTES
-from attnstore_vllm.policy import codec_cost
-from attnstore_vllm.policy.codec_cost import SEEN_MIN, CodecCost
 from attnstore_vllm.scheduler.figures import ERROR_EVENTS
 from attnstore_vllm.store.format import (
     PAGE_BYTES,
@@ -260,10 +258,12 @@ def test_an_encoder_that_makes_another_byte_is_a_miss(
     """All that is read has the record's checksum, and the codec takes it."""
     pack = Lossless.pack
 
-    def wrong(codec: Lossless, payload: memoryview, out: memoryview, num_tokens: int) -> int:
+    def wrong(
+        codec: Lossless, payload: memoryview, out: memoryview, num_tokens: int, fast: bool
+    ) -> int:
         other = bytearray(payload)
         turn_a_bit(memoryview(other))
-        return pack(codec, memoryview(other), out, num_tokens)
+        return pack(codec, memoryview(other), out, num_tokens, fast)
 
     with monkeypatch.context() as planted:
         planted.setattr(Lossless, "pack", wrong)
@@ -361,56 +361,6 @@ def test_a_store_that_ends_waits_for_its_codec(
     assert begun.wait(10)
     rig.close()
     assert has_ended.is_set()
-
-
-def test_a_codec_that_is_slower_than_the_disk_is_said() -> None:
-    cost = CodecCost(threads=2)
-    for _ in range(SEEN_MIN - 1):
-        cost.read(0.001, 1_000_000)
-        cost.decoded(0.003, 1_000_000)
-    assert not cost.is_later
-    cost.read(0.001, 1_000_000)
-    cost.decoded(0.003, 1_000_000)
-    assert cost.is_later
-    read, decode = cost.speeds
-    assert read == pytest.approx(1e9)
-    assert decode == pytest.approx(2e9 / 3)
-
-
-def test_a_codec_that_keeps_up_with_the_disk_is_not_said() -> None:
-    cost = CodecCost(threads=2)
-    for _ in range(2 * SEEN_MIN):
-        cost.read(0.001, 1_000_000)
-        cost.decoded(0.0019, 1_000_000)
-    assert not cost.is_later
-
-
-def test_what_is_decoded_after_the_last_read_counts() -> None:
-    cost = CodecCost(threads=2)
-    for _ in range(SEEN_MIN):
-        cost.read(0.001, 1_000_000)
-        cost.decoded(0.002, 1_000_000)
-    assert cost.is_later
-
-
-def test_it_is_said_once_while_serving(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(codec_cost, "SEEN_MIN", 3)
-    decode = LOSSLESS.decode
-
-    def slow(encoded: memoryview, out: memoryview) -> bool:
-        time.sleep(0.05)
-        return decode(encoded, out)
-
-    monkeypatch.setattr(LOSSLESS, "decode", slow)
-    rig = start()
-    cold(rig)
-    for number in (1, 2, 3, 1):
-        assert check_read(rig, number) == 3
-    said = [r.getMessage() for r in caplog.records if "brings hits later" in r.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("nvme.codec: lossless brings hits later than the disk alone would")
 
 
 # ---- the format ------------------------------------------------------------------------------
