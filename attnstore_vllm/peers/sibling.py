@@ -23,7 +23,7 @@ SHAPE = struct.Struct("<QQQ")
 
 
 POPULATED_BYTES = 16 << 20
-"""Of a pool that are mapped in one go."""
+"""Bytes of a pool that are mapped in one go."""
 _MADV_POPULATE_READ = 22  # since Linux 5.14; not among the names of the mmap module
 _libc = ctypes.CDLL(None)
 
