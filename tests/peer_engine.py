@@ -18,6 +18,7 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.peers.asker import PeersIo
 from attnstore_vllm.peers.peers_tier import peers_of
+from attnstore_vllm.peers.wire import MessageKind, Wire
 from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.devices import MemoryDevice
@@ -38,6 +39,7 @@ from tests.helpers import (
 
 DEADLINE_S = 10.0
 RECORDS = 64
+_SEND = Wire.send
 
 
 class PeerEngine:
@@ -122,6 +124,28 @@ class PeerEngine:
             self.pool.slot(chunk.dram.slot)[5] ^= 1
         return True
 
+    def put_again(self, number: int, num_tokens: int) -> bool:
+        """Save it again with another last bit, as another batch may have computed it."""
+        for name in names_of(sequence_of(conversation(number, num_tokens))):
+            chunk = self.store.begin_save(name, again=True)
+            assert chunk is not None
+            payload = bytearray(payload_of(name))
+            payload[-1] ^= 1
+            self.pool.slot(chunk.dram.slot)[:] = payload
+            self.store.finish_saves([chunk])
+        return True
+
+    def tell_twice(self) -> bool:
+        """From now on say of each chunk twice where it is."""
+
+        def send(
+            wire: Wire, kind: MessageKind, number: int, fields: Any = (), fds: Any = ()
+        ) -> None:
+            _SEND(wire, kind, number, [*fields] * (1 + (kind is MessageKind.PIECES)), fds)
+
+        Wire.send = send  # type: ignore[assignment,method-assign]
+        return True
+
     def is_idle(self) -> bool:
         return self.store.is_idle()
 
@@ -134,6 +158,7 @@ class PeerEngine:
         return True
 
     def close(self) -> None:
+        Wire.send = _SEND  # type: ignore[method-assign]
         self.store.close()
 
 

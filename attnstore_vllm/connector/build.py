@@ -42,6 +42,7 @@ from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.observed import ObservedScheduler
+from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
@@ -283,6 +284,7 @@ def _scheduler(
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
         gives_blocks_away=not zeroes and (None in rows or all(r.is_alone for r in ranks)),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        empty_step_wait_s=LOCKSTEP_WAIT_S if _is_in_lockstep(vllm_config) else EMPTY_STEP_WAIT_S,
         truncation=(truncation, why_not_moved),
         approximate=Approximate(changes, by_default=config.nvme.is_for_all),
         replays=_replays(vllm_config),
@@ -423,6 +425,12 @@ def counts_media(vllm_config: VllmConfig) -> bool:
         and media.mm_processor_cache_gb == 0
         and not vllm_config.cache_config.enable_prefix_caching
     )
+
+
+def _is_in_lockstep(vllm_config: VllmConfig) -> bool:
+    """Whether the steps of data-parallel engines wait for each other: experts are spread over
+    them."""
+    return vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe
 
 
 def _overcounts_drafts(vllm_config: VllmConfig) -> bool:

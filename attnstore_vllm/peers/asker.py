@@ -71,6 +71,7 @@ class _PeerLoad:
     chunk: Chunk
     payload: memoryview
     done: Loaded
+    begun_at: float
     sibling: Sibling | None = None
     ends_at: float = 0.0
 
@@ -151,7 +152,7 @@ class PeersIo(AskedIo):
         self, chunk: Chunk, payload: memoryview, done: Loaded, late: Callable[[], None]
     ) -> None:
         self._num_loading += 1
-        self._begun.append(_PeerLoad(chunk, payload, done))
+        self._begun.append(_PeerLoad(chunk, payload, done, self.context.clock()))
 
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
         raise NotImplementedError("what siblings keep they have computed")
@@ -380,6 +381,9 @@ class PeersIo(AskedIo):
         """Copy and verify. A checksum is that of our copy: nobody else can write to it now."""
         loads = self._loads.get(message.number, {})
         copies, ended = [], list[tuple[int, AttnStoreError | None]]()
+        places = [PIECE.unpack(said)[0] for said in message.fields[::2]]
+        if len(set(places)) < len(places):  # two slots in one place: one digest is of the other
+            raise WireError("a chunk is told twice")
         for said, expected in zip(message.fields[::2], message.fields[1::2], strict=True):
             place, slot = PIECE.unpack(said)
             load = loads.get(place)
@@ -415,8 +419,10 @@ class PeersIo(AskedIo):
             return
         with self.context.progress:
             self._num_loading -= len(ended)
-            self.context.residency.now = self.context.clock()
-            for load, failure in ended:
+            self.context.residency.now = now = self.context.clock()
+            begun_at = max(self.load_ended_at, min(load.begun_at for load, _ in ended))
+            for load, failure in ended:  # they came together: each took its part of the time
+                self.load_ended_at = now - (now - begun_at) / len(ended)
                 load.done(failure, load.chunk.name.tokens)
         for _, failure in ended:
             if not isinstance(failure, GoneError):

@@ -277,9 +277,6 @@ class Owner:
         if chunk.dram.state is State.READY:
             residency.hold(chunk)
             get.held.append(chunk)
-            source = context.reader.source(chunk)
-            if source is not None and source.sums_payloads:
-                chunk.dram.checksum = chunk.dram.checksum or source.tier.copy_of(chunk).checksum
         elif chunk.dram.state is State.ABSENT:
             context.reader.want([chunk])
         return chunk

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from attnstore_vllm.index.chunk import State
@@ -33,7 +33,7 @@ from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_sta
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Tables
-from attnstore_vllm.scheduler.vllm_view import Clock, StepTimes
+from attnstore_vllm.scheduler.vllm_view import Clock, StepTimes, VllmQueue
 from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
@@ -48,6 +48,8 @@ ROUND_S = 0.05
 EMPTY_STEP_WAIT_S = 0.005
 """How long a step that computes nothing waits for a read to end: about as long as vLLM takes for
 such a step, so that a request that arrives meanwhile does not notice."""
+LOCKSTEP_WAIT_S = 0.002
+"""The same where other engines' steps wait for this one's."""
 LINGERS_MAX = 8
 """Looks at a request that is alone in a step, at most."""
 
@@ -215,7 +217,8 @@ class Waits:
     """Requests that wait for their KV, in the step that is being planned.
 
     Args:
-        is_alone: whether nobody but this request runs or waits; None: nobody can say.
+        queue: vLLM's; None: nobody knows it.
+        wait_s: how long a step that computes nothing may wait.
     """
 
     def __init__(
@@ -223,9 +226,11 @@ class Waits:
         store: Store,
         costs: Costs,
         clock: Clock = time.monotonic,
-        is_alone: Callable[[str], bool] | None = None,
+        queue: VllmQueue | None = None,
+        wait_s: float = EMPTY_STEP_WAIT_S,
     ) -> None:
-        self._is_alone = is_alone
+        self._queue = queue
+        self._wait_s = wait_s
         self._clock = clock
         self._store = store
         self._costs = costs
@@ -294,7 +299,7 @@ class Waits:
     def lingers(self, state: RequestState) -> bool:
         """Wait a little for what the request waits for, if nobody else runs or waits: until vLLM
         would ask again it sleeps. Returns whether something has come."""
-        if self._is_alone is None or not self._is_alone(state.request.request_id):
+        if self._queue is None or not self._queue.is_alone(state.request.request_id):
             return False
         if not self._wait():
             return False
@@ -303,8 +308,8 @@ class Waits:
         return True
 
     def _wait(self) -> bool:
-        """For something to come; EMPTY_STEP_WAIT_S at most, all of a step together."""
-        left_s = EMPTY_STEP_WAIT_S - self._waited_s
+        """For something to come; `wait_s` at most, all of a step together."""
+        left_s = self._wait_s - self._waited_s
         if left_s <= 0 or not (self._for or self._asked):
             return False
         began_at = self._clock()
@@ -363,7 +368,8 @@ class Offers:
         """
         answer: tuple[int | None, bool] = (None, False)
         if self._waits.goes_on(state):
-            count_wanted(stats, state, state.waiting.coming)
+            if state.waiting.coming:  # else it has not had a look yet
+                count_wanted(stats, state, state.waiting.coming)
         else:
             answer = self._look(state, local, stats)
         for _ in range(LINGERS_MAX):

@@ -25,7 +25,7 @@ from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.messages import LoadCheck, Seen, StepPlan, StepReport
-from attnstore_vllm.scheduler.offer import Costs, Offers, Waits
+from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, Costs, Offers, Waits
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
@@ -85,6 +85,7 @@ class Scheduler:
             model.
         gives_blocks_away: what finished requests leave is saved from blocks that are free.
         step_tokens: what a step computes of one prompt, at most.
+        empty_step_wait_s: how long a step that computes nothing may wait for KV.
         truncation: of the store's settings, and why KV cannot be moved here, or None.
         approximate: who gets KV that a codec has changed.
         replays: of the tokens of each of a step's requests, whether the step may be a CUDA graph
@@ -119,6 +120,7 @@ class Scheduler:
         rows: int | None = None,
         gives_blocks_away: bool = True,
         step_tokens: int = 1 << 30,
+        empty_step_wait_s: float = EMPTY_STEP_WAIT_S,
         truncation: tuple[TruncationConfig | None, str | None] = (None, None),
         approximate: Approximate = EXACT_ALONE,
         replays: Callable[[Collection[int]], bool] = lambda _: False,
@@ -161,17 +163,11 @@ class Scheduler:
             step_tokens=step_tokens,
             clock=clock,
         )
-        self._saving = Saving(store, geometry, self.plans, self._truncation, costs, states_every)
+        plans, moved = self.plans, self._truncation
+        saving = self._saving = Saving(store, geometry, plans, moved, costs, states_every)
         store.weigh_reads(costs.computing_s)
-        self._offers = Offers(
-            store,
-            geometry,
-            costs,
-            Waits(store, costs, clock, self._queue.is_alone if self._queue else None),
-            self.plans,
-            self._truncation,
-            self._saving.counts,
-        )
+        waits = Waits(store, costs, clock, self._queue, empty_step_wait_s)
+        self._offers = Offers(store, geometry, costs, waits, plans, moved, saving.counts)
         self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:

@@ -181,6 +181,8 @@ class Reader:
             source.cost.observe(now - max(begun_at, source.load_ended_at))
             source.load_ended_at = now
         verified = failure is None and context.residency.index.learn(chunk, tokens)
+        if source.sums_payloads:
+            chunk.dram.checksum = source.tier.copy_of(chunk).checksum
         if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
             is_gone = isinstance(failure, GoneError)
             event = "corrupt" if failure is None or is_corrupt else "read_failed"

@@ -84,5 +84,7 @@ class Writer:
             tier.write_cost.observe(now - max(begun_at, tier.store_ended_at))
             tier.store_ended_at = now
             context.moved_bytes[tier.flow_down] += tier.record_bytes
+            if tier.sums_payloads:  # it is of this copy: another one may have other bytes
+                chunk.dram.checksum = outcome
         context.residency.finish_store(tier.tier, chunk, outcome)
         context.progress.notify_all()

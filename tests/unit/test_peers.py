@@ -16,6 +16,7 @@ import pytest
 
 from attnstore_vllm.index.asked_tier import AskedBooks
 from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.peers import asker, owner
 from attnstore_vllm.peers.generation import Generation
 from attnstore_vllm.peers.owner import PIECE
@@ -27,6 +28,7 @@ from attnstore_vllm.peers.wire import (
     connect,
     listen,
 )
+from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.types import PEERS
 from tests.helpers import conversation, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess
@@ -109,6 +111,39 @@ def test_one_damaged_chunk_is_lost_alone(pair: Pair) -> None:
     sibling.call("damage", 1, LONG, 3)
     assert here.read(1, LONG)["tiers"] == {"peers": LONG - 16}
     assert here.store.residency.counts["corrupt"] == 1
+
+
+def test_bytes_that_were_computed_again_have_a_checksum_of_their_own(pair: Pair) -> None:
+    """In another batch KV may differ in a bit. What NVMe has stays as it was."""
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    sibling.call("push_out", 500, 20)
+    sibling.call("put_again", 1, LONG)
+    sequence = asking(1, LONG)
+    assert here.store.find(sequence, 0, LONG) == []
+    here.wait(lambda: not is_asked(sequence))
+    pieces = here.store.find(sequence, 0, LONG)
+    here.wait(lambda: not any(piece.chunk.dram.state is State.READING for piece in pieces))
+    held = here.store.hold_ready(pieces, sequence, LONG)
+    assert sum(piece.stop - piece.start for piece in held) == LONG
+    here.store.release(piece.chunk for piece in held)
+    assert here.store.residency.counts["corrupt"] == 0
+
+
+def test_a_chunk_that_is_told_twice_ends_the_connection(pair: Pair) -> None:
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    sibling.call("tell_twice")
+    assert here.read(1, LONG)["tiers"] == {}
+    here.wait(here.is_idle)
+    assert here.io.health.reads.in_use
+    here.wait_ready()  # it is connected to again
+
+
+def asking(number: int, num_tokens: int) -> SequenceKeys:
+    sequence = sequence_of(conversation(number, num_tokens))
+    sequence.may_ask = True
+    return sequence
 
 
 def test_a_copy_is_written_once_it_is_used_again(pair: Pair) -> None:

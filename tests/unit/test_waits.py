@@ -38,7 +38,11 @@ class Rig:
         self.store = as_store(Nothing())
         costs = Costs(self.store, deadline_s, computes_if_sooner=True, clock=self.clock)
         self.alone = ""
-        self.waits = Waits(self.store, costs, self.clock, lambda name: name == self.alone)
+        self.waits = Waits(self.store, costs, self.clock, as_store(self))
+
+    def is_alone(self, name: str) -> bool:
+        """As vLLM's queue says it."""
+        return name == self.alone
 
     def request(self, name: str) -> RequestState:
         self.store.missing.add(name)
