@@ -126,6 +126,8 @@ class Side:
         worker.close()
         self.store = Store(self.pool, slab, Throttle(device, bytes_per_s), DEPTH, eviction="lru")
         self._num_chunks = num_chunks
+        if name == SMALL:
+            self.cost.is_fast = False
         self._write(1)
         if name == ADAPTIVE:
             self._warm_up()
@@ -141,7 +143,7 @@ class Side:
     def _warm_up(self) -> None:
         for _ in range(WARM_UP_MAX):
             self.ask()
-            if self.cost.is_fast:
+            if not self.cost.is_fast:
                 return
 
     def _prompt(self, number: int, num_chunks: int) -> SequenceKeys:

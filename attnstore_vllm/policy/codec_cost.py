@@ -9,8 +9,9 @@ decides. For a byte of KV a hit takes:
                                   decoding by all threads, and reading the first chunk of it
 
 A codec may have two codings: a small one, and a fast one of more bytes that are decoded faster.
-The small one is written as long as the fast one would not bring hits earlier. How fast each is
-decoded is tried at the start, and seen while serving.
+The fast one is written at first: it is hardly ever later than the disk alone, and nothing that is
+there is written anew. Where the disk proves slow the small one is written, which brings hits
+earlier there. How fast each is decoded is tried at the start, and seen while serving.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RECENT = 512
 """Things seen that a mean is of; those before count for less and less."""
 LATER = 1.02
 """So much later counts."""
-BACK = 1.1
+BACK = 1.05
 """So much later than the small coding the fast one has to be to be given up: more than LATER, so
 that it does not change to and fro."""
 LAST = 1 / 16
@@ -57,14 +58,17 @@ class _Seen:
 
 
 class CodecCost:
-    """Args: threads: that decode beside each other."""
+    """Args:
+    threads: that decode beside each other.
+    has_fast: the codec has a fast coding.
+    """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, has_fast: bool = False) -> None:
         self._threads = threads
         self._reads = _Seen()
         self._decodings = {False: _Seen(), True: _Seen()}
         self._trials: dict[bool, _Seen] = {}
-        self.is_fast = False
+        self.is_fast = has_fast
         """Whether records are written by the fast coding."""
 
     def tried(self, is_fast: bool, seconds: float, num_bytes: int, encoded_bytes: int) -> None:
@@ -82,7 +86,7 @@ class CodecCost:
         self._decodings[is_fast].add(seconds, num_bytes, encoded_bytes)
 
     def decide(self) -> bool:
-        """Whether the coding that is written changes. To the fast one needs a trial of it."""
+        """Whether the coding that is written changes. That needs a trial of the other one."""
         small, fast = self._known(False), self._known(True)
         if self._reads.count < SEEN_MIN or not (small and fast):
             return False

@@ -19,7 +19,7 @@ class CodecWatch:
     """From any thread. Args: path: of the file that is read."""
 
     def __init__(self, coders: Coders, path: Path, clock: Callable[[], float]) -> None:
-        self.cost = CodecCost(coders.num_threads)
+        self.cost = CodecCost(coders.num_threads, has_fast=coders.codec.has_fast)
         self._coders = coders
         self._path = path
         self._clock = clock

@@ -51,6 +51,17 @@ def test_a_slow_disk_keeps_the_small_coding(disk: float) -> None:
     assert not cost.is_later
 
 
+@pytest.mark.parametrize(("disk", "changes"), [(0.2, 1), (1.0, 1), (2.0, 0), (5.0, 0)])
+def test_the_fast_coding_is_written_until_the_disk_proves_slow(disk: float, changes: int) -> None:
+    cost = CodecCost(threads=1, has_fast=True)
+    try_both(cost, 2.5, 10)
+    assert serve(cost, disk, 2.5, 10, SEEN_MIN - 1) == 0, "too little was seen"
+    assert cost.is_fast
+    assert serve(cost, disk, 2.5, 10, 10 * SEEN_MIN) == changes
+    assert cost.is_fast == (not changes)
+    assert not cost.is_later
+
+
 @pytest.mark.parametrize("disk", [2.0, 5.0])
 def test_a_fast_disk_gets_the_fast_coding(disk: float) -> None:
     cost = CodecCost(threads=1)

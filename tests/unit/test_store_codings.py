@@ -143,6 +143,8 @@ def test_it_changes_to_the_fast_coding_and_says_so_once(
     slow(monkeypatch, small=0.02, fast=0.0, trials=(0.0, 0.0))
     caplog.set_level("INFO")
     rig = start()
+    assert watch_of(rig).is_fast, "until the disk proves slow"
+    watch_of(rig).cost.is_fast = False
     for number in (1, 2, 3):
         put_all(rig, number)
     for number in (1, 2, 3, 1, 2, 3):
