@@ -111,7 +111,8 @@ class RedisBackend(Backend):
         return made
 
     def _expect_ok(self, *words: str) -> None:
-        self._send([_command(*words)])
+        # Not by _send: it would connect anew if the server has ended this connection already.
+        self._at_deadline().sendall(_command(*words))
         kind, text = self._reply()
         if kind != "+":
             raise BackendError(f"Redis refuses {words[0]}: {text}")
