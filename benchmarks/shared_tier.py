@@ -5,8 +5,8 @@
 
     ttft      server A computes a prompt, and writes it; server B is asked for it (from the shared
               tier), and once more (from HBM). Over computing it, and over HBM.
-    bytes     gets and puts of records through the tier's child process and copies, over the same
-              client's own in a loop
+    bytes     gets and puts of 32 records through the tier as the store uses it, sealed and
+              verified, over those of its client alone in a loop
     faults    what a request that nobody has stored takes more while the store hangs, and when it
               is dead: the first ones, and those after the breaker has opened
 
@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import signal
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,21 +34,30 @@ from typing import Any
 import numpy as np
 
 from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.keys import root_key
+from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.shared.backend import open_backend
-from attnstore_vllm.shared.helper import Helper
-from attnstore_vllm.shared.lanes import LaneOp, Lanes
 from attnstore_vllm.shared.record import HEADER_BYTES
+from attnstore_vllm.shared.shared_io import MakeShared, SharedIo
+from attnstore_vllm.store.format import SegmentHeader
+from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.network_stores import KINDS, NetworkStore, missing
 from attnstore_vllm.testing.tiny_model import make_model
+from attnstore_vllm.transfer.pool import SharedPool
+from attnstore_vllm.types import Key
 from benchmarks.hit_latency import ARGUMENTS, CASES, DEV, LOADED, Client
 from benchmarks.server import VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNK_TOKENS = 256
-STORE_BYTES = 1 << 30
+STORE_BYTES = 2 << 30
 DEADLINE_MS = 500
-VALUES, VALUE_BYTES = 8, 2 << 20
+VALUES, VALUE_BYTES = 32, 2 << 20
+"""As many as the tier has in flight at most."""
+BATCH = 8
+"""Of the client alone, in one call."""
 SETTLE_S = 60.0
 
 
@@ -130,48 +143,107 @@ def until_in_use(server: VllmServer) -> None:
         time.sleep(1.0)
 
 
-def rates(store: NetworkStore, rounds: int) -> dict[str, float]:
-    """GB/s of this tier's gets (verified) and puts (sealed), and of the client alone."""
-    lanes = Lanes(VALUE_BYTES, 2, VALUES)
-    helper = Helper(store.settings, lanes)
-    helper.start()
-    names = [secrets.token_bytes(32) for _ in range(VALUES)]
-    payloads = [np.frombuffer(secrets.token_bytes(VALUE_BYTES), np.uint8) for _ in names]
-    slots = [np.zeros(VALUE_BYTES, np.uint8) for _ in names]
-    places = [lanes.place(helper.buffer, 1, number) for number in range(VALUES)]
+@contextmanager
+def our_tier(store: NetworkStore, directory: Path) -> Iterator[SharedIo]:
+    """The tier of a store that does nothing else."""
+    pool = SharedPool(f"attnstore-bench-{os.getpid()}", 2, VALUE_BYTES, num_ranks=1, member=1)
+    pool._path.unlink()
+    shape = SegmentHeader(-1, CHUNK_TOKENS, VALUE_BYTES, bytes(32), b"", 0, "benchmark")
+    slab = open_slab(directory / "rates", 8 * VALUE_BYTES, shape)
+    device, _ = open_device(slab.path, 8, "auto")
+    tier = MakeShared(
+        store.settings,
+        namespace=secrets.token_bytes(32),
+        where="the benchmark's store",
+        chunk_tokens=CHUNK_TOKENS,
+        deadline_s=10.0,
+        directory=None,
+        clock=time.monotonic,
+    )
+    stored = Store(pool, slab, device, 8, more_tiers=(tier,))
+    assert stored.asking is not None
+    stored.asking.weights_seen(True)
+    io = stored.thread.tiers[1]
+    assert isinstance(io, SharedIo)
+    deadline = time.monotonic() + SETTLE_S
+    while io.generation.usable is None:
+        assert time.monotonic() < deadline, "the store does not answer"
+        time.sleep(0.01)
+    try:
+        yield io
+    finally:
+        stored.close()
 
-    def put() -> None:
-        for payload, place in zip(payloads, places, strict=True):
-            checksum(memoryview(payload.data))
-            np.copyto(np.frombuffer(place[HEADER_BYTES:], np.uint8), payload)
-        assert not any(helper.numbers(1, LaneOp.OVERWRITE, names, 10.0))
 
-    def get() -> None:
-        assert min(helper.numbers(1, LaneOp.GET, names, 10.0)) > 0
-        for slot, place in zip(slots, places, strict=True):
-            np.copyto(slot, np.frombuffer(place[HEADER_BYTES:], np.uint8))
-            checksum(memoryview(slot.data))
-
-    found = {"put": _rate(put, rounds), "get": _rate(get, rounds)}
-    helper.close()
-    own = memoryview(bytearray(VALUES * (HEADER_BYTES + VALUE_BYTES)))
+def rates(store: NetworkStore, rounds: int, directory: Path) -> dict[str, float]:
+    """GB/s of our tier's puts (sealed) and gets (verified), and of the client alone, by turns."""
+    payloads = [np.frombuffer(secrets.token_bytes(VALUE_BYTES), np.uint8) for _ in range(VALUES)]
+    slots = [np.zeros(VALUE_BYTES, np.uint8) for _ in range(VALUES)]
+    own = memoryview(bytearray(BATCH * (HEADER_BYTES + VALUE_BYTES)))
     size = HEADER_BYTES + VALUE_BYTES
-    parts = [own[i * size : (i + 1) * size] for i in range(VALUES)]
+    parts = [own[i * size : (i + 1) * size] for i in range(BATCH)]
     client = open_backend(store.settings, None, {})
-    texts = [f"as1/{name.hex()}" for name in names]
-    found["client_put"] = _rate(lambda: client.put(texts, parts, overwrite=True), rounds)
-    found["client_get"] = _rate(lambda: client.get(texts, parts), rounds)
-    return found
+    times: dict[str, list[float]] = {"put": [], "client_put": [], "get": [], "client_get": []}
+    with our_tier(store, directory) as io:
+        for _ in range(rounds):
+            # Both write what is not there: memory that a store has had before is sooner written.
+            chunks = [chunk_of(secrets.token_bytes(32)) for _ in range(VALUES)]
+            texts = [f"as1/{secrets.token_hex(32)}" for _ in range(VALUES)]
+            batches = [texts[at : at + BATCH] for at in range(0, VALUES, BATCH)]
+            times["put"].append(in_flight(io, io.begin_store, chunks, payloads))
+            put = partial(client.put, overwrite=False)
+            times["client_put"].append(alone(put, batches, parts))
+            times["get"].append(in_flight(io, partial(load_of, io), chunks, slots))
+            times["client_get"].append(alone(client.get, batches, parts))
+            assert all(map(np.array_equal, payloads, slots))
+    num_bytes = VALUES * VALUE_BYTES
+    return {what: num_bytes / statistics.median(found) / 1e9 for what, found in times.items()}
 
 
-def _rate(act: Any, rounds: int) -> float:
-    act()
-    times = []
-    for _ in range(rounds):
-        begun_at = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - begun_at)
-    return VALUES * VALUE_BYTES / statistics.median(times) / 1e9
+def chunk_of(key: bytes) -> Chunk:
+    root = root_key(bytes(32), None, b"")
+    return Chunk(ChunkName(Key(key), root, b"", bytes(32), 0, CHUNK_TOKENS, b""))
+
+
+def load_of(io: SharedIo, chunk: Chunk, payload: memoryview, done: Callable[..., None]) -> None:
+    io.begin_load(chunk, payload, done, lambda: None)
+
+
+def in_flight(
+    io: SharedIo,
+    begin: Callable[[Chunk, memoryview, Callable[..., None]], None],
+    chunks: Sequence[Chunk],
+    payloads: Sequence[np.ndarray],
+) -> float:
+    """Begin all of them; the seconds until the last has ended well."""
+    ended: list[Any] = []
+    over = threading.Event()
+
+    def done(outcome: Any, *_: Any) -> None:
+        ended.append(outcome)
+        if len(ended) == len(chunks):
+            over.set()
+
+    begun_at = time.perf_counter()
+    with io.context.progress:
+        for chunk, payload in zip(chunks, payloads, strict=True):
+            begin(chunk, memoryview(payload.data), done)
+    io.submit()
+    assert over.wait(SETTLE_S)
+    seconds = time.perf_counter() - begun_at
+    assert all(outcome is None or isinstance(outcome, bytes) for outcome in ended), ended
+    return seconds
+
+
+def alone(
+    call: Callable[[Sequence[str], Sequence[memoryview]], list[int]],
+    batches: Sequence[Sequence[str]],
+    parts: Sequence[memoryview],
+) -> float:
+    begun_at = time.perf_counter()
+    for batch in batches:
+        assert min(call(batch, parts)) >= 0
+    return time.perf_counter() - begun_at
 
 
 def measure(kind: str, name: str, count: int) -> dict[str, Any]:
@@ -183,7 +255,7 @@ def measure(kind: str, name: str, count: int) -> dict[str, Any]:
         model = make_model(work / name, case.shape)
         store = NetworkStore(kind, memory=STORE_BYTES)
         try:
-            result["gb_s"] = rates(store, 10)
+            result["gb_s"] = rates(store, 10, work)
             with (
                 server_of("one", store, model, work) as one,
                 server_of("two", store, model, work) as two,

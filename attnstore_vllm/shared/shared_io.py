@@ -7,7 +7,8 @@
 
 The bounce buffer may be written by others at any time: a payload is verified where it was copied
 to, and its checksum taken where it was copied from. Nothing here runs on the scheduler's thread:
-one thread asks, two load, one stores, each with a lane of the child process.
+one thread asks, two load, two store, each with a lane of the child process. Of two, one copies and
+verifies while the other's values are under way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,9 +50,9 @@ from attnstore_vllm.types import SHARED, Flow, StoreFailure
 
 logger = logging.getLogger(__name__)
 
-ASK_LANE, LOAD_LANES, STORE_LANE = 0, (1, 2), 3
-NUM_LANES = 4
-LANE_BYTES = 16 << 20
+ASK_LANE, LOAD_LANES, STORE_LANES = 0, (1, 2), (3, 4)
+NUM_LANES = 5
+LANE_BYTES = 8 << 20
 PLACES_MAX = 16
 """Places of a lane, if its memory has room for them."""
 DEPTH = 32
@@ -78,6 +79,9 @@ class _StoreJob(NamedTuple):
     name: bytes
     payload: memoryview
     done: Stored
+
+
+_Job = TypeVar("_Job", _LoadJob, _StoreJob)
 
 
 class SharedIo(AskedIo):
@@ -141,8 +145,10 @@ class SharedIo(AskedIo):
         self._is_looking = False
         self._asker = DaemonPool(1, "attnstore-shared-ask")
         self._loaders = [DaemonPool(1, f"attnstore-shared-load{lane}") for lane in LOAD_LANES]
-        self._storer = DaemonPool(1, "attnstore-shared-store")
-        self._next_loader = 0
+        self._storers = [DaemonPool(1, f"attnstore-shared-store{lane}") for lane in STORE_LANES]
+        self._next = 0
+        # Two transfers at once share a network and a store's cores: both end later than in turn.
+        self._getting, self._putting = threading.Lock(), threading.Lock()
 
     # ---- what is under way -------------------------------------------------------------
 
@@ -223,31 +229,35 @@ class SharedIo(AskedIo):
 
     def submit(self) -> None:
         with self.context.progress:
-            num_loads, has_stores = len(self._loads), bool(self._stores)
-        for _ in range(min(num_loads, len(LOAD_LANES))):
-            self._next_loader = 1 - self._next_loader
-            lane = LOAD_LANES[self._next_loader]
-            self._loaders[self._next_loader].submit(self._load_all, lane)
-        if has_stores:
-            self._storer.submit(self._store_all)
+            num_loads, num_stores = len(self._loads), len(self._stores)
+        self._next = 1 - self._next
+        for which in (self._next, 1 - self._next)[:num_loads]:
+            self._loaders[which].submit(self._load_all, LOAD_LANES[which])
+        for which in (self._next, 1 - self._next)[:num_stores]:
+            self._storers[which].submit(self._store_all, STORE_LANES[which])
 
     def _load_all(self, lane: int) -> None:
         """On a thread that loads: whatever waits, some at a time, beside the other such thread."""
         while True:
             with self.context.progress:
-                count = min(self.helper.lanes.num_places, -(-len(self._loads) // len(LOAD_LANES)))
-                batch = [self._loads.popleft() for _ in range(count)]
+                batch = self._some(self._loads)
             if not batch:
                 return
             self._load(lane, batch)
             self.context.wake()
+
+    def _some(self, jobs: deque[_Job]) -> list[_Job]:
+        """Locked. A part of them, so that the other lane has one too."""
+        count = min(self.helper.lanes.num_places, -(-len(jobs) // 2))
+        return [jobs.popleft() for _ in range(count)]
 
     def _load(self, lane: int, batch: Sequence[_LoadJob]) -> None:
         try:
             if not all(load.name for load in batch):
                 raise DeviceError("the shared tier is left: its generation is one of before")
             names = [load.name for load in batch]
-            results = self.helper.numbers(lane, LaneOp.GET, names, self._deadline_s)
+            with self._getting:
+                results = self.helper.numbers(lane, LaneOp.GET, names, self._deadline_s)
         except DeviceError as error:
             for load in batch:
                 self._end_load(load, error)
@@ -324,19 +334,18 @@ class SharedIo(AskedIo):
         self._stores.append(_StoreJob(chunk, name, payload, done))
         self._num_storing += 1
 
-    def _store_all(self) -> None:
-        """On the thread that stores."""
+    def _store_all(self, lane: int) -> None:
+        """On a thread that stores, beside the other one."""
         while True:
             with self.context.progress:
-                count = min(self.helper.lanes.num_places, len(self._stores))
-                batch = [self._stores.popleft() for _ in range(count)]
+                batch = self._some(self._stores)
                 damaged = {store.name for store in batch} & self._damaged.keys()
             if not batch:
                 return
-            self._store(batch, damaged)
+            self._store(lane, batch, damaged)
             self.context.wake()
 
-    def _store(self, batch: Sequence[_StoreJob], damaged: set[bytes]) -> None:
+    def _store(self, lane: int, batch: Sequence[_StoreJob], damaged: set[bytes]) -> None:
         failure: DeviceError | None = None
         over = [store for store in batch if store.name in damaged]
         new = [store for store in batch if store.name not in damaged]
@@ -345,7 +354,7 @@ class SharedIo(AskedIo):
             if not all(store.name for store in batch):
                 raise DeviceError("the shared tier is left: its generation is one of before")
             names = [store.name for store in new]
-            there = self.helper.numbers(STORE_LANE, LaneOp.EXIST, names, self._deadline_s)
+            there = self.helper.numbers(lane, LaneOp.EXIST, names, self._deadline_s)
             outcomes |= {
                 name: StoreFailure.IS_THERE
                 for name, is_there in zip(names, there, strict=True)
@@ -354,7 +363,7 @@ class SharedIo(AskedIo):
             new = [store for store in new if store.name not in outcomes]
             for op, stores in ((LaneOp.PUT, new), (LaneOp.OVERWRITE, over)):
                 if stores:
-                    outcomes |= self._put(op, stores)
+                    outcomes |= self._put(lane, op, stores)
             if StoreFailure.NOT_SHARED in outcomes.values():
                 failure = DeviceError(f"{self._where} does not take a value")
         except DeviceError as error:
@@ -373,17 +382,20 @@ class SharedIo(AskedIo):
         if failure is not None:
             self._note_end(failure, "write")
 
-    def _put(self, op: LaneOp, stores: Sequence[_StoreJob]) -> dict[bytes, bytes | StoreFailure]:
+    def _put(
+        self, lane: int, op: LaneOp, stores: Sequence[_StoreJob]
+    ) -> dict[bytes, bytes | StoreFailure]:
         digests = []
         for number, store in enumerate(stores):
-            place = self.helper.lanes.place(self.helper.buffer, STORE_LANE, number)
+            place = self.helper.lanes.place(self.helper.buffer, lane, number)
             digest = checksum(store.payload)
             size = len(store.payload)
             place[:HEADER_BYTES] = seal(store.chunk.name, self.namespace, size, digest)
             _copy(place[HEADER_BYTES:], store.payload)
             digests.append(digest)
         names = [store.name for store in stores]
-        results = self.helper.numbers(STORE_LANE, op, names, self._deadline_s)
+        with self._putting:
+            results = self.helper.numbers(lane, op, names, self._deadline_s)
         return {
             name: StoreFailure.NOT_SHARED if result else digest
             for name, result, digest in zip(names, results, digests, strict=True)
@@ -475,7 +487,7 @@ class SharedIo(AskedIo):
 
     def close(self, timeout_s: float) -> bool:
         self.helper.close()
-        for pool in (self._asker, *self._loaders, self._storer):
+        for pool in (self._asker, *self._loaders, *self._storers):
             pool.shutdown()
         return True
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -172,6 +173,59 @@ def test_what_is_verified_is_the_copy(
     monkeypatch.setattr(shared_io, "copy_checksums", copy)
     assert fetch(two, tokens) == 0
     assert counts(two)["shared_corrupt"] >= 1
+
+
+def test_the_checksum_is_of_what_was_copied(
+    server: NetworkStore, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte of the bounce buffer changes before it is written: it must not be sealed as right."""
+    one, two = open_shared(server), open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    native = shared_io._copy
+
+    def copy(to: memoryview, of: memoryview) -> None:
+        native(to, of)
+        to[5] ^= 1
+
+    monkeypatch.setattr(shared_io, "_copy", copy)
+    write(one, tokens)
+    assert fetch(two, tokens) == 0
+    assert counts(two)["shared_corrupt"] >= 1
+
+
+def test_one_transfer_each_way_is_under_way_and_two_are_copied(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    one, two = open_shared(server), open_shared(server)
+    most: Counter[LaneOp] = Counter()
+    under_way: Counter[LaneOp] = Counter()
+    lanes: dict[LaneOp, set[int]] = {LaneOp.GET: set(), LaneOp.PUT: set()}
+    for rig in (one, two):
+        rig_ask = io_of(rig).helper.numbers
+
+        def slow(
+            lane: int,
+            op: LaneOp,
+            wanted: list[bytes],
+            deadline_s: float,
+            ask: Callable[..., list[int]] = rig_ask,
+        ) -> list[int]:
+            under_way[op] += 1
+            most[op] = max(most[op], under_way[op])
+            if op in lanes:
+                lanes[op].add(lane)
+                time.sleep(0.05)
+            try:
+                return ask(lane, op, wanted, deadline_s)
+            finally:
+                under_way[op] -= 1
+
+        io_of(rig).helper.numbers = slow  # type: ignore[method-assign, assignment]
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+    assert fetch(two, tokens) == WHOLE
+    assert most[LaneOp.GET] == most[LaneOp.PUT] == 1
+    assert len(lanes[LaneOp.GET]) == len(lanes[LaneOp.PUT]) == 2
 
 
 def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
