@@ -63,6 +63,10 @@ TOLD_BY = {
     "broken": _FAILS,
 }
 """The errors by which metrics tell of a fault: one of them has to be counted."""
+TOLD_S = 30.0
+"""Until then the load goes on: what was damaged is told of when somebody reads it."""
+KEYS_MIN = 8
+"""Values that have to be there before they are damaged."""
 
 
 class CommonAuthor(soak.Author):
@@ -198,8 +202,9 @@ def _with_redis(port: int, what: str, random: Random) -> Callable[[], object]:
     import redis
 
     client = redis.Redis(port=port)
-    keys = [key for key in client.keys("as1/*") if client.type(key) == b"string"]
-    keys = [key for key in keys if client.strlen(key) > 4096]  # no generation
+    deadline = time.monotonic() + TOLD_S
+    while len(keys := _values(client)) < KEYS_MIN and time.monotonic() < deadline:
+        time.sleep(0.2)
     if what == "damage":
         for key in keys:
             client.setrange(key, random.randrange(client.strlen(key) - 8), secrets.token_bytes(8))
@@ -224,6 +229,11 @@ def _with_redis(port: int, what: str, random: Random) -> Callable[[], object]:
     else:
         raise AssertionError(what)
     return lambda: None
+
+
+def _values(client: Any) -> list[bytes]:
+    keys = [key for key in client.keys("as1/*") if client.type(key) == b"string"]
+    return [key for key in keys if client.strlen(key) > 4096]  # no generation
 
 
 # ---- the story ---------------------------------------------------------------------------------
@@ -261,6 +271,10 @@ def _meet(
         loads[int(what[-1])].stop_asking()
     end = bring(cluster, what, random)
     time.sleep(random.uniform(*AFTER_S))
+    tells = TOLD_BY.get(what.rstrip(" 01"), ())
+    deadline = time.monotonic() + TOLD_S
+    while tells and not _is_told(cluster, before, tells) and time.monotonic() < deadline:
+        time.sleep(0.5)
     end()
     for load in loads:
         load.end()
@@ -271,14 +285,20 @@ def _meet(
     cluster.until_in_use()
     after = cluster.counters()
     moved = {key: after[key] - before.get(key, 0) for key in sorted(after)}
-    tells = TOLD_BY.get(what.rstrip(" 01"), ())
-    told = any(moved.get(f"errors {error}", 0) > 0 for error in tells)
-    assert told or not tells, f"{what}: metrics say nothing of it: {moved}"
+    told = not tells or _is_told(cluster, before, tells)
+    assert told, f"{what}: metrics say nothing of it: {moved}"
     return Fault(
         what,
         sum(len(load.jobs) for load in loads),
         round(slowest, 2),
         {key: value for key, value in moved.items() if value > 0},
+    )
+
+
+def _is_told(cluster: Cluster, before: dict[str, float], tells: Sequence[str]) -> bool:
+    now = cluster.counters()
+    return any(
+        now.get(key, 0) > before.get(key, 0) for key in (f"errors {error}" for error in tells)
     )
 
 
