@@ -202,9 +202,7 @@ def _with_redis(port: int, what: str, random: Random) -> Callable[[], object]:
     import redis
 
     client = redis.Redis(port=port)
-    deadline = time.monotonic() + TOLD_S
-    while len(keys := _values(client)) < KEYS_MIN and time.monotonic() < deadline:
-        time.sleep(0.2)
+    keys = _values(client)
     if what == "damage":
         for key in keys:
             client.setrange(key, random.randrange(client.strlen(key) - 8), secrets.token_bytes(8))
@@ -232,8 +230,14 @@ def _with_redis(port: int, what: str, random: Random) -> Callable[[], object]:
 
 
 def _values(client: Any) -> list[bytes]:
-    keys = [key for key in client.keys("as1/*") if client.type(key) == b"string"]
-    return [key for key in keys if client.strlen(key) > 4096]  # no generation
+    """Names of what both servers have written, once there is enough of it."""
+    deadline = time.monotonic() + TOLD_S
+    while True:
+        keys = [key for key in client.keys("as1/*") if client.type(key) == b"string"]
+        keys = [key for key in keys if client.strlen(key) > 4096]  # no generation
+        if len(keys) >= KEYS_MIN or time.monotonic() > deadline:
+            return keys
+        time.sleep(0.2)
 
 
 # ---- the story ---------------------------------------------------------------------------------
