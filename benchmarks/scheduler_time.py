@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request costs the scheduler's thread: hash, look up, hold, plan, release.
 
-    python -m benchmarks.scheduler_time [--tokens 4000] [--json]
+    python -m benchmarks.scheduler_time [--tokens 4000] [--json] [--shared]
 
 The real scheduler side over a real store (shared memory and a file), called as vLLM calls it,
 without a model: no worker copies anything, so all that is timed is what a step would wait for.
 Three kinds of request: one that nothing is stored of (its chunks are planned as saves), one
-whose KV is in DRAM, and one that vLLM asks about again in the next step.
+whose KV is in DRAM, and one that vLLM asks about again in the next step. `--shared` compares
+processor time, by turns, with a shared tier on a real Redis and without one: a request that is
+alone is waited for inside its look-up, which costs it nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -30,12 +32,15 @@ from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.messages import Seen, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
+from attnstore_vllm.shared.shared_io import MakeShared
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.testing.network_stores import NetworkStore
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool
 
+Clock = Callable[[], float]
 _CACHED: dict[bytes, int] = {}
 """vLLM's table of cached blocks. It is never reset here."""
 
@@ -49,7 +54,9 @@ class Times:
     asked_again: list[float] = field(default_factory=list)
 
 
-def make_scheduler(directory: Path, block_tokens: int, num_slots: int) -> Scheduler:
+def make_scheduler(
+    directory: Path, block_tokens: int, num_slots: int, more_tiers: Sequence[MakeShared] = ()
+) -> Scheduler:
     geometry = Geometry.uniform(1, 1, block_tokens, 4096 * block_tokens // 16, 256)
     lock = lock_directory(directory)
     pool = SharedPool(
@@ -60,7 +67,9 @@ def make_scheduler(directory: Path, block_tokens: int, num_slots: int) -> Schedu
     shape = SegmentHeader(-1, 256, geometry.slot_bytes, bytes(32), b"", 0, "benchmark")
     slab = open_slab(directory / SLAB_NAME, capacity, shape)
     device, _ = open_device(slab.path, 64, "auto")
-    store = Store(pool, slab, device, 8)
+    store = Store(pool, slab, device, 8, more_tiers=more_tiers)
+    if store.asking is not None:
+        store.asking.weights_seen(True)
     return Scheduler(store, geometry, Weights(bytes(32), b""), 1.0, lock)
 
 
@@ -98,13 +107,15 @@ def step_of(tokens: dict[str, int]) -> Any:
     )
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
+def timed(call: Callable[[], Any], clock: Clock = time.perf_counter) -> tuple[float, Any]:
+    started = clock()
     result = call()
-    return (time.perf_counter() - started) * 1000, result
+    return (clock() - started) * 1000, result
 
 
-def one_request(scheduler: Scheduler, request: Any, block_tokens: int) -> tuple[float, float, int]:
+def one_request(
+    scheduler: Scheduler, request: Any, block_tokens: int, clock: Clock = time.perf_counter
+) -> tuple[float, float, int]:
     """Run a request through all hooks; returns (ms, ms of a second ask, tokens offered)."""
     blocks = list(range(-(-request.num_tokens // block_tokens)))
     scheduler.bind_kv_cache_manager(
@@ -116,13 +127,23 @@ def one_request(scheduler: Scheduler, request: Any, block_tokens: int) -> tuple[
         )
     )
 
-    def come() -> int:
+    def come() -> int | None:
         scheduler.on_new_request(request)
-        offered, _ = scheduler.get_num_new_matched_tokens(request, 0)
-        return offered or 0
+        return ask()
 
-    came_ms, offered = timed(come)
-    again_ms, _ = timed(lambda: scheduler.get_num_new_matched_tokens(request, 0))
+    def ask() -> int | None:
+        offered: int | None = scheduler.get_num_new_matched_tokens(request, 0)[0]
+        return offered
+
+    came_ms, offered = timed(come, clock)
+    deadline = time.monotonic() + 5.0
+    while offered is None:  # the shared tier has not answered yet: vLLM asks in its next step
+        assert time.monotonic() < deadline, "vLLM is told to wait for more than 5 s"
+        scheduler.on_report(StepReport(scheduler.build_step(step_of({})).number, weights=Seen.SAME))
+        time.sleep(0.001)
+        ms, offered = timed(ask, clock)
+        came_ms += ms
+    again_ms, _ = timed(ask, clock)
 
     def run() -> Any:
         scheduler.update_state_after_alloc(request, (blocks,), offered)
@@ -130,13 +151,14 @@ def one_request(scheduler: Scheduler, request: Any, block_tokens: int) -> tuple[
         rest = request.num_tokens - offered
         return scheduler.build_step(step_of({request.request_id: rest}))
 
-    ran_ms, plan = timed(run)
+    ran_ms, plan = timed(run, clock)
     request.num_computed_tokens = request.num_tokens
-    ended_ms, _ = timed(lambda: scheduler.request_finished(request, (blocks,)))
+    ended_ms, _ = timed(lambda: scheduler.request_finished(request, (blocks,)), clock)
     scheduler.on_report(StepReport(plan.number, weights=Seen.SAME))
     tail = scheduler.build_step(step_of({}))
     ids = [p.plan_id for step in (plan, tail) for p in (*step.loads, *step.saves)]
-    reported_ms, _ = timed(lambda: scheduler.on_report(StepReport(tail.number, Counter(ids))))
+    report = StepReport(tail.number, Counter(ids))
+    reported_ms, _ = timed(lambda: scheduler.on_report(report), clock)
     return came_ms + ran_ms + ended_ms + reported_ms, again_ms, offered
 
 
@@ -159,6 +181,40 @@ def measure(num_tokens: int, block_tokens: int, rounds: int) -> Times:
     return times
 
 
+def measure_shared(num_tokens: int, rounds: int) -> dict[str, Times]:
+    """Processor time of this thread with the shared tier and without it, request by request."""
+    random, block_tokens = Random(0), 16
+    times = {"on": Times(), "off": Times()}
+    network = NetworkStore("redis", memory=1 << 30)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        tier = MakeShared(
+            network.settings,
+            namespace=bytes(32),
+            where="the benchmark's Redis",
+            chunk_tokens=256,
+            deadline_s=0.5,
+            directory=None,
+            clock=time.monotonic,
+        )
+        schedulers = {
+            name: make_scheduler(Path(directory) / name, block_tokens, 256, more)
+            for name, more in {"on": [tier], "off": []}.items()
+        }
+        time.sleep(2.0)  # the tier joins
+        for i in range(rounds):
+            tokens = [random.randrange(50_000) for _ in range(num_tokens)]
+            for name, scheduler in schedulers.items():
+                for number, kind in ((2 * i, times[name].stored), (2 * i + 1, times[name].hit)):
+                    request = make_request(number, tokens)
+                    ms, again, _ = one_request(scheduler, request, block_tokens, time.thread_time)
+                    kind.append(ms)
+                times[name].asked_again.append(again)
+        for scheduler in schedulers.values():
+            scheduler.close()
+    network.kill()
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else ""
@@ -166,7 +222,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--shared", action="store_true", help="with a shared tier over without")
     args = parser.parse_args()
+    if args.shared:
+        found = measure_shared(args.tokens, args.rounds)
+        for kind in ("stored", "hit", "asked_again"):
+            on, off = (statistics.median(getattr(found[name], kind)) for name in ("on", "off"))
+            print(f"{kind}: {on:.3f} ms with a shared tier, {off:.3f} without: {on / off:.3f}")
+        return
     result: dict[str, Any] = {"tokens": args.tokens, "rounds": args.rounds}
     for block_tokens in (16, 128):
         times = measure(args.tokens, block_tokens, args.rounds)

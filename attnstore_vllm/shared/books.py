@@ -52,11 +52,12 @@ class SharedBooks(AskedBooks):
         """Whether it may be written to: open_to()."""
         self._pausing: dict[int, float] = {}
         """Slots of DRAM that are not written yet, and since when: the oldest first."""
+        self._used: dict[int, None] = {}
+        """Those of them that need not pause any longer."""
 
     def place_in_dram(self, chunk: Chunk) -> None:
         slot = chunk.dram.slot
         if not self._may_wait(chunk):
-            self._pausing.pop(slot, None)
             self.left_dram(slot)
         elif slot in self.waiting:
             super().place_in_dram(chunk)
@@ -80,24 +81,29 @@ class SharedBooks(AskedBooks):
 
     def left_dram(self, slot: int) -> None:
         self._pausing.pop(slot, None)
+        self._used.pop(slot, None)
         super().left_dram(slot)
 
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
-        """A second use: others are likely to want it too."""
+        """A second use: others are likely to want it too. ripen() goes on with it, on the store's
+        thread: what a request that begins costs the scheduler's is time of each step."""
         for chunk in chunks:
             if chunk.dram.slot in self._pausing and chunk.dram.state is State.READY:
-                self._ripen(chunk.dram.slot)
+                self._used[chunk.dram.slot] = None
 
     def ripen(self, now: float) -> None:
-        """Locked by the caller. Let what has paused be written. Cost: bounded."""
+        """Locked by the caller. Let what was used again or has paused be written. Cost: bounded."""
         for _ in range(RIPE_MAX):
-            slot = next(iter(self._pausing), None)
-            if slot is None or self._pausing[slot] + self._pause_s > now:
+            slot = next(iter(self._used or self._pausing), None)
+            if slot is None:
+                return
+            if slot not in self._used and self._pausing[slot] + self._pause_s > now:
                 return
             self._ripen(slot)
 
     def _ripen(self, slot: int) -> None:
         del self._pausing[slot]
+        self._used.pop(slot, None)
         chunk = self._dram.owned.get(slot)
         if chunk is not None:
             super().place_in_dram(chunk)
@@ -108,6 +114,7 @@ class SharedBooks(AskedBooks):
         was_open, self.is_open = self.is_open, is_open
         if was_open and not is_open:
             self._pausing.clear()
+            self._used.clear()
             self.waiting.clear()
             self.waiting_if_room.clear()
             for chunk in self._dram.owned.values():
