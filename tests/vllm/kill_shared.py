@@ -202,18 +202,7 @@ def _with_redis(port: int, what: str, random: Random) -> Callable[[], object]:
     import redis
 
     client = redis.Redis(port=port)
-    keys = _values(client)
-    if what == "damage":
-        for key in keys:
-            client.setrange(key, random.randrange(client.strlen(key) - 8), secrets.token_bytes(8))
-    elif what == "swap":
-        values = client.mget(keys)
-        for key, value in zip(keys, [*values[1:], *values[:1]], strict=True):
-            client.set(key, value or b"")
-    elif what == "foreign":  # of another version: the header's first bytes are others
-        for key in keys:
-            client.setrange(key, 0, b"ANOTHER1")
-    elif what == "empty":  # also of the generation that all engines share
+    if what == "empty":  # also of the generation that all engines share
         client.flushdb()
     elif what == "full":
         client.config_set("maxmemory", "1mb")
@@ -225,8 +214,27 @@ def _with_redis(port: int, what: str, random: Random) -> Callable[[], object]:
                 client.client_kill_filter(_id=one["id"])
         return partial(client.config_set, "requirepass", "")
     else:
-        raise AssertionError(what)
+        client.config_set("maxmemory", "0")  # a full Redis refuses what changes values
+        _change(client, what, random)
+        client.config_set("maxmemory", str(STORE_BYTES))
     return lambda: None
+
+
+def _change(client: Any, what: str, random: Random) -> None:
+    """Make all values wrong ones."""
+    keys = _values(client)
+    if what == "damage":
+        for key in keys:
+            client.setrange(key, random.randrange(client.strlen(key) - 8), secrets.token_bytes(8))
+    elif what == "swap":
+        values = client.mget(keys)
+        for key, value in zip(keys, [*values[1:], *values[:1]], strict=True):
+            client.set(key, value or b"")
+    elif what == "foreign":  # of another version: the header's first bytes are others
+        for key in keys:
+            client.setrange(key, 0, b"ANOTHER1")
+    else:
+        raise AssertionError(what)
 
 
 def _values(client: Any) -> list[bytes]:
