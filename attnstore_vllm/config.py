@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.io.codec import CODEC_NAMES, CODECS, NONE
 from attnstore_vllm.shared import shared_settings as shared
@@ -28,7 +30,28 @@ for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     # As Kubernetes writes them, in its own case: `m` is a thousandth there.
     _UNITS[f"{_letter.upper()}i"], _UNITS[_letter.upper()] = 1024**_power, 1000**_power
+LEAST = "  dram: 64GiB\n  nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}"
+"""Settings that are enough for a start."""
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*")
+
+
+class _Strict(yaml.SafeLoader):
+    """A key that is given twice is an error: of two values one would be ignored in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for name, _ in node.value:
+            if name.tag != "tag:yaml.org,2002:merge" and name.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{name.value} is given twice; expected once", name.start_mark
+                )
+            seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(text: str) -> Any:
+    """Raises: yaml.YAMLError, also of a key that is given twice."""
+    return yaml.load(text, _Strict)
 
 
 SIZE_MIN = 1 << 20
@@ -393,7 +416,10 @@ class StoreConfig:
     def parse(cls, given: object) -> StoreConfig:
         """Build from the YAML or vLLM's kv_connector_extra_config. Raises ConfigError."""
         if not isinstance(given, Mapping):
-            raise ConfigError(f"the settings of AttnStore are {given!r}; they must be a mapping")
+            found = "empty" if given is None else repr(given)
+            raise ConfigError(
+                f"the settings of AttnStore are {found}; they must be a mapping, as in\n{LEAST}"
+            )
         typed = {"dram_bytes", "ttl_s", "write_buffer_bytes", "shared_by"}
         named = {"dram", "ttl", "write_buffer", "share"}
         known = ({f.name for f in fields(cls)} - typed) | named

@@ -31,7 +31,15 @@ class UnsupportedError(AttnStoreError):
 
 
 class DeviceError(AttnStoreError):
-    """The operating system refused an I/O request, or the device is closed."""
+    """The operating system refused an I/O request, or the device is closed.
+
+    Args:
+        errno: what the system said of it; 0: nothing.
+    """
+
+    def __init__(self, text: str, errno: int = 0) -> None:
+        super().__init__(text)
+        self.errno = errno
 
 
 class GoneError(AttnStoreError):

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config import LEAST, StoreConfig, load_yaml
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.preflight import SHM_DIR, check_machine
 from attnstore_vllm.transfer.region import sweep_at_exit
@@ -55,7 +55,10 @@ def register() -> None:
         try:
             sys.argv[:] = expand(sys.argv, pins_memory=_is_cuda())
         except AttnStoreError as error:
-            raise SystemExit(f"AttnStore cannot start: {error}") from None
+            raise SystemExit(
+                f"AttnStore cannot start: {error}\n(`attnstore check FILE` tells all that is wrong "
+                "in a file of settings.)"
+            ) from None
 
 
 def _ask_for_amx() -> None:
@@ -163,7 +166,7 @@ def _read(value: str) -> dict[str, Any] | None:
     """The KVTransferConfig that the value means, or None if it is not for us to read."""
     if value.endswith((".yaml", ".yml")):
         try:
-            found = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            found = load_yaml(Path(value).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{_FLAG} is {value!r}, which cannot be read: {error}") from error
         except yaml.YAMLError as error:
@@ -171,7 +174,7 @@ def _read(value: str) -> dict[str, Any] | None:
         if not isinstance(found, dict):
             raise ConfigError(
                 f"{_FLAG} is {value!r}, which holds {found!r}; it must hold settings, as in\n"
-                "  dram: 64GiB\n  nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}"
+                f"{LEAST}"
             )
         if "kv_connector" in found:
             return found

@@ -29,7 +29,7 @@ from typing import Final
 from attnstore_vllm.bench.server_metrics import Metrics, parse_metrics
 from attnstore_vllm.errors import AttnStoreError
 
-START_DEADLINE_S: Final = 300.0
+START_DEADLINE_S: Final = 900.0
 STOP_DEADLINE_S: Final = 30.0
 GROUP_DEADLINE_S: Final = 5.0
 """For what a program leaves behind it: Python's resource tracker removes its shared memory then."""

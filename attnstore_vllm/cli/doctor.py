@@ -10,6 +10,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from attnstore_vllm.cli.slab_file import opened, slab_files
 from attnstore_vllm.cli.speeds import FILE_BYTES, disk_speed, memory_speed
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
+from attnstore_vllm.io.device import ALIGNMENT_BYTES
 from attnstore_vllm.shared.start import try_store
 from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.store.format import SegmentHeader
+from attnstore_vllm.store.slab import NO_RESERVE, fallocate
 from attnstore_vllm.transfer.cuda_kernels import native_module
 
 State = Literal["ok", "warn", "bad", "note"]
@@ -166,6 +169,9 @@ def _disk(config: StoreConfig) -> Iterator[Check]:
     free = shutil.disk_usage(directory).free
     kind = _file_system(directory)
     yield Check("disk", "note", f"{directory} is {kind}, {format_size(free)} free")
+    with tempfile.TemporaryFile(dir=directory) as file:
+        if not fallocate(file.fileno(), 0, 0, ALIGNMENT_BYTES):
+            yield Check("disk", "warn", f"{directory}: {NO_RESERVE}")
     if free < 2 * FILE_BYTES:
         yield Check("disk speed", "note", "not measured: too little is free for a trial file")
         return

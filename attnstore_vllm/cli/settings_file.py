@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from attnstore_vllm.cli.setting_texts import SETTINGS
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config import StoreConfig, load_yaml
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.plugin import ours_in
 
@@ -65,7 +65,7 @@ def read_settings(path: Path) -> SettingsFile:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        node, given = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        node, given = yaml.compose(text, yaml.SafeLoader), load_yaml(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:

@@ -41,7 +41,7 @@ FLOWS = {
 }
 _FAILURES = ("read_failed", "write_failed", "corrupt")
 _OF_SHARED = tuple(f"shared_{kind}" for kind in (*_FAILURES, "late", "out"))
-ERRORS = (*_FAILURES, "device_late", "device_out", *_OF_SHARED)
+ERRORS = (*_FAILURES, "device_full", "device_late", "device_out", *_OF_SHARED)
 WIDTH = 100
 """Characters of a table where there is no terminal to ask."""
 

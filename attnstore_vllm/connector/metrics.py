@@ -133,7 +133,8 @@ GAUGES = {
 ERROR_KINDS = tuple(sorted(ERROR_EVENTS))
 """`read_failed`, `write_failed`: the disk said so. `corrupt`: bytes are not what was written.
 `device_late`, `device_out`: the disk did not answer in time, or failed again and again, and was
-left alone for a while. `shared_...`: the same of the shared tier."""
+left alone for a while. `device_full`: a write failed since the file system or a quota is full;
+`write_failed` counts it too. `shared_...`: the same of the shared tier."""
 _TIERS = ("dram", "nvme")
 _SOURCES = (*_TIERS, "peers", "shared")
 _NO_LABEL = ("",)

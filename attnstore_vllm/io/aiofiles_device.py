@@ -182,7 +182,8 @@ class AiofilesDevice:
         error = None
         if failure is not None:
             where = f"{self.path} at byte {request.offset}"
-            error = DeviceError(f"{where}: {request.op.value} failed: {failure}")
+            text = f"{where}: {request.op.value} failed: {failure}"
+            error = DeviceError(text, failure.errno or 0)
         self._completions.put(Completion(request.tag, error, digest))
 
     def _run(self, depth: int, started: queue.SimpleQueue[OSError | None]) -> None:

@@ -127,7 +127,7 @@ class UringDevice:
         return Completion(
             tag,
             DeviceError(
-                f"{self.path} at byte {request.offset}: {request.op.value} failed: {failure}"
+                f"{self.path} at byte {request.offset}: {request.op.value} failed: {failure}", code
             ),
         )
 

@@ -19,7 +19,7 @@ from attnstore_vllm.types import NVME, PEERS, SHARED
 
 _FAILURES = ("read_failed", "write_failed", "corrupt")
 ERROR_EVENTS = frozenset(
-    {*_FAILURES, "device_late", "device_out", "shared_late", "shared_out"}
+    {*_FAILURES, "device_full", "device_late", "device_out", "shared_late", "shared_out"}
     | {f"shared_{event}" for event in _FAILURES}
 )
 """Events of Residency.counts that the metric `errors` has; `chunks` has the others."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from attnstore_vllm.config import check_keys, parse_size
+from attnstore_vllm.config import check_keys, load_yaml, parse_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.sim.model_shape import KvShape
@@ -89,7 +89,12 @@ class Machine:
     @classmethod
     def read(cls, path: Path) -> Machine:
         try:
-            given = yaml.safe_load(path.read_text())
+            given = load_yaml(path.read_text())
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error.strerror}; a server's recorder writes machine.yaml "
+                "once it has measured the engine's steps (docs/operations.md)"
+            ) from error
         except yaml.YAMLError as error:
             raise ConfigError(f"{path}: not YAML: {error}") from error
         return cls.parse(given, str(path))

@@ -7,14 +7,16 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from errno import EDQUOT, ENOSPC
 
-from attnstore_vllm.errors import AttnStoreError, CorruptRecordError
+from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError
 from attnstore_vllm.policy.breaker import Breaker
 
 logger = logging.getLogger(__name__)
 
 LOG_PAUSE_S = 10.0
 """Between two log lines about failures of one kind; the counters have all of them."""
+FULL = (ENOSPC, EDQUOT)
 
 
 class Health:
@@ -106,6 +108,8 @@ class Health:
                 changed = breaker.success()
             else:
                 changed = breaker.failure(now)
+                if isinstance(failure, DeviceError) and failure.errno in FULL:
+                    self._counts[f"{self._event}_full"] += 1
                 if changed:
                     self._counts[f"{self._event}_out"] += 1
             self._progress.notify_all()

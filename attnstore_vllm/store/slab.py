@@ -297,6 +297,7 @@ def _same_shape(found: SegmentHeader, shape: SegmentHeader) -> bool:
 
 FALLOC_FL_KEEP_SIZE = 1
 FALLOC_FL_PUNCH_HOLE = 2
+NO_RESERVE = "this file system cannot reserve space; a full disk will lose chunks"
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -324,16 +325,18 @@ def _allocate(fd: int, slab: Slab) -> None:
         os.ftruncate(fd, min(before, end))  # a reservation that fails took all that was left
         raise
     if not reserved:
-        logger.warning(
-            "%s: this file system cannot reserve space; a full disk will lose chunks", slab.path
-        )
+        logger.warning("%s: %s", slab.path, NO_RESERVE)
 
 
 def _fallocate(fd: int, mode: int, slab: Slab, segment: int) -> bool:
-    """False if the file system cannot. posix_fallocate would write every block there."""
+    return fallocate(fd, mode, slab.segment_offset(segment), slab.segment_bytes)
+
+
+def fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> bool:
+    """False if the file system cannot. posix_fallocate would write every block there. Raises
+    OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
-    offset = ctypes.c_long(slab.segment_offset(segment))
-    if libc.fallocate(fd, mode, offset, ctypes.c_long(slab.segment_bytes)) == 0:
+    if libc.fallocate(fd, mode, ctypes.c_long(offset), ctypes.c_long(num_bytes)) == 0:
         return True
     code = ctypes.get_errno()
     if code in _UNSUPPORTED:

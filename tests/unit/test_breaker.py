@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+from collections import Counter
+
+from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S, PAUSE_MIN_S, Breaker
 from attnstore_vllm.policy.budget import Budget
+from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.devices import MemoryDevice, SlowDevice
 from tests.helpers import (
@@ -38,6 +44,16 @@ def test_one_hang_is_enough() -> None:
     breaker = Breaker()
     assert breaker.failure(0.0, hung=True)
     assert not breaker.in_use
+
+
+def test_a_full_disk_is_counted_by_itself() -> None:
+    progress, counts = threading.Condition(), Counter[str]()
+    health = Health("NVMe", "/kv", progress, counts, lambda: 0.0)
+    health.note_write(DeviceError("write failed", errno.EIO))
+    assert counts["device_full"] == 0
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        health.note_write(DeviceError("write failed", code))
+    assert counts["device_full"] == 2
 
 
 def test_it_is_probed_after_a_pause_that_doubles() -> None:

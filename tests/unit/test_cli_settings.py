@@ -16,7 +16,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from attnstore_vllm.cli import doctor
+from attnstore_vllm.cli.doctor import examine
 from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.sim.hardware import Machine
+from attnstore_vllm.store.slab import NO_RESERVE
 
 COMMAND = [sys.executable, "-m", "attnstore_vllm.cli.main"]
 BAD = """\
@@ -110,6 +115,37 @@ def test_doctor_measures_and_leaves_nothing(settings: Path) -> None:
     assert (said.returncode, report["refused"]) == (0, False), report
     assert "reads" in states["disk speed"]["found"]
     assert list(settings.parent.iterdir()) == [settings], "its trial file is still there"
+
+
+def test_doctor_says_that_space_cannot_be_reserved(
+    settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of ext2: a start warns of it too (test_slab.py)."""
+    before = [check for check in examine(settings, None) if check.found.endswith(NO_RESERVE)]
+    monkeypatch.setattr(doctor, "fallocate", lambda *_: False)
+    (told,) = (check for check in examine(settings, None) if check.found.endswith(NO_RESERVE))
+    assert not before and told.state == "warn"
+
+
+def test_a_key_that_is_given_twice_is_refused(settings: Path) -> None:
+    settings.write_text(f"{settings.read_text()}dram: 2MiB\n")
+    said = attnstore("check", settings)
+    assert said.returncode != 0
+    assert "dram is given twice" in said.stderr and "line 3" in said.stderr
+
+
+def test_an_empty_file_is_answered_with_what_a_start_needs(settings: Path) -> None:
+    settings.write_text("# dram: 1MiB\n")
+    said = attnstore("check", settings)
+    assert said.returncode != 0
+    assert (
+        "are empty" in said.stdout + said.stderr and "capacity: 2TiB" in said.stdout + said.stderr
+    )
+
+
+def test_a_machine_file_that_is_not_there_yet(settings: Path) -> None:
+    with pytest.raises(ConfigError, match=r"machine.yaml once it has measured"):
+        Machine.read(settings.parent / "machine.yaml")
 
 
 def test_doctor_says_all_that_a_start_would_refuse(settings: Path) -> None:

@@ -88,6 +88,7 @@ def test_a_write_that_is_refused_halfway(device: Device, path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert error is not None
     assert f"at byte 8192: write failed: [Errno {errno.EFBIG}]" in str(error)
+    assert isinstance(error, DeviceError) and error.errno == errno.EFBIG
     assert path.read_bytes()[3 * SECTOR_BYTES :] == bytes(SIZE - 3 * SECTOR_BYTES)
     assert finish(device, write(2, 2, buffer(2, 7))) == {2: None}
 

@@ -111,7 +111,7 @@ def sick(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sic
 )  # fmt: skip
 def test_no_request_fails_or_waits(sick: Sick, effect: str, every: int, hang_s: float) -> None:
     ops = {"EIO": ["read"], "ENOSPC": ["write"], "hang": ["read", "write"]}[effect]
-    event = {"EIO": "read_failed", "ENOSPC": "write_failed", "hang": "device_late"}[effect]
+    event = {"EIO": "read_failed", "ENOSPC": "device_full", "hang": "device_late"}[effect]
     goes_out = every == 1 or effect == "hang"
     serving.wait_until(sick.in_use, "the disk is used again")
     failures = count(sick.server, "errors", kind=event)
