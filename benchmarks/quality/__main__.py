@@ -128,7 +128,8 @@ def main() -> None:
         run_training(texts, args.minutes, args.model, Shape(), Recipe(seed=args.seed))
     if args.command == "codecs":
         many = Settings(documents=args.documents, stored=STORED[args.stored])
-        result = measure_codecs(args.model, many)
+        served = 0 if args.no_server else SERVED_DOCUMENTS
+        result = measure_codecs(args.model, many, served=served)
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(codec_tables(result))
     elif args.command != "train":
