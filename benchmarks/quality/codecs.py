@@ -125,22 +125,15 @@ def measure_codecs(directory: Path, settings: Settings, *, served: int = 0) -> d
     Args:
         served: documents that a real server is asked for, with each codec.
     """
-    began = time.time()
+    began = _now()
     model, held_out = load(directory), load_held_out(directory)
     many = settings.documents
     work = make_work(model, held_out, settings, settings.curve_ratio, many, many)
     found = {name: measure(model, work, settings, change) for name, change in CHANGES.items()}
     exact = found[EXACT]
-    through_server = []
-    if served:
-        with tqdm(total=served * len(SERVED), desc="server", unit="document") as bar:
-            for codec in SERVED:
-                window = model.shape.window
-                through_server.append(
-                    measure_served_codec(codec, directory, held_out, window, served, bar.update)
-                )
+    through_server = measure_servers(directory, served) if served else []
     return {
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+        "measured_at": began,
         "machine": machine(),
         "parameters": model.num_parameters,
         "window": model.shape.window,
@@ -156,6 +149,22 @@ def measure_codecs(directory: Path, settings: Settings, *, served: int = 0) -> d
         },
         "served": through_server,
     }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def measure_servers(directory: Path, many: int) -> list[dict[str, Any]]:
+    """One entry a codec, of a real server that is asked for so many documents."""
+    model, held_out = load(directory), load_held_out(directory)
+    found = []
+    with tqdm(total=many * len(SERVED), desc="server", unit="document") as bar:
+        for codec in SERVED:
+            window = model.shape.window
+            one = measure_served_codec(codec, directory, held_out, window, many, bar.update)
+            found.append({"measured_at": _now(), "machine": machine()} | one)
+    return found
 
 
 def tables(result: dict[str, Any]) -> str:

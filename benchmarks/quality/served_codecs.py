@@ -29,7 +29,7 @@ from benchmarks.server import VllmServer
 
 NEAR = {"attnstore": {"approximate": True, "report": True}}
 EXACT = {"attnstore": {"approximate": False, "report": True}}
-DRAM = "16MiB"
+DRAM = "12MiB"
 SHORT = 64
 """Tokens at the end of what is stored that need not be found."""
 
