@@ -55,13 +55,13 @@ def measure_served_codec(
         # Whatever is on NVMe is waited for: answers are compared, and not times.
         said = f"dram: {DRAM}\nnvme: {nvme}\ncompute_if_sooner: false\nload_deadline_ms: 60000\n"
         config.write_text(said)
-        arguments = ["--max-model-len", str(window), "--max-num-seqs", "4"]
+        arguments = ["--max-model-len", str(window), "--max-num-seqs", "4", "--enforce-eager"]
         arguments += ["--kv-transfer-config", str(config)]
         with VllmServer(str(directory), arguments, work / "log", environment=DEV) as server:
-            return _ask_all(Client(server), pieces, stored, codec, tick)
+            return ask_all(Client(server), pieces, stored, codec, tick)
 
 
-def _ask_all(
+def ask_all(
     client: Client, pieces: list[Ids], stored: int, codec: str, tick: Callable[[], object]
 ) -> dict[str, Any]:
     for number, piece in enumerate(pieces):
