@@ -5,6 +5,7 @@
     python -m benchmarks.quality train [--text FILE]... [--minutes N] [--out DIR]
     python -m benchmarks.quality evaluate [--model DIR] [--json FILE] [--plot FILE] [--no-server]
     python -m benchmarks.quality codecs [--model DIR] [--json FILE]      what int8 and fp8 cost
+    python -m benchmarks.quality codecs-served [--served N]              that of a server alone
 
 train goes on where an interrupted run left off, if the texts and the recipe are the same. What it
 leaves in DIR is a model that transformers and vLLM load. methods.py says what the methods are.
@@ -22,7 +23,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.quality import data, picture, report
-from benchmarks.quality.codecs import measure_codecs
+from benchmarks.quality.codecs import measure_codecs, measure_servers
 from benchmarks.quality.codecs import tables as codec_tables
 from benchmarks.quality.evaluate import Settings
 from benchmarks.quality.export import CONFIG_FILE, export
@@ -99,7 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("train", "evaluate", "codecs"),
+        choices=("train", "evaluate", "codecs", "codecs-served"),
         help="the first two, if left out",
     )
     parser.add_argument("--text", type=Path, action="append", help="to train on; may be repeated")
@@ -109,12 +110,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stored", choices=STORED, default="bfloat16", help="how KV is kept")
     parser.add_argument("--documents", type=int, default=Settings().documents)
     parser.add_argument("--no-server", action="store_true", help="leave out the real server")
+    parser.add_argument("--served", type=int, default=SERVED_DOCUMENTS, help="documents of it")
     parser.add_argument("--json", type=Path, help="of results/, if left out")
     parser.add_argument("--plot", type=Path, default=RESULTS / "quality.png")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     if args.json is None:
-        name = "quality_codecs.json" if args.command == "codecs" else "quality.json"
+        name = "quality_codecs.json" if "codecs" in str(args.command) else "quality.json"
         args.json = RESULTS / name
     return args
 
@@ -126,9 +128,15 @@ def main() -> None:
     if args.command == "train" or (args.command is None and not is_there):
         texts = args.text or data.default_texts()
         run_training(texts, args.minutes, args.model, Shape(), Recipe(seed=args.seed))
+    served = 0 if args.no_server else args.served
     if args.command == "codecs":
         many = Settings(documents=args.documents, stored=STORED[args.stored])
-        result = measure_codecs(args.model, many)
+        result = measure_codecs(args.model, many, served=served)
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(codec_tables(result))
+    elif args.command == "codecs-served":  # beside what was measured without one
+        result = json.loads(args.json.read_text(encoding="utf-8"))
+        result["served"] = measure_servers(args.model, args.served)
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(codec_tables(result))
     elif args.command != "train":
@@ -139,7 +147,6 @@ def main() -> None:
             curve_documents=max(1, many // 2),
             stored=STORED[args.stored],
         )
-        served = 0 if args.no_server else SERVED_DOCUMENTS
         run_evaluation(args.model, settings, args.json, args.plot, served=served)
 
 

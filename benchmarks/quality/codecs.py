@@ -5,7 +5,8 @@ The first half of each window is computed, its KV goes through the codec as the 
 native encoder and decoder, bf16), and the second half is foretold from what comes back. Every
 codec gets the same documents and questions, so differences are of documents, as are their
 confidence intervals. `2 bits` is a check that the measure can fail: the same groups and scales,
-and three values a number.
+and three values a number. Answers through a real server, with int8 and fp8, are in
+served_codecs.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from attnstore_vllm.bench.summary import table
 from attnstore_vllm.io.codec import CODECS, PayloadShape, Quantized
@@ -35,9 +37,11 @@ from benchmarks.quality.evaluate import (
 from benchmarks.quality.export import load
 from benchmarks.quality.methods import Method, Truncation, Window
 from benchmarks.quality.model import Kv, Llama
+from benchmarks.quality.served_codecs import measure_served_codec
 from benchmarks.report import machine
 
 EXACT = "exact"
+SERVED = ("int8", "fp8")
 RATIO_GOAL, POINTS_GOAL = 1.005, 2.0
 Change = Callable[[list[Kv]], list[Kv]]
 
@@ -115,16 +119,21 @@ def measure(model: Llama, work: Any, settings: Settings, change: Change) -> Meas
     return found
 
 
-def measure_codecs(directory: Path, settings: Settings) -> dict[str, Any]:
-    """Of the model in `directory`, as `train` left it there, on what it has not seen."""
-    began = time.time()
+def measure_codecs(directory: Path, settings: Settings, *, served: int = 0) -> dict[str, Any]:
+    """Of the model in `directory`, as `train` left it there, on what it has not seen.
+
+    Args:
+        served: documents that a real server is asked for, with each codec.
+    """
+    began = _now()
     model, held_out = load(directory), load_held_out(directory)
     many = settings.documents
     work = make_work(model, held_out, settings, settings.curve_ratio, many, many)
     found = {name: measure(model, work, settings, change) for name, change in CHANGES.items()}
     exact = found[EXACT]
+    through_server = measure_servers(directory, served) if served else []
     return {
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+        "measured_at": began,
         "machine": machine(),
         "parameters": model.num_parameters,
         "window": model.shape.window,
@@ -138,7 +147,24 @@ def measure_codecs(directory: Path, settings: Settings) -> dict[str, Any]:
             }
             for name, one in found.items()
         },
+        "served": through_server,
     }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def measure_servers(directory: Path, many: int) -> list[dict[str, Any]]:
+    """One entry a codec, of a real server that is asked for so many documents."""
+    model, held_out = load(directory), load_held_out(directory)
+    found = []
+    with tqdm(total=many * len(SERVED), desc="server", unit="document") as bar:
+        for codec in SERVED:
+            window = model.shape.window
+            one = measure_served_codec(codec, directory, held_out, window, many, bar.update)
+            found.append({"measured_at": _now(), "machine": machine()} | one)
+    return found
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -156,4 +182,22 @@ def tables(result: dict[str, Any]) -> str:
                 "" if name == EXACT else "reached" if is_reached else "MISSED",
             )
         )
+    return f"{table(rows)}\n\n{served_table(result['served'])}"
+
+
+def served_table(served: list[dict[str, Any]]) -> str:
+    """Greedy answers of a real server, beside those that rounding alone changes."""
+    rows: list[tuple[str, ...]] = [("same tokens as computed", "", "whole answers", "first tokens")]
+    for one in served:
+        for name, who in (("near", one["codec"]), ("again", f"{one['codec']}, exact KV")):
+            found = one["agreement"][name]
+            same = found["same_tokens"]
+            rows.append(
+                (
+                    who,
+                    f"{same['value']:.3f} ({same['low']:.3f} to {same['high']:.3f})",
+                    f"{found['whole_answer_equal']:.2f}",
+                    f"{found['first_token_equal']:.2f}",
+                )
+            )
     return table(rows)

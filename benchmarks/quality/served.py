@@ -41,7 +41,13 @@ ANSWER = 64
 @dataclass(frozen=True, slots=True)
 class Answer:
     tokens: list[int]
-    moved: int
+    report: dict[str, Any]
+    """The server's, of where the prompt's KV came from; empty where nobody asked for it."""
+
+    @property
+    def moved(self) -> int:
+        found: int = self.report.get("moved_tokens", 0)
+        return found
 
 
 class Client:
@@ -58,7 +64,7 @@ class Client:
             "kv_transfer_params": params,
         })  # fmt: skip
         said = (found.get("kv_transfer_params") or {}).get("attnstore", {})
-        return Answer(found["choices"][0]["token_ids"], said.get("moved_tokens", 0))
+        return Answer(found["choices"][0]["token_ids"], said)
 
     def empty_hbm(self) -> None:
         self._post("/reset_prefix_cache", {})

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,6 +139,32 @@ def test_a_chunk_that_is_told_twice_ends_the_connection(pair: Pair) -> None:
     here.wait(here.is_idle)
     assert here.io.health.reads.in_use
     here.wait_ready()  # it is connected to again
+
+
+def test_reads_that_end_together_share_their_time(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first of them has taken all of it, and the others none."""
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    copy, slow_s = asker.copy_checksums, 0.2
+    batches: list[int] = []
+    seconds: list[float] = []
+
+    def slowly(copies: Any) -> Any:
+        batches.append(len(copies))
+        time.sleep(slow_s * bool(copies))
+        return copy(copies)
+
+    monkeypatch.setattr(asker, "copy_checksums", slowly)
+    monkeypatch.setattr(here.io.cost, "observe", seconds.append)
+    assert here.tokens(1, LONG) == LONG
+    assert sum(batches) == len(seconds) == LONG // 16
+    assert max(batches) > 1, "some end together"
+    for count in filter(None, batches):
+        batch, seconds = seconds[:count], seconds[count:]
+        assert max(batch) - min(batch) < 0.5 * slow_s
+        assert 0.9 * slow_s < sum(batch) < 2 * slow_s
 
 
 def asking(number: int, num_tokens: int) -> SequenceKeys:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Never
+from typing import Never
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from attnstore_vllm.index.chunk import ChunkName, State
 from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.io.aiofiles_device import AiofilesDevice
 from attnstore_vllm.io.checksum import checksum
-from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Lossless
 from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.scheduler.figures import ERROR_EVENTS
@@ -36,6 +35,7 @@ from attnstore_vllm.store.format import (
 )
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.types import NVME, Key
+from tests.encoded_helpers import Conversations, Start, starting
 from tests.helpers import (
     CHUNK_TOKENS,
     PAYLOAD_BYTES,
@@ -52,7 +52,6 @@ from tests.helpers import (
 LOSSLESS = CODECS["lossless"]
 ENCODED = replace(SHAPE, encoding=Encoding("lossless", LOSSLESS.version, PAGE_BYTES))
 NUM_RECORDS, DRAM_SLOTS = 12, 6
-Start = Callable[..., Rig]
 
 
 def small(name: ChunkName) -> bytes:
@@ -60,40 +59,14 @@ def small(name: ChunkName) -> bytes:
     return bytes(byte & 7 for byte in payload_of(name))
 
 
-def put_all(rig: Rig, number: int) -> None:
-    for name in names_of(sequence_of(tokens_of(number, 40))):
-        assert rig.put(name, small(name)) is not None
-    rig.until_idle()
-
-
-def check_read(rig: Rig, number: int) -> int:
-    found = rig.read(sequence_of(tokens_of(number, 40)))
-    for name, payload in found:
-        assert payload == small(name)
-    return len(found)
+CONVERSATIONS = Conversations(small)
+put_all, check_read = CONVERSATIONS.put_all, CONVERSATIONS.check_read
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the store on a file in tmp_path; an earlier one there is closed first."""
-    rigs: list[Rig] = []
-
-    def start(shape: SegmentHeader = ENCODED, **options: Any) -> Rig:
-        for rig in rigs:
-            rig.close()
-        path = tmp_path / "slab"
-        slab = open_slab(path, capacity_for(NUM_RECORDS), shape)
-        device, _ = open_device(path, 4, "auto")
-        rigs.append(Rig(device, slab, DRAM_SLOTS, options=options))
-        rigs[-1].until_idle()
-        return rigs[-1]
-
-    yield start
-    for rig in rigs:
-        if rig.is_open:
-            rig.until_idle()
-            rig.store.residency.check_integrity()
-        rig.close()
+    with starting(tmp_path / "slab", ENCODED, NUM_RECORDS, DRAM_SLOTS) as start:
+        yield start
 
 
 def cold(rig: Rig) -> None:

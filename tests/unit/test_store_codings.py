@@ -5,7 +5,7 @@ records of both."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,28 +13,18 @@ import numpy as np
 import pytest
 
 from attnstore_vllm.index.chunk import ChunkName
-from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Coders, Lossless
 from attnstore_vllm.policy import codec_cost
 from attnstore_vllm.store.codec_watch import CodecWatch
 from attnstore_vllm.store.format import PAGE_BYTES, Encoding
 from attnstore_vllm.store.nvme_io import NvmeIo
-from attnstore_vllm.store.slab import open_slab
-from tests.helpers import (
-    PAYLOAD_BYTES,
-    SHAPE,
-    Rig,
-    capacity_for,
-    names_of,
-    sequence_of,
-    tokens_of,
-)
+from tests.encoded_helpers import Conversations, Start, starting
+from tests.helpers import PAYLOAD_BYTES, SHAPE, Rig
 
 LOSSLESS = CODECS["lossless"]
 ENCODED = replace(SHAPE, encoding=Encoding("lossless", LOSSLESS.version, 2 * PAGE_BYTES))
 NUM_RECORDS, DRAM_SLOTS = 24, 6
 WRITES, LATER = "from now on", "brings hits later than the disk alone would"
-Start = Callable[[], Rig]
 
 
 def numbers(name: ChunkName) -> bytes:
@@ -46,17 +36,8 @@ def numbers(name: ChunkName) -> bytes:
     return words.tobytes()
 
 
-def put_all(rig: Rig, number: int) -> None:
-    for name in names_of(sequence_of(tokens_of(number, 40))):
-        assert rig.put(name, numbers(name)) is not None
-    rig.until_idle()
-
-
-def check_read(rig: Rig, number: int) -> int:
-    found = rig.read(sequence_of(tokens_of(number, 40)))
-    for name, payload in found:
-        assert payload == numbers(name)
-    return len(found)
+CONVERSATIONS = Conversations(numbers)
+put_all, check_read = CONVERSATIONS.put_all, CONVERSATIONS.check_read
 
 
 def watch_of(rig: Rig) -> CodecWatch:
@@ -68,22 +49,8 @@ def watch_of(rig: Rig) -> CodecWatch:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the store on a file in tmp_path; an earlier one there is closed first."""
-    rigs: list[Rig] = []
-
-    def start() -> Rig:
-        for rig in rigs:
-            rig.close()
-        path = tmp_path / "slab"
-        slab = open_slab(path, capacity_for(NUM_RECORDS), ENCODED)
-        device, _ = open_device(path, 4, "auto")
-        rigs.append(Rig(device, slab, DRAM_SLOTS))
-        rigs[-1].until_idle()
-        return rigs[-1]
-
-    yield start
-    for rig in rigs:
-        rig.close()
+    with starting(tmp_path / "slab", ENCODED, NUM_RECORDS, DRAM_SLOTS) as start:
+        yield start
 
 
 @pytest.fixture

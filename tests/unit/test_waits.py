@@ -3,11 +3,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, ROUND_S, WAITS_MAX, Costs, Waits
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.scheduler.offer import (
+    EMPTY_STEP_WAIT_S,
+    ROUND_S,
+    WAITS_MAX,
+    Costs,
+    Offers,
+    Waits,
+)
 from attnstore_vllm.scheduler.request import RequestState
 from tests.vllm_objects import Clock, as_store, request
 
@@ -16,6 +27,8 @@ DEADLINE_S = 1.0
 
 class Nothing:
     """A store in which nothing ever comes."""
+
+    needs = ()
 
     def __init__(self) -> None:
         self.missing: set[str] = set()
@@ -175,3 +188,24 @@ def test_a_step_waits_no_longer_for_one_that_is_alone(rig: Rig) -> None:
     rig.waits.add(state, state.waiting.coming)
     rig.waits.end_step(is_empty=True)
     assert slept == [EMPTY_STEP_WAIT_S] * 2, "each step has its own"
+
+
+def test_a_request_is_counted_with_its_first_look_and_not_before(rig: Rig) -> None:
+    """Without one nobody knows what it wants: counted then, it would want nothing for ever."""
+    anything: Any = SimpleNamespace(rank_bytes=1, chunk_tokens=1)
+    offers = Offers(rig.store, anything, anything, rig.waits, anything, anything, anything)
+    chunk: Any = SimpleNamespace(dram=SimpleNamespace(state=State.ABSENT), behind={"nvme": None})
+    states = [rig.request(str(n)) for n in range(WAITS_MAX + 1)]
+    last, stats = states[-1], StepStats()
+    last.waiting.coming = ()
+    for state in states[:-1]:
+        assert not rig.waits.goes_on(state)
+        rig.waits.add(state, state.waiting.coming)
+    assert offers.ask(last, 0, stats) == (None, False)
+    assert not last.counted.wanted
+    rig.waits.end_step(is_empty=False)
+    assert not rig.waits.goes_on(last), "its look"
+    rig.waits.add(last, [Piece(chunk, 0, 700)])
+    assert offers.ask(last, 0, stats) == (None, False)
+    assert last.counted.wanted
+    assert stats.data["counters"] == {"wanted_tokens:nvme": 700}

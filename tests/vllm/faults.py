@@ -111,6 +111,20 @@ def adapter_left_out(engine: Any) -> Undo:
     return undo
 
 
+def lineage_left_out(engine: Any) -> Undo:
+    """Approximate KV has the names of exact KV, in DRAM and on NVMe."""
+    from attnstore_vllm.scheduler import request
+
+    return _replace(request, "approximate_root", lambda root, codec: root)
+
+
+def blocks_not_hidden(engine: Any) -> Undo:
+    """Approximate KV has the names of exact KV in vLLM's own prefix cache."""
+    from attnstore_vllm.scheduler import approximate
+
+    return _replace(approximate, "hide_blocks", lambda *_: None)
+
+
 def _one_more_computed(request: Any) -> tuple[str, Any]:
     return "num_computed_tokens", request.num_computed_tokens + 1
 
@@ -304,7 +318,8 @@ def rank_0_only(worker: Any) -> Undo:
 
 ON_THE_SCHEDULER_SIDE = (
     swapped_blocks, wrong_slot, one_token_more, tail_too_long, salt_left_out, adapter_left_out,
-    nobody_bypasses, offers_kept, last_token_offered, reset_without_effect,
+    lineage_left_out, blocks_not_hidden, nobody_bypasses, offers_kept, last_token_offered,
+    reset_without_effect,
     *WITHOUT_GROUPS.values(),
 )  # fmt: skip
 IN_THE_WORKERS = (skipped_layer, unsaved_layer, late_load, last_block_by_layer, rank_0_only)
