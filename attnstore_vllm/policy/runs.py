@@ -45,9 +45,11 @@ DECAY_RUNS = 1 << 17
 """After so many runs what was seen before counts half."""
 
 NUM_AGES = 40
-FIRST_S = 1.0
+FIRST_S = 4.0
+"""Clocks of traces tick every few seconds. In a shorter age what comes within one tick would look
+like a high rate, and what has just come like the best to keep."""
 EDGES_S = np.concatenate([[0.0], FIRST_S * 2.0 ** (np.arange(NUM_AGES) / 2)])
-"""Age b is from EDGES_S[b] to EDGES_S[b + 1] seconds; the last ends after 8.6 days."""
+"""Age b is from EDGES_S[b] to EDGES_S[b + 1] seconds; the last ends after 34 days."""
 WIDTHS_S = np.diff(EDGES_S)
 
 TURNS_MAX = 4

@@ -98,7 +98,7 @@ def test_a_run_that_is_not_open_is_not_changed() -> None:
 
 
 def test_ages_rise_and_end() -> None:
-    assert [age_of(s) for s in (0.0, 0.99, 1.0, 1.5, 2.0, 1e12)] == [0, 0, 1, 2, 3, 39]
+    assert [age_of(s) for s in (0.0, 3.99, 4.0, 6.0, 8.0, 1e12)] == [0, 0, 1, 2, 3, 39]
     for number, edge in enumerate(returns.EDGES_S[1:-1], 1):
         assert age_of(float(edge) * 1.001) == number
 
@@ -139,6 +139,17 @@ def test_it_learns_when_it_returns() -> None:
     worth = [estimator.worth(SECOND, seconds) for seconds in (2.0, 100.0, 260.0, 900.0)]
     assert worth[0] < worth[1] < worth[2]
     assert worth[3] < worth[0] / 2
+
+
+def test_a_coarse_clock_does_not_make_the_newest_worth_most() -> None:
+    """Of a hundred runs three return within a tick of 3 s, by such a clock at once: a hundredth
+    in each of its seconds. The others that return do so between 60 and 90 s, at a like rate."""
+
+    def gap_s(rng: Random) -> float:
+        return 0.01 if rng.random() < 0.1 else rng.uniform(60, 90)
+
+    estimator = drive({FIRST: (0.3, gap_s)}, 6000)
+    assert estimator.worth(FIRST, 0.0) < 2 * estimator.worth(FIRST, 60.0)
 
 
 def test_a_kind_that_was_not_seen_borrows_from_its_factors() -> None:
