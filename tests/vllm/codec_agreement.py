@@ -39,7 +39,10 @@ class InProcess:
         engine = self._engine
         if salt.endswith("near"):
             engine.evict_dram()
-        how: dict[str, Any] = {"extra_args": {"kv_transfer_params": params}, "max_tokens": max_tokens}
+        how: dict[str, Any] = {
+            "extra_args": {"kv_transfer_params": params},
+            "max_tokens": max_tokens,
+        }
         number = engine.submit(prompt.tolist(), salt=salt, **how)
         state = engine.side.requests[engine.request(number).request_id]
         (answer,) = engine.finish(number)
