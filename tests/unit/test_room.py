@@ -231,6 +231,7 @@ def test_what_was_computed_though_nvme_has_it_is_in_dram_again(tiers: Tiers) -> 
     )
     assert (tiers.num_dirty, tiers.counts["saved_again"]) == (0, 1)
     tiers.dram.leave_queue("a")
+    tiers.dram.place_left()
     for number in range(1, 1 + SLOTS):
         tiers.clean(number)
     assert (chunk.dram.state, chunk.at(NVME).state) == (State.ABSENT, State.READY)
