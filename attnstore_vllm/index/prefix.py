@@ -240,7 +240,11 @@ def ready_run(
         chunk = piece.chunk
         if piece.group or chunk.dram.state is not State.READY or chunk.dropped:
             break
-        confirmed = confirm(piece, sequence, stop, ready[-1].stop if ready else piece.start)
+        begin = ready[-1].stop if ready else piece.start
+        if piece.exact and piece.first is None and piece.start == begin:  # most are
+            ready.append(piece)
+            continue
+        confirmed = confirm(piece, sequence, stop, begin)
         ends_anew = confirmed is None or not piece.exact
         if confirmed is None:
             break
