@@ -125,7 +125,8 @@ class DramTier(Tier):
                 continue
             slots_of.setdefault((order, chunk.run), []).append(slot)
             self._order_of[slot] = order
-        for (order, run), slots in slots_of.items():
+        by_age = sorted(slots_of.items(), key=lambda found: found[0][1].since)
+        for (order, run), slots in by_age:  # who was used meanwhile is the newest
             order.add_all(slots, run)
 
     def _order_for(self, chunk: Chunk) -> Departures | None:

@@ -237,10 +237,11 @@ class LookAhead(Generic[C]):
         unwanted = []
         for chunk in chunks:
             wanted_by = self.wanted_by[chunk]
-            del wanted_by[request_id]
-            if wanted_by:
+            if len(wanted_by) > 1:
+                del wanted_by[request_id]
                 self._rank(chunk)
             else:
+                assert request_id in wanted_by
                 del self.wanted_by[chunk]
                 self._nearest.pop(chunk, None)
                 unwanted.append(chunk)
