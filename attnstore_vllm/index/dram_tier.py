@@ -50,6 +50,8 @@ class DramTier(Tier):
         self.owned: dict[int, Chunk] = {}
         self._order_of: dict[int, Departures] = {}
         """By slot; of those that stand in one."""
+        self._left: dict[Chunk, None] = {}
+        """Nobody waits for these any more, and they are not placed yet."""
         self.writes_stalled = False
         """Nothing is being written, though the store's thread has just looked for what could be."""
         self.reads = ReadsInTime()
@@ -107,14 +109,33 @@ class DramTier(Tier):
     # ---- who leaves ----------------------------------------------------------------------
 
     def place(self, chunk: Chunk) -> None:
+        if chunk.dram.state is not State.ABSENT:
+            self._enter(chunk, self._order_for(chunk))
+
+    def place_left(self) -> None:
+        """Place what the requests that began have left. Many begin in one step: who decides what
+        leaves does it, and between steps the store's thread. Cost: a look at each chunk."""
+        left, self._left = self._left, {}
+        slots_of: dict[tuple[Departures, Run], list[int]] = {}
+        for chunk in left:
+            slot = chunk.dram.slot
+            order = self._order_for(chunk) if slot not in self._order_of else None
+            if order is None:
+                self.place(chunk)
+                continue
+            slots_of.setdefault((order, chunk.run), []).append(slot)
+            self._order_of[slot] = order
+        by_age = sorted(slots_of.items(), key=lambda found: found[0][1].since)
+        for (order, run), slots in by_age:  # who was used meanwhile is the newest
+            order.add_all(slots, run)
+
+    def _order_for(self, chunk: Chunk) -> Departures | None:
+        """Where a chunk stands that is here. None: it is not to leave now."""
         copy = chunk.dram
-        if copy.state is State.ABSENT:
-            return
         stays = copy.state is not State.READY or chunk.dropped
         if stays or chunk in self._look_ahead.wanted_by or copy.slot in self.pins:
-            self._enter(chunk, None)
-            return
-        self._enter(chunk, self.dirty if self._is_dirty(chunk) else self.clean)
+            return None
+        return self.dirty if self._is_dirty(chunk) else self.clean
 
     def _is_dirty(self, chunk: Chunk) -> bool:
         if chunk.is_behind:
@@ -137,6 +158,7 @@ class DramTier(Tier):
 
     def is_full_of_wanted(self, whose: Order) -> bool:
         """Whether a read for this request may only take the place of what farther ones want."""
+        self.place_left()
         num_staying = len(self.owned) - len(self.clean) - len(self.dirty)
         limit = self.num_slots - self.num_slots // SAVES_PART
         return num_staying >= limit and whose != self._look_ahead.first
@@ -160,6 +182,7 @@ class DramTier(Tier):
         too, as often as reads come late. So is what a tier behind has, and is saved for `run`.
         Of a run the beginning is written first, and what is dirty of it is nothing without that.
         """
+        self.place_left()
 
         def can_go(slot: int) -> bool:
             return self.owned[slot].dram.uses == 0
@@ -218,8 +241,7 @@ class DramTier(Tier):
                 came, late = came + (not is_broken), late + is_broken
         if came or late:
             self.reads.observe(came, late)
-        for chunk in self._look_ahead.remove(request_id):
-            self.place(chunk)
+        self._left.update(dict.fromkeys(self._look_ahead.remove(request_id)))
 
     def lose(self, chunk: Chunk) -> None:
         """The chunk is not found any more."""

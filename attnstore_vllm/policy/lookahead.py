@@ -18,6 +18,7 @@ import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -45,19 +46,23 @@ class _Waiting(Generic[C]):
 
 
 class _FarthestFirst(Generic[C]):
-    """Chunks by the nearest request that wants each. A call costs O(log chunks), amortized."""
+    """Chunks by the nearest request that wants each. A call costs O(log chunks), amortized.
 
-    def __init__(self) -> None:
+    Args:
+        entries: the one that counts of each chunk. Others are found outdated when they are met.
+        without: chunks that are passed over, as if they had no entry.
+    """
+
+    def __init__(self, entries: dict[C, _Entry[C]], without: AbstractSet[C]) -> None:
         self._heap: list[_Entry[C]] = []
-        self.entries: dict[C, _Entry[C]] = {}
-        self._count = itertools.count()
+        self._entries = entries
+        self._without = without
 
-    def put(self, chunk: C, order: Order, depth: int) -> None:
-        entry = (-order[0], -order[1], -depth, next(self._count), chunk)
-        self.entries[chunk] = entry
+    def put(self, entry: _Entry[C]) -> None:
+        """An entry that counts. May be said again: it is met twice then."""
         heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self.entries) + LOOK_MAX:  # most of it is outdated
-            self._heap = list(self.entries.values())
+        if len(self._heap) > 2 * len(self._entries) + LOOK_MAX:  # most of it is outdated
+            self._heap = [e for chunk, e in self._entries.items() if chunk not in self._without]
             heapify(self._heap)
 
     def first(self, beyond: Order | None, can_go: Callable[[C], bool]) -> C | None:
@@ -67,7 +72,7 @@ class _FarthestFirst(Generic[C]):
         while heap and len(aside) < LOOK_MAX:
             entry = heap[0]
             chunk = entry[-1]
-            if self.entries.get(chunk) is not entry:
+            if self._entries.get(chunk) is not entry or chunk in self._without:
                 heappop(heap)
                 continue
             if beyond is not None and (-entry[0], -entry[1]) <= beyond[:2]:
@@ -89,15 +94,15 @@ class LookAhead(Generic[C]):
         self._queue: list[Order] = []
         self.wanted_by: dict[C, dict[str, int]] = {}
         """By which requests, and how deep in their prompts."""
-        self._nearest: dict[C, tuple[Order, int]] = {}
-        """The nearest request that wants a chunk, and its depth there; none for chunks that
-        SHARED_MIN want."""
+        self._nearest: dict[C, _Entry[C]] = {}
+        """By the nearest request that wants the chunk; none for chunks that SHARED_MIN want."""
         self._absent: set[C] = set()
         """Wanted, to be fetched, and not on its way."""
         self._missing: list[Order] = []
         """Requests that may want something absent; in order, and tidied late."""
-        self._all = _FarthestFirst[C]()
-        self._present = _FarthestFirst[C]()
+        self._all = _FarthestFirst[C](self._nearest, frozenset())
+        self._present = _FarthestFirst[C](self._nearest, self._absent)
+        self._count = itertools.count()
         self._last = self._first = 0.0
 
     def __len__(self) -> int:
@@ -175,10 +180,12 @@ class LookAhead(Generic[C]):
             wanted_by[request_id] = depth
         kept = set(waiting.wants)
         unwanted = self._unwant(request_id, [chunk for chunk in before if chunk not in kept])
-        self._absent.difference_update(waiting.wants)
+        come = self._absent.intersection(waiting.wants) - absent
+        self._absent.difference_update(come)
         self._absent.update(absent)
         for chunk in waiting.wants:
             self._rank(chunk)
+        self._put_present(come)
         has_missing = any(chunk in self._absent for chunk in waiting.wants)
         (_add if has_missing else _discard)(self._missing, waiting.order)
         return new, unwanted
@@ -187,26 +194,28 @@ class LookAhead(Generic[C]):
         """Who wants the chunk may have changed, and whether it is here."""
         wanted_by = self.wanted_by.get(chunk, {})
         if not 0 < len(wanted_by) < SHARED_MIN:
-            self._forget(chunk)
+            self._nearest.pop(chunk, None)
             return
         if len(wanted_by) == 1:  # most are wanted by one alone
             ((request_id, depth),) = wanted_by.items()
-            nearest = self._waiting[request_id].order, depth
+            order = self._waiting[request_id].order
         else:
-            nearest = min((self._waiting[r].order, depth) for r, depth in wanted_by.items())
-        is_news = self._nearest.get(chunk) != nearest
-        if is_news:
-            self._nearest[chunk] = nearest
-            self._all.put(chunk, *nearest)
-        if chunk in self._absent:
-            self._present.entries.pop(chunk, None)
-        elif is_news or chunk not in self._present.entries:
-            self._present.put(chunk, *nearest)
+            order, depth = min((self._waiting[r].order, depth) for r, depth in wanted_by.items())
+        before = self._nearest.get(chunk)
+        if before is not None and before[:3] == (-order[0], -order[1], -depth):
+            return
+        entry = (-order[0], -order[1], -depth, next(self._count), chunk)
+        self._nearest[chunk] = entry
+        self._all.put(entry)
+        if chunk not in self._absent:
+            self._present.put(entry)
 
-    def _forget(self, chunk: C) -> None:
-        self._nearest.pop(chunk, None)
-        self._all.entries.pop(chunk, None)
-        self._present.entries.pop(chunk, None)
+    def _put_present(self, chunks: Iterable[C]) -> None:
+        """These are absent no longer."""
+        for chunk in chunks:
+            entry = self._nearest.get(chunk)
+            if entry is not None:
+                self._present.put(entry)
 
     def lost(self, chunk: C) -> list[C]:
         """The chunk is in no tier any more: who wants it wants nothing from it on.
@@ -228,16 +237,15 @@ class LookAhead(Generic[C]):
         unwanted = []
         for chunk in chunks:
             wanted_by = self.wanted_by[chunk]
-            del wanted_by[request_id]
-            if wanted_by:
+            if len(wanted_by) > 1:
+                del wanted_by[request_id]
                 self._rank(chunk)
             else:
+                assert request_id in wanted_by
                 del self.wanted_by[chunk]
+                self._nearest.pop(chunk, None)
                 unwanted.append(chunk)
         self._absent.difference_update(unwanted)
-        for table in (self._nearest, self._all.entries, self._present.entries):
-            for chunk in unwanted:
-                table.pop(chunk, None)
         return unwanted
 
     def wants_of(self, request_id: str) -> Sequence[C]:
@@ -249,20 +257,21 @@ class LookAhead(Generic[C]):
         """The chunk is in DRAM or on its way, or there is nothing left to fetch."""
         if chunk in self._absent:
             self._absent.remove(chunk)
-            self._rank(chunk)
+            self._put_present((chunk,))
 
     def has_gone(self, chunk: C) -> None:
         """The chunk has left DRAM, and can be fetched again."""
         wanted_by = self.wanted_by.get(chunk)
         if wanted_by:
             self._absent.add(chunk)
-            self._present.entries.pop(chunk, None)
             for request_id in wanted_by:
                 _add(self._missing, self._waiting[request_id].order)
 
     def stop_fetching(self) -> None:
         """Nothing is fetched until requests want something again."""
+        absent = list(self._absent)
         self._absent.clear()  # what is not here now counts as present: nobody fetches it
+        self._put_present(absent)
         self._missing.clear()
 
     def next_to_fetch(self) -> tuple[C, Order] | None:

@@ -553,8 +553,9 @@ class Offers:
 
 def has_all(held: Sequence[Piece], pieces: Sequence[Piece]) -> bool:
     """Whether what is held goes as far as what was found."""
-    is_same = [piece.chunk for piece in held] == [piece.chunk for piece in pieces]
-    return is_same or bool(held and pieces and held[-1].stop >= pieces[-1].stop)
+    if held and pieces and held[-1].stop >= pieces[-1].stop:
+        return True
+    return [piece.chunk for piece in held] == [piece.chunk for piece in pieces]
 
 
 def still_coming(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.prefix import Piece
@@ -263,7 +264,7 @@ def plan_groups(
         pieces: held, group by group, each for the tokens before `stop` that it needs.
     """
     planned = {}
-    for group, found in groupby(pieces, lambda piece: piece.group):
+    for group, found in groupby(pieces, attrgetter("group")):
         some = list(found)
         block_tokens = geometry.groups[group].block_tokens
         first = some[0].start

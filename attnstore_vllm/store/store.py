@@ -223,7 +223,7 @@ class Store:
         return pieces
 
     def _read(self, pieces: Sequence[Piece]) -> None:
-        if any(piece.chunk.dram.state is State.ABSENT for piece in pieces):
+        if State.ABSENT in [piece.chunk.dram.state for piece in pieces]:
             self.thread.reader.start()
 
     def _match(self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int) -> list[Piece]:
@@ -358,7 +358,7 @@ class Store:
             held, ends_anew = ready_run(pieces, sequence, stop, grain)
             if ends_anew and self.ahead:
                 held = proven(held, self.ahead, grain)
-            self.residency.hold(*(piece.chunk for piece in held))
+            self.residency.hold(*[piece.chunk for piece in held])
             return held if not self.needs else self._hold_sections(held, sequence)
 
     def _hold_walked(

@@ -156,6 +156,7 @@ class StoreThread:
             tier.turn()
         self.reader.start()
         with self._context.progress:
+            self._context.residency.dram.place_left()
             reading = self.reader.num_reading > 0
         for writer in self._writers:
             writer.start(reading)

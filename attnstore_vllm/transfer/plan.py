@@ -126,7 +126,7 @@ class TransferPlan:
 
     @property
     def num_blocks(self) -> int:
-        return sum(len(copy.block_ids) for copy in self.copies)
+        return sum([len(block_ids) for _, _, block_ids in self.copies])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +179,14 @@ def plan_load(
     assert start % block_tokens == 0
     assert start < stop
     copies: list[ChunkCopy] = []
-    token = start
+    token, blocks = start, tuple(block_ids)
     for slot, first, last in slots:
         assert first <= token < last, "the chunks do not follow each other"
-        block, end = token // block_tokens, -(-min(last, stop) // block_tokens)
+        block, end = token // block_tokens, -(-(last if last < stop else stop) // block_tokens)
         within = token % chunk_tokens // block_tokens
-        assert len(block_ids) >= end
-        copies.append(ChunkCopy(slot, within, tuple(block_ids[block:end])))
+        copies.append(ChunkCopy(slot, within, blocks[block:end]))
         token = end * block_tokens
-    assert token >= stop, "the chunks end before the tokens do"
+    assert stop <= token <= len(blocks) * block_tokens, "the chunks or the blocks end before"
     return tuple(copies)
 
 

@@ -231,9 +231,41 @@ def test_what_was_computed_though_nvme_has_it_is_in_dram_again(tiers: Tiers) -> 
     )
     assert (tiers.num_dirty, tiers.counts["saved_again"]) == (0, 1)
     tiers.dram.leave_queue("a")
+    tiers.dram.place_left()
     for number in range(1, 1 + SLOTS):
         tiers.clean(number)
     assert (chunk.dram.state, chunk.at(NVME).state) == (State.ABSENT, State.READY)
+
+
+def test_what_begun_requests_leave_is_placed_by_who_decides_what_leaves(tiers: Tiers) -> None:
+    chunks = [tiers.clean(number) for number in range(SLOTS)]
+    for number, chunk in enumerate(chunks):
+        tiers.wait(str(number), chunk)
+    for number in range(SLOTS):
+        tiers.dram.leave_queue(str(number))
+    assert len(tiers.dram.clean) == 0, "a step in which many begin has none of that work"
+    tiers.use(chunks[:1])
+    tiers.save(SLOTS)
+    assert len(tiers.dram.clean) == SLOTS - 1
+    assert [chunk.dram.state is State.ABSENT for chunk in chunks].count(True) == 1
+    assert chunks[0].dram.state is State.READY, "it was used again since"
+
+
+def test_what_is_wanted_again_or_goes_before_it_is_placed_stands_in_no_order(tiers: Tiers) -> None:
+    wanted, gone, held = (tiers.clean(number) for number in range(3))
+    tiers.wait("a", wanted, gone, held)
+    tiers.dram.leave_queue("a")
+    tiers.wait("b", wanted)
+    tiers.drop(gone)
+    tiers.hold(held)
+    tiers.dram.place_left()
+    slots = [slot for slot in range(SLOTS) if slot in tiers.dram.clean]
+    assert slots == [held.dram.slot]
+    assert (gone.dram.state, wanted.dram.state) == (State.ABSENT, State.READY)
+    for number in range(3, 3 + SLOTS):
+        tiers.begin_save(name(number))
+    assert held.dram.state is State.READY, "a transfer reads it"
+    tiers.release(held)
 
 
 def test_what_can_be_read_again_takes_no_room_from_what_is_dirty_or_wanted(tiers: Tiers) -> None:

@@ -51,6 +51,24 @@ def three_on_nvme(open_rig: Rigs) -> tuple[Rig, list[SequenceKeys]]:
     return rig, sequences
 
 
+def test_the_stores_thread_places_what_begun_requests_leave(open_rig: Rigs) -> None:
+    rig, device = open_rig(num_records=32)
+    sequence = sequence_of(conversation(1))
+    rig.put_all(sequence)
+    device.settle()
+    clean = rig.store.residency.dram.clean
+    before = len(clean)
+    with rig.store.queue() as queue:
+        queue.append("a")
+    found = rig.store.find(sequence, 0, 40, request_id="a")
+    assert len(clean) < before
+    rig.store.leave_queue(["a"])
+    assert found
+    assert len(clean) < before, "no step waits for it"
+    rig.store.turn()
+    assert len(clean) == before
+
+
 def test_what_nearer_requests_want_comes_first(open_rig: Rigs) -> None:
     rig, sequences = three_on_nvme(open_rig)
     arrivals = []

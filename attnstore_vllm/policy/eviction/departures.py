@@ -195,12 +195,17 @@ class Departures:
 
     def add(self, slot: int, run: Run) -> None:
         """The slot was filled, for this run."""
-        assert self._group_of[slot] < 0
-        group = self._group(run)
-        self._group_of[slot] = group.number
-        group.slots.append(slot)
-        group.num_left += 1
-        self._length += 1
+        self.add_all((slot,), run)
+
+    def add_all(self, slots: Sequence[int], run: Run) -> None:
+        """These were filled for this run, the first of them first."""
+        group, group_of = self._group(run), self._group_of
+        for slot in slots:
+            assert group_of[slot] < 0
+            group_of[slot] = group.number
+        group.slots.extend(slots)
+        group.num_left += len(slots)
+        self._length += len(slots)
 
     def use(self, slots: Sequence[int], run: Run) -> None:
         """A run uses those of these that are here, in the order of depth. May be said again while
