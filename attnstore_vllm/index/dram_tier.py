@@ -246,6 +246,7 @@ class DramTier(Tier):
     def lose(self, chunk: Chunk) -> None:
         """The chunk is not found any more."""
         self.place(chunk)
+        self._left.pop(chunk, None)
         for unwanted in self._look_ahead.lost(chunk):
             self.place(unwanted)
 

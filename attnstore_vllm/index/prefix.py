@@ -243,6 +243,7 @@ def ready_run(
         begin = ready[-1].stop if ready else piece.start
         if piece.exact and piece.first is None and piece.start == begin:  # most are
             ready.append(piece)
+            ends_anew = False
             continue
         confirmed = confirm(piece, sequence, stop, begin)
         ends_anew = confirmed is None or not piece.exact
@@ -521,16 +522,18 @@ class PrefixIndex:
         size, matched = sequence.chunk_tokens, sequence.matched
         number = start // size
         skip = number - matched[0].start // size if matched else 0
+        pieces: list[Piece] = []
         is_ours = sequence.matched_in is self._entered_in
         if start >= stop or not is_ours or not 0 <= skip < len(matched):
-            return []
-        pieces = list(matched[skip : skip + stop // size - number])
-        if not pieces or pieces[0].start != start or pieces[0].grain != grain:
-            return []
-        for place, piece in enumerate(pieces):  # each goes on from the one before it
+            return pieces
+        for piece in matched[skip : skip + stop // size - number]:
             chunk = piece.chunk
-            if chunk.entry < 0 or not (chunk.dram.state is State.READY or chunk.usable):
-                return pieces[:place]
+            if piece.start != start or piece.grain != grain:
+                break
+            if chunk.entry < 0 or not chunk.usable:
+                break
+            pieces.append(piece)
+            start = piece.stop
         return pieces
 
     def _match(self, sequence: SequenceKeys, start: int, stop: int, grain: int) -> list[Piece]:
