@@ -156,20 +156,19 @@ def _points(experiment: Experiment, given: Mapping[str, Any]) -> Iterator[Point]
     values = DEFAULTS | {k: body[k] for k in DEFAULTS if k in body} | dict(given)
     # A point's own rate stays, so that a quick run has the points of a whole one.
     name = values.pop("machine", body.get("machine"))
-    try:
-        path = MACHINES / f"{name}.yaml"
-        machine = Machine.read(path)
-        own = {key: value for key, value in values.items() if key not in DEFAULTS}
-        policies = own.pop("policies", body.get("policies", []))
-        capacity = own.pop("capacity_of_hour", None)
-        share = values["sessions"] / body.get("sessions_of_sizes", values["sessions"])
-        settings = {f.name for f in fields(Machine)}
-        if unknown := set(own) - settings:
-            raise SpecError(f"{experiment.name}: {sorted(unknown)} is no setting of a machine")
-        if own:
-            machine = Machine.parse(_as_given(machine) | own, f"{experiment.name}: {name}")
-    except OSError as error:
-        raise SpecError(f"{experiment.name}: machine {name!r}: {path} cannot be read") from error
+    path = MACHINES / f"{name}.yaml"
+    if not path.is_file():
+        raise SpecError(f"{experiment.name}: machine {name!r}: {path} cannot be read")
+    machine = Machine.read(path)
+    own = {key: value for key, value in values.items() if key not in DEFAULTS}
+    policies = own.pop("policies", body.get("policies", []))
+    capacity = own.pop("capacity_of_hour", None)
+    share = values["sessions"] / body.get("sessions_of_sizes", values["sessions"])
+    settings = {f.name for f in fields(Machine)}
+    if unknown := set(own) - settings:
+        raise SpecError(f"{experiment.name}: {sorted(unknown)} is no setting of a machine")
+    if own:
+        machine = Machine.parse(_as_given(machine) | own, f"{experiment.name}: {name}")
     machine = machine.with_sizes(
         dram=max(1, int(machine.dram * share)), nvme=max(1, int(machine.nvme * share))
     )

@@ -206,7 +206,8 @@ def test_a_path_must_be_text(path: object) -> None:
 
 @pytest.mark.parametrize("settings", [None, [], "dram: 64GiB", 3])
 def test_settings_must_be_a_mapping(settings: object) -> None:
-    assert repr(settings) in message_of(settings)
+    found = "empty" if settings is None else repr(settings)
+    assert f"the settings of AttnStore are {found}" in message_of(settings)
 
 
 def test_nvme_must_be_a_mapping() -> None:
