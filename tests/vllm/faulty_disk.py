@@ -53,7 +53,8 @@ class FaultyDisk:
                 effect = self._effect(request)
                 if effect in ("EIO", "ENOSPC"):
                     why = os.strerror(getattr(errno, effect))
-                    error = DeviceError(f"injected at byte {request.offset}: {why}")
+                    text = f"injected at byte {request.offset}: {why}"
+                    error = DeviceError(text, getattr(errno, effect))
                     self._ended.append((0.0, Completion(request.tag, error)))
                     continue
                 if effect == "hang":
