@@ -41,6 +41,8 @@ class _Strict(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                continue  # no setting has such a name; YAML's own reader says so
             if name.tag != "tag:yaml.org,2002:merge" and name.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{name.value} is given twice; expected once", name.start_mark

@@ -169,8 +169,13 @@ def _disk(config: StoreConfig) -> Iterator[Check]:
     free = shutil.disk_usage(directory).free
     kind = _file_system(directory)
     yield Check("disk", "note", f"{directory} is {kind}, {format_size(free)} free")
-    with tempfile.TemporaryFile(dir=directory) as file:
-        if not fallocate(file.fileno(), 0, 0, ALIGNMENT_BYTES):
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            can_reserve = fallocate(file.fileno(), 0, 0, ALIGNMENT_BYTES)
+    except OSError as error:
+        yield Check("disk", "warn", f"{directory}: no file can be made there: {error}")
+    else:
+        if not can_reserve:
             yield Check("disk", "warn", f"{directory}: {NO_RESERVE}")
     if free < 2 * FILE_BYTES:
         yield Check("disk speed", "note", "not measured: too little is free for a trial file")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -125,6 +126,24 @@ def test_doctor_says_that_space_cannot_be_reserved(
     monkeypatch.setattr(doctor, "fallocate", lambda *_: False)
     (told,) = (check for check in examine(settings, None) if check.found.endswith(NO_RESERVE))
     assert not before and told.state == "warn"
+
+
+def test_doctor_on_a_disk_where_no_file_can_be_made(
+    settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(doctor, "fallocate", refuse)
+    said = [c for c in examine(settings, None) if "no file can be made there" in c.found]
+    assert [check.state for check in said] == ["warn"]
+
+
+def test_a_name_that_is_a_list_is_an_answer_and_no_traceback(settings: Path) -> None:
+    settings.write_text(f"{settings.read_text()}? [dram, nvme]\n: 2MiB\n")
+    said = attnstore("check", settings)
+    assert said.returncode != 0
+    assert "Traceback" not in said.stderr and "unhashable key" in said.stderr
 
 
 def test_a_key_that_is_given_twice_is_refused(settings: Path) -> None:
