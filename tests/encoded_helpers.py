@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations in a store over a file with encoded records, and its restarts."""
+"""Conversations in a store over a file with encoded records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from attnstore_vllm.index.chunk import ChunkName
-from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.store.format import SegmentHeader
-from attnstore_vllm.store.slab import open_slab
-from tests.helpers import Rig, capacity_for, names_of, sequence_of, tokens_of
-
-Start = Callable[..., Rig]
+from tests.helpers import Rig, names_of, sequence_of, tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +26,3 @@ class Conversations:
         for name, payload in found:
             assert payload == self.payload(name)
         return len(found)
-
-
-@contextmanager
-def starting(
-    path: Path, usual: SegmentHeader, num_records: int, dram_slots: int
-) -> Iterator[Start]:
-    """start(shape=usual, **options of the store) starts it on the file; an earlier one there is
-    closed first."""
-    rigs: list[Rig] = []
-
-    def start(shape: SegmentHeader = usual, **options: Any) -> Rig:
-        for rig in rigs:
-            rig.close()
-        slab = open_slab(path, capacity_for(num_records), shape)
-        device, _ = open_device(path, 4, "auto")
-        rigs.append(Rig(device, slab, dram_slots, options=options))
-        rigs[-1].until_idle()
-        return rigs[-1]
-
-    yield start
-    for rig in rigs:
-        if rig.is_open:
-            rig.until_idle()
-            rig.store.residency.check_integrity()
-        rig.close()

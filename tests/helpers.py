@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,18 @@ from blake3 import blake3
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
+from attnstore_vllm.io.choose import DeviceKind, open_device
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.runs import ReturnEstimator
 from attnstore_vllm.store.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
-from attnstore_vllm.store.slab import Slab, new_generation, num_segments_for, segment_bytes_for
+from attnstore_vllm.store.slab import (
+    Slab,
+    new_generation,
+    num_segments_for,
+    open_slab,
+    segment_bytes_for,
+)
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.devices import MemoryDevice
 from attnstore_vllm.transfer.pool import SharedPool
@@ -215,6 +223,38 @@ def memory_rig(
     slab = new_slab(num_records)
     format_device(device, slab)
     return Rig(device, slab, dram_slots, options=options)
+
+
+Start = Callable[..., Rig]
+
+
+@contextmanager
+def starting(
+    path: Path,
+    usual: SegmentHeader,
+    records: int,
+    dram_slots: int,
+    io: DeviceKind = "auto",
+) -> Iterator[Start]:
+    """start(shape=usual, num_records=records, **options of the store) starts it on the file; an
+    earlier one there is closed first."""
+    rigs: list[Rig] = []
+
+    def start(shape: SegmentHeader = usual, num_records: int = records, **options: Any) -> Rig:
+        for rig in rigs:
+            rig.close()
+        slab = open_slab(path, capacity_for(num_records), shape)
+        device, _ = open_device(path, 4, io)
+        rigs.append(Rig(device, slab, dram_slots, options=options))
+        rigs[-1].until_idle()  # recovery is over
+        return rigs[-1]
+
+    yield start
+    for rig in rigs:
+        if rig.is_open:
+            rig.until_idle()
+            rig.store.residency.check_integrity()
+        rig.close()
 
 
 Rigs = Callable[..., tuple[Rig, MemoryDevice]]

@@ -35,17 +35,19 @@ from attnstore_vllm.store.format import (
 )
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.types import NVME, Key
-from tests.encoded_helpers import Conversations, Start, starting
+from tests.encoded_helpers import Conversations
 from tests.helpers import (
     CHUNK_TOKENS,
     PAYLOAD_BYTES,
     SHAPE,
     Rig,
+    Start,
     capacity_for,
     name_of,
     names_of,
     payload_of,
     sequence_of,
+    starting,
     tokens_of,
 )
 

@@ -18,8 +18,8 @@ from attnstore_vllm.policy import codec_cost
 from attnstore_vllm.store.codec_watch import CodecWatch
 from attnstore_vllm.store.format import PAGE_BYTES, Encoding
 from attnstore_vllm.store.nvme_io import NvmeIo
-from tests.encoded_helpers import Conversations, Start, starting
-from tests.helpers import PAYLOAD_BYTES, SHAPE, Rig
+from tests.encoded_helpers import Conversations
+from tests.helpers import PAYLOAD_BYTES, SHAPE, Rig, Start, starting
 
 LOSSLESS = CODECS["lossless"]
 ENCODED = replace(SHAPE, encoding=Encoding("lossless", LOSSLESS.version, 2 * PAGE_BYTES))

@@ -12,8 +12,6 @@ import pytest
 
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.io.aiofiles_device import AiofilesDevice, direct_flag
-from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.types import NVME
 from tests.device_helpers import needs_uring
 from tests.helpers import (
@@ -26,6 +24,7 @@ from tests.helpers import (
     names_of,
     payload_of,
     sequence_of,
+    starting,
     tokens_of,
 )
 
@@ -36,26 +35,14 @@ Open = Callable[..., Rig]
 @pytest.fixture(params=["aiofiles", pytest.param("uring", marks=needs_uring)])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Starts the store in tmp_path; an earlier one there is closed first."""
-    rigs: list[Rig] = []
+    path = tmp_path / "slab"
+    with starting(path, SHAPE, NUM_RECORDS, DRAM_SLOTS, request.param) as begin:
 
-    def start(num_records: int = NUM_RECORDS, namespace: bytes = NAMESPACE) -> Rig:
-        for rig in rigs:
-            rig.close()
-        path = tmp_path / "slab"
-        shape = replace(SHAPE, namespace=namespace)
-        slab = open_slab(path, capacity_for(num_records), shape)
-        device, _ = open_device(path, 4, request.param)
-        rigs.append(Rig(device, slab, DRAM_SLOTS))
-        rigs[-1].until_idle()  # recovery is over
-        return rigs[-1]
+        def start(num_records: int = NUM_RECORDS, namespace: bytes = NAMESPACE) -> Rig:
+            return begin(replace(SHAPE, namespace=namespace), num_records)
 
-    yield start
-    for rig in rigs:
-        if rig.is_open:
-            rig.until_idle()
-            rig.store.residency.check_integrity()
-        rig.close()
-    assert (tmp_path / "slab").stat().st_blocks * 512 <= capacity_for(NUM_RECORDS)
+        yield start
+    assert path.stat().st_blocks * 512 <= capacity_for(NUM_RECORDS)
 
 
 def put_on_nvme_only(rig: Rig) -> list[int]:
