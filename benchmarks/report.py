@@ -111,7 +111,9 @@ def _about(result: Mapping[str, Any]) -> str:
     return "; ".join(told) + "."
 
 
-def _table(metric: Metric, by_point: Mapping[str, Mapping[str, float | None]]) -> Iterator[str]:
+def _table(
+    metric: Metric, by_point: Mapping[str, Mapping[str, float | Sequence[float] | None]]
+) -> Iterator[str]:
     """Rows are points, columns the paper, bounds, others and ours, in this order."""
     found = [name for values in by_point.values() for name in values]
     names = [
@@ -128,22 +130,26 @@ def _table(metric: Metric, by_point: Mapping[str, Mapping[str, float | None]]) -
     yield "|---" * (len(columns) + 1) + "|"
     is_missed = False
     for label, values in by_point.items():
-        cells = [_cell(metric.paper.get(label), "")] if metric.paper else []
+        cells = [cell(metric.paper.get(label), "")] if metric.paper else []
         for name in (*bounds, *others, *ours):
             value = values.get(name)
-            cell = _cell(value, metric.unit)
-            if goal is not None and value is not None and name == goal.system:
+            shown = cell(value, metric.unit)
+            if goal is not None and isinstance(value, float | int) and name == goal.system:
                 if not goal.is_met(value):
-                    is_missed, cell = True, f"**{cell}**"
-            cells.append(cell)
+                    is_missed, shown = True, f"**{shown}**"
+            cells.append(shown)
         yield f"| {label} | {' | '.join(cells)} |"
     if is_missed:
         yield f"\nMissed: {metric.missed or 'why has not been looked into yet'}."
 
 
-def _cell(value: float | None, unit: str) -> str:
+def cell(value: float | Sequence[float] | None, unit: str) -> str:
+    """A figure; or a middle, and from where to where it lies."""
     if value is None:
         return ""
+    if isinstance(value, Sequence):
+        middle, low, high = (cell(v, unit) for v in value)
+        return f"{middle} ({low} to {high})"
     if unit == "%":
         return f"{100 * value:.1f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -56,14 +56,15 @@ def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _bars(metric: Metric, by_point: dict[str, dict[str, float | None]]) -> dict[str, list[Any]]:
+def _bars(metric: Metric, by_point: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
     """Heights by system, one for each point; the paper's first."""
     scale = 100 if metric.unit == "%" else 1
     names = list(dict.fromkeys(name for values in by_point.values() for name in values))
     bars: dict[str, list[Any]] = {PAPER: [metric.paper.get(label) for label in by_point]}
     for name in names:
         values = [at.get(name) for at in by_point.values()]
-        bars[name] = [None if value is None else scale * value for value in values]
+        middles = [value[0] if isinstance(value, list) else value for value in values]
+        bars[name] = [None if value is None else scale * value for value in middles]
     return {name: heights for name, heights in bars.items() if any(h is not None for h in heights)}
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -12,6 +12,7 @@ from typing import Any, Final
 from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, TINY, make_model
 from benchmarks.compare.command import main as compare
 from benchmarks.data import facts as data_facts
+from benchmarks.experiments.intervals import interval, later_turns
 from benchmarks.experiments.spec import Experiment, SpecError
 from benchmarks.server import is_cpu_build
 
@@ -39,8 +40,8 @@ RATIOS: Final = (
     "prefill_over_re",
     "prefill_over_bound",
 )
-OVER_LMCACHE: Final = "ttft_later_over_lmcache"
-VALUES: Final = (*PER_SYSTEM, *RATIOS, OVER_LMCACHE)
+OVER: Final = {"ttft_later_over_lmcache": "lmcache", "ttft_later_over_vllm": "vllm"}
+VALUES: Final = (*PER_SYSTEM, *RATIOS, *OVER)
 
 
 def kind() -> str:
@@ -82,10 +83,15 @@ def run(experiment: Experiment, data: Path, *, model: str | None = None) -> dict
         # Options are in `body`; here they have paths of this machine, as the logs' ends have.
         found["not_run"] = {k: why.splitlines()[0] for k, why in found["not_run"].items()}
         comparisons[label] = {k: v for k, v in found.items() if k not in ("options", "machine")}
+    measured: dict[str, Any] = values(experiment, comparisons)
+    if body.get("together"):
+        folders = [WORK / experiment.name / str(number) for number in range(len(body["points"]))]
+        for name, row in together(folders, [m.name for m in experiment.metrics]).items():
+            measured[name][body["together"]] = row
     return {
         **data_facts(data),
         "model": model or body.get("model", "medium"),
-        "values": values(experiment, comparisons),
+        "values": measured,
         "not_run": {k: v for c in comparisons.values() for k, v in c["not_run"].items()},
         "comparisons": comparisons,
     }
@@ -121,16 +127,46 @@ def values(
     }
 
 
+def together(folders: Sequence[Path], metrics: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """The TTFT of later turns over all points as one: the median and its interval, by metric and
+    system. See intervals.py.
+
+    Args:
+        folders: of the comparisons, with the records of each system in a file.
+    """
+    files = {path.stem for folder in folders for path in folder.glob("*.jsonl")}
+    turns = {
+        name: later_turns(
+            map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+            for folder in folders
+        )
+        for name in sorted(files)
+        if all((folder / f"{name}.jsonl").exists() for folder in folders)
+    }
+    found: dict[str, dict[str, list[float]]] = {}
+    if "ttft_later_p50" in metrics:
+        found["ttft_later_p50"] = {name: _rounded(interval(of)) for name, of in turns.items()}
+    for metric, other in OVER.items():
+        if metric in metrics and other in turns:
+            over = turns[other]
+            found[metric] = {name: _rounded(interval(of, over)) for name, of in turns.items()}
+    return found
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 4) for value in values]
+
+
 def value_of(metric: str, systems: Mapping[str, Mapping[str, Any]], name: str) -> float | None:
     """Of one system, among those of a comparison's JSON."""
     system = systems[name]
     if metric in RATIOS:
         ratio: float | None = system["ratios"][metric]
         return ratio
-    if metric != OVER_LMCACHE:
+    if metric not in OVER:
         figure: float | None = system["figures"][metric]
         return figure
-    theirs = systems.get("lmcache", {"figures": {}})["figures"].get("ttft_later_p50")
+    theirs = systems.get(OVER[metric], {"figures": {}})["figures"].get("ttft_later_p50")
     ours = system["figures"]["ttft_later_p50"]
     return None if theirs is None or ours is None else round(ours / theirs, 4)
 

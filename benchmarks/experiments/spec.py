@@ -20,8 +20,9 @@
 What is simulated may be `over` another policy than `recompute`, and take several `draws` of the
 conversations as one. A point of it may set `machine` (a file of configs/machines), settings of that
 machine, `rate`, `think_s` and `policies`; one that is served `options` of
-`python -m benchmarks.compare`. A metric's `goal` is {system, at_most or at_least}, and its `missed`
-says why, if it is missed.
+`python -m benchmarks.compare`. What is served with `together: LABEL` has a row more: the TTFT of
+all points as one, and its interval. A metric's `goal` is {system, at_most or at_least}, and its
+`missed` says why, if it is missed.
 """
 
 from __future__ import annotations

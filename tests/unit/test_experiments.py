@@ -16,6 +16,7 @@ from benchmarks import report
 from benchmarks.compare.command import parser
 from benchmarks.experiments import __main__ as runner
 from benchmarks.experiments import scripted, served, simulated
+from benchmarks.experiments.intervals import interval
 from benchmarks.experiments.spec import Experiment, Goal, SpecError, parse, read_all
 from benchmarks.sample import SAMPLE
 
@@ -244,6 +245,37 @@ def test_each_point_is_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(served, "compare", lambda _: 130)
     with pytest.raises(InterruptedError, match="x, slow: the comparison ended with 130"):
         served.run(experiment, SAMPLE, model="m")
+
+
+def record(session: int, turn: int, ttft_ms: float, **more: Any) -> str:
+    known = {"session": session, "turn": turn, "ttft_ms": ttft_ms, "warmup": False, "error": None}
+    return json.dumps(known | more)
+
+
+def test_points_together_have_an_interval(tmp_path: Path) -> None:
+    """Of the median over all, and of the ratio of two systems that were asked the same."""
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        for name, factor in (("vllm", 2.0), ("attnstore", 1.0)):
+            lines = [
+                record(s, t, factor * (1000 * number + 10 * s)) for s in (1, 2) for t in (2, 3)
+            ]
+            skipped = [
+                record(3, 1, 5e6),
+                record(3, 2, 5e6, warmup=True),
+                record(3, 3, 5e6, error="x"),
+            ]
+            (folder / f"{name}.jsonl").write_text("\n".join(lines + skipped))
+    (folders[0] / "bound.jsonl").write_text(record(1, 2, 1.0))  # of one point alone
+    found = served.together(folders, ["ttft_later_p50", "ttft_later_over_vllm", "hit_share"])
+    assert found["ttft_later_p50"]["attnstore"] == [515.0, 10.0, 1020.0]
+    assert found["ttft_later_over_vllm"] == {"attnstore": [0.5] * 3, "vllm": [1.0] * 3}
+    assert found.keys() == {"ttft_later_p50", "ttft_later_over_vllm"}
+    assert "bound" not in found["ttft_later_p50"]
+    assert report.cell([515.0, 10.0, 1020.0], "") == "515 (10 to 1,020)"
+    with pytest.raises(ValueError, match="no session has a second turn"):
+        interval({})
 
 
 def test_ids_are_as_many_as_were_asked_for(tmp_path: Path) -> None:
