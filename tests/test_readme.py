@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.cli.main import command_names
+from attnstore_vllm.cli.commands import command_names
 from attnstore_vllm.scheduler.figures import ERROR_EVENTS
 from tools import docs_site, readme_results
 

@@ -52,3 +52,33 @@ def test_the_files_and_functions_of_its_story_are_there() -> None:
         owners = [text for text in source.values() if re.search(rf"class {owner}\b", text)]
         there = rf"def {name}\b|self\.{name}\b"
         assert any(re.search(there, text) for text in owners), member
+
+
+def row(what: str) -> str:
+    (found,) = (line for line in STORY.splitlines() if line.startswith(f"| {what} |"))
+    return found
+
+
+def users(pattern: str, *left_out: str) -> set[str]:
+    """Files of the package whose code has the pattern, without those below `left_out`."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        code = re.sub(r'(?s)""".*?"""|(?-s:#.*)', "", path.read_text(encoding="utf-8"))
+        if not name.startswith(left_out) and re.search(pattern, code):
+            found.add(name)
+    return found
+
+
+def test_who_adds_a_tier_is_told_of_all_who_list_tiers() -> None:
+    named = row("a tier")
+    who = users(r'\bPEERS\b|"peers"', "peers/", "shared/", "config.py", "cli/setting_texts.py")
+    assert len(who) > 4
+    assert not {name for name in who if f"`{name}" not in named}
+
+
+def test_who_adds_a_kind_of_group_is_told_of_all_who_tell_kinds_apart() -> None:
+    named = row("a KV cache group")
+    who = users(r"Reach\.[A-Z]+\b|[a-z]\.reach (==|!=|in) ")
+    assert len(who) > 8
+    assert not {name for name in who if f"`{name}" not in named}

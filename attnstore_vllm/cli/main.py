@@ -1,272 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `attnstore` command: settings and machine, the directory of nvme.path, simulation, load."""
+"""The `attnstore` command: how it starts, and with which exit code it ends.
+
+commands.py has what it does. It is imported in main(), since that takes half a second: Ctrl-C is to
+be as quiet then as it is later.
+"""
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import io
-import json
 import os
-import platform
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from types import ModuleType
 
-from attnstore_vllm.cli import (
-    bench,
-    curve,
-    doctor,
-    gc,
-    init,
-    inspect,
-    settings_file,
-    simulate,
-    simulate_hosts,
-    simulate_server,
-    size_plan,
-    top,
-    verify,
-)
-from attnstore_vllm.config import SIZE_MIN, parse_size, seconds_of
-from attnstore_vllm.errors import AttnStoreError, ConfigError
+from attnstore_vllm.errors import AttnStoreError
 
 EXIT_OK, EXIT_BAD, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
 """As a shell says of a program that SIGINT or SIGPIPE has ended."""
-DEFAULT_DIRECTORY = Path("/var/tmp/attnstore")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="attnstore", description=__doc__)
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_settings_commands(commands)
-    read = commands.add_parser(
-        "verify", help="read every record; exit 1 if any is bad (safe beside a running server)"
-    )
-    look = commands.add_parser(
-        "inspect", help="namespaces, chunks, tokens, bytes, ages (safe beside a running server)"
-    )
-    clean = commands.add_parser(
-        "gc", help="delete stored KV; says what would go (with --yes, and the server stopped, does)"
-    )
-    for command in (read, look, clean):
-        command.add_argument("directory", type=Path, metavar="DIR", help="the server's nvme.path")
-        command.add_argument("--json", action="store_true", help="print JSON")
-    clean.add_argument("--older-than", metavar="AGE", help="written longer ago, as in 7d or 12h")
-    clean.add_argument("--namespace", metavar="HEX", help="of one namespace, as inspect shows it")
-    clean.add_argument("--tenant", metavar="SALT", help="of one cache_salt")
-    clean.add_argument("--to-size", metavar="SIZE", help="oldest first until no more is taken")
-    clean.add_argument("--yes", action="store_true", help="delete what all of these rules name")
-    replay = commands.add_parser(
-        "simulate", help="what a trace's requests would find, by policy and capacity"
-    )
-    simulate.add_arguments(replay)
-    simulate_hosts.add_arguments(replay)
-    sizes = commands.add_parser("plan", help="how much DRAM and NVMe a load wants, for a budget")
-    size_plan.add_arguments(sizes)
-    simulate.add_trace_arguments(sizes)
-    shares = commands.add_parser("curve", help="what DRAM of other sizes would have had")
-    curve.add_arguments(shares)
-    simulate.add_trace_arguments(shares)
-    live = commands.add_parser("top", help="live view of servers by their /metrics")
-    live.add_argument("url", nargs="+", metavar="URL", help="of a vLLM server, as localhost:8000")
-    live.add_argument("--once", action="store_true", help="print figures since the start, and end")
-    live.add_argument("--json", action="store_true", help="print JSON, a line for each look")
-    live.add_argument(
-        "--interval", metavar="TIME", default="2s", help="between looks (%(default)s)"
-    )
-    benches = commands.add_parser("bench", help="measure servers").add_subparsers(
-        dest="bench", required=True
-    )
-    bench.add_arguments(benches)
-    return parser
-
-
-def _add_settings_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    begin = commands.add_parser(
-        "init", help="print a commented YAML of all settings, sized for this machine"
-    )
-    begin.add_argument(
-        "--dir", type=Path, default=DEFAULT_DIRECTORY, help="nvme.path (%(default)s)"
-    )
-    begin.add_argument("--dram", metavar="SIZE", help="as in 64GiB (half of what is free)")
-    begin.add_argument("--nvme", metavar="SIZE", help="as in 2TiB (half of what is free)")
-    check = commands.add_parser(
-        "check", help="say all that is wrong with a file of settings; exit 1 if anything is"
-    )
-    check.add_argument("file", type=Path, metavar="FILE", help="attnstore.yaml, or JSON")
-    examine = commands.add_parser(
-        "doctor", help="say what a start here would refuse or warn about; exit 1 if it would refuse"
-    )
-    examine.add_argument("file", type=Path, nargs="?", metavar="YAML", help="the settings")
-    examine.add_argument("--model", type=Path, metavar="DIR", help="sizes in tokens of this model")
-    for command in (check, examine):
-        command.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _version() -> str:
-    parts = [f"Python {platform.python_version()}"]
-    try:
-        parts.append(f"vLLM {importlib.metadata.version('vllm')}")
-    except importlib.metadata.PackageNotFoundError:
-        parts.append("no vLLM")
-    try:
-        own = importlib.metadata.version("attnstore-vllm")
-    except importlib.metadata.PackageNotFoundError:
-        own = "(not installed)"
-    return f"attnstore {own}, {', '.join(parts)}"
-
-
-def command_names() -> set[str]:
-    """The commands that there are."""
-    (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return set(commands.choices)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 (verify found something bad, a request of bench failed),
     2 (it could not be done), 130 (it was interrupted), 141 (its reader had closed the pipe)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the locale cannot write is escaped
-        sys.stdout.reconfigure(errors="backslashreplace")
-    args = _parser().parse_args(argv)
+    name = "attnstore"
     try:
-        code = _run(args)
+        commands = _commands()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # what the locale cannot write is escaped
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            args = commands.parser().parse_args(argv)
+        except SystemExit:  # --help and --version have written, and wrong arguments have not
+            sys.stdout.flush()
+            raise
+        name = f"attnstore {args.command}"
+        code: int = commands.run(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except KeyboardInterrupt:
-        print(f"attnstore {args.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (AttnStoreError, OSError) as error:
-        print(f"attnstore {args.command}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return EXIT_ERROR
 
 
-def _run(args: argparse.Namespace) -> int:
-    handlers: dict[str, Callable[[argparse.Namespace], int]] = {
-        "init": _init,
-        "check": _check,
-        "doctor": _doctor,
-        "simulate": _simulate,
-        "bench": bench.run,
-        "gc": _gc,
-        "top": _top,
-        "curve": curve.run,
-    }
-    if args.command in handlers:
-        return handlers[args.command](args)
-    if args.command == "verify":
-        verdict = verify.verify(args.directory, quiet=args.json)
-        if args.json:
-            print(json.dumps(verify.as_json(verdict)))
-        else:
-            verify.show(verdict)
-        return EXIT_BAD if verdict.bad else EXIT_OK
-    if args.command == "inspect":
-        namespaces = inspect.inspect(args.directory)
-        if args.json:
-            print(json.dumps(inspect.as_json(namespaces)))
-        else:
-            inspect.show(namespaces)
-        return EXIT_OK
-    trace = simulate.read(args)
-    model, options = size_plan.plan(args, trace)
-    if args.json:
-        print(json.dumps([option.as_json() for option in options]))
-    else:
-        if len(model.shape.geometry.groups) > 1:
-            size_plan.show_model(model)
-        size_plan.show(trace, options)
-    return EXIT_OK
+def _commands() -> ModuleType:
+    """The module of the commands, imported.
+
+    An interrupt ends the process on the spot: an exception would pass through modules that are half
+    imported, and some of Python's own callbacks print it and go on.
+    """
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:  # one that is ignored stays so, as in a script's background
+        signal.signal(signal.SIGINT, _end)
+    try:
+        from attnstore_vllm.cli import commands  # noqa: PLC0415  see above
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    return commands
 
 
-def _init(args: argparse.Namespace) -> int:
-    print(init.settings_for(args.dir, args.dram, args.nvme), end="")
-    return EXIT_OK
-
-
-def _check(args: argparse.Namespace) -> int:
-    problems = settings_file.read_settings(args.file).problems()
-    if args.json:
-        print(json.dumps([problem.as_json() for problem in problems]))
-    elif problems:
-        for problem in problems:
-            print(f"{args.file}: {problem}")
-    else:
-        print(f"{args.file}: all settings are right")
-    return EXIT_BAD if problems else EXIT_OK
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    checks = list(doctor.examine(args.file, args.model))
-    if args.json:
-        print(json.dumps(doctor.as_json(checks)))
-    else:
-        doctor.show(checks)
-    return EXIT_BAD if doctor.is_bad(checks) else EXIT_OK
-
-
-def _simulate(args: argparse.Namespace) -> int:
-    if args.plot:
-        simulate.check_plot(args.plot)
-    trace = simulate.read(args)
-    if args.hosts is not None:
-        simulate_hosts.run(args, trace)
-        return EXIT_OK
-    if args.machine is not None:
-        outcomes = simulate_server.simulate(args, trace)
-        if args.json:
-            print(json.dumps(simulate_server.as_json(trace, args.machine, outcomes)))
-        else:
-            simulate_server.show(trace, args.machine, outcomes)
-        if args.plot:
-            title = f"{trace.name} on {args.machine.stem}"
-            simulate_server.plot(outcomes, title, args.plot)
-        return EXIT_OK
-    runs = simulate.simulate(args, trace)
-    if args.json:
-        print(json.dumps(simulate.as_json(trace, runs)))
-    else:
-        simulate.show(trace, runs)
-    if args.plot:
-        simulate.plot(trace, runs, args.plot)
-    return EXIT_OK
-
-
-def _top(args: argparse.Namespace) -> int:
-    interval_s = seconds_of(args.interval)
-    if not interval_s:
-        raise ConfigError(f"--interval is {args.interval!r}; expected a time, as 2s")
-    top.run(args.url, interval_s, once=args.once, as_json=args.json)
-    return EXIT_OK
-
-
-def _gc(args: argparse.Namespace) -> int:
-    size = args.to_size
-    # A unit may be forgotten here too: all would go.
-    least = SIZE_MIN if size is not None and size.strip().isdecimal() else 1
-    rules = gc.Rules(
-        older_than_s=None if args.older_than is None else gc.parse_age(args.older_than),
-        namespace=args.namespace,
-        tenant=args.tenant,
-        to_size=None if size is None else parse_size("--to-size", size, least),
-    )
-    if rules == gc.Rules():
-        print(
-            "attnstore gc: say what is to go: --older-than, --namespace, --tenant or --to-size",
-            file=sys.stderr,
-        )
-        return EXIT_ERROR
-    report = gc.collect(args.directory, rules, is_dry=not args.yes)
-    if args.json:
-        print(json.dumps(report.as_json()))
-    else:
-        gc.show(report)
-    return EXIT_OK
+def _end(number: int, frame: object) -> None:
+    os.write(2, b"attnstore: interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

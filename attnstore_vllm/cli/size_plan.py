@@ -2,8 +2,9 @@
 """`attnstore plan`: how much DRAM and NVMe a load wants, for the money there is.
 
 Splits the budget between the two in several ways and simulates each; nothing is guessed that a
-simulation can say. Of the best split each tier is then halved as long as that costs next to
-nothing: what is left is recommended, and not all that the money can buy.
+simulation can say. Of the best split each tier is then cut to what the trace can fill, and halved
+as long as that costs next to nothing: what is left is recommended, and not all that the money can
+buy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.config import format_size
+from attnstore_vllm.config import SIZE_MIN, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.sim.hardware import Machine
@@ -129,17 +130,36 @@ def plan(args: argparse.Namespace, trace: Trace) -> tuple[Conversation, list[Opt
         ]
         options.sort(key=lambda o: (round(o.outcome.prefill_s, 1), o.outcome.ttft(50)))
         least = CHUNKS_MIN * machine.chunk_bytes
-        smallest = shrunk(options[0], simulated, args.tolerance, least)
+        smallest = shrunk(options[0], simulated, args.tolerance, least, most_bytes(trace, machine))
     return model, [smallest, *options]
 
 
+def rounded_up(num_bytes: int) -> int:
+    """A size that a person would write: by an eighth more at most, or up to a whole MiB."""
+    step = max(SIZE_MIN, 1 << max(0, num_bytes.bit_length() - 4))
+    return -(-num_bytes // step) * step
+
+
+def most_bytes(trace: Trace, machine: Machine) -> tuple[int, int]:
+    """Bytes of DRAM and of NVMe that the trace can fill, rounded up: of each group of the model a
+    record for each distinct chunk."""
+    chunks = trace.num_chunks * -(-trace.chunk_tokens // machine.chunk_tokens)
+    records = max(CHUNKS_MIN, chunks * len(machine.geometry.groups))
+    return rounded_up(records * machine.chunk_bytes), rounded_up(records * machine.nvme_chunk_bytes)
+
+
 def shrunk(
-    best: Option, simulated: Callable[[int, int], Option], tolerance: float, least: int
+    best: Option,
+    simulated: Callable[[int, int], Option],
+    tolerance: float,
+    least: int,
+    most: tuple[int, int],
 ) -> Option:
     """The last option in which no tier can be halved again without costing more than `tolerance`.
 
     Args:
         least: bytes that a tier has at least.
+        most: bytes of DRAM and of NVMe that can be filled: more of them is of no use.
     """
     out = best.outcome
     prefill_s, ttft_s = (value * (1 + tolerance) for value in (out.prefill_s, out.ttft(50)))
@@ -147,7 +167,9 @@ def shrunk(
     def is_as_good(option: Option) -> bool:
         return option.outcome.prefill_s <= prefill_s and option.outcome.ttft(50) <= ttft_s
 
-    found = best
+    found, filled = best, (min(best.dram, most[0]), min(best.nvme, most[1]))
+    if filled != (best.dram, best.nvme):
+        found = simulated(*filled)
     for halves in ((2, 1), (1, 2)):  # DRAM is the dearer one
         for _ in range(HALVINGS_MAX):
             dram, nvme = found.dram // halves[0], found.nvme // halves[1]

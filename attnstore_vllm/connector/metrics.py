@@ -8,11 +8,12 @@ sleeps, both by a board (transfer/board.py), which is read once a second.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -26,6 +27,8 @@ from attnstore_vllm.policy.hit_curve import CURVE_TIMES
 from attnstore_vllm.scheduler.figures import ERROR_EVENTS, StepStats, in_words
 from attnstore_vllm.transfer.board import PERIOD_S, BoardReader
 from attnstore_vllm.types import Flow
+
+logger = logging.getLogger(__name__)
 
 COUNTERS = {
     "wanted_tokens": (
@@ -228,6 +231,8 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
         self._metrics: dict[str, Any] = {}
         self._set_at: dict[tuple[int, str], float] = {}
         """When the engine looked at each gauge that is shown."""
+        self._left_out: set[str] = set()
+        """Figures of which the log has said that they are not shown."""
         self._lock = threading.Lock()
         for name, (label, text) in COUNTERS.items():
             self._metrics[name] = metric_types[Counter](
@@ -250,9 +255,9 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
         for engine in per_engine_labelvalues:  # so that every series is there from the start
             for name, labels in LABELS.items():
                 for label in labels:
-                    self._child(name, engine, label)
+                    self._child(self._metrics[name], engine, label)
             for name in HISTOGRAMS:
-                self._child(name, engine)
+                self._child(self._metrics[name], engine)
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.engine_id:
             readers = {
@@ -266,26 +271,43 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
                 daemon=True,
             ).start()
 
-    def _child(self, name: str, engine: int, label: str = "") -> Any:
+    def _child(self, metric: Any, engine: int, label: str = "") -> Any:
         """Args: label: several are apart by "|"; "": it has none."""
         own = label.split("|") if label else ()
-        return self._metrics[name].labels(*self.per_engine_labelvalues[engine], *own)
+        return metric.labels(*self.per_engine_labelvalues[engine], *own)
+
+    def _found(self, kind: Collection[str], key: str, engine: int) -> Any:
+        """The series of a figure, or None if there is none, which the log then says once.
+
+        A tier that somebody adds may report what has no metric yet. That must not end the server.
+        """
+        name, _, label = key.partition(":")
+        if name in kind:
+            try:
+                return self._child(self._metrics[name], engine, label)
+            except ValueError:  # other labels than the metric has
+                pass
+        if name not in self._left_out:
+            self._left_out.add(name)
+            logger.warning("%s has no metric in AttnStore: /metrics does not show it", name)
+        return None
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """From vLLM's thread, and from the one that reads boards."""
         with self._lock:
             for key, amount in transfer_stats_data["counters"].items():
-                name, _, label = key.partition(":")
-                self._child(name, engine_idx, label).inc(amount)
+                if (counter := self._found(COUNTERS, key, engine_idx)) is not None:
+                    counter.inc(amount)
             for key, (when, value) in transfer_stats_data["gauges"].items():
                 if when < self._set_at.get((engine_idx, key), -math.inf):
                     continue  # a step and the board crossed: this is the older
                 self._set_at[engine_idx, key] = when
-                name, _, label = key.partition(":")
-                self._child(name, engine_idx, label).set(value)
+                if (gauge := self._found(GAUGES, key, engine_idx)) is not None:
+                    gauge.set(value)
             for name, values in transfer_stats_data["observed"].items():
-                for value in values:
-                    self._child(name, engine_idx).observe(value)
+                if (histogram := self._found(HISTOGRAMS, name, engine_idx)) is not None:
+                    for value in values:
+                        histogram.observe(value)
 
 
 def names_of_engine(engine_id: str, number: int) -> tuple[str, ...]:

@@ -198,7 +198,10 @@ class Recorder:
         settings = self._sizes | measured
         made = self._config.path / f"{MACHINE}.new"
         try:
-            made.write_text("".join(machine_lines(settings)), encoding="utf-8")
+            made.unlink(missing_ok=True)  # one that a kill left keeps its mode
+            private = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(private, "w", encoding="utf-8") as file:
+                file.writelines(machine_lines(settings))
             made.replace(self._config.path / MACHINE)
         except OSError as error:
             self._stop(str(error))

@@ -24,6 +24,7 @@ from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.store.slab import NO_RESERVE
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "attnstore_vllm.cli.main"]
 BAD = """\
 dram: 64
@@ -221,6 +222,48 @@ def test_a_reader_that_closes_early(tmp_path: Path) -> None:
     said = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (said.returncode, said.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"]])
+def test_a_reader_that_closes_before_there_is_anything(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    said = subprocess.run(
+        [*COMMAND, *words], stdout=writing, stderr=subprocess.PIPE, env=environment, check=False
+    )
+    os.close(writing)
+    assert (said.returncode, said.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    "start", [COMMAND[1:], ["-c", "from attnstore_vllm.cli.main import main; exit(main())"]]
+)
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_ctrl_c_while_modules_are_imported(
+    tmp_path: Path, start: list[str], is_ignored: bool
+) -> None:
+    """One of them is slow here, so that it is certain when the interrupt comes."""
+    (tmp_path / "tqdm.py").write_text(
+        "import time\nprint('imports', flush=True)\n"
+        f"time.sleep({0.2 if is_ignored else 60})\ntqdm = None\n"
+    )
+    shell = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"] if is_ignored else []
+    running = subprocess.Popen(
+        [*shell, sys.executable, *start, "--version"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "imports\n"
+    running.send_signal(signal.SIGINT)
+    shown, said = running.communicate(timeout=60)
+    if is_ignored:  # as for a command that a script starts in the background
+        assert (running.returncode, said) == (0, "") and shown.startswith("attnstore ")
+    else:
+        assert (running.returncode, shown, said) == (130, "", "attnstore: interrupted\n")
 
 
 def test_ctrl_c_is_a_sentence(settings: Path) -> None:

@@ -107,6 +107,20 @@ def test_every_alert_is_in_the_runbook(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning")
 
 
+def test_one_command_gives_all_alerts_the_address_of_the_docs() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    edit = re.search(r"`sed -i '(s\|[^']+)' alerts.yml`", page)
+    assert edit is not None
+    done = subprocess.run(
+        ["sed", edit[1], str(ALERTS)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    rules = yaml.safe_load(done.stdout)["groups"][0]["rules"]
+    for before, after in zip(RULES, rules, strict=True):
+        url = f"https://HOST/runbook.html#{before['alert'].lower()}"
+        assert after["annotations"].pop("runbook_url") == url
+        assert after == before | {"annotations": after["annotations"]}, "and nothing else"
+
+
 def promtool(*arguments: str) -> str:
     program = shutil.which("promtool")
     if program is None:

@@ -175,7 +175,12 @@ def test_what_was_measured_is_a_machine(tmp_path: Path) -> None:
         geometry=SimpleNamespace(num_ranks=4, replicas=2),
     )
     made.begin(scheduler)
+    left = tmp_path / "trace" / f"{MACHINE}.new"
+    left.write_text("of a start that was killed, which others may read")
+    left.chmod(0o644)
     made.ended(seen([1] * 50, 2, at_s=100.0))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in left.parent.iterdir()}
+    assert modes == {REQUESTS: 0o600, MACHINE: 0o600}
     machine = Machine.read(tmp_path / "trace" / MACHINE)
     assert (machine.hbm_bandwidth, machine.nvme_read) == (2_000_000_000, 2_500_000_000)
     assert (machine.decode_step_s, machine.decode_sequence_s) == (1e-9, 2e-5)

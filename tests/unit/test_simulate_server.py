@@ -14,12 +14,20 @@ import numpy as np
 import pytest
 
 from attnstore_vllm.cli.main import main
-from attnstore_vllm.cli.size_plan import Option, read_model, show_model, shrunk
+from attnstore_vllm.cli.size_plan import (
+    Option,
+    most_bytes,
+    read_model,
+    rounded_up,
+    show_model,
+    shrunk,
+)
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.policy.runs import answered, kind_of
 from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.hardware import Machine
+from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace, TraceRequest, at_speed, make_trace
@@ -310,12 +318,11 @@ def test_the_command_says_what_is_wrong(
         assert said in capsys.readouterr().err
 
 
-def test_plan_spends_the_budget(
-    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    trace, machine = map(str, files)
-    model = tmp_path / "config.json"
-    model.write_text(
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The config.json of a model with 2,048 bytes of KV a token, in one group."""
+    path = tmp_path / "config.json"
+    path.write_text(
         json.dumps(
             {
                 "num_hidden_layers": 4,
@@ -325,6 +332,13 @@ def test_plan_spends_the_budget(
             }
         )
     )
+    return path
+
+
+def test_plan_spends_the_budget(
+    files: tuple[Path, Path], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, machine = map(str, files)
     args = ["plan", str(model), trace, "--machine", machine, "--budget", "0.0001"]
     assert main([*args, "--json"]) == 0
     options = json.loads(capsys.readouterr().out)
@@ -342,9 +356,54 @@ def test_plan_spends_the_budget(
     assert "groups: " not in out
 
 
+def test_plan_recommends_no_more_than_the_trace_has(
+    files: tuple[Path, Path], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However much the money can buy: so many halvings alone leave twice as much."""
+    trace, machine = map(str, files)
+    args = ["plan", str(model), trace, "--machine", machine, "--budget", "2", "--json"]
+    assert main(args) == 0
+    smallest, best, *_ = json.loads(capsys.readouterr().out)
+    read = read_trace(files[0], Arrivals())
+    distinct = read.num_chunks * read.chunk_tokens * 2048
+    assert best["dram"] > 500 * distinct
+    assert smallest["dram"] <= rounded_up(distinct)
+    assert smallest["nvme"] <= rounded_up(distinct)
+    assert smallest["prefill_s"] <= 1.02 * best["prefill_s"]
+
+
+@pytest.mark.parametrize(("given", "rounded"), [(1, 1), (28, 28), (100, 104), (1023, 1024)])
+def test_a_size_is_rounded_up_by_an_eighth_at_most(given: int, rounded: int) -> None:
+    assert rounded_up(given << 20) == rounded << 20
+    assert rounded_up((given << 20) - 1) == rounded << 20
+
+
+def test_of_groups_each_has_a_record_of_each_chunk(model: Path) -> None:
+    trace = chats(400, rate=1.0)
+    one = most_bytes(trace, MACHINE)
+    shape = shape_of(
+        {
+            **json.loads(model.read_text()),
+            "model_type": "gemma3_text",
+            "sliding_window": 64,
+            "num_hidden_layers": 12,
+        },
+        "here",
+        chunk_tokens=trace.chunk_tokens,
+    )
+    machine = MACHINE.with_model(shape)
+    several = most_bytes(trace, machine)
+    chunk_bytes = machine.chunk_bytes * trace.num_chunks
+    assert several[0] >= len(machine.geometry.groups) * chunk_bytes > chunk_bytes
+    assert one[0] >= trace.num_chunks * MACHINE.chunk_bytes
+    half = replace(MACHINE, nvme_record_size=0.5)
+    assert most_bytes(trace, half) == pytest.approx((one[0], one[0] / 2), rel=0.125)
+
+
 def test_plan_recommends_no_more_than_is_of_use() -> None:
     """Beyond 100 bytes of DRAM, or 1,000 of NVMe, more is of no use."""
     tried = []
+    LOTS = (10**9, 10**9)
 
     def simulated(dram: int, nvme: int) -> Option:
         tried.append((dram, nvme))
@@ -354,12 +413,14 @@ def test_plan_recommends_no_more_than_is_of_use() -> None:
         return Option(dram, nvme, 1.0, outcome)
 
     best = simulated(1600, 16_000)
-    assert shrunk(best, simulated, 0.02, 1).dram == 100
-    assert shrunk(best, simulated, 0.0, 1).dram == 200, "TTFT counts too"
-    assert shrunk(best, simulated, 0.02, 1).nvme == 1000
-    assert shrunk(best, simulated, 0.2, 1).dram == 1600 // 2**8, "so many halvings at most"
-    assert shrunk(best, simulated, 0.2, 300).dram == 400
+    assert shrunk(best, simulated, 0.02, 1, LOTS).dram == 100
+    assert shrunk(best, simulated, 0.0, 1, LOTS).dram == 200, "TTFT counts too"
+    assert shrunk(best, simulated, 0.02, 1, LOTS).nvme == 1000
+    assert shrunk(best, simulated, 0.2, 1, LOTS).dram == 1600 // 2**8, "so many halvings at most"
+    assert shrunk(best, simulated, 0.2, 300, LOTS).dram == 400
     assert min(min(sizes) for sizes in tried) >= 1
+    found = shrunk(best, simulated, 0.02, 1, (700, 5000))
+    assert (found.dram, found.nvme) == (175, 1250), "halved from what can be filled"
 
 
 def test_plan_says_what_several_groups_keep(
