@@ -234,6 +234,7 @@ TRACES = (
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", TRACES)
 def test_published_traces(name: str) -> None:
     if not (DATA / name).exists():
