@@ -92,7 +92,7 @@ class Best:
 
     @property
     def needed(self) -> bytes:
-        """What the tokens of a better one begin with, if they are known. Most share nothing."""
+        """Tokens that those of a better one begin with, if they are known. Most share nothing."""
         next_stop = whole_blocks(self.stop, self._grain) + self._grain
         wanted = next_stop if self._exact else self.stop
         return self._tokens[: wanted * TOKEN_BYTES]
@@ -433,7 +433,7 @@ class PrefixIndex:
         return [chunk for chunk in heads if chunk.name.key != name.key]
 
     def _mark(self, tokens: bytes) -> int:
-        """Of a chunk's, or a request's, tokens up to the first at which a hit may end."""
+        """A mark of a chunk's, or a request's, tokens up to the first at which a hit may end."""
         return hash(tokens[: self.grain * TOKEN_BYTES]) & 0xFFFF or 1
 
     def _heads_of(self, parent: Key, extra: bytes, tokens: bytes) -> Iterator[Chunk]:

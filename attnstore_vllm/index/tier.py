@@ -160,7 +160,7 @@ class TierBehind(Tier):
         self._look_ahead = look_ahead
 
     def orders(self) -> list[Departures]:
-        """Those that a slot may stand in. A request that waits is noted in each, step after step."""
+        """Those that a slot may stand in. Who waits is noted in each, step after step."""
         return [self.order, self.waiting]
 
     def copy_of(self, chunk: Chunk) -> InTier:

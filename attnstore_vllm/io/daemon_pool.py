@@ -48,19 +48,16 @@ class DaemonPool(Executor):
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             future, function = call
-            if future is None:
-                try:
-                    function()
-                except Exception:
-                    logger.exception("a call that nobody waits for has failed")
-                del call, future, function
-                continue
-            if not future.set_running_or_notify_cancel():
+            if future is not None and not future.set_running_or_notify_cancel():
                 continue
             try:
                 result = function()
             except BaseException as error:  # it is told to whoever waits for the future
-                future.set_exception(error)
+                if future is None:
+                    logger.exception("a call that nobody waits for has failed")
+                else:
+                    future.set_exception(error)
             else:
-                future.set_result(result)
+                if future is not None:
+                    future.set_result(result)
             del call, future, function

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -252,24 +253,28 @@ def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
     assert fetch(two, tokens) == 1, "it is left alone for some seconds"
 
 
-@pytest.mark.parametrize("why", ["left", "alone"])
-def test_a_question_that_nobody_is_asked_ends_at_once(
-    why: str, server: NetworkStore, open_shared: OpenShared
+def test_a_question_that_nobody_is_asked_any_more_ends_at_once(
+    server: NetworkStore, open_shared: OpenShared
 ) -> None:
     """The tier's thread sees it, and tells who waits: that is no failure of the store."""
     rig = open_shared(server)
     io, go_on = io_of(rig), threading.Event()
-    io._asker.hand(go_on.wait)
-    sequence = sequence_of(conversation(1, NUM_TOKENS))
-    sequence.may_ask = True
-    rig.store.find(sequence, 0, NUM_TOKENS)
-    assert is_asked(sequence)
-    if why == "left":
-        io.generation.is_behind = True
-    else:
-        io._alone.update(dict.fromkeys(map(bytes, sequence.keys(0, 1)), time.monotonic() + 60.0))
+    ask = io.helper.numbers
+
+    def late(*args: Any) -> list[int]:
+        go_on.wait(DEADLINE_S)
+        return ask(*args)
+
+    io.helper.numbers = late  # type: ignore[method-assign]
+    before, behind = (sequence_of(conversation(number, NUM_TOKENS)) for number in (1, 2))
+    for sequence in (before, behind):
+        sequence.may_ask = True
+        rig.store.find(sequence, 0, NUM_TOKENS)
+        assert is_asked(sequence)
+    io.generation.is_behind = True  # others were reset: whose KV there is nobody knows
     go_on.set()
-    assert rig.store.wait_for_any((), DEADLINE_S / 2, [sequence]), "long before its deadline"
+    assert rig.store.wait_for_any((), DEADLINE_S / 2, [behind]), "long before its deadline"
+    rig.until(lambda: not is_asked(before))
     assert io.health.reads.in_use
     assert not counts(rig).get("answers_late") and not counts(rig).get("shared_read_failed")
 

@@ -20,7 +20,6 @@ from attnstore_vllm.scheduler.offer import (
     Waits,
 )
 from attnstore_vllm.scheduler.request import RequestState
-from tests.helpers import sequence_of
 from tests.vllm_objects import Clock, as_store, request
 
 DEADLINE_S = 1.0
@@ -217,10 +216,14 @@ def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> 
     anything: Any = SimpleNamespace(rank_bytes=1, chunk_tokens=1)
     offers = Offers(rig.store, anything, anything, rig.waits, anything, anything, anything)
     state, looks = rig.request("one"), list[str]()
-    state.request = SimpleNamespace(request_id="one", num_tokens=9, resumable=False, mm_features=[])
+    nothing: dict[str, Any] = {"cache_salt": None, "kv_transfer_params": None, "mm_features": []}
+    state.request = SimpleNamespace(
+        request_id="one", num_tokens=9, all_token_ids=[], resumable=False, **nothing
+    )
+    state.adapter = b""
     rig.store.missing.clear()
     question: Any = SimpleNamespace(is_over=False, clock=rig.clock, until=rig.clock.now + 1.0)
-    state._sequence = sequence = sequence_of([])
+    sequence = state.sequence
     sequence.asked = (question,)
 
     def find(*args: Any, request_id: str, visit: Any) -> list[Piece]:
@@ -231,7 +234,8 @@ def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> 
     rig.store.find = find  # type: ignore[method-assign]
     assert offers.ask(state, 0, StepStats()) == (None, False)
     assert looks == []
-    assert rig.waits._asked == [sequence], "a step that computes nothing waits for it"
+    rig.waits.end_step(is_empty=True)
+    assert rig.store.slept == [0], "a step that computes nothing waits for the answer"
     rig.clock.now += 2.0
     assert not rig.waits.awaits(state)
     assert sequence.asked == (), "what is over is looked at once"
