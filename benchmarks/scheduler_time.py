@@ -7,8 +7,9 @@ The real scheduler side over a real store (shared memory and a file), called as 
 without a model: no worker copies anything, so all that is timed is what a step would wait for.
 Three kinds of request: one that nothing is stored of (its chunks are planned as saves), one
 whose KV is in DRAM, and one that vLLM asks about again in the next step. `--shared` compares
-processor time, by turns, with a shared tier on a real Redis and without one: a request that is
-alone is waited for inside its look-up, which costs it nothing.
+processor time, by turns, with a shared tier on a real Redis and without one. Computing takes as
+long there as on a GPU, so that the tier is worth a question; its answer is waited for inside the
+look-up, as of every request that is alone, and to sleep and wake is counted.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool
 
 Clock = Callable[[], float]
+TOKENS_PER_S = 10_000
+"""That a GPU computes of a prompt: here nothing is computed, and no question would be worth it."""
 _CACHED: dict[bytes, int] = {}
 """vLLM's table of cached blocks. It is never reset here."""
 
@@ -95,6 +98,12 @@ def make_request(name: int, tokens: list[int]) -> Any:
     )
 
 
+def report_of(plan: Any, ranks: Counter[int] | None = None) -> StepReport:
+    """Workers look at the weights when they are told to, as those of a server do."""
+    weights = Seen.SAME if plan.looks_at_weights else Seen.NOTHING
+    return StepReport(plan.number, ranks or Counter(), weights=weights)
+
+
 def step_of(tokens: dict[str, int]) -> Any:
     """A SchedulerOutput of requests that have just begun."""
     return SimpleNamespace(
@@ -139,7 +148,7 @@ def one_request(
     deadline = time.monotonic() + 5.0
     while offered is None:  # the shared tier has not answered yet: vLLM asks in its next step
         assert time.monotonic() < deadline, "vLLM is told to wait for more than 5 s"
-        scheduler.on_report(StepReport(scheduler.build_step(step_of({})).number, weights=Seen.SAME))
+        scheduler.on_report(report_of(scheduler.build_step(step_of({}))))
         time.sleep(0.001)
         ms, offered = timed(ask, clock)
         came_ms += ms
@@ -154,10 +163,10 @@ def one_request(
     ran_ms, plan = timed(run, clock)
     request.num_computed_tokens = request.num_tokens
     ended_ms, _ = timed(lambda: scheduler.request_finished(request, (blocks,)), clock)
-    scheduler.on_report(StepReport(plan.number, weights=Seen.SAME))
+    scheduler.on_report(report_of(plan))
     tail = scheduler.build_step(step_of({}))
     ids = [p.plan_id for step in (plan, tail) for p in (*step.loads, *step.saves)]
-    report = StepReport(tail.number, Counter(ids))
+    report = report_of(tail, Counter(ids))
     reported_ms, _ = timed(lambda: scheduler.on_report(report), clock)
     return came_ms + ran_ms + ended_ms + reported_ms, again_ms, offered
 
@@ -200,10 +209,13 @@ def measure_shared(num_tokens: int, rounds: int) -> dict[str, Times]:
             name: make_scheduler(Path(directory) / name, block_tokens, 256, more)
             for name, more in {"on": [tier], "off": []}.items()
         }
+        for scheduler in schedulers.values():
+            scheduler.store.weigh_reads(lambda start, stop: (stop - start) / TOKENS_PER_S)
         time.sleep(2.0)  # the tier joins
         for i in range(rounds):
             tokens = [random.randrange(50_000) for _ in range(num_tokens)]
-            for name, scheduler in schedulers.items():
+            # Who comes first reads tokens that nobody has read: they take turns at it.
+            for name, scheduler in list(schedulers.items())[:: 1 if i % 2 else -1]:
                 for number, kind in ((2 * i, times[name].stored), (2 * i + 1, times[name].hit)):
                     request = make_request(number, tokens)
                     ms, again, _ = one_request(scheduler, request, block_tokens, time.thread_time)

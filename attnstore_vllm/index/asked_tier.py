@@ -129,6 +129,9 @@ class AskedBooks(TierBehind):
         self._ends: list[tuple[float, int]] = []  # a heap; may name what has gone
         self._fresh: list[int] = []  # written, and without a lease until the next look
 
+    def orders(self) -> list[Departures]:
+        return [self.waiting]
+
     @property
     def num_used(self) -> int:
         return len(self.owned)

@@ -47,6 +47,7 @@ All numbers of tokens are counted from the beginning of a chunk, which is a mult
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -89,12 +90,16 @@ class Best:
         self._exact = True
         self.stop = 0
 
-    def look_at(self, chunk: Chunk) -> None:
-        """One whose tokens are known."""
-        # Most share nothing: a look at the tokens that make it better tells.
+    @property
+    def needed(self) -> bytes:
+        """Tokens that those of a better one begin with, if they are known. Most share nothing."""
         next_stop = whole_blocks(self.stop, self._grain) + self._grain
         wanted = next_stop if self._exact else self.stop
-        if chunk.name.tokens.startswith(self._tokens[: wanted * TOKEN_BYTES]) and chunk.usable:
+        return self._tokens[: wanted * TOKEN_BYTES]
+
+    def look_at(self, chunk: Chunk) -> None:
+        """One whose tokens are known, and begin with what is needed."""
+        if chunk.usable:
             self.offer(chunk, common_tokens(chunk.name.tokens, self._tokens), exact=True)
 
     def offer(self, chunk: Chunk, shared: int, *, exact: bool) -> None:
@@ -289,6 +294,9 @@ class PrefixIndex:
         self._piece_tokens = self.entries.piece_tokens
         self._entered_in = object()
         """Another one after clear(): objects of before it have no entry, whatever they say."""
+        self._marks = array("H")
+        """By entry: a mark of its first tokens, 0 where that is not known. Most siblings differ
+        there, and to see it here touches none of their objects."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -334,6 +342,9 @@ class PrefixIndex:
             chunk.is_alone,
         )
         self._live[chunk.entry] = chunk
+        if chunk.entry >= len(self._marks):
+            self._marks.extend(array("H", bytes(2 * (chunk.entry + 1))))
+        self._marks[chunk.entry] = self._mark(name.tokens)
         if chunk.at(NVME).state is State.READY:
             self.bind(chunk)
 
@@ -382,7 +393,11 @@ class PrefixIndex:
     ]:
         """See csrc/index/prefix_index.h. Returns slots bound now, their entries, then slots that
         are free again; and how many were entered, were left out, and were superseded."""
-        return self.entries.adopt(headers, slots, header_bytes)
+        found = self.entries.adopt(headers, slots, header_bytes)
+        for entry in found[1].tolist():  # it may have had another name's mark
+            if entry < len(self._marks):
+                self._marks[entry] = 0
+        return found
 
     def sequences(self, entries: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
         """The sequence numbers of the records that recovery found these in."""
@@ -416,6 +431,10 @@ class PrefixIndex:
         as it may. By their hashes: a mistake costs a tail."""
         heads = self._heads_of(name.parent, name.extra, name.tokens)
         return [chunk for chunk in heads if chunk.name.key != name.key]
+
+    def _mark(self, tokens: bytes) -> int:
+        """A mark of a chunk's, or a request's, tokens up to the first at which a hit may end."""
+        return hash(tokens[: self.grain * TOKEN_BYTES]) & 0xFFFF or 1
 
     def _heads_of(self, parent: Key, extra: bytes, tokens: bytes) -> Iterator[Chunk]:
         """Siblings whose whole blocks begin these tokens, those with most blocks first."""
@@ -456,12 +475,20 @@ class PrefixIndex:
                 best.offer(head, head.name.num_tokens, exact=True)
                 break
         if best.stop < len(tokens) // TOKEN_BYTES:
+            live, needed, mark = self._live, best.needed, self._mark(tokens)
+            marks = self._marks if grain == self.grain else ()
             for entry, pieces in self.entries.around(parent, extra, tokens, NEIGHBOURS_MAX):
-                chunk, shared = self._live.get(entry), pieces * self._piece_tokens
-                if chunk is not None and chunk.name.tokens:
-                    best.look_at(chunk)
-                elif shared > best.stop and (other := self.chunk(entry)).usable:
-                    best.offer(other, shared, exact=False)
+                if not pieces and entry < len(marks) and marks[entry] not in (0, mark):
+                    continue  # nothing of it is a hit
+                chunk = live.get(entry)
+                if chunk is not None and (known := chunk.name.tokens):
+                    if known.startswith(needed):
+                        best.look_at(chunk)
+                        needed = best.needed
+                elif (shared := pieces * self._piece_tokens) > best.stop:
+                    if (other := self.chunk(entry)).usable:
+                        best.offer(other, shared, exact=False)
+                        needed = best.needed
         return best.found
 
     def exact_head(

@@ -95,7 +95,7 @@ class Residency:
         self.dram.behind = self.behind
         self._asked = {tier.name for tier in self.behind if tier.is_asked}
         self._tiers = [self.dram, *self.behind]
-        behind = [order for tier in self.behind for order in (tier.order, tier.waiting)]
+        behind = [order for tier in self.behind for order in tier.orders()]
         self._orders = [self.dram.clean, self.dram.dirty, *behind]
         """All in which a slot may stand."""
         self.pinning = Pinning(self._tiers, self.counts)

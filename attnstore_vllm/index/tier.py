@@ -159,6 +159,10 @@ class TierBehind(Tier):
         self._dram_pins = dram_pins
         self._look_ahead = look_ahead
 
+    def orders(self) -> list[Departures]:
+        """Those that a slot may stand in. Who waits is noted in each, step after step."""
+        return [self.order, self.waiting]
+
     def copy_of(self, chunk: Chunk) -> InTier:
         return chunk.at(self.name)
 

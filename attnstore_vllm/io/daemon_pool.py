@@ -7,6 +7,7 @@ whole process.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -14,13 +15,15 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+logger = logging.getLogger(__name__)
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 class DaemonPool(Executor):
     def __init__(self, num_threads: int, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+        self._calls: queue.SimpleQueue[tuple[Future[Any] | None, Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
         self._num_threads = num_threads
@@ -32,6 +35,11 @@ class DaemonPool(Executor):
         self._calls.put((future, partial(fn, *args, **kwargs)))
         return future
 
+    def hand(self, fn: Callable[_P, object], /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """As submit(), where nobody wants the result. Makes no future: that takes as long as the
+        rest, on a thread that may have no time."""
+        self._calls.put((None, partial(fn, *args, **kwargs)))
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads when their calls have; waits for none."""
         for _ in range(self._num_threads):
@@ -40,12 +48,16 @@ class DaemonPool(Executor):
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             future, function = call
-            if not future.set_running_or_notify_cancel():
+            if future is not None and not future.set_running_or_notify_cancel():
                 continue
             try:
                 result = function()
             except BaseException as error:  # it is told to whoever waits for the future
-                future.set_exception(error)
+                if future is None:
+                    logger.exception("a call that nobody waits for has failed")
+                else:
+                    future.set_exception(error)
             else:
-                future.set_result(result)
+                if future is not None:
+                    future.set_result(result)
             del call, future, function

@@ -245,6 +245,8 @@ class StepCost:
         # take what prompts cost away.
         self._sums = [np.zeros((4, 5)), np.zeros((4, 5))]
         self._found = np.zeros(4)
+        self._parts = (0.0, 0.0, 0.0, 0.0)
+        """The same as parts() says it: numbers, since arrays of four take longer than the sum."""
         self._spread = 0.0
         self._num_wrong = 0
         self._num_steps = 0
@@ -288,20 +290,21 @@ class StepCost:
         """For computing tokens [start, stop), with so many spreads on top; negative: below, and
         never nothing, whatever the doubt."""
         tokens = stop - start
-        found = self._found * _SCALE
-        mean = float(found[1] * tokens + found[2] * tokens * (start + stop) / 2)
+        _, token_s, context_s, _ = self._parts
+        mean = token_s * tokens + context_s * tokens * (start + stop) / 2
+        if not spreads:
+            return mean
         doubt = 1 + abs(spreads) * math.sqrt(self._spread)
         return mean * doubt if spreads >= 0 else mean / doubt
 
     def parts(self) -> tuple[float, float, float, float]:
         """Seconds of a step, of a token, of a token and token before it, of a sequence that
         generates."""
-        step, token, context, sequence = (self._found * _SCALE).tolist()
-        return step, token, context, sequence
+        return self._parts
 
     def step_seconds(self, start: int, stop: int) -> float:
         """Seconds of a whole step that computes tokens [start, stop), on the mean."""
-        return float(self._found[0]) + self.seconds(start, stop)
+        return self._parts[0] + self.seconds(start, stop)
 
     def _fit(self) -> None:
         """Least squares over what no step can have less than none of."""
@@ -316,7 +319,9 @@ class StepCost:
             if found.min() >= 0:
                 whole = np.zeros(4)
                 whole[used] = found
-                self._found = whole  # at once: other threads read it
+                self._found = whole
+                step, token, context, sequence = (whole * _SCALE).tolist()
+                self._parts = (step, token, context, sequence)  # at once: other threads read it
                 return
             used.pop(int(found.argmin()))
 

@@ -283,6 +283,7 @@ class Waits:
     def awaits(self, state: RequestState) -> bool:
         """Whether the request waits for a tier's answer to what it has."""
         if not is_asked(state.sequence):
+            state.sequence.asked = ()  # nor will it: what comes late finds its place alone
             return False
         if state.waiting.since is None:
             state.waiting.since = self._clock()
@@ -380,6 +381,8 @@ class Offers:
 
     def _look(self, state: RequestState, local: int, stats: StepStats) -> tuple[int | None, bool]:
         request, sequence = state.request, state.sequence
+        if sequence.asked and self._waits.awaits(state):
+            return None, False  # before the answer a look finds what the last one has found
         # One token is left to compute: vLLM needs its logits.
         stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
         pieces = self._store.find(

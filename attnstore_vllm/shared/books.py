@@ -59,21 +59,21 @@ class SharedBooks(AskedBooks):
         slot = chunk.dram.slot
         if not self._may_wait(chunk):
             self.left_dram(slot)
-        elif slot in self.waiting:
-            super().place_in_dram(chunk)
         elif slot not in self._pausing:
-            self._pausing[slot] = self._clock()
+            if slot in self.waiting:
+                super().place_in_dram(chunk)
+            else:
+                self._pausing[slot] = self._clock()
 
     def _may_wait(self, chunk: Chunk) -> bool:
         return (
             self.is_open
             and chunk.dram.state is State.READY
-            and not chunk.dropped
-            and not self.is_lost
+            and not (chunk.dropped or self.is_lost)
             and chunk.name.num_tokens == self._chunk_tokens
-            and self.name not in chunk.behind
-            and self.name not in chunk.refused_by
-            and chunk.origin != self.name
+            and SHARED not in chunk.behind
+            and SHARED not in chunk.refused_by
+            and chunk.origin != SHARED
         )
 
     def waits_for(self, slot: int) -> bool:

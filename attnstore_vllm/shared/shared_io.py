@@ -190,20 +190,37 @@ class SharedIo(AskedIo):
         return super().wonder(sequence, at, stop, request_id)
 
     def ask(self, ask: Ask) -> None:
-        names, now = self._names(), self.context.clock()
-        assert names is not None
-        while self._alone and next(iter(self._alone.values())) <= now:
-            self._alone.popitem(last=False)
-        keys = list(takewhile(lambda key: bytes(key) not in self._alone, ask.keys))
-        if not keys:  # nobody is asked: that shows nothing of the store
-            ask.is_over = True
-            self.health.reads.forget_probe()
-            return
-        self._asker.submit(self._ask, ask, names, keys)
+        """Whoever asks plans a step: all that a question takes is done on the tier's thread."""
+        if ask.keys:
+            self._asker.hand(self._ask, ask)
+        else:  # of a tail nobody waits for another thread
+            self._ask_nobody(ask)
 
-    def _ask(self, ask: Ask, names: RecordNames, keys: Sequence[bytes]) -> None:
+    def _ask_nobody(self, ask: Ask) -> None:
+        """Locked. That shows nothing of the store."""
+        ask.is_over = True
+        self.health.reads.forget_probe()
+        self.context.progress.notify_all()
+
+    def _wanted(self, ask: Ask) -> list[bytes]:
+        """The names of what is asked for: none if nobody is to be asked any more."""
+        with self.context.progress:
+            names, now = self._names(), self.context.clock()
+            if ask.is_over:
+                return []
+            while self._alone and next(iter(self._alone.values())) <= now:
+                self._alone.popitem(last=False)
+            keys = list(takewhile(lambda key: bytes(key) not in self._alone, ask.keys))
+            if names is None or not keys:
+                self._ask_nobody(ask)
+                return []
+        return [names.of(key) for key in keys]
+
+    def _ask(self, ask: Ask) -> None:
+        wanted = self._wanted(ask)
+        if not wanted:
+            return
         try:
-            wanted = [names.of(key) for key in keys]
             there = self.helper.numbers(ASK_LANE, LaneOp.EXIST, wanted, self._deadline_s)
         except DeviceError as error:
             self.fail(ask, error)

@@ -14,6 +14,7 @@ import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.index.asked_tier import Ask, AskedBooks, Found, end_leases, enter
@@ -171,20 +172,27 @@ class Asking:
         Args:
             request_id: that gets it if it waits in the queue; None: it is for nobody yet.
         """
-        now = self._context.clock()
-        if not sequence.may_ask or now < sequence.asked_at + ASKED_FOR_S:
+        if not sequence.may_ask:
             return
-        plain = next((i for i, p in enumerate(pieces) if p.first is not None), len(pieces))
-        at = pieces[plain - 1].stop if plain else start
+        now = self._context.clock()
+        if now < sequence.asked_at + ASKED_FOR_S:
+            return
+        plain = pieces
+        if sequence.finds_moved:
+            plain = list(takewhile(lambda piece: piece.first is None, pieces))
+        at = plain[-1].stop if plain else start
         if at >= stop:
             return
+        computing_s = self._reader.computing_s(at, stop)
+        worth = [
+            tier
+            for tier in self._tiers
+            if worth_asking(stop - at, computing_s, tier.answer_time.mean_s)
+        ]
+        if not worth:  # without the lock: it is so at every look at what is short
+            return
         with self._context.progress:
-            computing_s = self._reader.computing_s(at, stop)
-            asks = [
-                tier.wonder(sequence, at, stop, request_id or "")
-                for tier in self._tiers
-                if worth_asking(stop - at, computing_s, tier.answer_time.mean_s)
-            ]
+            asks = [tier.wonder(sequence, at, stop, request_id or "") for tier in worth]
         asked = tuple(ask for ask in asks if ask is not None)
         if asked:  # else the next look may: at the first one nobody knows the weights yet
             sequence.asked_at, sequence.asked = now, asked
@@ -208,7 +216,10 @@ class Asking:
 
 def is_asked(sequence: SequenceKeys) -> bool:
     """Whether somebody is asked for these tokens who may still answer in time."""
-    return any(not ask.is_over and ask.clock() < ask.until for ask in sequence.asked)
+    for ask in sequence.asked:  # noqa: SIM110 - asked of every request, step after step
+        if not ask.is_over and ask.clock() < ask.until:
+            return True
+    return False
 
 
 def asking_of(

@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -20,9 +22,10 @@ from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.shared import shared_io
 from attnstore_vllm.shared.lanes import LaneOp
 from attnstore_vllm.shared.record import HEADER_BYTES, VERSION
+from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation, names_of, sequence_of
-from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, stored_names, write
+from tests.shared.rigs import DEADLINE_S, NUM_TOKENS, counts, fetch, io_of, stored_names, write
 from tests.shared.stranger import Stranger
 
 OpenShared = Callable[..., Rig]
@@ -248,6 +251,32 @@ def test_a_value_that_vanishes_after_it_was_asked_for_is_a_miss(
     assert not counts(two).get("shared_corrupt") and not counts(two).get("shared_read_failed")
     helper.numbers = ask  # type: ignore[method-assign]
     assert fetch(two, tokens) == 1, "it is left alone for some seconds"
+
+
+def test_a_question_that_nobody_is_asked_any_more_ends_at_once(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    """The tier's thread sees it, and tells who waits: that is no failure of the store."""
+    rig = open_shared(server)
+    io, go_on = io_of(rig), threading.Event()
+    ask = io.helper.numbers
+
+    def late(*args: Any) -> list[int]:
+        go_on.wait(DEADLINE_S)
+        return ask(*args)
+
+    io.helper.numbers = late  # type: ignore[method-assign]
+    before, behind = (sequence_of(conversation(number, NUM_TOKENS)) for number in (1, 2))
+    for sequence in (before, behind):
+        sequence.may_ask = True
+        rig.store.find(sequence, 0, NUM_TOKENS)
+        assert is_asked(sequence)
+    io.generation.is_behind = True  # others were reset: whose KV there is nobody knows
+    go_on.set()
+    assert rig.store.wait_for_any((), DEADLINE_S / 2, [behind]), "long before its deadline"
+    rig.until(lambda: not is_asked(before))
+    assert io.health.reads.in_use
+    assert not counts(rig).get("answers_late") and not counts(rig).get("shared_read_failed")
 
 
 def test_no_token_and_no_tenant_is_in_a_record(

@@ -7,8 +7,11 @@ looked at further below, and in tests/property/test_stops.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +26,7 @@ from attnstore_vllm.index.prefix import (
     stop_in,
     whole_blocks,
 )
+from attnstore_vllm.store.format import Header
 from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, name_of, sequence_of, tokens_of
 
@@ -339,3 +343,38 @@ def test_what_a_sequence_found_before_is_found_as_it_is_now() -> None:
     assert found() == others, "another index has other chunks of these names"
     index.clear()
     assert found() == []
+
+
+def test_siblings_that_begin_otherwise_are_passed_over() -> None:
+    """Their objects are cold memory, and a request of which nothing is stored has many."""
+    index, size = PrefixIndex(256), 256
+    looked_at: list[bytes] = []
+
+    class Tokens(bytes):
+        def startswith(self, *args: Any) -> bool:
+            looked_at.append(self)
+            return super().startswith(*args)
+
+    names = [child(tokens_of(seed, size)) for seed in range(20)]
+    chunks = [ready(replace(name, tokens=Tokens(name.tokens))) for name in names]
+    for chunk in chunks:
+        index.add(chunk)
+    assert best(index, *tokens_of(99, size)) == 0
+    assert looked_at == []
+    wanted = [*tokens_of(7, GRAIN_TOKENS), *tokens_of(99, size - GRAIN_TOKENS)]
+    assert best(index, *wanted) == GRAIN_TOKENS, "one block, which is no whole eighth"
+    assert looked_at == [names[7].tokens]
+
+
+def test_an_entry_of_a_recovery_has_no_mark_of_whom_it_was_before() -> None:
+    index, size = PrefixIndex(256), 256
+    before, name = ready(child(tokens_of(1, size))), child(tokens_of(2, size))
+    index.add(before)
+    entry = before.entry
+    index.remove(before)
+    header = Header(name, NAMESPACE, bytes(16), 0, 1, 4096, bytes(16), 0).encode(size)
+    found = index.adopt(memoryview(header), np.zeros(1, np.uint32), len(header))
+    assert found[1].tolist() == [entry], "another name has the entry now"
+    chunk = index.get(name.key)
+    assert chunk is not None and index.learn(chunk, name.tokens)
+    assert best(index, *tokens_of(2, GRAIN_TOKENS), *range(size - GRAIN_TOKENS)) == GRAIN_TOKENS

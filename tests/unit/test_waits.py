@@ -209,3 +209,35 @@ def test_a_request_is_counted_with_its_first_look_and_not_before(rig: Rig) -> No
     assert offers.ask(last, 0, stats) == (None, False)
     assert last.counted.wanted
     assert stats.data["counters"] == {"wanted_tokens:nvme": 700}
+
+
+def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> None:
+    """It was when it came: a look tells no more before the answer, and costs what one costs."""
+    anything: Any = SimpleNamespace(rank_bytes=1, chunk_tokens=1)
+    offers = Offers(rig.store, anything, anything, rig.waits, anything, anything, anything)
+    state, looks = rig.request("one"), list[str]()
+    nothing: dict[str, Any] = {"cache_salt": None, "kv_transfer_params": None, "mm_features": []}
+    state.request = SimpleNamespace(
+        request_id="one", num_tokens=9, all_token_ids=[], resumable=False, **nothing
+    )
+    state.adapter = b""
+    rig.store.missing.clear()
+    question: Any = SimpleNamespace(is_over=False, clock=rig.clock, until=rig.clock.now + 1.0)
+    sequence = state.sequence
+    sequence.asked = (question,)
+
+    def find(*args: Any, request_id: str, visit: Any) -> list[Piece]:
+        looks.append(request_id)
+        sequence.asked = (SimpleNamespace(is_over=False, clock=rig.clock, until=9e9),)  # anew
+        return []
+
+    rig.store.find = find  # type: ignore[method-assign]
+    assert offers.ask(state, 0, StepStats()) == (None, False)
+    assert looks == []
+    rig.waits.end_step(is_empty=True)
+    assert rig.store.slept == [0], "a step that computes nothing waits for the answer"
+    rig.clock.now += 2.0
+    assert not rig.waits.awaits(state)
+    assert sequence.asked == (), "what is over is looked at once"
+    assert offers.ask(state, 0, StepStats()) == (None, False)
+    assert looks == ["one"], "which has asked once more"
