@@ -124,6 +124,8 @@ class PeersIo(AskedIo):
         self._loads: dict[int, dict[int, _PeerLoad]] = {}
         """By the number of the GET, and of the key in it."""
         self._last_number = 0
+        self._may_send = False
+        """Our thread is where it can send GETs at once: before it tells who waits for them."""
         self._connect_at = 0.0
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -167,7 +169,11 @@ class PeersIo(AskedIo):
                 self._of.advance()
                 with self.context.progress:
                     self._num_advanced += 1
-        os.eventfd_write(self._wake, 1)
+        if self._may_send and threading.get_ident() == self._thread.ident:
+            self._may_send = False  # what fails meanwhile is none of this turn's
+            self._send_gets(self.context.clock())
+        else:
+            os.eventfd_write(self._wake, 1)
 
     def poll(self, timeout_s: float) -> bool:
         return False  # what ends is told on our own thread
@@ -300,14 +306,17 @@ class PeersIo(AskedIo):
                     case MessageKind.WELCOME:
                         sibling.welcome(message)
                     case MessageKind.FOUND:
+                        self._may_send = True
                         self.on_found(sibling, message)
                     case MessageKind.PIECES:
                         self._pieces(sibling, message)
                     case _:
                         raise WireError("a message of no known kind")
         except (WireError, OSError, struct.error, IndexError, ValueError) as error:
+            self._may_send = False
             self._part(sibling, error)
             return
+        self._may_send = False
         self._watch(sibling)
 
     # ---- questions -----------------------------------------------------------------------
@@ -362,8 +371,6 @@ class PeersIo(AskedIo):
         while len(self._where) > self.books.num_slots:
             self._where.popitem(last=False)
         self.answer(question.ask, question.best)
-        if question.best:
-            self.context.wake()
 
     # ---- loads ---------------------------------------------------------------------------
 
@@ -422,10 +429,13 @@ class PeersIo(AskedIo):
         if not loads:
             del self._loads[message.number]
             self._send(sibling, MessageKind.RELEASE, message.number, [])
+        self.context.wake()  # last: the store's thread is not to come before who waits for these
 
     def _end(self, loads: Sequence[_PeerLoad]) -> None:
         """Tell who waits for them that they do not come."""
         self._end_each([(load, _GONE) for load in loads])
+        if loads:
+            self.context.wake()
 
     def _end_each(self, ended: Sequence[tuple[_PeerLoad, AttnStoreError | None]]) -> None:
         if not ended:
@@ -440,7 +450,6 @@ class PeersIo(AskedIo):
         for _, failure in ended:
             if not isinstance(failure, GoneError):
                 self.health.note_read(failure)
-        self.context.wake()
 
     def _end_late(self, now: float) -> None:
         for number, question in list(self._questions.items()):
