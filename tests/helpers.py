@@ -74,6 +74,19 @@ def open_pool(num_slots: int, slot_bytes: int = PAYLOAD_BYTES) -> SharedPool:
     return pool
 
 
+def mapped_bytes(address: int) -> int:
+    """Bytes in this process's page table of the mapping with that address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            first, stop = (int(end, 16) for end in words[0].split("-"))
+            inside = first <= address < stop
+        elif inside and words[0] == "Rss:":
+            return int(words[1]) << 10
+    return 0
+
+
 def new_slab(num_records: int) -> Slab:
     """A slab without a file; format_device() puts its root and segment onto a device."""
     slab = Slab(Path("memory"), PAGE_BYTES + num_records * RECORD_BYTES, SHAPE)

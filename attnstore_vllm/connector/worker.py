@@ -20,6 +20,7 @@ from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, LoadsOnly, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes, page_of
+from attnstore_vllm.transfer.page_tables import MapAhead
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.transfer.worker_copies import Loads, Saves
@@ -89,6 +90,7 @@ class Worker:
         # vLLM copies states that change hands after the hook of begin_step().
         self._marks = all(group.reach != Reach.STATE.value for group in geometry.groups)
         self._engine: CopyEngine | None = None
+        self._ahead: MapAhead | None = None
         self._stats = StepStats()
         self._plan = StepPlan()
         self._num_saves = 0
@@ -271,6 +273,7 @@ class Worker:
         if device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {device}")
         engine = CpuEngine(*self.place(), layouts, self._turns)
+        self._ahead = MapAhead(self.pool.buffer)  # CUDA's engine maps all by page-locking it
         return engine if saves else LoadsOnly(engine, 0)
 
     # ---- a step ------------------------------------------------------------------------
@@ -373,6 +376,8 @@ class Worker:
             self._saves.close()
             self._engine.close()
             self._engine = None
+        if self._ahead is not None:
+            self._ahead.close()
         self.pool.close()
 
     def _count(self, flow: Flow, plans: Sequence[TransferPlan]) -> None:

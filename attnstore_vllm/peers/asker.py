@@ -20,7 +20,7 @@ import struct
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
@@ -36,6 +36,7 @@ from attnstore_vllm.store.asking import AskedIo
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.tier_io import Loaded, Stored
+from attnstore_vllm.transfer.page_tables import PAUSE_S, Unmapped
 from attnstore_vllm.types import TOKEN_BYTES, Flow, Key
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,6 @@ PIECE_DEADLINE_S, COMING_DEADLINE_S = 0.1, 0.6
 """How long a load waits for a sibling to say where a chunk is, and for one that comes up there."""
 LEASE_S = 5.0
 CONNECT_EVERY_S = 0.5
-POPULATE_EVERY_S = 0.005
 DEPTH = 32
 """Loads at a time."""
 FIND_TOKENS_MAX = 1 << 18
@@ -83,11 +83,13 @@ class PeersIo(AskedIo):
         siblings: all other engines of the group.
         generation: of our KV.
         listening, hello, pool: see Owner.
+        own_pages: of our pool.
     """
 
     answer_deadline_s = ANSWER_DEADLINE_S
     piece_deadline_s = PIECE_DEADLINE_S
     lease_s = LEASE_S
+    loads_soon = True
     flow_up = Flow.FROM_PEERS
     num_storing = 0
     can_store = False
@@ -101,12 +103,14 @@ class PeersIo(AskedIo):
         listening: socket.socket,
         hello: bytes,
         pool: tuple[Callable[[], list[int]], bytes],
+        own_pages: Unmapped,
     ) -> None:
         super().__init__(context, tier)
         self.record_bytes = context.pool.slot_bytes
         counts = context.residency.counts
         self.health = Health(tier.name, "siblings", context.progress, counts, context.clock)
         self.siblings = siblings
+        self._own_pages = own_pages
         self._of = generation
         self._advancing = threading.Lock()
         self._num_resets = self._num_advanced = 0
@@ -120,6 +124,8 @@ class PeersIo(AskedIo):
         self._loads: dict[int, dict[int, _PeerLoad]] = {}
         """By the number of the GET, and of the key in it."""
         self._last_number = 0
+        self._may_send = False
+        """Our thread is where it can send GETs at once: before it tells who waits for them."""
         self._connect_at = 0.0
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -163,7 +169,11 @@ class PeersIo(AskedIo):
                 self._of.advance()
                 with self.context.progress:
                     self._num_advanced += 1
-        os.eventfd_write(self._wake, 1)
+        if self._may_send and threading.get_ident() == self._thread.ident:
+            self._may_send = False  # what fails meanwhile is none of this turn's
+            self._send_gets(self.context.clock())
+        else:
+            os.eventfd_write(self._wake, 1)
 
     def poll(self, timeout_s: float) -> bool:
         return False  # what ends is told on our own thread
@@ -196,6 +206,8 @@ class PeersIo(AskedIo):
     def close(self, timeout_s: float) -> bool:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+        else:
+            self._own_pages.forget()
         return self._owner.close(timeout_s) and not self._thread.is_alive()
 
     # ---- the thread ----------------------------------------------------------------------
@@ -211,6 +223,7 @@ class PeersIo(AskedIo):
         finally:
             self._end([load for loads in self._loads.values() for load in loads.values()])
             self._end(list(self._begun))
+            self._own_pages.forget()
             for sibling in self.siblings:
                 sibling.close()
             self._selector.close()
@@ -220,8 +233,8 @@ class PeersIo(AskedIo):
         ends = [question.ends_at for question in self._questions.values()]
         ends += [load.ends_at for loads in self._loads.values() for load in loads.values()]
         timeout = max(0.0, min([now + CONNECT_EVERY_S, *ends]) - now)
-        if not ends and any(s.pool is not None and s.pool.populate() for s in self.siblings):
-            timeout = POPULATE_EVERY_S
+        if not ends and any(unmapped.map_some() for unmapped in self._unmapped()):
+            timeout = PAUSE_S
         for key, _ in self._selector.select(timeout):
             if key.fileobj == self._wake:
                 os.eventfd_read(self._wake)
@@ -238,6 +251,12 @@ class PeersIo(AskedIo):
             if key.fileobj != self._wake:
                 self._receive(key.data)
         self._end_late(now)
+
+    def _unmapped(self) -> Iterator[Unmapped]:
+        """Pages that the first copies from siblings would wait for: they are read in theirs and
+        written to ours, which other threads may or may not have mapped."""
+        yield self._own_pages
+        yield from (s.pool.unmapped for s in self.siblings if s.pool is not None)
 
     def _connect(self) -> None:
         for sibling in self.siblings:
@@ -287,14 +306,17 @@ class PeersIo(AskedIo):
                     case MessageKind.WELCOME:
                         sibling.welcome(message)
                     case MessageKind.FOUND:
+                        self._may_send = True
                         self.on_found(sibling, message)
                     case MessageKind.PIECES:
                         self._pieces(sibling, message)
                     case _:
                         raise WireError("a message of no known kind")
         except (WireError, OSError, struct.error, IndexError, ValueError) as error:
+            self._may_send = False
             self._part(sibling, error)
             return
+        self._may_send = False
         self._watch(sibling)
 
     # ---- questions -----------------------------------------------------------------------
@@ -349,8 +371,6 @@ class PeersIo(AskedIo):
         while len(self._where) > self.books.num_slots:
             self._where.popitem(last=False)
         self.answer(question.ask, question.best)
-        if question.best:
-            self.context.wake()
 
     # ---- loads ---------------------------------------------------------------------------
 
@@ -409,10 +429,13 @@ class PeersIo(AskedIo):
         if not loads:
             del self._loads[message.number]
             self._send(sibling, MessageKind.RELEASE, message.number, [])
+        self.context.wake()  # last: the store's thread is not to come before who waits for these
 
     def _end(self, loads: Sequence[_PeerLoad]) -> None:
         """Tell who waits for them that they do not come."""
         self._end_each([(load, _GONE) for load in loads])
+        if loads:
+            self.context.wake()
 
     def _end_each(self, ended: Sequence[tuple[_PeerLoad, AttnStoreError | None]]) -> None:
         if not ended:
@@ -427,7 +450,6 @@ class PeersIo(AskedIo):
         for _, failure in ended:
             if not isinstance(failure, GoneError):
                 self.health.note_read(failure)
-        self.context.wake()
 
     def _end_late(self, now: float) -> None:
         for number, question in list(self._questions.items()):

@@ -20,6 +20,7 @@ from attnstore_vllm.peers.wire import listen
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.store.context import Context
+from attnstore_vllm.transfer.page_tables import Unmapped
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import PEERS
 
@@ -88,4 +89,5 @@ class MakePeers:
             self._listening,
             self._hello,
             (pool.read_only_fds, SHAPE.pack(*pool.shape)),
+            Unmapped([pool.buffer], writes=True),
         )

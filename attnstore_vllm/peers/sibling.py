@@ -4,28 +4,20 @@ is doing."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from attnstore_vllm.peers.wire import Message, MessageKind, Wire, WireError, connect
 from attnstore_vllm.policy.breaker import Breaker
+from attnstore_vllm.transfer.page_tables import Unmapped
 from attnstore_vllm.transfer.pool import SLOTS_AT
 from attnstore_vllm.transfer.pool_files import PoolFile, cut
 
 SHAPE = struct.Struct("<QQQ")
 """Slots that the pool's files have room for, bytes of a slot, parts of it that lie apart."""
-
-
-POPULATED_BYTES = 16 << 20
-"""Bytes of a pool that are mapped in one go."""
-_MADV_POPULATE_READ = 22  # since Linux 5.14; not among the names of the mmap module
-_libc = ctypes.CDLL(None)
 
 
 class PeerPool:
@@ -43,22 +35,7 @@ class PeerPool:
             for fd, file in zip(fds, self._files, strict=True)
         ]
         self.num_slots = num_slots
-        self._unmapped = [
-            (at, min(POPULATED_BYTES, len(mapped) - at), mapped)
-            for mapped in reversed(self._maps)
-            for at in reversed(range(0, len(mapped), POPULATED_BYTES))
-        ]
-
-    def populate(self) -> bool:
-        """Map some of its pages, which the first copies would else wait for: mapped one by one
-        they take longer than the copy. The GIL is released. False: all are."""
-        if not self._unmapped:
-            return False
-        at, size, mapped = self._unmapped.pop()
-        address = np.frombuffer(mapped, np.uint8).ctypes.data + at
-        # Older kernels refuse it, and then the first copies wait.
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_READ)
-        return True
+        self.unmapped = Unmapped(self._maps, writes=False)
 
     def parts(self, slot: int) -> list[memoryview]:
         """The bytes of a slot, part by part."""

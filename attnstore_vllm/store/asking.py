@@ -46,6 +46,9 @@ class AskedIo(TierIo):
     """How long a request waits for an answer, at most."""
     lease_s: float
     """How long what was found is believed to be there."""
+    loads_soon = False
+    """Its loads are over in so few milliseconds that a request that is told "not yet" may as well
+    hear of its answer with them. An end of each is told."""
 
     def __init__(self, context: Context, tier: AskedBooks) -> None:
         super().__init__()
@@ -100,9 +103,12 @@ class AskedIo(TierIo):
             is_late = self._is_late(ask, now)
             is_told = is_late and ask not in self._open  # turn() has seen it before
             residency.counts["answers_late"] += is_late and not is_told
-            context.progress.notify_all()
         if is_wanted:
             context.reader.start()
+        with context.progress:
+            # Who wakes takes the processor from those who bring what it waits for.
+            if not (self.loads_soon and is_wanted and self.num_loading):
+                context.progress.notify_all()
         if not is_told:
             self.health.note_read(self._late() if is_late else None)
 

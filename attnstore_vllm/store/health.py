@@ -112,7 +112,8 @@ class Health:
                     self._counts[f"{self._event}_full"] += 1
                 if changed:
                     self._counts[f"{self._event}_out"] += 1
-            self._progress.notify_all()
+            if changed:  # what has ended was told where it ended
+                self._progress.notify_all()
         if failure is None:
             if changed:
                 logger.warning("%s works again: %s %s go on", self._where, self._label, what)

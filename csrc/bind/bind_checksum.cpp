@@ -58,7 +58,7 @@ py::bytes copy_checksums(const Copies& copies) {
     for (const auto& part : of) {
       open.push_back(part.request());
       const auto [at, size] = bytes_of(open.back());
-      one.of.emplace_back(at, size);
+      one.of.push_back({reinterpret_cast<const unsigned char*>(at), size});
       num_bytes += size;
     }
     if (num_bytes != one.num_bytes) {

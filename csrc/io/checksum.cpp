@@ -8,12 +8,14 @@
 #include <vector>
 
 #include "io/checksum_avx2.h"
+#include "io/checksum_copy.h"
 
 namespace attnstore {
 
 namespace {
 
 using Variant = void (*)(const void*, std::size_t, unsigned char*);
+using CopyVariant = void (*)(unsigned char*, const CopiedPart*, std::size_t, unsigned char*);
 
 void checksum_plain(const void* data, std::size_t num_bytes, unsigned char* out) {
   XXH128_canonical_t canonical;
@@ -27,6 +29,13 @@ Variant choose() {
   if (__builtin_cpu_supports("avx2")) return checksum_avx2;
 #endif
   return checksum_plain;
+}
+
+CopyVariant choose_copy() {
+#if defined(ATTNSTORE_CHECKSUM_AVX2)
+  if (__builtin_cpu_supports("avx2")) return copy_checksum_avx2;
+#endif
+  return copy_and_sum;
 }
 
 }  // namespace
@@ -51,15 +60,11 @@ void page_checksums(const std::byte* data, std::size_t num_pages, std::size_t pa
 }
 
 void copy_checksums(const std::vector<Gathered>& copies, std::byte* out) {
+  static const CopyVariant variant = choose_copy();
+  auto* sums = reinterpret_cast<unsigned char*>(out);
   for (const Gathered& copy : copies) {
-    std::byte* at = copy.to;
-    for (const auto& [of, num_bytes] : copy.of) {
-      std::memcpy(at, of, num_bytes);
-      at += num_bytes;
-    }
-    const Checksum sum = checksum(copy.to, copy.num_bytes);
-    std::memcpy(out, sum.data(), kChecksumBytes);
-    out += kChecksumBytes;
+    variant(reinterpret_cast<unsigned char*>(copy.to), copy.of.data(), copy.of.size(), sums);
+    sums += kChecksumBytes;
   }
 }
 

@@ -4,8 +4,9 @@
 
 #include <array>
 #include <cstddef>
-#include <utility>
 #include <vector>
+
+#include "io/checksum_avx2.h"
 
 namespace attnstore {
 
@@ -23,7 +24,7 @@ void page_checksums(const std::byte* data, std::size_t num_pages, std::size_t pa
 struct Gathered {
   std::byte* to;
   std::size_t num_bytes;  // all of `of`
-  std::vector<std::pair<const std::byte*, std::size_t>> of;
+  std::vector<CopiedPart> of;
 };
 
 // Copy each, and put the checksum of the copy into out[kChecksumBytes * its number ..). What is

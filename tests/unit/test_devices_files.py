@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import resource
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from mmap import mmap
 from pathlib import Path
@@ -361,10 +363,10 @@ def test_copies_have_the_checksums_of_what_has_come(
         monkeypatch.delattr(native, "copy_checksums", raising=False)
     elif not hasattr(native, "copy_checksums"):
         pytest.skip("built without xxhash.h")
-    of = [memoryview(os.urandom(size)) for size in (4096, 100, 0, 7)]
-    to = [memoryview(bytearray(size)) for size in (4196, 7)]
-    digests = copy_checksums([(to[0], of[:2]), (to[1], of[2:])])
-    wanted = [bytes(of[0]) + bytes(of[1]), bytes(of[3])]
+    of = [memoryview(os.urandom(size)) for size in (4096, 100, 0, 7, 500_001, 300_000)]
+    to = [memoryview(bytearray(size)) for size in (4196, 7, 800_001)]
+    digests = copy_checksums([(to[0], of[:2]), (to[1], of[2:4]), (to[2], of[4:])])
+    wanted = [bytes(of[0]) + bytes(of[1]), bytes(of[3]), bytes(of[4]) + bytes(of[5])]
     assert [bytes(copy) for copy in to] == wanted
     assert digests == [checksum(data) for data in wanted]
     assert copy_checksums([]) == []
@@ -372,3 +374,23 @@ def test_copies_have_the_checksums_of_what_has_come(
         copy_checksums([(to[0], of[:1])])
     with pytest.raises((BufferError, ValueError, TypeError)):
         copy_checksums([(memoryview(b"read only"), [memoryview(b"nine byte")])])
+
+
+def test_a_checksum_is_of_the_copy_whatever_becomes_of_what_is_copied() -> None:
+    of, to = bytearray(3 << 20), memoryview(bytearray(3 << 20))
+    is_over = threading.Event()
+
+    def write() -> None:
+        for number in itertools.cycle(range(256)):
+            if is_over.is_set():
+                return
+            of[:] = bytes([number]) * len(of)
+
+    with ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(write)
+        try:
+            for _ in range(50):
+                assert copy_checksums([(to, [memoryview(of)])]) == [checksum(to)]
+        finally:
+            is_over.set()
+        writing.result()

@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from attnstore_vllm.peers.wire import (
 )
 from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.types import PEERS
-from tests.helpers import conversation, names_of, sequence_of
+from tests.helpers import conversation, mapped_bytes, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess
 
 LONG = 4 * 16
@@ -86,11 +87,7 @@ def test_a_conversation_goes_on_at_another_engine(pair: Pair) -> None:
 def test_what_is_found_comes_before_the_next_look(pair: Pair) -> None:
     here, sibling = pair
     sibling.call("put", 1, WITH_TAIL)
-    sequence = sequence_of(conversation(1, WITH_TAIL + 1))
-    sequence.may_ask = True
-    with here.store.queue() as queue:
-        queue.append("request")
-    assert here.store.arrive("request", sequence, WITH_TAIL + 1)[0] == []
+    sequence = wanted(here, 1, WITH_TAIL)
     index = here.store.residency.index
     here.wait(lambda: len(chunks := list(index.all_live())) == 4 and all(map(is_here, chunks)))
     held = here.store.hold_ready(
@@ -99,6 +96,80 @@ def test_what_is_found_comes_before_the_next_look(pair: Pair) -> None:
     assert here.store.tiers(held, 0) == {PEERS: WITH_TAIL}
     here.store.release(piece.chunk for piece in held)
     here.store.leave_queue(["request"])
+
+
+def wanted(here: PeerEngine, number: int, num_tokens: int) -> SequenceKeys:
+    """A request of the queue asks for the conversation."""
+    sequence = asking(number, num_tokens + 1)
+    with here.store.queue() as queue:
+        queue.append("request")
+    assert here.store.arrive("request", sequence, num_tokens + 1)[0] == []
+    return sequence
+
+
+def test_what_is_found_is_asked_for_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in the thread's next turn, behind whoever else has woken by then."""
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    sent: list[int] = []
+    sent_by_then: list[int] = []
+    send, start = Wire.send, here.io.context.reader.start
+
+    def noted(wire: Wire, kind: MessageKind, *rest: Any) -> None:
+        sent.append(kind)
+        send(wire, kind, *rest)
+
+    def started() -> None:
+        start()
+        if threading.current_thread().name == "attnstore-peers":
+            sent_by_then.extend(sent)
+
+    monkeypatch.setattr(Wire, "send", noted)
+    monkeypatch.setattr(here.io.context.reader, "start", started)
+    wanted(here, 1, LONG)
+    here.wait(lambda: MessageKind.RELEASE in sent)
+    assert sent_by_then == [MessageKind.FIND, MessageKind.GET]
+    here.store.leave_queue(["request"])
+
+
+def test_who_waits_is_told_when_something_has_come(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when it was found: a look at that would take the processor from the copy."""
+    here, sibling = pair
+    sibling.call("put", 1, LONG)
+    progress = here.io.context.progress
+    notify_all, index, told = progress.notify_all, here.store.residency.index, list[bool]()
+
+    def noted() -> None:
+        told.append(any(map(is_here, index.all_live())))
+        notify_all()
+
+    monkeypatch.setattr(progress, "notify_all", noted)
+    sequence = wanted(here, 1, LONG)
+    here.wait(lambda: len(told) >= LONG // 16)
+    assert all(told)
+    assert not is_asked(sequence)
+    here.store.leave_queue(["request"])
+
+
+def test_who_waits_for_nothing_that_comes_is_told_at_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, _ = pair
+    told = threading.Event()
+    monkeypatch.setattr(here.io.context.progress, "notify_all", told.set)
+    sequence = wanted(here, 1, LONG)
+    assert told.wait(10.0)
+    assert not is_asked(sequence)
+    here.store.leave_queue(["request"])
+
+
+def test_pages_of_the_own_pool_are_mapped_ahead(pair: Pair) -> None:
+    """Copies from siblings are written there, and other threads may not have mapped them."""
+    here, _ = pair
+    size = here.pool.num_slots * here.pool.slot_bytes
+    here.wait(lambda: mapped_bytes(here.pool.address) >= size)
 
 
 def is_here(chunk: Chunk) -> bool:

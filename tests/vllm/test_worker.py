@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
 from attnstore_vllm.types import Flow
+from tests.helpers import mapped_bytes
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV
 from tests.vllm.stepped import SteppedEngine, prompt
@@ -73,6 +75,16 @@ def test_only_steps_that_load_say_what_loads_took(engine: ScriptedEngine) -> Non
         "load_seconds": 1,
         "load_wait_seconds": 1,
     }
+
+
+def test_all_of_the_pool_is_mapped_ahead(engine: ScriptedEngine) -> None:
+    """Else the first save to a slot, and the first load, would wait for it page by page."""
+    (worker,) = engine.workers
+    pool = worker.side.pool
+    deadline = time.monotonic() + 10.0
+    while mapped_bytes(pool.address) < pool.num_slots * pool.slot_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_bytes_of_saves_are_counted_once(engine: ScriptedEngine) -> None:
@@ -146,6 +158,7 @@ class NoPool:
     """A pool of which nothing is copied."""
 
     address, num_slots, num_parts = 0, 2, 1
+    buffer = memoryview(b"")
 
     def publish(self, rank: int, text: str) -> None:
         """Nobody reads it."""
