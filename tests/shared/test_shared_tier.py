@@ -265,7 +265,7 @@ def test_a_question_that_nobody_is_asked_any_more_ends_at_once(
         go_on.wait(DEADLINE_S)
         return ask(*args)
 
-    io.helper.numbers = late  # type: ignore[method-assign]
+    io.helper.numbers = late  # type: ignore[method-assign, assignment]
     before, behind = (sequence_of(conversation(number, NUM_TOKENS)) for number in (1, 2))
     for sequence in (before, behind):
         sequence.may_ask = True

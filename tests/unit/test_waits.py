@@ -223,7 +223,7 @@ def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> 
     state.adapter = b""
     rig.store.missing.clear()
     question: Any = SimpleNamespace(is_over=False, clock=rig.clock, until=rig.clock.now + 1.0)
-    sequence = state.sequence
+    sequence: Any = state.sequence
     sequence.asked = (question,)
 
     def find(*args: Any, request_id: str, visit: Any) -> list[Piece]:
@@ -231,7 +231,7 @@ def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> 
         sequence.asked = (SimpleNamespace(is_over=False, clock=rig.clock, until=9e9),)  # anew
         return []
 
-    rig.store.find = find  # type: ignore[method-assign]
+    rig.store.find = find
     assert offers.ask(state, 0, StepStats()) == (None, False)
     assert looks == []
     rig.waits.end_step(is_empty=True)
