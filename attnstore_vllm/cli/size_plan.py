@@ -159,7 +159,8 @@ def shrunk(
 
     Args:
         least: bytes that a tier has at least.
-        most: bytes of DRAM and of NVMe that can be filled: more of them is of no use.
+        most: bytes of DRAM and of NVMe that can be filled. More is of no use, but for a model
+            whose sections and states have records of their own within a chunk.
     """
     out = best.outcome
     prefill_s, ttft_s = (value * (1 + tolerance) for value in (out.prefill_s, out.ttft(50)))
@@ -169,7 +170,8 @@ def shrunk(
 
     found, filled = best, (min(best.dram, most[0]), min(best.nvme, most[1]))
     if filled != (best.dram, best.nvme):
-        found = simulated(*filled)
+        cut = simulated(*filled)
+        found = cut if is_as_good(cut) else best
     for halves in ((2, 1), (1, 2)):  # DRAM is the dearer one
         for _ in range(HALVINGS_MAX):
             dram, nvme = found.dram // halves[0], found.nvme // halves[1]

@@ -294,7 +294,7 @@ class PrefixIndex:
         self._piece_tokens = self.entries.piece_tokens
         self._entered_in = object()
         """Another one after clear(): objects of before it have no entry, whatever they say."""
-        self._marks = array("H")
+        self._marks = array("H", bytes(2 * expected))
         """By entry: a mark of its first tokens, 0 where that is not known. Most siblings differ
         there, and to see it here touches none of their objects."""
 

@@ -20,7 +20,7 @@ import struct
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
@@ -111,6 +111,7 @@ class PeersIo(AskedIo):
         self.health = Health(tier.name, "siblings", context.progress, counts, context.clock)
         self.siblings = siblings
         self._own_pages = own_pages
+        self._mapped_first = 0
         self._of = generation
         self._advancing = threading.Lock()
         self._num_resets = self._num_advanced = 0
@@ -252,11 +253,13 @@ class PeersIo(AskedIo):
                 self._receive(key.data)
         self._end_late(now)
 
-    def _unmapped(self) -> Iterator[Unmapped]:
+    def _unmapped(self) -> Iterable[Unmapped]:
         """Pages that the first copies from siblings would wait for: they are read in theirs and
-        written to ours, which other threads may or may not have mapped."""
-        yield self._own_pages
-        yield from (s.pool.unmapped for s in self.siblings if s.pool is not None)
+        written to ours, which other threads may or may not have mapped. Another is first each
+        time: a copy needs pages of two of them."""
+        of = [self._own_pages, *(s.pool.unmapped for s in self.siblings if s.pool is not None)]
+        self._mapped_first = (self._mapped_first + 1) % len(of)
+        return of[self._mapped_first :] + of[: self._mapped_first]
 
     def _connect(self) -> None:
         for sibling in self.siblings:
@@ -386,11 +389,12 @@ class PeersIo(AskedIo):
             load.sibling, load.ends_at = sibling, now + self.piece_deadline_s
             batch = batches.setdefault(sibling, {})
             batch[len(batch)] = load
+        # All are known before the first is sent: whatever fails then, each has its deadline.
+        numbered = [(self._next_number(), sibling, batch) for sibling, batch in batches.items()]
+        self._loads |= {number: batch for number, _, batch in numbered}
         self._end(lost)
         generation = self.generation() or b""
-        for sibling, batch in batches.items():
-            number = self._next_number()
-            self._loads[number] = batch
+        for number, sibling, batch in numbered:
             keys = b"".join(load.chunk.name.key for load in batch.values())
             if sibling.is_ready:
                 self._send(sibling, MessageKind.GET, number, [generation, keys])

@@ -191,9 +191,9 @@ class SharedIo(AskedIo):
 
     def ask(self, ask: Ask) -> None:
         """Whoever asks plans a step: all that a question takes is done on the tier's thread."""
-        if ask.keys:
+        if ask.keys and self._alone.get(bytes(ask.keys[0]), 0.0) <= self.context.clock():
             self._asker.hand(self._ask, ask)
-        else:  # of a tail nobody waits for another thread
+        else:  # nobody waits for another thread to hear that nothing is asked for
             self._ask_nobody(ask)
 
     def _ask_nobody(self, ask: Ask) -> None:

@@ -39,7 +39,7 @@ class Reader:
         """A part of what a request wants is of no use: its hit ends in several groups."""
         self.computing_s: Callable[[int, int], float | None] = lambda start, stop: None
         """Seconds for computing tokens [start, stop) of a prompt; None: it is not known, or all
-        that is stored is waited for. Called with the lock held."""
+        that is stored is waited for. From any thread."""
 
     @property
     def is_busy(self) -> bool:

@@ -421,6 +421,9 @@ def test_plan_recommends_no_more_than_is_of_use() -> None:
     assert min(min(sizes) for sizes in tried) >= 1
     found = shrunk(best, simulated, 0.02, 1, (700, 5000))
     assert (found.dram, found.nvme) == (175, 1250), "halved from what can be filled"
+    best = simulated(1600, 16_000)
+    found = shrunk(best, simulated, 0.02, 1, (50, 10**9))
+    assert (found.dram, found.nvme) == (100, 1000), "more can be filled than was said"
 
 
 def test_plan_says_what_several_groups_keep(
