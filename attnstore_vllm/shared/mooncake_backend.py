@@ -84,7 +84,6 @@ class MooncakeBackend(Backend):
     def close(self) -> None:
         self._client.close()
 
-
     def count(self, prefix: str) -> None:
         """Its client lists no names."""
 

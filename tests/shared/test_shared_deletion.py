@@ -38,9 +38,7 @@ def settings_file(path: Path, server: NetworkStore, **changed: str) -> Path:
 
 
 @pytest.fixture
-def gc(
-    own_server: NetworkStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Gc:
+def gc(own_server: NetworkStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Gc:
     """Runs the command on `own_server`, which has nothing of other tests."""
     file = settings_file(tmp_path, own_server)
 
