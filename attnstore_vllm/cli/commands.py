@@ -19,6 +19,7 @@ from attnstore_vllm.cli import (
     init,
     inspect,
     settings_file,
+    shared_gc,
     simulate,
     simulate_hosts,
     simulate_server,
@@ -51,8 +52,15 @@ def parser() -> argparse.ArgumentParser:
         "gc", help="delete stored KV; says what would go (with --yes, and the server stopped, does)"
     )
     for command in (read, look, clean):
-        command.add_argument("directory", type=Path, metavar="DIR", help="the server's nvme.path")
+        command.add_argument(
+            "directory", type=Path, metavar="DIR", nargs="?" if command is clean else None,
+            help="the server's nvme.path",
+        )  # fmt: skip
         command.add_argument("--json", action="store_true", help="print JSON")
+    clean.add_argument(
+        "--shared", type=Path, metavar="FILE",
+        help="instead of DIR: settings with `shared`; a tenant's KV in that store goes",
+    )  # fmt: skip
     clean.add_argument("--older-than", metavar="AGE", help="written longer ago, as in 7d or 12h")
     clean.add_argument("--namespace", metavar="HEX", help="of one namespace, as inspect shows it")
     clean.add_argument("--tenant", metavar="SALT", help="of one cache_salt")
@@ -240,9 +248,27 @@ def _gc(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return EXIT_ERROR
+    if args.shared is not None:
+        return _gc_shared(args, rules)
+    if args.directory is None:
+        raise ConfigError("expected DIR, a server's nvme.path, or --shared FILE; found neither")
     report = gc.collect(args.directory, rules, is_dry=not args.yes)
     if args.json:
         print(json.dumps(report.as_json()))
     else:
         gc.show(report)
     return EXIT_OK
+
+
+def _gc_shared(args: argparse.Namespace, rules: gc.Rules) -> int:
+    if args.directory is not None or rules.tenant is None or rules != gc.Rules(tenant=rules.tenant):
+        raise ConfigError(
+            "with --shared FILE there is one rule, --tenant SALT, and no DIR: names in that store "
+            "say neither age, size nor model"
+        )
+    report = shared_gc.delete(args.shared, rules.tenant, is_dry=not args.yes)
+    if args.json:
+        print(json.dumps(report.as_json()))
+    else:
+        shared_gc.show(report)
+    return EXIT_BAD if report.left else EXIT_OK

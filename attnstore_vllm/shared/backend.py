@@ -50,6 +50,16 @@ class Backend(ABC):
     def write(self, name: str, value: bytes, *, overwrite: bool) -> None:
         """A small value, if there is none or with `overwrite`."""
 
+    @abstractmethod
+    def count(self, prefix: str) -> tuple[int, int] | None:
+        """Values whose names begin so, and their bytes; None: this store cannot say.
+        Cost: a look at all names of the store."""
+
+    @abstractmethod
+    def remove(self, prefix: str) -> int:
+        """Delete the values whose names begin so. Returns how many there were. What is written
+        meanwhile may stay. Cost: a look at all names of the store."""
+
     def close(self) -> None:  # noqa: B027 - not all have something
         """Let go what the client has."""
 

@@ -8,6 +8,7 @@ none but the bounce buffer, and that only where RDMA cannot do without.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,6 +80,19 @@ class MooncakeBackend(Backend):
         result = (self._client.upsert if overwrite else self._client.put)(name, value)
         if result:
             raise BackendError(f"Mooncake does not let us write the generation ({result})")
+
+    def close(self) -> None:
+        self._client.close()
+
+    def count(self, prefix: str) -> None:
+        """Its client lists no names."""
+
+    def remove(self, prefix: str) -> int:
+        # By force: else what was read in the last seconds stays, since a lease protects it.
+        result = int(self._client.remove_by_regex(f"^{re.escape(prefix)}.*", True))
+        if result < 0:
+            raise BackendError(f"Mooncake's master does not delete what it is told to ({result})")
+        return result
 
 
 def own_address(master: str) -> str:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of the shared tier: what lies in a network store under one name.
 
-    name    hash of the namespace, the generation, the chunk's key and the format
+    name    tag of the tenant; hash of the namespace, the generation, the chunk's key and the format
     record  header of 128 bytes, payload
 
 Everybody in that network may read a record, and whoever can write may write anything. So a record
 has neither token ids nor a tenant's name, and nothing of it is believed before it was verified in
-memory that is ours alone.
+memory that is ours alone. The tag is a hash of the salt: by it a tenant's records can be deleted,
+and whoever lists the store sees which belong together.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -28,6 +30,8 @@ MAGIC = b"ASSHARED"
 VERSION = 1
 """Raise it whenever the bytes of a record mean something else. It is in the name, too."""
 NAME_BYTES = 32
+TAG_BYTES = 8
+"""Of a name, its first. The rest, 24 bytes of a hash, is what tells records apart."""
 PAGE_BYTES = 4096
 
 _HEADER = struct.Struct("<8sIIQQ32s32s16s16s")
@@ -43,6 +47,16 @@ def place_bytes(payload_bytes: int) -> int:
     return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+@lru_cache(maxsize=1024)
+def tenant_tag(tenant: bytes) -> bytes:
+    """The beginning of the names of a tenant's records, in all namespaces and generations.
+
+    Args:
+        tenant: its hash (index/keys.py: tenant_hash).
+    """
+    return blake3(b"attnstore shared tenant" + tenant).digest()[:TAG_BYTES]
+
+
 @dataclass(frozen=True, slots=True)
 class RecordNames:
     """RecordNames of one namespace in one generation (shared_generation.py)."""
@@ -50,9 +64,11 @@ class RecordNames:
     namespace: bytes
     generation: bytes
 
-    def of(self, key: bytes) -> bytes:
+    def of(self, key: bytes, tenant: bytes) -> bytes:
+        """Args: tenant: the hash of the salt that `key` has in it."""
         parts = (b"attnstore shared", VERSION.to_bytes(4, "big"), self.namespace, self.generation)
-        return blake3(b"".join((*parts, key))).digest()
+        digest = blake3(b"".join((*parts, key))).digest()
+        return tenant_tag(tenant) + digest[: NAME_BYTES - TAG_BYTES]
 
 
 def seal(name: ChunkName, namespace: bytes, payload_bytes: int, payload_checksum: bytes) -> bytes:

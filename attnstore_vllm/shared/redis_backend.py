@@ -3,16 +3,17 @@
 
 redis-py copies each value several times, which takes three times as long, and retries behind its
 caller's back: a stopped server cost 26 s with a timeout of 2 s. What is needed of the protocol
-(RESP 2) is six commands, and values that are received where they are to lie.
+(RESP 2) is a few commands, and values that are received where they are to lie.
 """
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -20,6 +21,8 @@ from attnstore_vllm.shared.backend import FAILED, MISSING, WRONG_SIZE, Backend, 
 
 LINE_MAX = 64 << 10
 DEFAULT_PORT = 6379
+SCAN_NAMES = 1000
+"""Names that Redis looks at for one SCAN, which nobody else is served in."""
 DRAIN_MAX = 1 << 30
 """A value of another size is read away, up to this."""
 
@@ -77,6 +80,37 @@ class RedisBackend(Backend):
         kind, text = self._reply()
         if kind == "-":
             raise BackendError(f"Redis does not let us write the generation: {text}")
+
+    def count(self, prefix: str) -> tuple[int, int]:
+        names = set[str]()  # SCAN may tell one twice
+        for some in self._scan(prefix):
+            names.update(some)
+        num_bytes, listed = 0, list(names)
+        for at in range(0, len(listed), SCAN_NAMES):
+            some = listed[at : at + SCAN_NAMES]
+            self._send([_command("STRLEN", name) for name in some])
+            num_bytes += sum(self._integer() for _ in some)
+        return len(names), num_bytes
+
+    def remove(self, prefix: str) -> int:
+        removed = 0
+        for names in self._scan(prefix):
+            self._send([_command("UNLINK", name) for name in names])
+            removed += sum(self._integer() for _ in names)
+        return removed
+
+    def _scan(self, prefix: str) -> Iterator[list[str]]:
+        """What is there from the first to the last look is told at least once."""
+        pattern, cursor = re.sub(r"([*?\[\]\\^-])", r"\\\1", prefix) + "*", "0"
+        while True:
+            self._send([_command("SCAN", cursor, "MATCH", pattern, "COUNT", str(SCAN_NAMES))])
+            self._items()
+            cursor = self._bulk()
+            names = [self._bulk() for _ in range(self._items())]
+            if names:
+                yield names
+            if cursor == "0":
+                return
 
     def close(self) -> None:
         if self._socket is not None:
@@ -193,6 +227,22 @@ class RedisBackend(Backend):
         if kind == ":" and text.lstrip("-").isdecimal():
             return int(text)
         raise self._refused(kind, text)
+
+    def _items(self) -> int:
+        """How many items an array has, which follow."""
+        kind, text = self._reply()
+        if kind == "*" and text.isdecimal():
+            return int(text)
+        raise self._refused(kind, text)
+
+    def _bulk(self) -> str:
+        """A short string."""
+        kind, text = self._reply()
+        if kind != "$" or not text.isdecimal() or int(text) > LINE_MAX:
+            raise self._refused(kind, text)
+        place = memoryview(bytearray(int(text) + 2))
+        self._fill(place)
+        return bytes(place[:-2]).decode(errors="replace")
 
     def _refused(self, kind: str, text: str) -> BackendError:
         self.close()  # replies to what was sent with it may still come

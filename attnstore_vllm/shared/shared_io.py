@@ -214,7 +214,7 @@ class SharedIo(AskedIo):
             if names is None or not keys:
                 self._ask_nobody(ask)
                 return []
-        return [names.of(key) for key in keys]
+        return [names.of(key, ask.tenant) for key in keys]
 
     def _ask(self, ask: Ask) -> None:
         wanted = self._wanted(ask)
@@ -240,7 +240,7 @@ class SharedIo(AskedIo):
         self, chunk: Chunk, payload: memoryview, done: Loaded, late: Callable[[], None]
     ) -> None:
         names = self._names()
-        name = names.of(chunk.name.key) if names is not None else b""
+        name = _named(chunk, names)
         self._loads.append(_LoadJob(chunk, name, payload, done))
         self._num_loading += 1
 
@@ -347,7 +347,7 @@ class SharedIo(AskedIo):
         for budget in self._budgets:
             budget.take(now, self.record_bytes)
         # Named now: what is in DRAM before a reset must not get a name of after it.
-        name = names.of(chunk.name.key) if names is not None else b""
+        name = _named(chunk, names)
         self._stores.append(_StoreJob(chunk, name, payload, done))
         self._num_storing += 1
 
@@ -507,6 +507,11 @@ class SharedIo(AskedIo):
         for pool in (self._asker, *self._loaders, *self._storers):
             pool.shutdown()
         return True
+
+
+def _named(chunk: Chunk, names: RecordNames | None) -> bytes:
+    """Nothing while there is no generation."""
+    return b"" if names is None else names.of(chunk.name.key, chunk.name.tenant)
 
 
 def _copy(to: memoryview, of: memoryview) -> None:

@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from attnstore_vllm.index.chunk import ChunkName
+from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.shared.record import RecordNames
 from attnstore_vllm.shared.shared_io import MakeShared, SharedIo
 from attnstore_vllm.store.asking import is_asked
-from tests.helpers import CHUNK_TOKENS, Rig, memory_rig, names_of, payload_of, sequence_of
+from tests.helpers import CHUNK_TOKENS, Rig, memory_rig, name_of, payload_of, sequence_of
 
 DEADLINE_S = 3.0
 """Other things may be going on on this machine. Tests of deadlines have their own."""
@@ -60,28 +62,33 @@ def io_of(rig: Rig) -> SharedIo:
     return found
 
 
-def write(rig: Rig, tokens: list[int]) -> list[bytes]:
+def whole_chunks(tokens: list[int], salt: str | None) -> list[ChunkName]:
+    sequence = sequence_of(tokens, salt)
+    return [name_of(sequence, number, salt) for number in range(len(tokens) // CHUNK_TOKENS)]
+
+
+def write(rig: Rig, tokens: list[int], salt: str | None = None) -> list[bytes]:
     """Save a conversation, wait until its whole chunks are in the tier; their names there."""
-    names = [name for name in names_of(sequence_of(tokens)) if name.num_tokens == CHUNK_TOKENS]
+    names = whole_chunks(tokens, salt)
     for name in names:
         rig.put(name)
     io = io_of(rig)
     rig.until(lambda: all(io.tier.name in rig.chunk(name).behind for name in names))
     rig.until(lambda: io.num_storing == 0)
-    return stored_names(rig, tokens)
+    return stored_names(rig, tokens, salt)
 
 
-def stored_names(rig: Rig, tokens: list[int]) -> list[bytes]:
+def stored_names(rig: Rig, tokens: list[int], salt: str | None = None) -> list[bytes]:
     io = io_of(rig)
     assert io.generation.usable is not None
     names = RecordNames(io.namespace, io.generation.usable)
-    whole = [name for name in names_of(sequence_of(tokens)) if name.num_tokens == CHUNK_TOKENS]
-    return [names.of(name.key) for name in whole]
+    return [names.of(name.key, name.tenant) for name in whole_chunks(tokens, salt)]
 
 
-def fetch(rig: Rig, tokens: list[int]) -> int:
+def fetch(rig: Rig, tokens: list[int], salt: str | None = None) -> int:
     """Chunks that a request finds, as it asks and waits. Asserts that their bytes are right."""
-    sequence = sequence_of(tokens)
+    sequence = sequence_of(tokens, salt)
+    sequence.tenant = tenant_hash(salt)
     sequence.may_ask = True
     rig.store.find(sequence, 0, len(tokens))
     rig.until(lambda: not is_asked(sequence))
