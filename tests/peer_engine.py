@@ -79,6 +79,22 @@ class PeerEngine:
                 self.store.finish_saves([chunk])
         return num_tokens
 
+    def put_movable(
+        self, number: int, num_tokens: int, salt: str | None = None, native_from: int = 0
+    ) -> int:
+        """The same, by a request whose KV may be moved.
+
+        Args:
+            native_from: tokens of the conversation before it had moved KV.
+        """
+        self.put(number, num_tokens, salt)
+        sequence = sequence_of(conversation(number, num_tokens), salt)
+        for name in names_of(sequence):
+            first = max(0, native_from - name.position)
+            if first < name.num_tokens:
+                self.store.may_be_moved(name, sequence.root, first, is_exact=not native_from)
+        return num_tokens
+
     def read(self, number: int, num_tokens: int, salt: str | None = None) -> dict[str, Any]:
         """What a request for the conversation finds: tokens that it was right to load, by tier."""
         sequence = sequence_of(conversation(number, num_tokens), salt)

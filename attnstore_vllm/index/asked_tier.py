@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.index.moved import Movable
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.tier import Pin, Pins, TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
@@ -39,6 +40,8 @@ class Found:
     name: ChunkName
     checksum: bytes = b""
     """The payload's, if the tier says it."""
+    movable: Movable | None = None
+    """It was found for its tokens alone, which the request has at another place."""
 
 
 class Ask:

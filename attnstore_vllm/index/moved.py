@@ -7,16 +7,30 @@ anew: a conversation is found again once a turn of it has been served in its pla
 
 from __future__ import annotations
 
-from attnstore_vllm.index.chunk import ChunkName
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
 from attnstore_vllm.index.token_search import ContentIndex, MovedPiece
-from attnstore_vllm.types import Key
+from attnstore_vllm.types import TOKEN_BYTES, Key
 
 CHUNKS_MAX = 1 << 18
 """Chunks whose tokens are kept: with 256 each, and what finds them, some 350 MB."""
 STALE_MAX = 16
 """Times that a search begins anew since something that it found was gone; then there is nothing."""
+
+
+class Movable(NamedTuple):
+    """A stored chunk whose KV may be moved, as note() is told of it."""
+
+    name: ChunkName
+    """With its tokens."""
+    domain: Key
+    native_from: int
+    is_exact: bool
 
 
 class MovedKv:
@@ -100,6 +114,34 @@ class MovedKv:
             for key in gone:
                 self._content.drop(key)
         return []
+
+    def movable(
+        self, domain: Key, tokens: bytes, begin: int, has: Callable[[Chunk], bool]
+    ) -> list[Movable]:
+        """For an engine that asks us: chunks with KV of these tokens from `begin` on, wherever they
+        stood, without a gap, up to the first that is not here.
+
+        Args:
+            tokens: a part of a prompt, as encode_tokens() makes them; `begin` counts from there.
+            has: whether a chunk is here.
+        """
+        stop = len(tokens) // TOKEN_BYTES
+        if self._content is None or stop - begin < self._min_tokens:
+            return []
+        found: dict[Key, Movable] = {}
+        cover = self._content.find(domain, tokens, begin, stop, min_extent=self._min_tokens)
+        for extent in cover:
+            for piece in extent.pieces:
+                chunk = self._index.get(piece.key)
+                if chunk is None or not has(chunk):
+                    return list(found.values())
+                # Of what is not exact more tokens may be native; from here on they are.
+                first = 0 if extent.is_exact else piece.first
+                known = found.get(piece.key)
+                if known is None or first < known.native_from:
+                    name = replace(chunk.name, tokens=piece.tokens)
+                    found[piece.key] = Movable(name, domain, first, extent.is_exact)
+        return list(found.values())
 
     def _usable(self, wanted: list[MovedPiece]) -> list[Piece]:
         """Up to the first that is only just being saved."""

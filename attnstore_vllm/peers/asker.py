@@ -27,9 +27,10 @@ from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
 from attnstore_vllm.index.asked_tier import Ask, AskedBooks, Found
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import chunk_key
+from attnstore_vllm.index.moved import Movable
 from attnstore_vllm.io.checksum import copy_checksums
 from attnstore_vllm.peers.generation import Generation
-from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, NOT_HERE, PIECE, Owner
+from attnstore_vllm.peers.owner import COMING, COUNT, FIND_HEAD, MOVABLE, NOT_HERE, PIECE, Owner
 from attnstore_vllm.peers.sibling import Sibling
 from attnstore_vllm.peers.wire import Message, MessageKind, WireError
 from attnstore_vllm.store.asking import AskedIo
@@ -37,7 +38,7 @@ from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.tier_io import Loaded, Stored
 from attnstore_vllm.transfer.page_tables import PAUSE_S, Unmapped
-from attnstore_vllm.types import TOKEN_BYTES, Flow, Key
+from attnstore_vllm.types import KEY_BYTES, TOKEN_BYTES, Flow, Key
 
 logger = logging.getLogger(__name__)
 
@@ -352,8 +353,9 @@ class PeersIo(AskedIo):
         (count,) = COUNT.unpack(message.fields[0])
         ask = question.ask
         found = [Found(ask.name(number)) for number in range(min(count, len(ask.keys)))]
-        if len(message.fields) == 3:
-            found += _tail(ask, count, *message.fields[1:])
+        if len(message.fields) >= 3:
+            found += _tail(ask, count, *message.fields[1:3])
+            found += movable_of(ask, message.fields[3:])
         if _length(found) > _length(question.best):
             question.best, question.whose = found, sibling
         self._heard(message.number, question, sibling)
@@ -488,6 +490,7 @@ def _fields_of(ask: Ask, generation: bytes) -> list[bytes]:
         generation,
         FIND_HEAD.pack(len(keys), size, ask.at - start),
         ask.sequence.parent(ask.first),
+        ask.sequence.root if ask.sequence.finds_moved else b"",
         b"".join(keys),
         ask.sequence.tokens(start, stop),
         *(extras if any(extras) else ()),
@@ -505,6 +508,21 @@ def _tail(ask: Ask, count: int, key: bytes, tokens: bytes) -> list[Found]:
     position = (ask.first + count) * size
     num_tokens = len(tokens) // TOKEN_BYTES
     return [Found(ChunkName(Key(key), parent, extra, ask.tenant, position, num_tokens, tokens))]
+
+
+def movable_of(ask: Ask, fields: Sequence[bytes]) -> list[Found]:
+    """Chunks that have the prompt's tokens at another place, if they are what their names say."""
+    found = []
+    size, root = ask.sequence.chunk_tokens, ask.sequence.root
+    for head, parent, tokens in zip(fields[::3], fields[1::3], fields[2::3], strict=True):
+        position, native_from, is_exact = MOVABLE.unpack(head)
+        num_tokens, rest = divmod(len(tokens), TOKEN_BYTES)
+        if rest or not 0 <= native_from < num_tokens <= size or len(parent) != KEY_BYTES:
+            raise WireError("a chunk that cannot be")
+        key = chunk_key(Key(parent), b"", tokens)
+        name = ChunkName(key, Key(parent), b"", ask.tenant, position, num_tokens, tokens)
+        found.append(Found(name, movable=Movable(name, root, native_from, is_exact)))
+    return found if ask.sequence.finds_moved else []
 
 
 def _length(found: Sequence[Found]) -> int:

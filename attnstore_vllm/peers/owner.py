@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.peers.wire import Message, MessageKind, Wire, WireError
@@ -40,7 +42,10 @@ NOT_HERE, COMING = -1, -2
 PIECES_BYTES = 16 << 20
 """Bytes of slots that one message tells of, or one slot: a sibling copies them in one go."""
 FIND_HEAD = struct.Struct("<III")
-"""Whole chunks, tokens of a chunk, tokens of the first chunk that the asker has."""
+"""Whole chunks, tokens of a chunk, tokens from there on that the asker has."""
+MOVABLE = struct.Struct("<QI?")
+"""In answer to a FIND: a chunk's position, the first token of it whose KV may be moved, and whether
+that is exact. The chunk's parent and tokens follow."""
 COUNT = struct.Struct("<I")
 
 
@@ -196,12 +201,14 @@ class Owner:
         generation: bytes,
         head: bytes,
         parent: bytes,
+        domain: bytes,
         keys: bytes,
         tokens: bytes,
         *extras: bytes,
     ) -> list[bytes]:
         """How many of the leading chunks are here; and of the one behind them the chunk with which
-        a hit goes farthest: its key and its tokens."""
+        a hit goes farthest: its key and its tokens. For who takes moved KV too, of `domain`, also
+        chunks with the tokens behind that."""
         num_keys, size, has = FIND_HEAD.unpack(head)
         named = _cut(keys, num_keys)
         nothing = [COUNT.pack(0)]
@@ -218,14 +225,21 @@ class Owner:
             rest = tokens[count * size * TOKEN_BYTES :][: size * TOKEN_BYTES]
             extra = extras[count] if count < len(extras) else b""
             before = Key(parent) if count == 0 else named[count - 1]
-            best = index.best_match(before, extra, rest) if rest else None
-            if best is None or not self._has(best[0]) or (count == 0 and best[1] <= has):
-                return [COUNT.pack(count)]
-            chunk, _, is_exact = best
-            if not (is_exact or chunk.name.tokens):
-                return [COUNT.pack(count)]  # its tokens are on NVMe
-            known = chunk.name.tokens or rest[: chunk.name.num_tokens * TOKEN_BYTES]
-            return [COUNT.pack(count), chunk.name.key, known]
+            best = index.best_match(before, extra, rest, 1 if domain else None) if rest else None
+            tail, stop = [b"", b""], max(has, count * size)
+            if best is not None and self._has(best[0]) and (count or best[1] > has):
+                chunk, _, is_exact = best
+                if is_exact or chunk.name.tokens:  # else its tokens are on NVMe
+                    known = chunk.name.tokens or rest[: chunk.name.num_tokens * TOKEN_BYTES]
+                    tail = [chunk.name.key, known]
+                    stop = max(stop, count * size + _num_equal(known, rest))
+            found = [COUNT.pack(count), *tail]
+            if domain:
+                for name, _, *how in self._context.moved.movable(
+                    Key(domain), tokens, stop, self._has
+                ):
+                    found += [MOVABLE.pack(name.position, *how), name.parent, name.tokens]
+            return found
 
     def _has(self, chunk: Chunk) -> bool:
         """Locked. Whether it is here, or comes up from our own disk. What we know of others by
@@ -324,6 +338,14 @@ class Owner:
         with self._context.progress:
             self._context.residency.release(*get.held)
         self._context.wake()  # a read may have waited for the room
+
+
+def _num_equal(tokens: bytes, others: bytes) -> int:
+    """Leading tokens that are the same."""
+    one, two = np.frombuffer(tokens, ">u4"), np.frombuffer(others, ">u4")
+    count = min(len(one), len(two))
+    different = np.flatnonzero(one[:count] != two[:count])
+    return int(different[0]) if len(different) else count
 
 
 def _cut(keys: bytes, count: int) -> list[Key]:

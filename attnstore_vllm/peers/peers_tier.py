@@ -26,7 +26,7 @@ from attnstore_vllm.types import PEERS
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """That of the messages."""
 ENTRIES_MAX = 1 << 16
 """Chunks of siblings that are known at a time."""

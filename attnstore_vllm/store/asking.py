@@ -18,6 +18,7 @@ from itertools import takewhile
 
 from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.index.asked_tier import Ask, AskedBooks, Found, end_leases, enter
+from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.questions import ASKED_FOR_S, AnswerTime, worth_asking
@@ -94,7 +95,7 @@ class AskedIo(TierIo):
             residency.now = now = context.clock()
             ask.is_over = True
             self.answer_time.observe(now - ask.asked_at)
-            entered = [enter(residency, self.books, chunk, now + self.lease_s) for chunk in found]
+            entered = [self._enter(chunk, now) for chunk in found]
             news = [chunk for chunk in entered if chunk is not None]
             is_wanted = news and ask.request_id in residency.look_ahead
             if is_wanted:  # it is read now, and not when the request is looked at next
@@ -111,6 +112,18 @@ class AskedIo(TierIo):
                 context.progress.notify_all()
         if not is_told:
             self.health.note_read(self._late() if is_late else None)
+
+    def _enter(self, found: Found, now: float) -> Chunk | None:
+        """Locked. None: it is no news."""
+        residency, movable = self.context.residency, found.movable
+        chunk = enter(residency, self.books, found, now + self.lease_s)
+        if movable is None or residency.index.get(found.name.key) is None:
+            return chunk
+        if chunk is not None or movable.is_exact:  # else we may know more of it than we are told
+            self.context.moved.note(
+                movable.name, movable.domain, movable.native_from, is_exact=movable.is_exact
+            )
+        return chunk
 
     def fail(self, ask: Ask, failure: AttnStoreError) -> None:
         """The tier cannot answer. From any thread, without the lock."""
@@ -198,6 +211,11 @@ class Asking:
         if not worth:  # without the lock: it is so at every look at what is short
             return
         with self._context.progress:
+            if sequence.finds_moved:  # what is moved begins at any token: say which
+                placed = self._context.residency.index.match(sequence, start, stop, grain=1)
+                at = placed[-1].stop if placed else start
+                if at >= stop:
+                    return
             asks = [tier.wonder(sequence, at, stop, request_id or "") for tier in worth]
         asked = tuple(ask for ask in asks if ask is not None)
         if asked:  # else the next look may: at the first one nobody knows the weights yet

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.types import Flow
 
@@ -33,6 +34,7 @@ class Context:
     """The store's one lock; it is notified when something has ended."""
     pool: Pool
     clock: Callable[[], float]
+    moved: MovedKv
     moved_bytes: Counter[Flow] = field(default_factory=Counter)
     found: Callable[[memoryview, int], None] | None = None
     """Told of the headers that recovery enters, and of how many bytes one has."""

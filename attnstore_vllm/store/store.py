@@ -132,7 +132,7 @@ class Store:
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._pool = pool
-        self._context = context = Context(self.residency, self._progress, pool, clock)
+        self._context = context = Context(self.residency, self._progress, pool, clock, self._moved)
         self.announcer = Announcer(context, teller) if teller is not None else None
         nvme = NvmeIo(
             context, slab, device, io_depth, codec, deadline_s=io_deadline_s, scrub_rate=scrub_rate

@@ -241,3 +241,17 @@ def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> 
     assert sequence.asked == (), "what is over is looked at once"
     assert offers.ask(state, 0, StepStats()) == (None, False)
     assert looks == ["one"], "which has asked once more"
+
+
+def test_who_only_waited_for_an_answer_has_its_look_in_the_same_round(rig: Rig) -> None:
+    state = rig.request("one")
+    question = SimpleNamespace(is_over=False, clock=rig.clock, until=rig.clock.now + 1.0)
+    sequence: Any = SimpleNamespace(asked=(question,))
+    state._sequence = sequence
+    state.request = SimpleNamespace(request_id="one", resumable=False)
+    for _ in range(2):  # something is on its way, and another tier has not answered yet
+        assert not rig.waits.goes_on(state)
+        assert rig.waits.awaits(state)
+        rig.waits.end_step(is_empty=True)
+    question.is_over = True
+    assert not rig.waits.goes_on(state), "50 ms later, in the next round"

@@ -16,9 +16,11 @@ from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import DEADLINE_S, FLAG, MODEL_NAME, story
 
 
-def ask_engine(server: VllmServer, rank: int, messages: list[dict[str, str]]) -> str:
+def ask_engine(
+    server: VllmServer, rank: int, messages: list[dict[str, str]], **fields: object
+) -> str:
     """A greedy answer of one engine."""
-    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 24, "temperature": 0}
+    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 24, "temperature": 0, **fields}
     request = urllib.request.Request(
         server.base_url + "/v1/chat/completions",
         data=json.dumps(body).encode(),
@@ -60,4 +62,37 @@ def test_conversations_go_on_at_another_engine(models: Path, tmp_path: Path) -> 
         ask_engine(server, 0, chats[0])
         ask_engine(server, 0, [{"role": "user", "content": "hi"}])
         assert from_peers(server, 0) + from_peers(server, 1) == before
+    serving.assert_no_region()
+
+
+@pytest.mark.long
+def test_a_truncated_conversation_goes_on_at_another_engine(models: Path, tmp_path: Path) -> None:
+    """Its KV is moved from the sibling's chunks, to the same answer as at the sibling itself."""
+    model = make_model(models / "serve", TINY)
+    extra = serving.settings(tmp_path / "store", dram="64MiB", capacity="128MiB")
+    transfer = serving.in_yaml(tmp_path / "a.yaml", {**extra, "truncation": "{share: everyone}"})
+    asks: dict[str, object] = {"kv_transfer_params": {"attnstore": {"truncation": True}}}
+    moved = "vllm:attnstore_moved_tokens_total"
+    arguments = (FLAG, transfer, "--data-parallel-size", "2")
+    with serving.server(model, tmp_path / "log", *arguments, cores="0|1") as server:
+
+        def moved_at(rank: int) -> float:
+            for _ in range(2):  # counters come with an engine's next step
+                ask_engine(server, rank, [{"role": "user", "content": "hi"}])
+            return total(server.metrics(), moved, engine=str(rank))
+
+        turns = [{"role": "system", "content": story("system", 40)}]
+        for turn in range(3):
+            turns += [
+                {"role": "user", "content": story(turn, 150)},
+                {"role": "assistant", "content": story((turn, "said"), 60)},
+            ]
+        ask_engine(server, 0, [*turns, {"role": "user", "content": "first"}], **asks)
+        cut = [turns[0], *turns[3:], {"role": "user", "content": "go on"}]
+        said = ask_engine(server, 1, cut, **asks)
+        assert moved_at(1) > 300, server.log_tail()
+        assert from_peers(server, 1) > 300
+        assert moved_at(0) == 0
+        assert ask_engine(server, 0, cut, **asks) == said, "as with its own"
+        assert moved_at(0) == moved_at(1)
     serving.assert_no_region()
