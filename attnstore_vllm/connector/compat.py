@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnstore_vllm.types import DRAM, NVME
+from attnstore_vllm.types import DRAM, NVME, PEERS, SHARED
 
 
 def hit_sources() -> dict[str, Any]:
@@ -18,4 +18,9 @@ def hit_sources() -> dict[str, Any]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415
     except ModuleNotFoundError:
         return {}
-    return {DRAM: CacheHitSource.HOST, NVME: CacheHitSource.DISK}
+    return {
+        DRAM: CacheHitSource.HOST,
+        NVME: CacheHitSource.DISK,
+        PEERS: CacheHitSource.P2P,
+        SHARED: CacheHitSource.EXTERNAL_UNSPECIFIED,  # it has no other name for a remote store
+    }

@@ -6,6 +6,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from attnstore_vllm.connector.compat import hit_sources
+from attnstore_vllm.connector.metrics import LABELS
+
 # What vLLM 0.32 imports for itself it has; whoever asks from then on meets vLLM 0.31.
 WITHOUT_SOURCES = """
 import importlib.abc, sys
@@ -35,3 +38,8 @@ def test_a_vllm_that_does_not_know_where_hits_came_from() -> None:
         timeout=300,
     )
     assert done.stdout.strip().endswith("sources {}"), done.stderr[-2_000:]
+
+
+def test_hits_of_each_tier_have_a_name_of_vllms() -> None:
+    """Without one vLLM warns, and counts all hits of the request as from nowhere."""
+    assert set(hit_sources()) == set(LABELS["loaded_tokens"])

@@ -92,6 +92,8 @@ def test_a_truncated_conversation_goes_on_at_another_engine(models: Path, tmp_pa
         said = ask_engine(server, 1, cut, **asks)
         assert moved_at(1) > 300, server.log_tail()
         assert from_peers(server, 1) > 300
+        by_source = "vllm:prompt_tokens_cached_by_source_total"
+        assert total(server.metrics(), by_source, source="p2p", engine="1") > 300
         assert moved_at(0) == 0
         assert ask_engine(server, 0, cut, **asks) == said, "as with its own"
         assert moved_at(0) == moved_at(1)
