@@ -89,13 +89,17 @@ def parse_size(key: str, value: object, least: int = 1, unit: str = "GiB") -> in
     )
 
 
+_NO_UNIT = re.compile(r"[0-9]+(?:\.[0-9]*)?")
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s?([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 DURATION_MIN_S, DURATION_MAX_S = 1, 366 * 86_400
 
 
 def seconds_of(value: object) -> float | None:
-    """Seconds of 90, "90s", "10m", "1h" or "2d"; None if that is no duration from 1 s to a year."""
+    """Seconds of 90, "90s", "10m", "1h" or "2d"; None if that is no duration from 1 s to a year.
+
+    Requests may give numbers, which are seconds; settings may not.
+    """
     if isinstance(value, str) and len(value) < 32 and (match := _DURATION.fullmatch(value)):
         value = float(match[1]) * _SECONDS[match[2]]
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -104,6 +108,13 @@ def seconds_of(value: object) -> float | None:
 
 
 def _duration(key: str, value: object) -> float:
+    """Seconds of a time with its unit: a number alone may be meant as minutes, or as days."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number or (isinstance(value, str) and _NO_UNIT.fullmatch(value)):
+        raise ConfigError(
+            f"{key} is {value!r}, which has no unit; write a time from 1 s to a year with one, as "
+            "in 90s, 30m, 12h or 7d"
+        )
     seconds = seconds_of(value)
     if seconds is None:
         raise ConfigError(
@@ -282,7 +293,7 @@ class PinningConfig:
         check_keys("pinning.", given, {"share", "tenant_share", "longest"}, set())
         share = _share("pinning.share", given.get("share", 0.1), 0.5)
         one = _share("pinning.tenant_share", given.get("tenant_share", share / 5), share)
-        longest = _duration("pinning.longest", given.get("longest", 3600))
+        longest = _duration("pinning.longest", given.get("longest", "1h"))
         return cls(share=share, tenant_share=one, longest_s=longest)
 
 

@@ -3,6 +3,7 @@
 
 AttnStoreError
   ConfigError          a setting is wrong         refuse to start
+    MachineError       it is more than is here    refuse to start
   UnsupportedError     this vLLM or its shape     refuse to start
   DeviceError          the disk answered errno    the record is lost, its tokens are prefilled
   CorruptRecordError   the bytes are not ours     the record is dropped, its tokens are prefilled
@@ -24,6 +25,11 @@ class AttnStoreError(Exception):
 
 class ConfigError(AttnStoreError):
     """A setting is missing, unknown, out of range, or asks for more than the machine has."""
+
+
+class MachineError(ConfigError):
+    """A setting that is right in itself, and that this machine cannot meet now: `attnstore doctor`
+    looks at it, and `attnstore check` does not."""
 
 
 class UnsupportedError(AttnStoreError):

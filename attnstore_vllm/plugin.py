@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,13 +25,14 @@ from typing import Any
 import yaml
 
 from attnstore_vllm.config import LEAST, StoreConfig, load_yaml
-from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
+from attnstore_vllm.errors import AttnStoreError, ConfigError, MachineError, UnsupportedError
 from attnstore_vllm.preflight import SHM_DIR, check_machine
 from attnstore_vllm.transfer.region import sweep_at_exit
 
 CONNECTOR = "AttnStoreConnector"
 MODULE = "attnstore_vllm.connector"
 _FLAG = "--kv-transfer-config"
+_YAML = (".yaml", ".yml")
 _REFUSED = (
     ("--pipeline-parallel-size", "-pp"),
     ("--decode-context-parallel-size", "-dcp"),
@@ -55,10 +57,18 @@ def register() -> None:
         try:
             sys.argv[:] = expand(sys.argv, pins_memory=_is_cuda())
         except AttnStoreError as error:
-            raise SystemExit(
-                f"AttnStore cannot start: {error}\n(`attnstore check FILE` tells all that is wrong "
-                "in a file of settings.)"
-            ) from None
+            raise SystemExit(f"AttnStore cannot start: {error}{advice(error, sys.argv)}") from None
+
+
+def advice(error: AttnStoreError, argv: list[str]) -> str:
+    """A line that names the command which says more than `error`; empty where none does."""
+    files = [value for _, _, value in _values(argv, _FLAG) if value.endswith(_YAML)]
+    file = shlex.quote(files[0]) if files else "FILE"
+    if isinstance(error, MachineError):
+        return f"\n(`attnstore doctor {file}` says all that a start on this machine would refuse.)"
+    if isinstance(error, ConfigError) and not isinstance(error.__cause__, OSError):
+        return f"\n(`attnstore check {file}` says all that is wrong with the settings.)"
+    return ""
 
 
 def _ask_for_amx() -> None:
@@ -164,11 +174,13 @@ def _values(argv: list[str], *flags: str) -> Iterator[tuple[int, str, str]]:
 
 def _read(value: str) -> dict[str, Any] | None:
     """The KVTransferConfig that the value means, or None if it is not for us to read."""
-    if value.endswith((".yaml", ".yml")):
+    if value.endswith(_YAML):
         try:
             found = load_yaml(Path(value).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{_FLAG} is {value!r}, which cannot be read: {error}") from error
+            raise ConfigError(
+                f"{_FLAG} is {value!r}, which cannot be read: {why_unreadable(value, error)}"
+            ) from error
         except yaml.YAMLError as error:
             raise ConfigError(f"{_FLAG} is {value!r}, which is no YAML: {error}") from error
         if not isinstance(found, dict):
@@ -186,13 +198,21 @@ def _read(value: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def why_unreadable(file: str, error: OSError | UnicodeDecodeError) -> str:
+    """The end of the message about a file of settings."""
+    if isinstance(error, FileNotFoundError):
+        return f"there is no such file; `attnstore init > {shlex.quote(file)}` makes one"
+    return str(error)
+
+
 def ours_in(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Each configuration of our connector in it, the children of MultiConnector included."""
     if transfer.get("kv_connector") == CONNECTOR:
         yield transfer
     elif transfer.get("kv_connector") == "MultiConnector":
         extra = transfer.get("kv_connector_extra_config")
-        for child in extra.get("connectors", []) if isinstance(extra, dict) else []:
+        children = extra.get("connectors") if isinstance(extra, dict) else None
+        for child in children if isinstance(children, list) else []:
             if isinstance(child, dict):
                 yield from ours_in(child)
 

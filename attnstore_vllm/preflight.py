@@ -2,7 +2,8 @@
 """Does the machine have what the settings ask for? Asked before the model loads.
 
 These checks take nothing: the pool and the slab file are allocated, and the directory is
-locked, by the engine itself, which checks again. They give back what killed starts left.
+locked, by the engine itself, which checks again. A start first gives back what killed ones left
+in shared memory; who only looks (`attnstore doctor`) counts that as free, and leaves it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from attnstore_vllm.config import NvmeConfig, StoreConfig, format_size
-from attnstore_vllm.errors import ConfigError, UnsupportedError
+from attnstore_vllm.errors import MachineError, UnsupportedError
 from attnstore_vllm.transfer import region
 from attnstore_vllm.transfer.cuda_kernels import native_module
 
@@ -49,18 +50,21 @@ def wrong_vllm(error: ImportError) -> UnsupportedError:
 def check_machine(
     config: StoreConfig, ranks: Sequence[int] | None = None, *, pins_memory: bool = False
 ) -> None:
-    """Raise ConfigError for the first setting that this machine cannot meet.
+    """Raise MachineError for the first setting that this machine cannot meet. For starts alone: it
+    removes what killed ones left in shared memory.
 
     Args: as problems() has them.
     """
+    region.sweep(SHM_DIR)  # a killed start's pool would count as used
     for problem in problems(config, ranks, pins_memory=pins_memory):
         raise problem
 
 
 def problems(
     config: StoreConfig, ranks: Sequence[int] | None = None, *, pins_memory: bool = False
-) -> Iterator[ConfigError]:
+) -> Iterator[MachineError]:
     """Every setting that this machine cannot meet; what depends on a directory only if it is there.
+    Nothing is changed.
 
     Args:
         ranks: the data-parallel engines that this start begins here; None: all of them.
@@ -89,7 +93,7 @@ def problems(
             return
         try:
             check()
-        except ConfigError as error:
+        except MachineError as error:
             yield error
 
 
@@ -98,21 +102,23 @@ def _check_driver() -> None:
     try:
         native_module()
     except UnsupportedError as error:
-        raise ConfigError(f"the store cannot copy from this GPU: {error}") from error
+        raise MachineError(f"the store cannot copy from this GPU: {error}") from error
 
 
 def _check_memory(
     config: StoreConfig, engines: Sequence[StoreConfig], *, pins_memory: bool
 ) -> None:
     dram_bytes = sum(engine.dram_bytes for engine in engines)
-    region.sweep(SHM_DIR)  # a killed start's pool would count as used
-    missing = lacks_memory(dram_bytes, shared_memory(SHM_DIR), memory_available())
+    left = sum(region.dead(SHM_DIR).values())  # a start gives that back
+    shared = shared_memory(SHM_DIR)
+    shared = replace(shared, free_bytes=shared.free_bytes + left)
+    missing = lacks_memory(dram_bytes, shared, memory_available(left))
     if missing is None and pins_memory and engines:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         most = max(engine.dram_bytes for engine in engines)  # the limit is each process's own
         missing = lacks_locked_memory(most, limit, driver_counts_locked_memory)
     if missing is not None:
-        raise ConfigError(f"dram is {_part(config.dram_bytes, dram_bytes)}, but {missing}")
+        raise MachineError(f"dram is {_part(config.dram_bytes, dram_bytes)}, but {missing}")
 
 
 def _part(asked: int, here: int) -> str:
@@ -123,18 +129,18 @@ def _part(asked: int, here: int) -> str:
 
 def _check_directory(key: str, path: Path) -> None:
     if not path.parent.is_dir():
-        raise ConfigError(
+        raise MachineError(
             f"{key} is {str(path)!r}, but its parent {str(path.parent)!r} is not a "
             "directory; create it, or mount the disk that should be there"
         )
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise ConfigError(
+        raise MachineError(
             f"{key} is {str(path)!r}, which is a link or a file; it must be a directory "
             "(or a name that can be created as one)"
         )
     where = path if path.exists() else path.parent
     if not os.access(where, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} is {str(path)!r}, but {str(where)!r} cannot be written to")
+        raise MachineError(f"{key} is {str(path)!r}, but {str(where)!r} cannot be written to")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +186,17 @@ def lacks_memory(asked: int, shared: SharedMemory, memory_bytes: int) -> str | N
     return None
 
 
-def memory_available() -> int:
+def memory_available(given_back: int = 0) -> int:
     """The memory that the machine has left, or the limit of the control group that this process is
-    in, whichever is less: a pool beyond that one is ended by the kernel without a word."""
+    in, whichever is less: a pool beyond that one is ended by the kernel without a word.
+
+    Args:
+        given_back: bytes in use that a start gives back first.
+    """
     least = _UNLIMITED
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            least = int(line.split()[1]) * 1024
+            least = int(line.split()[1]) * 1024 + given_back
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -284,7 +294,7 @@ def _check_disk(config: StoreConfig, parts: Sequence[NvmeConfig]) -> None:
         slab.stat().st_blocks * 512 for part in parts if (slab := part.path / SLAB_NAME).is_file()
     )
     if free + held < asked:
-        raise ConfigError(
+        raise MachineError(
             f"nvme.capacity is {_part(config.nvme.capacity_bytes, asked)}, but {str(path)!r} has "
             f"{format_size(free + held)} (free, or held by an earlier run); ask for less, or "
             "make room"
@@ -292,13 +302,13 @@ def _check_disk(config: StoreConfig, parts: Sequence[NvmeConfig]) -> None:
 
 
 def check_unlocked(directory: Path) -> None:
-    """Raise ConfigError if a running engine owns `directory`."""
+    """Raise MachineError if a running engine owns `directory`."""
     try:
         fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ConfigError(f"nvme.path is {str(directory)!r}: {error}") from error
+        raise MachineError(f"nvme.path is {str(directory)!r}: {error}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -311,7 +321,7 @@ def lock_directory(directory: Path) -> int:
     """Take the directory for this process; returns the descriptor that holds the lock.
 
     The lock goes with the descriptor, so no exit leaves it behind.
-    Raises: ConfigError if another engine has it, or if the directory cannot be made.
+    Raises: MachineError if another engine has it, or if the directory cannot be made.
     """
     try:
         directory.mkdir(mode=0o700, parents=directory.name.startswith("dp"), exist_ok=True)
@@ -321,7 +331,7 @@ def lock_directory(directory: Path) -> int:
             0o600,
         )
     except OSError as error:
-        raise ConfigError(f"nvme.path is {str(directory)!r}: {error}") from error
+        raise MachineError(f"nvme.path is {str(directory)!r}: {error}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -333,9 +343,9 @@ def lock_directory(directory: Path) -> int:
     return fd
 
 
-def _owned(directory: Path, fd: int) -> ConfigError:
+def _owned(directory: Path, fd: int) -> MachineError:
     owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-    return ConfigError(
+    return MachineError(
         f"nvme.path is {str(directory)!r}, which a running engine (process {owner}) owns; give "
         "each server a directory of its own, or stop the other one"
     )

@@ -85,9 +85,11 @@ def summary(side: Side) -> dict[str, Any]:
 
 
 def report_table(sides: Sequence[Side]) -> str:
-    """Times, tokens by source, bytes and chunks; with two sides also the ratio of the times."""
+    """Times, tokens by source, bytes and chunks; with two sides also the times of the second over
+    those of the first, as the README has them: below 1 is sooner."""
     numbers = [summary(side) for side in sides]
-    rows = [["", *(side.name for side in sides)] + (["ratio"] if len(sides) == 2 else [])]
+    over = [f"over {sides[0].name}"] if len(sides) == 2 else []
+    rows = [["", *(side.name for side in sides), *over]]
 
     def add(label: str, values: Sequence[str], ratio: str = "") -> None:
         rows.append([label, *values] + ([ratio] if len(sides) == 2 else []))
@@ -100,8 +102,8 @@ def report_table(sides: Sequence[Side]) -> str:
         ("whole replay, s", "replay_seconds"),
     ):
         values = [n[key] for n in numbers]
-        both = len(values) == 2 and None not in values and values[1] > 0
-        ratio = f"{values[0] / values[1]:.2f}x" if both else ""
+        both = len(values) == 2 and None not in values and values[0] > 0
+        ratio = f"{values[1] / values[0]:.2f}" if both else ""
         add(label, ["-" if v is None else f"{v:.1f}" for v in values], ratio)
     for source in _union(side.traffic.prompt_tokens for side in sides):
         cells = []

@@ -13,7 +13,7 @@ import pytest
 
 from attnstore_vllm.cli.commands import command_names
 from attnstore_vllm.scheduler.figures import ERROR_EVENTS
-from tools import docs_site, readme_results
+from tools import docs_site, readme_results, setup_env
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -139,6 +139,12 @@ def test_what_a_gpu_has_run_is_told_from_its_file(tmp_path: Path) -> None:
     ]
 
 
+def test_the_readme_says_how_to_get_the_cpu_build_and_whether_a_gpu_may_be_used() -> None:
+    install = README.read_text(encoding="utf-8").partition("## Install")[2].partition("\n## ")[0]
+    assert setup_env.VLLM.partition("==")[0] in install and "`make setup`" in install
+    assert "NVIDIA GPU" in install and "(docs/gpu.md)" in install
+
+
 COMMAND = re.compile(r"(attnstore|make|python3?)((?: [^ \n`|>#;]+)*)")
 
 
@@ -262,3 +268,9 @@ def test_lists_and_tables_get_their_empty_line() -> None:
         "- no",
         "```",
     ]
+
+
+def test_the_file_that_the_guides_have_written_leaves_a_clone_clean() -> None:
+    asking = [path.name for path in PAGES if "> attnstore.yaml" in path.read_text(encoding="utf-8")]
+    assert "README.md" in asking
+    assert "/attnstore.yaml" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()

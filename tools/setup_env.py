@@ -64,6 +64,8 @@ def pip(*arguments: str) -> None:
         "install",
         "-qq",
         "--disable-pip-version-check",
+        # vLLM lacks what is left out on purpose (NOT_NEEDED), and pip calls that an error.
+        "--no-warn-conflicts",
         *arguments,
     ]
     if subprocess.run(command, check=False).returncode != 0:

@@ -88,9 +88,11 @@ def try_commands(*, needs_uring: bool) -> dict[str, str]:
         attnstore("check", str(right))
         attnstore("check", str(wrong), code=1)
         expect("nvme" in attnstore("init", "--dir", f"{folder}/tier"), "init names no nvme")
-        told = json.loads(attnstore("doctor", str(right), "--json"))
+        told = json.loads(attnstore("doctor", str(right), "--json", code=1))
     found = {one["check"]: f"{one['state']}: {one['found']}" for one in told["checks"]}
-    expect(found["vLLM"].startswith("warn: not installed"), f"doctor says {found['vLLM']} of vLLM")
+    bad = [one["check"] for one in told["checks"] if one["state"] == "bad"]
+    expect(bad == ["vLLM"], f"doctor says bad of {bad}, and not of vLLM alone: {found}")
+    expect("not installed" in found["vLLM"], f"doctor says {found['vLLM']} of vLLM")
     has_uring = found["io_uring"].startswith("ok")
     expect(has_uring == needs_uring, f"doctor says of io_uring {found['io_uring']}")
     expect("disk speed" in found, f"doctor has measured no disk: {sorted(found)}")

@@ -7,6 +7,7 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -184,7 +185,8 @@ def _check(args: argparse.Namespace) -> int:
         for problem in problems:
             print(f"{args.file}: {problem}")
     else:
-        print(f"{args.file}: all settings are right")
+        then = f"attnstore doctor {shlex.quote(str(args.file))}"
+        print(f"{args.file}: the settings fit together; `{then}` looks at this machine")
     return EXIT_BAD if problems else EXIT_OK
 
 

@@ -28,6 +28,7 @@ from attnstore_vllm.shared.start import try_store
 from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import NO_RESERVE, fallocate
+from attnstore_vllm.transfer import region
 from attnstore_vllm.transfer.cuda_kernels import native_module
 
 State = Literal["ok", "warn", "bad", "note"]
@@ -46,6 +47,12 @@ class Check:
         return {"check": self.name, "state": self.state, "found": self.found}
 
 
+_NO_VLLM = (
+    "not installed in this environment: no server can start from here. Without it these commands "
+    "work: init, check, simulate, plan, curve, verify, inspect, gc and top"
+)
+
+
 def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
     """All checks, as they are made. Cost: some seconds, and 512 MiB of memory for a moment.
 
@@ -60,6 +67,7 @@ def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
     yield from _native_parts(has_gpu=bool(gpus))
     if file is None:
         yield Check("memory", "note", _memory())
+        yield from _left_behind()
         yield Check("settings", "note", "no file was given: neither settings nor disk are checked")
         return
     settings = read_settings(file)
@@ -68,9 +76,10 @@ def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
         yield from (Check("settings", "bad", str(problem)) for problem in problems)
         return
     config = settings.config()
-    yield Check("settings", "ok", f"{file}: all of them are right")
+    yield Check("settings", "ok", f"{file}: they fit together")
     yield from _machine(config, pins_memory=bool(gpus))
     yield Check("memory", "note", f"{_memory()}; a copy runs at {_rate(memory_speed())}")
+    yield from _left_behind()
     yield from _disk(config)
     yield from _content(config.nvme.path)
     if config.peers:
@@ -86,7 +95,7 @@ def _versions() -> Iterator[Check]:
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        yield Check("vLLM", "warn", "not installed in this environment; the store runs inside it")
+        yield Check("vLLM", "bad", _NO_VLLM)
         return
     tested = version.split("+", maxsplit=1)[0] in preflight.TESTED_VLLM
     known = "" if tested else f"; tested are {', '.join(preflight.TESTED_VLLM)}"
@@ -135,6 +144,15 @@ def _memory() -> str:
         f"{format_size(preflight.memory_available())} available; {preflight.SHM_DIR} has "
         f"{format_size(shared.free_bytes)} free of {format_size(shared.total_bytes)}"
     )
+
+
+def _left_behind() -> Iterator[Check]:
+    """The shared memory of engines that were killed: a start removes it, and nothing here does."""
+    dead = region.dead(preflight.SHM_DIR)
+    if dead:
+        size = format_size(sum(dead.values()))
+        what = f"files of ended engines in {preflight.SHM_DIR}: {len(dead)}, {size}"
+        yield Check("left behind", "note", f"{what}; the next start removes them")
 
 
 def _machine(config: StoreConfig, *, pins_memory: bool) -> Iterator[Check]:

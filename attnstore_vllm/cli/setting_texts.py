@@ -146,7 +146,7 @@ SETTINGS = (
         "Raise it where there are few tenants.",
     ),
     Setting(
-        "pinning.longest", "1h", "time",
+        "pinning.longest", "1h", "time, as in 30m",
         "For how long at most a pin lasts.",
         "Lower it if pins outlive their use.",
     ),
@@ -317,6 +317,7 @@ PAGE_HEAD = """# Configuration
 Every setting. Written by `python3 tools/settings_page.py`; do not edit it here.
 `attnstore init` writes a commented file with all of them.
 `attnstore check FILE` finds what is wrong in one.
+`attnstore doctor FILE` finds what this machine lacks for it.
 
 Only these are needed:
 ```yaml
@@ -324,7 +325,7 @@ dram: 64GiB
 nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}
 ```
 Sizes are numbers with a unit: `64GiB`, `1.5TB`, or as in Kubernetes `64Gi`.
-Times are `90s`, `30m`, `12h` or `7d`.
+Times have a unit, too: `90s`, `30m`, `12h` or `7d`.
 What a single request may ask for is in [hints](hints.md).
 
 | setting | default | unit or values | what it does | when to change it |

@@ -13,7 +13,7 @@ import yaml
 from attnstore_vllm.cli.setting_texts import SETTINGS
 from attnstore_vllm.config import StoreConfig, load_yaml
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.plugin import ours_in
+from attnstore_vllm.plugin import ours_in, why_unreadable
 
 _VALID: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/", "capacity": "1GiB"}}
 _SECTIONS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ def read_settings(path: Path) -> SettingsFile:
         text = path.read_text(encoding="utf-8")
         node, given = yaml.compose(text, yaml.SafeLoader), load_yaml(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {why_unreadable(str(path), error)}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
     if isinstance(given, dict) and "kv_connector" in given:

@@ -282,13 +282,25 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
         A tier that somebody adds may report what has no metric yet. That must not end the server.
         """
         name, _, label = key.partition(":")
-        if name in kind:
+        is_known = name in kind
+        if is_known:
             try:
                 return self._child(self._metrics[name], engine, label)
             except ValueError:  # other labels than the metric has
                 pass
-        if name not in self._left_out:
-            self._left_out.add(name)
+        if name in self._left_out:
+            return None
+        self._left_out.add(name)
+        if is_known:
+            wanted = (COUNTERS | GAUGES).get(name, ("", ""))[0]
+            logger.warning(
+                "%s came with label values (%s), its metric in AttnStore wants (%s): /metrics does "
+                "not show it",
+                name,
+                label.replace("|", ", "),
+                wanted.replace(" ", ", "),
+            )
+        else:
             logger.warning("%s has no metric in AttnStore: /metrics does not show it", name)
         return None
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +19,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from attnstore_vllm import preflight
 from attnstore_vllm.cli import doctor
 from attnstore_vllm.cli.doctor import examine
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.cli.main import main
+from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.store.slab import NO_RESERVE
+from attnstore_vllm.transfer.region import PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "attnstore_vllm.cli.main"]
@@ -110,6 +115,33 @@ def test_check_of_what_is_no_file_of_settings(tmp_path: Path, text: str | None, 
     assert said in answer.stderr and "Traceback" not in answer.stderr
 
 
+@pytest.mark.parametrize("command", ["check", "doctor"])
+def test_a_file_that_is_not_there_yet(tmp_path: Path, command: str) -> None:
+    answer = attnstore(command, tmp_path / "my settings.yaml")
+    assert answer.returncode == 2
+    assert f"`attnstore init > '{tmp_path}/my settings.yaml'` makes one" in answer.stderr
+
+
+def test_check_says_who_looks_at_the_machine(tmp_path: Path) -> None:
+    """The file is right in itself; no start could make such a directory."""
+    file = tmp_path / "a.yaml"
+    file.write_text("dram: 1MiB\nnvme: {path: /no/such/kv, capacity: 1MiB}\n")
+    said = attnstore("check", file)
+    told = f"the settings fit together; `attnstore doctor {file}` looks at this machine"
+    assert (said.returncode, said.stdout) == (0, f"{file}: {told}\n")
+    assert attnstore("doctor", file).returncode == 1
+
+
+@pytest.mark.parametrize("nvme", ["5", "[]", "off", "", "/mnt/kv"])
+def test_check_goes_on_behind_a_section_that_is_none(tmp_path: Path, nvme: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"dram: 64\nnvme: {nvme}\nttl: soon\nlookahead: true\n")
+    said = json.loads(attnstore("check", file, "--json").stdout)
+    found = {each["line"]: each["problem"] for each in said}
+    assert sorted(found) == [1, 2, 3, 4]
+    assert found[2].startswith("nvme is ") and "it must be {path: ..., capacity: ...}" in found[2]
+
+
 def test_doctor_measures_and_leaves_nothing(settings: Path) -> None:
     said = attnstore("doctor", settings, "--json")
     report = json.loads(said.stdout)
@@ -117,6 +149,38 @@ def test_doctor_measures_and_leaves_nothing(settings: Path) -> None:
     assert (said.returncode, report["refused"]) == (0, False), report
     assert "reads" in states["disk speed"]["found"]
     assert list(settings.parent.iterdir()) == [settings], "its trial file is still there"
+
+
+def test_doctor_says_what_killed_engines_left_and_leaves_it(
+    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "shm" / f"{PREFIX}dead"
+    left.parent.mkdir()
+    left.write_bytes(b"x" * (1 << 20))
+    monkeypatch.setattr(preflight, "SHM_DIR", left.parent)
+    size = format_size(left.stat().st_blocks * 512)
+    for file in (settings, None):
+        (told,) = (check for check in examine(file, None) if check.name == "left behind")
+        assert told.state == "note"
+        assert told.found.endswith(f": 1, {size}; the next start removes them")
+        assert left.exists()
+
+
+def test_doctor_without_vllm_says_that_no_server_can_start(
+    settings: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "vllm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert main(["doctor", str(settings)]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^bad +vLLM +not installed .*: no server can start .*simulate", said, re.M)
+    assert "\nA start would be refused: " in said and "not be refused" not in said
 
 
 def test_doctor_says_that_space_cannot_be_reserved(

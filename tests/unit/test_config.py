@@ -280,6 +280,9 @@ def test_the_write_buffer() -> None:
         ({"ttl": "soon"}, ("ttl", "'soon'", "30m")),
         ({"ttl": 0}, ("ttl", "0", "30m")),
         ({"ttl": True}, ("ttl", "True")),
+        ({"ttl": 30}, ("ttl is 30, which has no unit", "12h")),
+        ({"ttl": 86_400.0}, ("ttl is 86400.0, which has no unit",)),
+        ({"ttl": "30"}, ("ttl is '30', which has no unit",)),
         ({"ttl": "1h", "eviction": "lru"}, ("ttl", "'lru'", "attnstore")),
         ({"pinning": True}, ("pinning", "True", "share: 0.1")),
         ({"pinning": {"shares": 0.1}}, ("pinning.shares", "did you mean share")),
@@ -289,6 +292,7 @@ def test_the_write_buffer() -> None:
         ({"pinning": {"share": "10%"}}, ("pinning.share", "'10%'")),
         ({"pinning": {"share": 0.1, "tenant_share": 0.2}}, ("pinning.tenant_share", "0.2", "0.1")),
         ({"pinning": {"longest": "ever"}}, ("pinning.longest", "'ever'")),
+        ({"pinning": {"longest": 3600}}, ("pinning.longest is 3600, which has no unit",)),
     ],
 )
 def test_wrong_hints_settings(settings: dict[str, Any], parts: tuple[str, ...]) -> None:

@@ -3,15 +3,25 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from typing import Any
+
 import pytest
+from aiohttp import web
 
 from attnstore_vllm.bench.conversations import read_conversations
 from attnstore_vllm.bench.records import Step, TurnRecord
 from attnstore_vllm.bench.server_metrics import parse_metrics, total
 from attnstore_vllm.bench.traffic import traffic
+from attnstore_vllm.testing.tiny_model import SMALL
+from attnstore_vllm.testing.tiny_tokenizer import build_tokenizer
 from benchmarks.agreement import compare, gap_changes, rounding_bound
 from benchmarks.demo import ROOT, arguments
+from benchmarks.demo_report import Side, report_table
 from benchmarks.sample import SAMPLE
+from tests.fake_openai import served_aside
 
 
 def test_sample_has_long_and_varied_conversations() -> None:
@@ -132,3 +142,41 @@ def test_a_demo_of_a_user_leaves_the_quoted_results_alone() -> None:
     written = arguments([]).json
     assert not written.is_relative_to(ROOT / "results"), "tests/test_readme.py would fail next"
     assert written.is_relative_to(ROOT / ".cache"), "git would show it"
+
+
+def test_times_are_over_those_of_the_first_side_as_in_the_readme() -> None:
+    sides = [
+        Side(name, [TurnRecord(conversation_id="c", turn=2, ttft_ms=ms)], traffic({}, {}), 1.0)
+        for name, ms in (("vLLM alone", 320.0), ("with AttnStore", 96.0))
+    ]
+    head, *rows = report_table(sides).splitlines()
+    (row,) = (row for row in rows if row.startswith("TTFT of turn 2 and later, median"))
+    assert head.endswith("over vLLM alone")
+    assert row.split()[-3:] == ["320.0", "96.0", "0.30"]
+
+
+def test_the_guides_script_holds_a_chat_that_has_left_hbm_before_its_second_turn() -> None:
+    page = (ROOT / "docs" / "getting-started-cpu.md").read_text(encoding="utf-8")
+    script = page.partition("python - <<'END'\n")[2].partition("\nEND\n")[0]
+    asked: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        choices = [{"message": {"role": "assistant", "content": "Well."}}]
+        report = {"attnstore": {"dram_tokens": len(asked)}}
+        return web.json_response({"choices": choices, "kv_transfer_params": report})
+
+    with served_aside(answer) as url:
+        command = [sys.executable, "-c", script.replace("http://localhost:8000", url)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout.splitlines()[-1] == str({"attnstore": {"dram_tokens": len(asked)}})
+    assert all(body["kv_transfer_params"]["attnstore"]["report"] is True for body in asked)
+    tokenizer = build_tokenizer(SMALL.vocab)
+    texts = ["".join(message["content"] for message in body["messages"]) for body in asked]
+    tokens = [tokenizer.encode(text).ids for text in texts]
+    ((blocks, block_tokens),) = re.findall(r"override (\d+) --block-size (\d+) --kv", page)
+    between = sum(len(ids) // int(block_tokens) for ids in tokens[1:-1])
+    assert between >= int(blocks), "the first turn may still be in HBM"
+    assert all(600 < len(ids) < SMALL.max_position - 100 for ids in tokens)
+    assert asked[-1]["messages"][:1] == asked[0]["messages"] and len(asked[-1]["messages"]) == 3
+    assert len({tuple(ids[:15]) for ids in tokens[:-1]}) == len(tokens) - 1, "one finds another"

@@ -20,7 +20,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from tests.test_readme import anchors, metric_names
+from attnstore_vllm.scheduler.figures import ERROR_EVENTS
+from tests.test_readme import RUNBOOK, anchors, metric_names
 from tools import dashboard
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,24 @@ def test_expressions_name_series_that_there_are(where: str, expression: str) -> 
     }
     named = {re.sub(r"_ratio_bucket$", "_ratio", name) for name in named}
     assert named and named <= ours | VLLMS, f"{where}: no such series: {named - ours - VLLMS}"
+
+
+OUT_OF_USE = {"device_out": "attnstore_nvme_in_use", "shared_out": "attnstore_shared_in_use"}
+"""Kinds whose alert looks at a gauge: it says whether they are over."""
+
+
+def test_every_kind_of_error_leads_to_the_alert_that_looks_at_it() -> None:
+    section = RUNBOOK.partition("### From an error to its alert\n")[2].partition("\n#")[0]
+    rows = re.findall(r"^\| (`[^|]+`) \| \[(\w+)\]\(#(\w+)\) \|", section, re.MULTILINE)
+    assert all(anchor == alert.lower() for _, alert, anchor in rows)
+    leads = {kind: alert for kinds, alert, _ in rows for kind in re.findall(r"\w+", kinds)}
+    assert leads.keys() == ERROR_EVENTS
+    looks_at = {rule["alert"]: rule["expr"] for rule in RULES}
+    for kind, alert in leads.items():
+        expression = looks_at[alert]
+        kinds = re.findall(r'errors_total\{kind=~?"([^"]+)"', expression)
+        is_named = any(re.fullmatch(pattern, kind) for pattern in kinds)
+        assert is_named or OUT_OF_USE.get(kind, "nothing") in expression, f"{kind}: {alert}"
 
 
 def test_panels_lie_side_by_side_and_have_numbers_of_their_own() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from attnstore_vllm import plugin
-from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.plugin import CONNECTOR, check_early, expand
+from attnstore_vllm.errors import AttnStoreError, ConfigError
+from attnstore_vllm.plugin import CONNECTOR, advice, check_early, expand
 
 FLAG = "--kv-transfer-config"
 
@@ -115,6 +115,7 @@ def test_inside_multi_connector(tmp_path: Path) -> None:
         '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
         '{"kv_connector": "MultiConnector"}',
         '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [3]}}',
+        '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": 3}}',
         "[1, 2]",
         "{not json",
         "null",
@@ -156,6 +157,33 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     assert f"{absent!r}, which cannot be read" in refused([FLAG, absent])
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
     assert "cannot be read" in refused([FLAG, str(tmp_path / "binary.yaml")])
+
+
+def advised(argv: list[str]) -> tuple[str, str]:
+    """The message of a start that is refused, and the line behind it."""
+    with pytest.raises(AttnStoreError) as caught:
+        expand(argv)
+    return str(caught.value), advice(caught.value, argv)
+
+
+def test_the_command_that_says_more_is_the_one_that_looks_there(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    wrong, fits = text(tmp_path, "ttl: soon\n"), text(tmp_path)
+    too_large = fits.replace("1MiB", "100TiB", 1)
+    impossible = (text(tmp_path / "absent"), text(tmp_path / "a file"), too_large)
+    for content, command in ((wrong, "check"), *((one, "doctor") for one in impossible)):
+        file = yaml_file(tmp_path, content)
+        for argv in ([FLAG, file], [f"{FLAG}={file}"]):
+            assert f"`attnstore {command} {file}` says all that " in advised(argv)[1]
+    whole = complete(settings(tmp_path) | {"dram": "much"})
+    assert "`attnstore check FILE`" in advised([FLAG, json.dumps(whole)])[1]
+    assert advised([FLAG, yaml_file(tmp_path, fits), "-pp", "2"])[1] == "", "it says all itself"
+
+
+def test_a_file_that_is_not_there_is_made_by_init(tmp_path: Path) -> None:
+    said, more = advised([FLAG, f"{tmp_path}/my settings.yaml"])
+    assert said.endswith(f"; `attnstore init > '{tmp_path}/my settings.yaml'` makes one")
+    assert more == "", "check would say no more"
 
 
 @pytest.mark.parametrize("content", ["", "- 1\n- 2\n", "just text\n"])

@@ -17,7 +17,7 @@ import pytest
 
 from attnstore_vllm import _native_cuda, preflight
 from attnstore_vllm.config import StoreConfig
-from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.errors import ConfigError, MachineError
 from attnstore_vllm.preflight import (
     LOCK_NAME,
     SharedMemory,
@@ -28,8 +28,10 @@ from attnstore_vllm.preflight import (
     lacks_locked_memory,
     lacks_memory,
     lock_directory,
+    problems,
     shared_memory,
 )
+from attnstore_vllm.transfer.region import PREFIX
 
 LOCK_AND_WAIT = """
 import sys
@@ -167,6 +169,22 @@ def test_data_parallel_engines_are_added_up(
         check_machine(config, [0, 1, 2])
     check_machine(config, [6, 7])
     check_machine(config, [])
+
+
+def test_who_only_looks_counts_as_free_what_killed_starts_left_and_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "shm" / f"{PREFIX}dead"
+    left.parent.mkdir()
+    left.write_bytes(b"x" * (2 << 20))
+    monkeypatch.setattr(preflight, "SHM_DIR", left.parent)
+    monkeypatch.setattr(preflight, "shared_memory", lambda path: SharedMemory(4 << 20, 1 << 20))
+    config = settings(tmp_path / "kv", dram="2MiB")
+    assert list(problems(config)) == []
+    assert left.exists()
+    with pytest.raises(MachineError, match="dram is 2MiB"):  # it is gone, and not counted twice
+        check_machine(config)
+    assert not left.exists()
 
 
 def test_an_engine_that_is_started_alone_leaves_the_others_directories(tmp_path: Path) -> None:

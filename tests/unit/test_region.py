@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.transfer import region
-from attnstore_vllm.transfer.region import PREFIX, create, find, leave, remove_if_dead, sweep
+from attnstore_vllm.transfer.region import (
+    PREFIX,
+    create,
+    dead,
+    find,
+    leave,
+    remove_if_dead,
+    sweep,
+)
 
 
 def test_sweep_removes_what_nobody_holds_however_young(tmp_path: Path) -> None:
@@ -30,12 +38,24 @@ def test_sweep_removes_what_nobody_holds_however_young(tmp_path: Path) -> None:
     assert sweep(tmp_path) == [held.name]
 
 
+def test_the_dead_are_counted_and_stay(tmp_path: Path) -> None:
+    gone, held = tmp_path / f"{PREFIX}gone", tmp_path / f"{PREFIX}held"
+    for path in (gone, held, tmp_path / "other"):
+        path.write_bytes(b"x" * (1 << 20))
+    with held.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert dead(tmp_path) == {gone.name: gone.stat().st_blocks * 512}
+        assert sweep(tmp_path) == [gone.name], "it was there, and nobody holds it"
+    assert dead(tmp_path) == {held.name: held.stat().st_blocks * 512}
+
+
 def test_another_users_regions_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f"{PREFIX}theirs").write_bytes(b"x")
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # root may open and remove all
+    assert dead(tmp_path) == {}
     assert sweep(tmp_path) == []
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.store.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
-from attnstore_vllm.store.slab import Slab, open_slab, overhead_bytes
+from attnstore_vllm.store.slab import Slab, num_segments_for, open_slab, overhead_bytes
 from tests.helpers import CHUNK_TOKENS, PAYLOAD_BYTES, RECORD_BYTES, SHAPE, capacity_for
 
 CAPACITY = 1 << 20
@@ -213,6 +213,21 @@ def test_segments_too_small_for_the_records_start_anew(
     other = opened(tmp_path, large, 1 << 22)
     assert other.fresh
     assert other.foreign == []
+    assert "does not go with records" in caplog.text
+
+
+def test_a_capacity_of_one_segment_keeps_it_and_less_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the runbook says: about 1/64 of what the file was made with."""
+    large = 1 << 24
+    first = opened(tmp_path, capacity_bytes=large)
+    sizes = range(first.segment_bytes, large, PAGE_BYTES)
+    least = next(size for size in sizes if num_segments_for(size, first.segment_bytes))
+    assert large // 80 < least < large // 50
+    assert list(opened(tmp_path, capacity_bytes=least).own) == [0]
+    assert "starts with an empty NVMe tier" not in caplog.text
+    assert opened(tmp_path, capacity_bytes=least - PAGE_BYTES).fresh
     assert "does not go with records" in caplog.text
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.preflight import TESTED_VLLM
-from tools import check_sources, try_version
+from tools import check_sources, setup_env, try_version
 
 BASE_LINE = "    def on_new_request("
 
@@ -32,6 +32,21 @@ def test_a_vllm_without_what_is_needed_gets_one_sentence(tmp_path: Path) -> None
     assert "UnsupportedError: AttnStore cannot be used with " in last
     assert "No module named 'vllm.distributed'" in last
     assert ", ".join(TESTED_VLLM) in last and "--kv-transfer-config" in last
+
+
+def test_setup_does_not_show_what_pip_says_of_packages_that_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM asks for them, and pip calls it an error, in red, that they are not there."""
+    asked: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    setup_env.install_torch()
+    assert "--no-warn-conflicts" in asked[0] and asked[0][-1] == setup_env.TORCH
 
 
 @pytest.fixture

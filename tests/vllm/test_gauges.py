@@ -58,7 +58,7 @@ def test_figures_without_a_metric_are_left_out_with_one_warning_each(
 ) -> None:
     stats = StepStats()
     stats.set("tape_in_use", "reads", 1.0, 10.0)  # as a tier that somebody adds has it
-    stats.set("info", "of too few labels", 1.0, 10.0)
+    stats.set("info", "of|too few", 1.0, 10.0)
     stats.add("tape_loads", "reads", 1)
     stats.observe("tape_seconds", 0.1)
     stats.set(GAUGE, "reads", 0.5, 10.0)
@@ -70,6 +70,8 @@ def test_figures_without_a_metric_are_left_out_with_one_warning_each(
     names = ("tape_loads", "tape_in_use", "info", "tape_seconds")
     assert [line.partition(" ")[0] for line in said] == list(names)
     assert "has no metric in AttnStore" in said[0]
+    given, wanted = "(of, too few)", "(version, vllm, io, eviction)"
+    assert f"with label values {given}, its metric in AttnStore wants {wanted}" in said[2]
 
 
 def shown(engine: str) -> float | None:
