@@ -14,6 +14,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -177,6 +178,31 @@ def _directory(key: str, raw: object) -> Path:
     return path
 
 
+def _directories(key: str, raw: object) -> tuple[Path, ...]:
+    """One directory, or a list of them that lie beside each other."""
+    if not isinstance(raw, list):
+        return (_directory(key, raw),)
+    if not raw:
+        raise ConfigError(f"{key} is []; it must be an absolute directory, or a list of them")
+    paths = tuple(_directory(key, each) for each in raw)
+    for one, other in permutations(paths, 2):
+        if one == other or one in other.parents:
+            how = "twice" if one == other else f"and {str(other)!r} inside it"
+            raise ConfigError(
+                f"{key} names {str(one)!r} {how}; name one directory of each disk, and none twice"
+            )
+    return paths
+
+
+def _check_number(paths: tuple[Path, ...], engines: int) -> None:
+    if len(paths) > engines:
+        raise ConfigError(
+            f"nvme.path names {len(paths)} directories, but data_parallel_size is {engines}: each "
+            f"engine has one file; expected {engines} at most. Give an engine one path, for "
+            "instance of a RAID 0 of both disks, or start more engines"
+        )
+
+
 IO_KINDS = ("auto", "uring", "aiofiles")
 EVICTIONS = ("attnstore", "lru", "fifo")
 Sharing = Literal["everyone", "salted"]
@@ -196,7 +222,12 @@ class NvmeConfig:
     """The slab file's directory (created with mode 0700 if only its last part is missing)."""
 
     path: Path
+    """One engine's own; of the whole server's settings the first that they name."""
     capacity_bytes: int
+    more_paths: tuple[Path, ...] = ()
+    """The others of a list, over which data-parallel engines are spread."""
+    whole: NvmeConfig | None = None
+    """The settings that this is one engine's part of."""
     io: Literal["auto", "uring", "aiofiles"] = "auto"
     io_deadline_ms: int = 5000
     """A request that takes longer puts the tier out of use for a while."""
@@ -215,6 +246,21 @@ class NvmeConfig:
         """Whether the codec gives other KV than it got."""
         return self.codec != NONE and not CODECS[self.codec].is_exact
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All that the settings name, in their order."""
+        return (self.path, *self.more_paths)
+
+    @property
+    def named_path(self) -> Path:
+        """The one of them that this engine's directory is, or lies in."""
+        return self.path if self.whole is None else self.path.parent
+
+    @property
+    def group_path(self) -> Path:
+        """The one that all engines know: what they have in common lies there."""
+        return (self.whole or self).path
+
     @classmethod
     def parse(cls, given: object) -> NvmeConfig:
         if not isinstance(given, Mapping):
@@ -222,7 +268,7 @@ class NvmeConfig:
         known = {"path", "capacity", "io", "io_deadline_ms", "daily_writes", "scrub", "codec"}
         known.add("approximate")
         check_keys("nvme.", given, known, {"path", "capacity"})
-        path = _directory("nvme.path", given["path"])
+        path, *more = _directories("nvme.path", given["path"])
         io = given.get("io", "auto")
         if io not in IO_KINDS:
             raise ConfigError(f"nvme.io is {io!r}; it must be one of {', '.join(IO_KINDS)}")
@@ -242,6 +288,7 @@ class NvmeConfig:
         writes, scrub = given.get("daily_writes", False), given.get("scrub", "8MiB")
         return cls(
             path=path,
+            more_paths=tuple(more),
             capacity_bytes=parse_size("nvme.capacity", given["capacity"], SIZE_MIN),
             io=io,
             io_deadline_ms=_integer("nvme.io_deadline_ms", deadline, 100, 600_000),
@@ -251,6 +298,13 @@ class NvmeConfig:
             is_for_all=who == "all",
         )
 
+    def engine_path(self, rank: int, ranks: int) -> Path:
+        """The directory of an engine, by its rank alone: it finds its file again after a restart.
+
+        Engines of one path follow each other, as the GPUs of a NUMA node do.
+        """
+        return self.paths[rank * len(self.paths) // ranks] / f"dp{rank}"
+
     def share(self, rank: int, ranks: int) -> NvmeConfig:
         """One engine's part: a directory of its own, an equal share of the rest."""
 
@@ -259,7 +313,9 @@ class NvmeConfig:
 
         return replace(
             self,
-            path=self.path / f"dp{rank}",
+            path=self.engine_path(rank, ranks),
+            more_paths=(),
+            whole=self,
             capacity_bytes=self.capacity_bytes // ranks,
             daily_writes_bytes=part(self.daily_writes_bytes),
             scrub_bytes_per_s=part(self.scrub_bytes_per_s),
@@ -458,11 +514,8 @@ class StoreConfig:
             raise ConfigError(f"peers is {peers!r}; it must be auto or off")
         every = given.get("states_every", "auto")
         if every != "auto":
-            every = (
-                0
-                if every is False or every == "off"
-                else _integer("states_every", every, 16, 1 << 20)
-            )
+            is_off = every is False or every == "off"
+            every = 0 if is_off else _integer("states_every", every, 16, 1 << 20)
         ttl = given.get("ttl", False)
         ttl_s = None if ttl is False or ttl == "off" else _duration("ttl", ttl)
         if ttl_s is not None and eviction != "attnstore":
@@ -472,6 +525,8 @@ class StoreConfig:
             )
         dram = parse_size("dram", given["dram"], SIZE_MIN)
         nvme = NvmeConfig.parse(given["nvme"])
+        if "data_parallel_size" in optional:  # else vLLM's command line may fill it in
+            _check_number(nvme.paths, optional["data_parallel_size"])
         pinning = PinningConfig.parse(given.get("pinning", False))
         truncation = TruncationConfig.parse(given.get("truncation", {}))
         tier = _shared(given.get("shared", False), nvme)
@@ -500,24 +555,21 @@ class StoreConfig:
     def siblings(self) -> list[Path]:
         """The directories of the other engines that share the sizes, if they are to be asked; of
         one engine's part."""
-        path, size = self.nvme.path, self.data_parallel_size
+        whole, size = self.nvme.whole, self.data_parallel_size
         # What comes from others does not say whether a codec may change it.
-        if (
-            not self.peers
-            or self.nvme.changes_kv
-            or size == 1
-            or not re.fullmatch(r"dp\d+", path.name)
-        ):
+        if not self.peers or self.nvme.changes_kv or whole is None:
             return []
-        dirs = (path.parent / f"dp{rank}" for rank in range(size))
-        return [directory for directory in dirs if directory != path]
+        dirs = (whole.engine_path(rank, size) for rank in range(size))
+        return [directory for directory in dirs if directory != self.nvme.path]
 
     def share(self, dp_rank: int | None) -> StoreConfig:
         """The part of one data-parallel engine: `path/dp<rank>` and an equal share of both sizes.
 
         Args:
             dp_rank: None where the server is a single engine.
+        Raises: ConfigError.
         """
+        _check_number(self.nvme.paths, self.data_parallel_size)
         if dp_rank is None:
             return self
         if not 0 <= dp_rank < self.data_parallel_size:

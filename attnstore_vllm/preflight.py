@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from attnstore_vllm.config import NvmeConfig, StoreConfig, format_size
-from attnstore_vllm.errors import MachineError, UnsupportedError
+from attnstore_vllm.errors import ConfigError, MachineError, UnsupportedError
 from attnstore_vllm.transfer import region
 from attnstore_vllm.transfer.cuda_kernels import native_module
 
@@ -50,7 +50,7 @@ def wrong_vllm(error: ImportError) -> UnsupportedError:
 def check_machine(
     config: StoreConfig, ranks: Sequence[int] | None = None, *, pins_memory: bool = False
 ) -> None:
-    """Raise MachineError for the first setting that this machine cannot meet. For starts alone: it
+    """Raise ConfigError for the first setting that this machine cannot meet. For starts alone: it
     removes what killed ones left in shared memory.
 
     Args: as problems() has them.
@@ -62,7 +62,7 @@ def check_machine(
 
 def problems(
     config: StoreConfig, ranks: Sequence[int] | None = None, *, pins_memory: bool = False
-) -> Iterator[MachineError]:
+) -> Iterator[ConfigError]:
     """Every setting that this machine cannot meet; what depends on a directory only if it is there.
     Nothing is changed.
 
@@ -70,16 +70,18 @@ def problems(
         ranks: the data-parallel engines that this start begins here; None: all of them.
         pins_memory: whether the pool will be page-locked for CUDA.
     """
-    engines = [config]
-    if config.data_parallel_size > 1:
-        here = range(config.data_parallel_size) if ranks is None else ranks
-        engines = [config.share(rank) for rank in here]
-    in_directory = [
-        partial(_check_disk, config, [engine.nvme for engine in engines]),
-        *(partial(check_unlocked, engine.nvme.path) for engine in engines),
-    ]
+    try:
+        engines = _engines(config, ranks)
+    except ConfigError as error:
+        yield error
+        return
+    parts = [engine.nvme for engine in engines]
+    there = [part for part in parts if os.path.isdir(part.named_path.parent)]
     for check in (
-        partial(_check_directory, "nvme.path", config.nvme.path),
+        *(
+            partial(_check_directory, "nvme.path", path)
+            for path in dict.fromkeys(part.named_path for part in parts)
+        ),
         *(
             partial(_check_directory, "trace.path", engine.trace.path)
             for engine in engines
@@ -87,14 +89,20 @@ def problems(
         ),
         *([_check_driver] if pins_memory else ()),
         partial(_check_memory, config, engines, pins_memory=pins_memory),
-        *in_directory,
+        *(partial(_check_disk, config, those) for those in _by_file_system(there)),
+        *(partial(check_unlocked, part.path) for part in there),
     ):
-        if check in in_directory and not config.nvme.path.parent.is_dir():
-            return
         try:
             check()
         except MachineError as error:
             yield error
+
+
+def _engines(config: StoreConfig, ranks: Sequence[int] | None) -> list[StoreConfig]:
+    if config.data_parallel_size == 1:
+        return [config.share(None)]
+    here = range(config.data_parallel_size) if ranks is None else ranks
+    return [config.share(rank) for rank in here]
 
 
 def _check_driver() -> None:
@@ -285,17 +293,33 @@ def driver_counts_locked_memory(library: str = "libcuda.so.1") -> bool:
 # ---- the disk ------------------------------------------------------------------------------
 
 
+def _by_file_system(parts: Sequence[NvmeConfig]) -> list[list[NvmeConfig]]:
+    """Engines that share a file system must fit into it together."""
+    found: dict[int, list[NvmeConfig]] = {}
+    for part in parts:
+        found.setdefault(_nearest(part.path).stat().st_dev, []).append(part)
+    return list(found.values())
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the directory that it will be made in."""
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
+
+
 def _check_disk(config: StoreConfig, parts: Sequence[NvmeConfig]) -> None:
-    path = config.nvme.path
+    """Args: parts: engines of one file system, one at least."""
+    paths = list(dict.fromkeys(part.named_path for part in parts))
     asked = sum(part.capacity_bytes for part in parts)
-    stat = os.statvfs(path if path.exists() else path.parent)
+    stat = os.statvfs(_nearest(parts[0].path))
     free = stat.f_bavail * stat.f_frsize
     held = sum(
         slab.stat().st_blocks * 512 for part in parts if (slab := part.path / SLAB_NAME).is_file()
     )
     if free + held < asked:
+        where = " and ".join(repr(str(path)) for path in paths)
+        both = " (one file system)" if paths[1:] else ""
         raise MachineError(
-            f"nvme.capacity is {_part(config.nvme.capacity_bytes, asked)}, but {str(path)!r} has "
+            f"nvme.capacity is {_part(config.nvme.capacity_bytes, asked)}, but {where}{both} has "
             f"{format_size(free + held)} (free, or held by an earlier run); ask for less, or "
             "make room"
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's store with siblings, without vLLM: in this process, or as one of its own.
 
-python -m tests.peer_engine GROUP RANK RANKS [SLOTS]    one JSON list a line: a method, arguments
+python -m tests.peer_engine    one JSON list a line: a method, arguments
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from attnstore_vllm.config import StoreConfig
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.peers.asker import PeersIo
@@ -43,17 +44,27 @@ _SEND = Wire.send
 
 
 class PeerEngine:
-    """One engine of a group. Conversations are told by their numbers."""
+    """One engine of a group. Conversations are told by their numbers.
 
-    def __init__(self, group: Path, rank: int, ranks: int = 2, slots: int = 16) -> None:
-        dirs = [group / f"dp{number}" for number in range(ranks)]
-        own = self.directory = dirs.pop(rank)
-        own.mkdir(mode=0o700, exist_ok=True)
+    Args:
+        group: the first path of its settings.
+        more: the others.
+    """
+
+    def __init__(
+        self, group: Path, rank: int, ranks: int = 2, slots: int = 16, more: Sequence[Path] = ()
+    ) -> None:
+        nvme = {"path": list(map(str, [group, *more])), "capacity": "1GiB"}
+        given = {"dram": "1GiB", "nvme": nvme, "data_parallel_size": ranks}
+        config = StoreConfig.parse(given).share(rank)
+        own = self.directory = config.nvme.path
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.pool = open_pool(slots)
         self.device = MemoryDevice(slab_bytes(RECORDS))
         slab = new_slab(RECORDS)
         format_device(self.device, slab)
-        make = peers_of(own, dirs, NAMESPACE, CHUNK_TOKENS, self.pool)
+        group = config.nvme.group_path
+        make = peers_of(own, group, config.siblings(), NAMESPACE, CHUNK_TOKENS, self.pool)
         self.store = Store(self.pool, slab, self.device, 4, grain=GRAIN, more_tiers=make)
         io = self.store.thread.tiers[1]
         assert isinstance(io, PeersIo)
@@ -189,9 +200,9 @@ class PeerProcess:
             text=True,
         )
 
-    def open(self, group: Path, rank: int) -> None:
+    def open(self, group: Path, rank: int, *more: Path) -> None:
         """Another engine in place of the one before."""
-        self.call("open", str(group), rank)
+        self.call("open", str(group), rank, list(map(str, more)))
 
     def send(self, *call: object) -> None:
         assert self.process.stdin is not None
@@ -230,7 +241,8 @@ def main() -> None:
             engine.close()
             engine = None
         if method == "open":
-            engine = PeerEngine(Path(arguments[0]), *arguments[1:])
+            group, rank, more = arguments
+            engine = PeerEngine(Path(group), rank, more=list(map(Path, more)))
         done = method in ("open", "shut") or getattr(engine, method)(*arguments)
         print(json.dumps(done), flush=True)
 

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from attnstore_vllm.cli.speeds import FILE_BYTES, disk_speed, memory_speed
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.io.device import ALIGNMENT_BYTES
+from attnstore_vllm.io.disk_node import disk_numa_node
 from attnstore_vllm.shared.start import try_store
 from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.store.format import SegmentHeader
@@ -77,11 +78,17 @@ def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
         return
     config = settings.config()
     yield Check("settings", "ok", f"{file}: they fit together")
+    if (num_paths := len(config.nvme.paths)) > config.data_parallel_size:
+        # Not in the file, or it would be wrong: the command line of vLLM says it.
+        config = replace(config, data_parallel_size=num_paths)
+        engines = f"nvme.path names {num_paths} directories: start {num_paths} engines at least"
+        yield Check("settings", "note", f"{engines} (vllm serve --data-parallel-size)")
     yield from _machine(config, pins_memory=bool(gpus))
     yield Check("memory", "note", f"{_memory()}; a copy runs at {_rate(memory_speed())}")
     yield from _left_behind()
-    yield from _disk(config)
-    yield from _content(config.nvme.path)
+    for path in config.nvme.paths:
+        yield from _disk(path, config)
+        yield from _content(path)
     if config.peers:
         engines = "data-parallel engines of this host read each other, should there be several"
         yield Check("peers", "note", engines)
@@ -179,14 +186,15 @@ def _shared(config: StoreConfig) -> Iterator[Check]:
         yield Check("shared tier", "ok", f"{where} answers in {1000 * seconds:.1f} ms")
 
 
-def _disk(config: StoreConfig) -> Iterator[Check]:
-    path = config.nvme.path
+def _disk(path: Path, config: StoreConfig) -> Iterator[Check]:
+    """Args: path: one of nvme.path."""
     directory = path if path.is_dir() else path.parent
     if not directory.is_dir():
         return
     free = shutil.disk_usage(directory).free
-    kind = _file_system(directory)
-    yield Check("disk", "note", f"{directory} is {kind}, {format_size(free)} free")
+    kind, node = _file_system(directory), disk_numa_node(directory)
+    place = "" if node is None else f", on NUMA node {node}"
+    yield Check("disk", "note", f"{directory} is {kind}, {format_size(free)} free{place}")
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             can_reserve = fallocate(file.fileno(), 0, 0, ALIGNMENT_BYTES)
@@ -196,19 +204,20 @@ def _disk(config: StoreConfig) -> Iterator[Check]:
         if not can_reserve:
             yield Check("disk", "warn", f"{directory}: {NO_RESERVE}")
     if free < 2 * FILE_BYTES:
-        yield Check("disk speed", "note", "not measured: too little is free for a trial file")
+        why = f"{directory}: not measured, too little is free for a trial file"
+        yield Check("disk speed", "note", why)
         return
     with _warnings() as said:
         try:
             speed = disk_speed(directory, config.nvme, config.io_depth)
         except (AttnStoreError, OSError) as error:
-            yield Check("disk speed", "bad", str(error))
+            yield Check("disk speed", "bad", f"{directory}: {error}")
             return
     yield from (Check("disk I/O", "warn", text) for text in said)
     yield Check(
         "disk speed",
         "ok",
-        f"reads {_rate(speed.read)}, writes {_rate(speed.write)} (records of 1 MiB, "
+        f"{directory}: reads {_rate(speed.read)}, writes {_rate(speed.write)} (records of 1 MiB, "
         f"{config.io_depth} at a time, {speed.by})",
     )
 

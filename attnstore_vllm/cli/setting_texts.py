@@ -38,13 +38,17 @@ SETTINGS = (
         "More of it means fewer reads from NVMe. A token of Llama-3-8B in bf16 takes 128 KiB.",
     ),
     Setting(
-        "nvme.path", None, "absolute directory",
-        "A directory of this server's own. Created (0700) if only its last part is missing.",
-        "Put it on the fastest local disk, never on a network file system.",
+        "nvme.path", None, "absolute directory, or a list of them",
+        "A directory of this server's own. Created (0700) if only its last part is missing. A "
+        "list, as in [/mnt/nvme0/attnstore, /mnt/nvme1/attnstore], is for data-parallel engines. "
+        "Each has one of them, the first engines the first.",
+        "Put it on the fastest local disk, never on a network file system. Name one directory of "
+        "each disk where several engines share a machine.",
     ),
     Setting(
         "nvme.capacity", None, "size, as in 2TiB",
-        "The most its file may take; allocated when the server starts.",
+        "The most its file may take, or the files of all engines; allocated when the server "
+        "starts.",
         "It should hold the conversations that may come back.",
     ),
     Setting(

@@ -37,6 +37,7 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Codec, PayloadShape, Quantized
+from attnstore_vllm.io.disk_node import warn_if_far
 from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
@@ -162,8 +163,10 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     config = _config(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config, config)
     rank = get_tensor_model_parallel_rank()
+    nodes = gpu_nodes(rank, geometry.num_ranks)
     if rank == 0:
         warn_of_order(_outer())
+        warn_if_far(config.nvme.path, nodes)
     token_bytes = geometry.rank_bytes // geometry.chunk_tokens
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
@@ -190,7 +193,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         )
 
     return Worker(
-        _open_pool(vllm_config, config, geometry, rank, gpu_nodes(rank, geometry.num_ranks)),
+        _open_pool(vllm_config, config, geometry, rank, nodes),
         rank,
         geometry,
         kv_cache_config.num_blocks,
@@ -345,7 +348,8 @@ def _store(
     logger.info("%s", "\n".join(lines))
     pinning, truncation = config.pinning, config.truncation
     siblings = [] if needs_of(geometry) else config.siblings()  # see asking_of()
-    peers = peers_of(config.nvme.path, siblings, namespace, geometry.chunk_tokens, pool)
+    own, group = config.nvme.path, config.nvme.group_path
+    peers = peers_of(own, group, siblings, namespace, geometry.chunk_tokens, pool)
     store = Store(
         pool,
         slab,

@@ -41,7 +41,8 @@ class Generation:
 
     Args:
         own: the directory of its store, whose lock it holds.
-        group: the directory that all engines of the group know.
+        group: the directory that all engines of the group know. It may be another disk's, on which
+            no engine has begun yet: then it is made.
     """
 
     def __init__(self, own: Path, group: Path) -> None:
@@ -67,6 +68,7 @@ class Generation:
 
     def _of_group(self, before: bytes | None) -> bytes:
         """The group's; a new one if it is `before`, or if there is none."""
+        self._group.parent.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self._group, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             _lock(fd)

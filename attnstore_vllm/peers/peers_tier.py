@@ -34,9 +34,17 @@ _HELLO = struct.Struct("<IQQ32s")
 
 
 def peers_of(
-    own: Path, others: Sequence[Path], namespace: bytes, chunk_tokens: int, pool: SharedPool
+    own: Path,
+    group: Path,
+    others: Sequence[Path],
+    namespace: bytes,
+    chunk_tokens: int,
+    pool: SharedPool,
 ) -> tuple[MakePeers, ...]:
-    """The tier; none without siblings, or where no socket can be made beside the store's file."""
+    """The tier; none without siblings, or where no socket can be made beside the store's file.
+
+    Args: as MakePeers has them.
+    """
     if not others:
         return ()
     try:
@@ -44,7 +52,7 @@ def peers_of(
     except OSError as error:
         logger.warning("this engine reads no others and is read by none: %s: %s", own, error)
         return ()
-    return (MakePeers(own, others, namespace, chunk_tokens, pool, listening),)
+    return (MakePeers(own, group, others, namespace, chunk_tokens, pool, listening),)
 
 
 class MakePeers:
@@ -52,6 +60,7 @@ class MakePeers:
 
     Args:
         own: the directory of this engine's store, whose lock it holds.
+        group: the one that all engines know (generation.py).
         others: those of its siblings.
         namespace: of the store: siblings with another are none.
     """
@@ -61,6 +70,7 @@ class MakePeers:
     def __init__(
         self,
         own: Path,
+        group: Path,
         others: Sequence[Path],
         namespace: bytes,
         chunk_tokens: int,
@@ -68,6 +78,7 @@ class MakePeers:
         listening: socket.socket,
     ) -> None:
         self._own = own
+        self._group = group
         self._listening = listening
         self._others = others
         self._pool = pool
@@ -85,7 +96,7 @@ class MakePeers:
             context,
             tier,
             [Sibling(directory, self._hello, slot_bytes) for directory in self._others],
-            Generation(self._own, self._own.parent),
+            Generation(self._own, self._group),
             self._listening,
             self._hello,
             (pool.read_only_fds, SHAPE.pack(*pool.shape)),

@@ -256,6 +256,45 @@ def test_doctor_says_what_the_cuda_half_lacks(tmp_path: Path) -> None:
     assert "libcuda.so.1" in found["found"]
 
 
+def two_paths(settings: Path, engines: str = "") -> list[Path]:
+    paths = [settings.parent / "a", settings.parent / "b"]
+    settings.write_text(
+        f"dram: 2MiB\nnvme:\n  path: [{paths[0]}, {paths[1]}]\n  capacity: 2MiB\n{engines}"
+    )
+    return paths
+
+
+def test_check_of_several_paths(settings: Path) -> None:
+    paths = two_paths(settings)
+    assert attnstore("check", settings).returncode == 0
+    two_paths(settings, "data_parallel_size: 1\n")
+    (problem,) = json.loads(attnstore("check", settings, "--json").stdout)
+    assert problem["line"] == 5 and "RAID 0" in problem["problem"]
+    settings.write_text(settings.read_text().replace(str(paths[1]), str(paths[0] / "b")))
+    (problem,) = json.loads(attnstore("check", settings, "--json").stdout)
+    assert problem["line"] == 3 and "inside it" in problem["problem"]
+
+
+def test_doctor_looks_at_each_path(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = two_paths(settings)
+    first.mkdir()
+    (second / "dp0").mkdir(parents=True)
+    (second / "dp0" / "slab").touch()  # of another list: it stays until somebody deletes it
+    monkeypatch.setattr(doctor, "disk_numa_node", {first: 1, second: None}.get)
+    checks = list(examine(settings, None))
+    assert [check.found for check in checks if check.state == "bad"] == []
+    disks, speeds, content = (
+        [check.found for check in checks if check.name == name]
+        for name in ("disk", "disk speed", "content")
+    )
+    assert [text.partition(" is ")[0] for text in disks] == [str(first), str(second)]
+    assert disks[0].endswith(" free, on NUMA node 1") and disks[1].endswith(" free")
+    assert [text.partition(": ")[0] for text in speeds] == [str(first), str(second)]
+    assert content[0].startswith(f"{first} holds no")
+    assert content[1].startswith(f"{second}/dp0/slab ")
+    assert any("names 2 directories: start 2 engines" in check.found for check in checks)
+
+
 def test_doctor_counts_tokens_of_a_model(settings: Path, tmp_path: Path) -> None:
     shape = {
         "num_hidden_layers": 2,

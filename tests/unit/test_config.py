@@ -198,7 +198,7 @@ def test_a_relative_path_is_refused_with_the_absolute_one() -> None:
     assert str(Path.cwd() / "kv/cache") in message
 
 
-@pytest.mark.parametrize("path", [3, "", None, ["/mnt"]])
+@pytest.mark.parametrize("path", [3, "", None, {"a": 1}, []])
 def test_a_path_must_be_text(path: object) -> None:
     message = message_of(MINIMAL | {"nvme": {"path": path, "capacity": "1GiB"}})
     assert f"nvme.path is {path!r}" in message
@@ -243,6 +243,94 @@ def test_data_parallel_engines_share_both_sizes() -> None:
     assert [share.nvme.path for share in shares] == [Path(f"/mnt/kv/dp{r}") for r in range(4)]
     assert {share.chunk_tokens for share in shares} == {64}
     assert config.share(None) is config
+
+
+def several(paths: object, engines: int | None = None) -> dict[str, Any]:
+    """Settings with a list of paths."""
+    more = {} if engines is None else {"data_parallel_size": engines}
+    return MINIMAL | {"nvme": {"path": paths, "capacity": "4TiB"}} | more
+
+
+@pytest.mark.parametrize(
+    ("num_paths", "engines", "expected"),
+    [
+        (1, 3, "aaa"),
+        (2, 2, "ab"),
+        (2, 8, "aaaabbbb"),
+        (2, 3, "aab"),
+        (3, 4, "aabc"),
+        (3, 8, "aaabbbcc"),
+        (4, 4, "abcd"),
+    ],
+)
+def test_engines_of_one_path_follow_each_other(num_paths: int, engines: int, expected: str) -> None:
+    paths = [f"/mnt/{letter}/kv" for letter in "abcd"[:num_paths]]
+    config = StoreConfig.parse(several(paths, engines))
+    parts = [config.share(rank) for rank in range(engines)]
+    assert [str(part.nvme.path) for part in parts] == [
+        f"/mnt/{letter}/kv/dp{rank}" for rank, letter in enumerate(expected)
+    ]
+    assert {part.nvme.named_path for part in parts} == {Path(path) for path in paths}
+    assert {part.nvme.capacity_bytes for part in parts} == {(4 << 40) // engines}
+
+
+def test_siblings_on_all_paths_have_one_place_in_common() -> None:
+    config = StoreConfig.parse(several(["/mnt/a", "/mnt/b"], 4))
+    dirs = [Path(f"/mnt/{name}") for name in ("a/dp0", "a/dp1", "b/dp2", "b/dp3")]
+    for rank, own in enumerate(dirs):
+        part = config.share(rank)
+        assert part.nvme.path == own
+        assert part.siblings() == [other for other in dirs if other != own]
+        assert part.nvme.group_path == Path("/mnt/a")
+    assert config.siblings() == []
+    assert StoreConfig.parse(several("/mnt/dp3", 4)).siblings() == []  # the server's, no engine's
+
+
+def test_a_list_of_one_path_is_that_path() -> None:
+    assert StoreConfig.parse(several(["/mnt/a"])) == StoreConfig.parse(several("/mnt/a"))
+    one, plain = (StoreConfig.parse(several(path, 2)).share(1) for path in (["/mnt/a"], "/mnt/a"))
+    assert one == plain
+    assert one.nvme.path == Path("/mnt/a/dp1")
+    assert StoreConfig.parse(several(["/mnt/a"])).share(None).nvme.path == Path("/mnt/a")
+
+
+@pytest.mark.parametrize(
+    ("paths", "parts"),
+    [
+        (["/mnt/a", "kv"], ("'kv'", "relative", str(Path.cwd() / "kv"))),
+        (["/mnt/a", 3], ("is 3", "absolute directory")),
+        (["/mnt/a", ["/mnt/b"]], ("['/mnt/b']", "absolute directory")),
+        (["/mnt/a", "/mnt/b", "/mnt/a/"], ("names '/mnt/a' twice", "each disk")),
+        (["/mnt/a/b", "/mnt/a"], ("names '/mnt/a' and '/mnt/a/b' inside it", "each disk")),
+        (["/mnt/a", "/mnt/c", "/mnt/a/b/c"], ("'/mnt/a' and '/mnt/a/b/c' inside it",)),
+    ],
+)
+def test_paths_that_make_no_list(paths: list[object], parts: tuple[str, ...]) -> None:
+    message = message_of(several(paths, 4))
+    assert message.startswith("nvme.path ")
+    for part in parts:
+        assert part in message
+
+
+def test_names_that_only_begin_alike_lie_beside_each_other() -> None:
+    StoreConfig.parse(several(["/mnt/kv", "/mnt/kv2"], 2))
+
+
+THREE = "nvme.path names 3 directories, but data_parallel_size is {}: each engine has one file; "
+
+
+def test_more_paths_than_engines_are_refused() -> None:
+    paths = ["/mnt/a", "/mnt/b", "/mnt/c"]
+    for engines in (1, 2):
+        message = message_of(several(paths, engines))
+        assert message.startswith(THREE.format(engines) + f"expected {engines} at most")
+        assert "RAID 0" in message
+    open_ = StoreConfig.parse(several(paths))  # vLLM's command line may fill it in
+    for rank in (None, 0):
+        with pytest.raises(ConfigError, match="RAID 0") as caught:
+            open_.share(rank)
+        assert str(caught.value).startswith(THREE.format(1))
+    assert StoreConfig.parse(several(paths, 3)).share(2).nvme.path == Path("/mnt/c/dp2")
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 7])

@@ -21,7 +21,7 @@ from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.checksum import copy_checksums
 from attnstore_vllm.peers import asker, owner
-from attnstore_vllm.peers.generation import Generation
+from attnstore_vllm.peers.generation import FILE_NAME, Generation
 from attnstore_vllm.peers.owner import PIECE
 from attnstore_vllm.peers.wire import (
     SOCKET_NAME,
@@ -413,6 +413,44 @@ def test_a_generation_outlives_its_process(tmp_path: Path) -> None:
     second.advance()
     first.advance()
     assert first.value == second.value
+
+
+def test_the_generation_of_a_path_where_no_engine_has_begun(tmp_path: Path) -> None:
+    """The second disk's engines may start first."""
+    (tmp_path / "b" / "dp1").mkdir(parents=True)
+    second = Generation(tmp_path / "b" / "dp1", tmp_path / "a")
+    (tmp_path / "a" / "dp0").mkdir()
+    first = Generation(tmp_path / "a" / "dp0", tmp_path / "a")
+    assert first.value == second.value
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    second.advance()
+    first.advance()
+    assert first.value == second.value
+    assert not (tmp_path / "b" / FILE_NAME).exists()
+
+
+def test_engines_on_two_paths_read_each_other(tmp_path: Path, sibling: PeerProcess) -> None:
+    """And know each other's resets, by the one file of the group."""
+    paths = tmp_path / "a", tmp_path / "b"
+    sibling.open(paths[0], 1, paths[1])
+    here = PeerEngine(paths[0], 0, more=paths[1:])
+    assert here.directory == paths[0] / "dp0"
+    assert (paths[1] / "dp1" / SOCKET_NAME).is_socket()
+    here.wait_ready()
+    sibling.call("wait_ready")
+    sibling.call("put", 1, WITH_TAIL)
+    assert here.tokens(1, WITH_TAIL) == WITH_TAIL
+    here.put(2, LONG)
+    assert sibling.call("tokens", 2, LONG) == LONG
+    assert [(path / FILE_NAME).exists() for path in paths] == [True, False]
+    assert here.reset()
+    sibling.call("put", 3, LONG)
+    assert here.tokens(3, LONG) == 0  # the sibling has not been reset yet
+    assert sibling.call("reset")
+    sibling.call("put", 4, LONG)
+    assert here.tokens(4, LONG) == LONG
+    here.wait(here.is_idle)
+    here.close()
 
 
 def test_the_pool_can_be_mapped_for_reading_alone(tmp_path: Path) -> None:

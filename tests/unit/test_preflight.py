@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from attnstore_vllm.config import StoreConfig
 from attnstore_vllm.errors import ConfigError, MachineError
 from attnstore_vllm.preflight import (
     LOCK_NAME,
+    SLAB_NAME,
     SharedMemory,
     _group_limit,
     check_machine,
@@ -43,8 +45,9 @@ sys.stdin.read()
 """
 
 
-def settings(path: Path, **changes: object) -> StoreConfig:
-    nvme = {"path": str(path), "capacity": changes.pop("capacity", "1MiB")}
+def settings(path: Path | list[Path], **changes: object) -> StoreConfig:
+    paths = list(map(str, path)) if isinstance(path, list) else str(path)
+    nvme = {"path": paths, "capacity": changes.pop("capacity", "1MiB")}
     return StoreConfig.parse({"dram": "1MiB", "nvme": nvme} | changes)
 
 
@@ -310,6 +313,96 @@ def test_what_an_earlier_run_holds_counts_as_free(
     monkeypatch.setattr(os, "statvfs", full)
     check_machine(settings(tmp_path, capacity="1MiB"))
     assert "nvme.capacity is 2MiB" in refused(settings(tmp_path, capacity="2MiB"))
+
+
+@pytest.fixture
+def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """Directories on two file systems, of which each has 8 MiB free."""
+    with tempfile.TemporaryDirectory(dir=preflight.SHM_DIR) as other:
+        found = [tmp_path, Path(other)]
+        if len({each.stat().st_dev for each in found}) == 1:
+            pytest.skip("one file system")
+        real = os.statvfs
+
+        def small(path: object) -> os.statvfs_result:
+            stat = list(real(str(path)))
+            if any(Path(str(path)).is_relative_to(each) for each in found):
+                stat[1], stat[4] = 1 << 20, 8  # f_frsize, f_bavail
+            return os.statvfs_result(stat)
+
+        monkeypatch.setattr(os, "statvfs", small)
+        yield found
+
+
+def both(disks: list[Path], capacity: str, engines: int) -> StoreConfig:
+    paths = [disk / "kv" for disk in disks]
+    return settings(paths, capacity=capacity, data_parallel_size=engines, dram="4MiB")
+
+
+def test_each_file_system_must_hold_its_own_engines(disks: list[Path]) -> None:
+    check_machine(both(disks, "16MiB", 2))
+    check_machine(both(disks, "12MiB", 3))  # 8 and 4
+    here, there = (repr(str(disk / "kv")) for disk in disks)
+    for capacity, part, engines, named in (
+        ("18MiB", "9MiB", 2, [here, there]),
+        ("15MiB", "10MiB", 3, [here]),  # the others' is half of that
+    ):
+        found = list(map(str, problems(both(disks, capacity, engines))))
+        assert found == [
+            f"nvme.capacity is {capacity}, of which {part} here, but {path} has 8MiB (free, or "
+            "held by an earlier run); ask for less, or make room"
+            for path in named
+        ]
+
+
+def test_engines_on_one_file_system_must_fit_together(disks: list[Path]) -> None:
+    paths = [disks[0] / "a", disks[0] / "b"]
+    check_machine(settings(paths, capacity="8MiB", data_parallel_size=2))
+    (found,) = problems(settings(paths, capacity="9MiB", data_parallel_size=2))
+    assert str(found).startswith(
+        f"nvme.capacity is 9MiB, but {str(paths[0])!r} and {str(paths[1])!r} (one file system) has"
+    )
+
+
+def test_what_earlier_runs_hold_counts_on_its_own_file_system(disks: list[Path]) -> None:
+    (disks[1] / "kv" / "dp1").mkdir(parents=True)
+    (disks[1] / "kv" / "dp1" / SLAB_NAME).write_bytes(bytes(1 << 20))
+    (found,) = map(str, problems(both(disks, "18MiB", 2)))
+    assert str(disks[0]) in found
+
+
+def test_every_path_is_checked_by_itself(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "absent" / "b", tmp_path / "c"]
+    (tmp_path / "c").touch()
+    config = settings(paths, capacity="1PiB", data_parallel_size=4)
+    found = list(map(str, problems(config)))
+    assert repr(str(paths[1])) in found[0] and "its parent" in found[0]
+    assert repr(str(paths[2])) in found[1] and "a link or a file" in found[1]
+    capacity = "nvme.capacity is 1024TiB, of which 768TiB here, but "
+    assert found[2].startswith(capacity + repr(str(paths[0])))
+    assert str(paths[1]) not in found[2]
+
+
+def test_an_engine_that_is_started_alone_needs_its_own_path(tmp_path: Path) -> None:
+    config = settings([tmp_path / "a", tmp_path / "absent" / "b"], data_parallel_size=2)
+    check_machine(config, [0])
+    with pytest.raises(ConfigError, match="absent"):
+        check_machine(config, [1])
+
+
+def test_the_directories_of_all_paths_are_checked_for_their_owners(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    config = settings(paths, data_parallel_size=2)
+    with another_process_owns(tmp_path / "b" / "dp1"):
+        assert repr(str(tmp_path / "b" / "dp1")) in refused(config)
+        check_machine(config, [0])
+    with another_process_owns(tmp_path / "a" / "dp1"):  # left over from one path for both
+        check_machine(config)
+
+
+def test_more_paths_than_engines_are_refused_before_a_start(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    assert "names 2 directories, but data_parallel_size is 1" in refused(settings(paths))
 
 
 def test_a_directory_of_another_process(tmp_path: Path) -> None:
