@@ -94,7 +94,7 @@ def problems(
     ):
         try:
             check()
-        except MachineError as error:
+        except ConfigError as error:
             yield error
 
 

@@ -39,7 +39,7 @@ from tests.helpers import (
 )
 
 DEADLINE_S = 10.0
-RECORDS = 64
+RECORDS, SLOTS = 64, 16
 _SEND = Wire.send
 
 
@@ -52,7 +52,7 @@ class PeerEngine:
     """
 
     def __init__(
-        self, group: Path, rank: int, ranks: int = 2, slots: int = 16, more: Sequence[Path] = ()
+        self, group: Path, rank: int, ranks: int = 2, slots: int = SLOTS, more: Sequence[Path] = ()
     ) -> None:
         nvme = {"path": list(map(str, [group, *more])), "capacity": "1GiB"}
         given = {"dram": "1GiB", "nvme": nvme, "data_parallel_size": ranks}
@@ -200,9 +200,9 @@ class PeerProcess:
             text=True,
         )
 
-    def open(self, group: Path, rank: int, *more: Path) -> None:
+    def open(self, group: Path, rank: int, *more: Path, slots: int = SLOTS) -> None:
         """Another engine in place of the one before."""
-        self.call("open", str(group), rank, list(map(str, more)))
+        self.call("open", str(group), rank, slots, *map(str, more))
 
     def send(self, *call: object) -> None:
         assert self.process.stdin is not None
@@ -241,8 +241,8 @@ def main() -> None:
             engine.close()
             engine = None
         if method == "open":
-            group, rank, more = arguments
-            engine = PeerEngine(Path(group), rank, more=list(map(Path, more)))
+            group, rank, slots, *more = arguments
+            engine = PeerEngine(Path(group), rank, slots=slots, more=list(map(Path, more)))
         done = method in ("open", "shut") or getattr(engine, method)(*arguments)
         print(json.dumps(done), flush=True)
 

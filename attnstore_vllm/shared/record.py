@@ -31,7 +31,7 @@ VERSION = 1
 """Raise it whenever the bytes of a record mean something else. It is in the name, too."""
 NAME_BYTES = 32
 TAG_BYTES = 8
-"""Of a name, its first. The rest, 24 bytes of a hash, is what tells records apart."""
+"""The first bytes of a name. The rest, 24 bytes of a hash, is what tells records apart."""
 PAGE_BYTES = 4096
 
 _HEADER = struct.Struct("<8sIIQQ32s32s16s16s")

@@ -100,7 +100,7 @@ class RedisBackend(Backend):
         return removed
 
     def _scan(self, prefix: str) -> Iterator[list[str]]:
-        """What is there from the first to the last look is told at least once."""
+        """Names: those that are there from the first to the last look at least once."""
         pattern, cursor = re.sub(r"([*?\[\]\\^-])", r"\\\1", prefix) + "*", "0"
         while True:
             self._send([_command("SCAN", cursor, "MATCH", pattern, "COUNT", str(SCAN_NAMES))])

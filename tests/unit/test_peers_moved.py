@@ -37,7 +37,7 @@ def process() -> Iterator[PeerProcess]:
 
 @pytest.fixture
 def sibling(tmp_path: Path, process: PeerProcess) -> Iterator[PeerProcess]:
-    process.call("open", str(tmp_path), 1, 2, SLOTS)
+    process.open(tmp_path, 1, slots=SLOTS)
     yield process
     process.call("shut")
 

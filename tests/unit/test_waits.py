@@ -244,11 +244,14 @@ def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> 
 
 
 def test_who_only_waited_for_an_answer_has_its_look_in_the_same_round(rig: Rig) -> None:
-    state = rig.request("one")
+    waiting = rig.request("one").waiting
     question = SimpleNamespace(is_over=False, clock=rig.clock, until=rig.clock.now + 1.0)
-    sequence: Any = SimpleNamespace(asked=(question,))
-    state._sequence = sequence
-    state.request = SimpleNamespace(request_id="one", resumable=False)
+    state: Any = SimpleNamespace(
+        waiting=waiting,
+        is_at_once=False,
+        request=SimpleNamespace(request_id="one"),
+        sequence=SimpleNamespace(asked=(question,)),
+    )
     for _ in range(2):  # something is on its way, and another tier has not answered yet
         assert not rig.waits.goes_on(state)
         assert rig.waits.awaits(state)
