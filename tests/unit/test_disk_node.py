@@ -55,7 +55,7 @@ def test_a_device_that_sysfs_does_not_know(sysfs: Path, tmp_path: Path) -> None:
     (link,) = (sysfs / "dev" / "block").iterdir()
     link.unlink()
     assert disk_numa_node(tmp_path) is None
-    link.symlink_to(sysfs / "devices" / "gone")
+    link.symlink_to(sysfs / CONTROLLER / "gone")
     assert disk_numa_node(tmp_path) is None
 
 

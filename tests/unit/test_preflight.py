@@ -300,7 +300,7 @@ def test_what_an_earlier_run_holds_counts_as_free(
 
 @pytest.fixture
 def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """Directories on two file systems, of which each has 8 MiB free."""
+    """Directories on two file systems, which have 8 and 6 MiB free."""
     with tempfile.TemporaryDirectory(dir=preflight.SHM_DIR) as other:
         found = [tmp_path, Path(other)]
         if len({each.stat().st_dev for each in found}) == 1:
@@ -309,8 +309,9 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path
 
         def small(path: object) -> os.statvfs_result:
             stat = list(real(str(path)))
-            if any(Path(str(path)).is_relative_to(each) for each in found):
-                stat[1], stat[4] = 1 << 20, 8  # f_frsize, f_bavail
+            for each, free in zip(found, (8, 6), strict=True):
+                if Path(str(path)).is_relative_to(each):
+                    stat[1], stat[4] = 1 << 20, free  # f_frsize, f_bavail
             return os.statvfs_result(stat)
 
         monkeypatch.setattr(os, "statvfs", small)
@@ -323,18 +324,19 @@ def both(disks: list[Path], capacity: str, engines: int) -> StoreConfig:
 
 
 def test_each_file_system_must_hold_its_own_engines(disks: list[Path]) -> None:
-    check_machine(both(disks, "16MiB", 2))
+    check_machine(both(disks, "12MiB", 2))
     check_machine(both(disks, "12MiB", 3))  # 8 and 4
     here, there = (repr(str(disk / "kv")) for disk in disks)
     for capacity, part, engines, named in (
-        ("18MiB", "9MiB", 2, [here, there]),
-        ("15MiB", "10MiB", 3, [here]),  # the others' is half of that
+        ("18MiB", "9MiB", 2, {here: 8, there: 6}),
+        ("14MiB", "7MiB", 2, {there: 6}),
+        ("15MiB", "10MiB", 3, {here: 8}),  # the other's is half of that
     ):
         found = list(map(str, problems(both(disks, capacity, engines))))
         assert found == [
-            f"nvme.capacity is {capacity}, of which {part} here, but {path} has 8MiB (free, or "
-            "held by an earlier run); ask for less, or make room"
-            for path in named
+            f"nvme.capacity is {capacity}, of which {part} here, but {path} has {free}MiB (free, "
+            "or held by an earlier run); ask for less, or make room"
+            for path, free in named.items()
         ]
 
 
@@ -348,10 +350,11 @@ def test_engines_on_one_file_system_must_fit_together(disks: list[Path]) -> None
 
 
 def test_what_earlier_runs_hold_counts_on_its_own_file_system(disks: list[Path]) -> None:
+    config = both(disks, "14MiB", 2)
+    assert str(disks[1]) in refused(config)
     (disks[1] / "kv" / "dp1").mkdir(parents=True)
     (disks[1] / "kv" / "dp1" / SLAB_NAME).write_bytes(bytes(1 << 20))
-    (found,) = map(str, problems(both(disks, "18MiB", 2)))
-    assert str(disks[0]) in found
+    check_machine(config)
 
 
 def test_every_path_is_checked_by_itself(tmp_path: Path) -> None:
