@@ -106,6 +106,22 @@ class PeerEngine:
                 self.store.may_be_moved(name, sequence.root, first, is_exact=not native_from)
         return num_tokens
 
+    def put_movable_and_drop(self, number: int, of: int, first: int, num_tokens: int) -> bool:
+        """Another conversation that ends with tokens of one, whose chunks leave soon after."""
+        tokens = conversation(number, CHUNK_TOKENS) + conversation(of, num_tokens)[first:]
+        sequence = sequence_of(tokens)
+        chunks = []
+        for name in names_of(sequence):
+            chunk = self.store.begin_save(name)
+            assert chunk is not None
+            self.pool.slot(chunk.dram.slot)[:] = payload_of(name)
+            self.store.finish_saves([chunk])
+            self.store.may_be_moved(name, sequence.root)
+            chunks.append(chunk)
+        self.wait(self.is_idle)
+        self.store.drop(chunks)
+        return True
+
     def read(self, number: int, num_tokens: int, salt: str | None = None) -> dict[str, Any]:
         """What a request for the conversation finds: tokens that it was right to load, by tier."""
         sequence = sequence_of(conversation(number, num_tokens), salt)

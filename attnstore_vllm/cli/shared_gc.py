@@ -7,6 +7,7 @@ FILE has the servers' settings, or the same with a user of the store's that may 
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from attnstore_vllm.cli.settings_file import read_settings
@@ -23,12 +24,20 @@ def delete(file: Path, salt: str, *, is_dry: bool) -> Deletion:
             f"{file} has no setting `shared`, which names the store that servers share; give DIR "
             "instead to delete in a server's own directory"
         )
-    return delete_tenant(shared, salt, is_dry=is_dry)
+    # A client in native code does not end for Python's handler.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return delete_tenant(shared, salt, is_dry=is_dry)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def show(found: Deletion) -> None:
     if found.records is None:
         print(f"{found.where} cannot list what it has; nothing was changed. --yes deletes it")
+        return
+    if not found.records:
+        print(f"{found.where} has nothing of this cache_salt; nothing was changed")
         return
     size = "" if found.bytes is None else f" ({format_size(found.bytes)})"
     what = f"{found.records} records{size} in {found.where}"

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.moved import Movable
+from attnstore_vllm.index.moved import Movable, MovedKv
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.tier import Pin, Pins, TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
@@ -245,8 +245,10 @@ def enter(residency: Residency, tier: AskedBooks, found: Found, until: float) ->
     return chunk
 
 
-def end_leases(residency: Residency, tier: AskedBooks) -> None:
+def end_leases(residency: Residency, tier: AskedBooks, moved: MovedKv) -> None:
     """Forget what is not believed to be there any more. Cost: bounded."""
     for chunk in tier.ended(residency.now):
         chunk.refused_by.add(tier.name)  # it is not written there once more for that
         residency.leave(tier, chunk)
+        if residency.index.get(chunk.name.key) is None:
+            moved.forget(chunk.name.key)  # else it takes the place of what is ours

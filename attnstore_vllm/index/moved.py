@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
 from attnstore_vllm.index.token_search import ContentIndex, MovedPiece
@@ -19,6 +19,9 @@ from attnstore_vllm.types import TOKEN_BYTES, Key
 
 CHUNKS_MAX = 1 << 18
 """Chunks whose tokens are kept: with 256 each, and what finds them, some 350 MB."""
+MOVABLE_MAX, MOVABLE_TOKENS_MAX = 512, 1 << 15
+"""Chunks that one answer to another engine names, and tokens that are searched for it: a longer
+prompt's are found in parts."""
 STALE_MAX = 16
 """Times that a search begins anew since something that it found was gone; then there is nothing."""
 
@@ -119,29 +122,41 @@ class MovedKv:
         self, domain: Key, tokens: bytes, begin: int, has: Callable[[Chunk], bool]
     ) -> list[Movable]:
         """For an engine that asks us: chunks with KV of these tokens from `begin` on, wherever they
-        stood, without a gap, up to the first that is not here.
+        stood, without a gap, up to the first that is just being saved.
 
         Args:
             tokens: a part of a prompt, as encode_tokens() makes them; `begin` counts from there.
             has: whether a chunk is here.
+        Cost: bounded by MOVABLE_MAX chunks and MOVABLE_TOKENS_MAX tokens.
         """
-        stop = len(tokens) // TOKEN_BYTES
+        stop = min(len(tokens) // TOKEN_BYTES, begin + MOVABLE_TOKENS_MAX)
         if self._content is None or stop - begin < self._min_tokens:
             return []
-        found: dict[Key, Movable] = {}
-        cover = self._content.find(domain, tokens, begin, stop, min_extent=self._min_tokens)
-        for extent in cover:
-            for piece in extent.pieces:
+        for _ in range(STALE_MAX):
+            cover = self._content.find(domain, tokens, begin, stop, min_extent=self._min_tokens)
+            found = dict[Key, Movable]()
+            gone = False
+            for piece, is_exact in [
+                (p, extent.is_exact) for extent in cover for p in extent.pieces
+            ]:
                 chunk = self._index.get(piece.key)
-                if chunk is None or not has(chunk):
-                    return list(found.values())
-                # Of what is not exact more tokens may be native; from here on they are.
-                first = 0 if extent.is_exact else piece.first
-                known = found.get(piece.key)
-                if known is None or first < known.native_from:
+                if chunk is None or (chunk.dram.state is State.ABSENT and not has(chunk)):
+                    gone = self._content.drop(piece.key)
+                elif not has(chunk) or len(found) >= MOVABLE_MAX:
+                    break
+                elif piece.key not in found or piece.first < found[piece.key].native_from:
+                    # Of what is not exact more tokens may be native; from here on they are.
+                    first = 0 if is_exact else piece.first
                     name = replace(chunk.name, tokens=piece.tokens)
-                    found[piece.key] = Movable(name, domain, first, extent.is_exact)
-        return list(found.values())
+                    found[piece.key] = Movable(name, domain, first, is_exact)
+            if not gone:
+                return list(found.values())
+        return []
+
+    def forget(self, key: Key) -> None:
+        """The chunk has left, and was none of ours."""
+        if self._content is not None:
+            self._content.drop(key)
 
     def _usable(self, wanted: list[MovedPiece]) -> list[Piece]:
         """Up to the first that is only just being saved."""

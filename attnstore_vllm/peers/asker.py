@@ -53,6 +53,8 @@ DEPTH = 32
 """Loads at a time."""
 FIND_TOKENS_MAX = 1 << 18
 """Tokens of one question."""
+POSITION_MAX = 1 << 30
+"""The highest position that a chunk of a sibling may begin at."""
 
 
 _GONE = GoneError("a sibling has not said in time where it is")
@@ -316,7 +318,7 @@ class PeersIo(AskedIo):
                         self._pieces(sibling, message)
                     case _:
                         raise WireError("a message of no known kind")
-        except (WireError, OSError, struct.error, IndexError, ValueError) as error:
+        except (WireError, OSError, struct.error, IndexError, ValueError, TypeError) as error:
             self._may_send = False
             self._part(sibling, error)
             return
@@ -356,7 +358,7 @@ class PeersIo(AskedIo):
         if len(message.fields) >= 3:
             found += _tail(ask, count, *message.fields[1:3])
             found += movable_of(ask, message.fields[3:])
-        if _length(found) > _length(question.best):
+        if length_of(found) > length_of(question.best):
             question.best, question.whose = found, sibling
         self._heard(message.number, question, sibling)
 
@@ -517,7 +519,8 @@ def movable_of(ask: Ask, fields: Sequence[bytes]) -> list[Found]:
     for head, parent, tokens in zip(fields[::3], fields[1::3], fields[2::3], strict=True):
         position, native_from, is_exact = MOVABLE.unpack(head)
         num_tokens, rest = divmod(len(tokens), TOKEN_BYTES)
-        if rest or not 0 <= native_from < num_tokens <= size or len(parent) != KEY_BYTES:
+        is_sized = not rest and 0 <= native_from < num_tokens <= size
+        if not is_sized or len(parent) != KEY_BYTES or position % size or position > POSITION_MAX:
             raise WireError("a chunk that cannot be")
         key = chunk_key(Key(parent), b"", tokens)
         name = ChunkName(key, Key(parent), b"", ask.tenant, position, num_tokens, tokens)
@@ -525,5 +528,8 @@ def movable_of(ask: Ask, fields: Sequence[bytes]) -> list[Found]:
     return found if ask.sequence.finds_moved else []
 
 
-def _length(found: Sequence[Found]) -> int:
-    return sum(chunk.name.num_tokens for chunk in found)
+def length_of(found: Sequence[Found]) -> tuple[int, int]:
+    """Tokens of chunks in their place, and of others. Moved KV is for where there is no better."""
+    moved = [one.movable for one in found if one.movable is not None]
+    in_place = sum(one.name.num_tokens for one in found if one.movable is None)
+    return in_place, sum(one.name.num_tokens - one.native_from for one in moved)

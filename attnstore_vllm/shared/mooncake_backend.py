@@ -88,6 +88,10 @@ class MooncakeBackend(Backend):
         """Its client lists no names."""
 
     def remove(self, prefix: str) -> int:
+        if not hasattr(self._client, "remove_by_regex"):
+            raise BackendError(
+                "this version of Mooncake cannot delete by name; see [mooncake]'s pin"
+            )
         # By force: else what was read in the last seconds stays, since a lease protects it.
         result = int(self._client.remove_by_regex(f"^{re.escape(prefix)}.*", True))
         if result < 0:

@@ -89,7 +89,7 @@ class RedisBackend(Backend):
         for at in range(0, len(listed), SCAN_NAMES):
             some = listed[at : at + SCAN_NAMES]
             self._send([_command("STRLEN", name) for name in some])
-            num_bytes += sum(self._integer() for _ in some)
+            num_bytes += sum(self._length() for _ in some)
         return len(names), num_bytes
 
     def remove(self, prefix: str) -> int:
@@ -106,7 +106,7 @@ class RedisBackend(Backend):
             self._send([_command("SCAN", cursor, "MATCH", pattern, "COUNT", str(SCAN_NAMES))])
             self._items()
             cursor = self._bulk()
-            names = [self._bulk() for _ in range(self._items())]
+            names = list(filter(None, [self._bulk() for _ in range(self._items())]))
             if names:
                 yield names
             if cursor == "0":
@@ -149,7 +149,8 @@ class RedisBackend(Backend):
         self._at_deadline().sendall(_command(*words))
         kind, text = self._reply()
         if kind != "+":
-            raise BackendError(f"Redis refuses {words[0]}: {text}")
+            # Its first word alone: a server without the command tells what it was sent.
+            raise BackendError(f"Redis refuses {words[0]}: {text.split(' ')[0]}")
 
     def _send(self, parts: list[bytes | memoryview]) -> None:
         """Connect if need be, and send. Each call of a command has timeout_s for all of it."""
@@ -236,13 +237,25 @@ class RedisBackend(Backend):
         raise self._refused(kind, text)
 
     def _bulk(self) -> str:
-        """A short string."""
+        """A short string; empty for a longer one, which is no name of ours."""
         kind, text = self._reply()
-        if kind != "$" or not text.isdecimal() or int(text) > LINE_MAX:
+        if kind != "$" or not text.isdecimal():
             raise self._refused(kind, text)
+        if int(text) > LINE_MAX:
+            self._read_away(int(text) + 2)
+            return ""
         place = memoryview(bytearray(int(text) + 2))
         self._fill(place)
-        return bytes(place[:-2]).decode(errors="replace")
+        return bytes(place[:-2]).decode(errors="surrogateescape")
+
+    def _length(self) -> int:
+        """In answer to STRLEN. Somebody may have put what is no string there."""
+        kind, text = self._reply()
+        if kind == "-" and text.startswith("WRONGTYPE"):
+            return 0
+        if kind == ":" and text.isdecimal():
+            return int(text)
+        raise self._refused(kind, text)
 
     def _refused(self, kind: str, text: str) -> BackendError:
         self.close()  # replies to what was sent with it may still come
@@ -299,6 +312,6 @@ def _tls(settings: Mapping[str, Any]) -> ssl.SSLContext:
 def _command(*words: str) -> bytes:
     parts = [b"*%d\r\n" % len(words)]
     for word in words:
-        data = word.encode()
+        data = word.encode(errors="surrogateescape")
         parts.append(b"$%d\r\n%s\r\n" % (len(data), data))
     return b"".join(parts)

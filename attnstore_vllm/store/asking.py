@@ -137,7 +137,7 @@ class AskedIo(TierIo):
         context = self.context
         with context.progress:
             context.residency.now = now = context.clock()
-            end_leases(context.residency, self.books)
+            end_leases(context.residency, self.books, context.moved)
             late = 0
             while self._open:
                 ask = self._open[0]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def test_one_tenants_records_go_and_no_others(
     assert (code, report["deleted"], report["records"]) == (EXIT_OK, True, WHOLE)
     assert stranger.has(names["alice"]) == [0] * WHOLE
     assert [fetch(two, tokens, salt) for salt in SALTS] == [WHOLE, 0, WHOLE]
+    code, said = gc("--tenant", "alcie", "--yes")
+    assert (code, "nothing of this cache_salt" in said) == (EXIT_OK, True)
     stranger.close()
 
 
@@ -119,6 +122,27 @@ def test_many_names_and_those_of_others(redis: Callable[..., NetworkStore]) -> N
     assert backend.remove("a[1]*/01") == 1000
     assert backend.remove("a[1]*/") == 1500
     assert backend.count("") == (4, 20)
+    backend.close()
+
+
+def test_what_others_put_there_does_not_stop_it(redis: Callable[..., NetworkStore]) -> None:
+    """A set of Redis's own, a name that is too long, one that is no text."""
+    server = redis()
+    backend = RedisBackend(server.settings["redis"])
+    backend.write("as1/aa1", b"four", overwrite=True)
+    for command in (
+        [b"SADD", b"as1/aaset", b"member"],
+        [b"SET", b"as1/aa" + 70_000 * b"x", b"value"],
+        [b"SET", b"as1/aa\xff\xfe", b"value"],
+    ):
+        with socket.create_connection(("127.0.0.1", server.port)) as made:
+            parts = [b"*%d\r\n" % len(command)]
+            parts += [b"$%d\r\n%s\r\n" % (len(word), word) for word in command]
+            made.sendall(b"".join(parts))
+            assert made.recv(100)[:1] in (b":", b"+")
+    assert backend.count("as1/aa") == (3, 9)
+    assert backend.remove("as1/aa") == 3
+    assert backend.count("as1/aa") == (0, 0)
     backend.close()
 
 

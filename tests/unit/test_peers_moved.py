@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.index.asked_tier import Ask
+from attnstore_vllm.index import moved as moved_kv
+from attnstore_vllm.index.asked_tier import Ask, Found
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys, encode_tokens, root_key
 from attnstore_vllm.index.prefix import Piece
@@ -17,7 +18,7 @@ from attnstore_vllm.peers import asker
 from attnstore_vllm.peers.owner import MOVABLE
 from attnstore_vllm.peers.wire import WireError
 from attnstore_vllm.store.asking import is_asked
-from attnstore_vllm.types import TOKEN_BYTES
+from attnstore_vllm.types import TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, conversation, payload_of
 from tests.peer_engine import PeerEngine, PeerProcess
 
@@ -151,6 +152,60 @@ def test_it_begins_where_our_own_chunks_part_from_the_prompt(
     assert next(piece for piece in pieces if piece.first is not None).start == SYSTEM
 
 
+def test_a_note_of_what_has_gone_hides_nothing(here: PeerEngine, sibling: PeerProcess) -> None:
+    """The sibling had the tokens in two conversations, and dropped the later one."""
+    sibling.call("put_movable", 1, WHOLE)
+    sibling.call("put_movable_and_drop", 3, 1, CUT, WHOLE)
+    assert read(here, truncated())[-1].stop == len(truncated())
+
+
+def test_what_is_in_its_place_comes_before_what_is_moved() -> None:
+    sequence = keys_of(truncated(), finds_moved=True)
+    ask = Ask(sequence, 0, WHOLE - CUT, lambda: 0.0)
+    moved = asker.movable_of(ask, answer()) * 100
+    assert asker.length_of([Found(ask.name(0))]) > asker.length_of(moved) > asker.length_of([])
+    assert asker.length_of([Found(ask.name(0)), *moved]) > asker.length_of([Found(ask.name(0))])
+
+
+def test_a_long_prompt_is_answered_in_parts(
+    here: PeerEngine, sibling: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither engine's lock is held for all of it at once."""
+    here.put_movable(1, WHOLE)
+    tokens = encode_tokens(truncated())
+    root = root_key(NAMESPACE, None, b"")
+
+    def named() -> int:
+        return len(here.io.context.moved.movable(root, tokens, SYSTEM, lambda chunk: True))
+
+    whole = named()
+    monkeypatch.setattr(moved_kv, "MOVABLE_MAX", 5)
+    assert named() == 5 < whole
+    monkeypatch.setattr(moved_kv, "MOVABLE_MAX", 512)
+    monkeypatch.setattr(moved_kv, "MOVABLE_TOKENS_MAX", 100)
+    assert 100 // CHUNK_TOKENS <= named() < whole
+
+
+def test_a_note_goes_with_what_was_only_heard_of(
+    here: PeerEngine, sibling: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here.io, "lease_s", 0.2)
+    sibling.call("put_movable", 1, WHOLE)
+    sequence = keys_of(truncated(), finds_moved=True)
+    here.store.find(sequence, 0, len(truncated()))
+    here.wait(lambda: not is_asked(sequence))
+    forgotten: list[bytes] = []
+    forget = here.io.context.moved.forget
+
+    def note(key: Key) -> None:
+        forgotten.append(key)
+        forget(key)
+
+    monkeypatch.setattr(here.io.context.moved, "forget", note)
+    here.wait(lambda: not list(here.store.residency.index.all_live()))
+    assert len(forgotten) >= (WHOLE - CUT) // CHUNK_TOKENS
+
+
 def answer(**changed: object) -> list[bytes]:
     given = {"head": MOVABLE.pack(64, 0, True), "parent": bytes(32), "tokens": bytes(64)}
     fields = given | changed
@@ -167,6 +222,8 @@ def test_an_answer_that_cannot_be_ends_the_connection() -> None:
         answer(tokens=bytes(63)),
         answer(tokens=bytes(68)),
         answer(tokens=b""),
+        answer(head=MOVABLE.pack(67, 0, True)),
+        answer(head=MOVABLE.pack(1 << 40, 0, True)),
     ):
         with pytest.raises(WireError):
             asker.movable_of(ask, wrong)
