@@ -22,6 +22,8 @@ CHUNKS_MAX = 1 << 18
 MOVABLE_MAX, MOVABLE_TOKENS_MAX = 512, 1 << 15
 """Chunks that one answer to another engine names, and tokens that are searched for it: a longer
 prompt's are found in parts."""
+HEARD_OF_MAX = 4096
+"""Room for chunks that other engines have, so that they push out none of ours."""
 STALE_MAX = 16
 """Times that a search begins anew since something that it found was gone; then there is nothing."""
 
@@ -60,7 +62,7 @@ class MovedKv:
     ) -> None:
         self._index = index
         self._chunk_tokens = chunk_tokens
-        self._chunks_max = min(chunks_max, CHUNKS_MAX)
+        self._chunks_max = min(chunks_max + HEARD_OF_MAX, CHUNKS_MAX)
         self._min_tokens = min_tokens
         self._sinks = sinks
         self._seed = seed
@@ -136,9 +138,8 @@ class MovedKv:
             cover = self._content.find(domain, tokens, begin, stop, min_extent=self._min_tokens)
             found = dict[Key, Movable]()
             gone = False
-            for piece, is_exact in [
-                (p, extent.is_exact) for extent in cover for p in extent.pieces
-            ]:
+            pieces = [(piece, extent.is_exact) for extent in cover for piece in extent.pieces]
+            for piece, is_exact in pieces:
                 chunk = self._index.get(piece.key)
                 if chunk is None or (chunk.dram.state is State.ABSENT and not has(chunk)):
                     gone = self._content.drop(piece.key)
