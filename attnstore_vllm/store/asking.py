@@ -99,7 +99,10 @@ class AskedIo(TierIo):
             news = [chunk for chunk in entered if chunk is not None]
             is_wanted = news and ask.request_id in residency.look_ahead
             if is_wanted:  # it is read now, and not when the request is looked at next
-                known = residency.look_ahead.wants_of(ask.request_id)
+                # A tail goes when what extends it has come, and with it all that is wanted behind.
+                tails = residency.index.extended_by(news[0].name)
+                wants = residency.look_ahead.wants_of(ask.request_id)
+                known = [chunk for chunk in wants if chunk not in tails]
                 residency.dram.want(ask.request_id, [*known, *news])
             is_late = self._is_late(ask, now)
             is_told = is_late and ask not in self._open  # turn() has seen it before

@@ -32,7 +32,7 @@ from attnstore_vllm.peers.wire import (
     listen,
 )
 from attnstore_vllm.store.asking import is_asked
-from attnstore_vllm.types import PEERS
+from attnstore_vllm.types import DRAM, PEERS
 from tests.helpers import conversation, mapped_bytes, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess
 
@@ -94,6 +94,26 @@ def test_what_is_found_comes_before_the_next_look(pair: Pair) -> None:
         here.store.find(sequence, 0, WITH_TAIL, request_id="request"), sequence, WITH_TAIL
     )
     assert here.store.tiers(held, 0) == {PEERS: WITH_TAIL}
+    here.store.release(piece.chunk for piece in held)
+    here.store.leave_queue(["request"])
+
+
+def test_what_takes_the_place_of_a_tail_is_wanted_on(pair: Pair) -> None:
+    """Our tail goes when the sibling's longer chunk has come; the request wants what follows."""
+    here, sibling = pair
+    here.put(1, WITH_TAIL)
+    here.wait(here.is_idle)
+    sibling.call("put", 1, 7 * 16)
+    sequence = asking(1, 7 * 16 + 1)
+    with here.store.queue() as queue:
+        queue.append("request")
+    here.store.arrive("request", sequence, 7 * 16 + 1)
+    index = here.store.residency.index
+    here.wait(lambda: len(chunks := list(index.all_live())) == 7 and all(map(is_here, chunks)))
+    held = here.store.hold_ready(
+        here.store.find(sequence, 0, 7 * 16, request_id="request"), sequence, 7 * 16
+    )
+    assert here.store.tiers(held, 0) == {DRAM: 3 * 16, PEERS: 4 * 16}
     here.store.release(piece.chunk for piece in held)
     here.store.leave_queue(["request"])
 
