@@ -288,7 +288,6 @@ class Waits:
         if state.waiting.since is None:
             state.waiting.since = self._clock()
         self._num_looks -= self._looking
-        state.waiting.round -= self._looking  # it was none: there is one in this round yet
         self._looking = False
         if len(self._asked) < WAITS_MAX:
             self._asked.append(state.sequence)

@@ -241,20 +241,3 @@ def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> 
     assert sequence.asked == (), "what is over is looked at once"
     assert offers.ask(state, 0, StepStats()) == (None, False)
     assert looks == ["one"], "which has asked once more"
-
-
-def test_who_only_waited_for_an_answer_has_its_look_in_the_same_round(rig: Rig) -> None:
-    waiting = rig.request("one").waiting
-    question = SimpleNamespace(is_over=False, clock=rig.clock, until=rig.clock.now + 1.0)
-    state: Any = SimpleNamespace(
-        waiting=waiting,
-        is_at_once=False,
-        request=SimpleNamespace(request_id="one"),
-        sequence=SimpleNamespace(asked=(question,)),
-    )
-    for _ in range(2):  # something is on its way, and another tier has not answered yet
-        assert not rig.waits.goes_on(state)
-        assert rig.waits.awaits(state)
-        rig.waits.end_step(is_empty=True)
-    question.is_over = True
-    assert not rig.waits.goes_on(state), "50 ms later, in the next round"
