@@ -36,7 +36,7 @@ def show(found: Deletion) -> None:
     if found.records is None:
         print(f"{found.where} cannot list what it has; nothing was changed. --yes deletes it")
         return
-    if not found.records:
+    if not (found.records or found.left):
         print(f"{found.where} has nothing of this cache_salt; nothing was changed")
         return
     size = "" if found.bytes is None else f" ({format_size(found.bytes)})"

@@ -142,7 +142,7 @@ class MovedKv:
             for piece, is_exact in pieces:
                 chunk = self._index.get(piece.key)
                 if chunk is None or (chunk.dram.state is State.ABSENT and not has(chunk)):
-                    gone = self._content.drop(piece.key)
+                    gone |= self._content.drop(piece.key)
                 elif not has(chunk) or len(found) >= MOVABLE_MAX:
                     break
                 elif piece.key not in found or piece.first < found[piece.key].native_from:
