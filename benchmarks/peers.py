@@ -102,10 +102,10 @@ def hold_chats(server: VllmServer, engines: int, chats: int, turns: int) -> dict
     def hold(client: int) -> None:
         random = Random(client)
         for _ in range(client, chats, CLIENTS):
-            history = [random.randrange(300, 2000) for _ in range(FIRST)]
+            history = [random.randrange(300, 1000) for _ in range(FIRST)]
             for _ in range(turns):
                 answer, _ = complete(server, history, ANSWER)
-                more = [random.randrange(300, 2000) for _ in range(MORE)]
+                more = [random.randrange(300, 1000) for _ in range(MORE)]
                 history = [*history, *answer, *more]
 
     with ThreadPoolExecutor(CLIENTS) as clients:
@@ -135,7 +135,7 @@ def measure_ttft(server: VllmServer, rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"cold": [], "sibling's DRAM": [], "own DRAM": [], "HBM": []}
     nudge(server, 2)
     for _ in tqdm(range(rounds), desc="TTFT", unit="round"):
-        prompt = [random.randrange(300, 2000) for _ in range(TTFT_TOKENS)]
+        prompt = [random.randrange(300, 1000) for _ in range(TTFT_TOKENS)]
         times["cold"].append(complete(server, prompt, 1, 0)[1])
         nudge(server, 2)  # as empty_hbm() does
         times["sibling's DRAM"].append(complete(server, prompt, 1, 1)[1])
