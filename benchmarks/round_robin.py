@@ -152,7 +152,7 @@ def main() -> None:
         given = (model, work, args.chats, args.turns)
         report["one"] = measure(args.servers, None, *given)
         for kind in kinds:
-            store = NetworkStore(kind, memory=STORE_BYTES)
+            store = NetworkStore(kind, memory=STORE_BYTES, owners=2)
             try:
                 (work / kind).mkdir()
                 report[kind] = measure(args.servers, store, model, work / kind, *given[2:])

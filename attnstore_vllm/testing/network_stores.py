@@ -61,6 +61,8 @@ class NetworkStore:
     """One store. `settings` is what a client takes.
 
     Args:
+        memory: of all of it, in bytes.
+        owners: of Mooncake: processes that hold a part of the memory each.
         tls: of Redis: settings of its certificate. Then it speaks TLS alone.
     """
 
@@ -70,6 +72,7 @@ class NetworkStore:
         *arguments: str,
         url: str = "",
         memory: int = 64 << 20,
+        owners: int = 1,
         tls: Sequence[str] = (),
     ) -> None:
         self.kind = kind
@@ -77,6 +80,7 @@ class NetworkStore:
         at = ["--port", "0", "--tls-port"] if tls else ["--port"]
         self._arguments = [*at, str(self.port), *tls, *arguments] if kind == "redis" else arguments
         self._memory = memory
+        self._owners = owners
         self.processes: list[subprocess.Popen[bytes]] = []
         self.start()
         if kind == "redis":
@@ -112,11 +116,22 @@ class NetworkStore:
                 assert time.monotonic() < deadline, f"{self.kind} does not start"
                 time.sleep(0.02)
         if self.kind == "mooncake":
-            address = f"127.0.0.1:{self.port}"
-            self._run(sys.executable, "-c", SEGMENT, str(self._memory), address)
-            owner = self.processes[-1]
-            assert owner.stdout is not None
-            assert owner.stdout.readline().strip(), "the segment's owner does not start"
+            for _ in range(self._owners):
+                self.start_owner()
+
+    def start_owner(self) -> None:
+        """One more of Mooncake's: with its part of the memory, and empty."""
+        address = f"127.0.0.1:{self.port}"
+        self._run(sys.executable, "-c", SEGMENT, str(self._memory // self._owners), address)
+        owner = self.processes[-1]
+        assert owner.stdout is not None
+        assert owner.stdout.readline().strip(), "the segment's owner does not start"
+
+    def kill_owner(self) -> None:
+        """The youngest one of Mooncake's."""
+        owner = self.processes.pop()
+        owner.kill()
+        _reap(owner)
 
     def _run(self, *command: str) -> None:
         is_owner = command[0] == sys.executable
@@ -137,8 +152,12 @@ class NetworkStore:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         for process in self.processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            _reap(process)
         self.processes.clear()
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

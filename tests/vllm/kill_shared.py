@@ -5,9 +5,10 @@
 
 Clients of both servers hold the same conversations, so that each server goes on with what the
 other wrote. Meanwhile a server, its child process or the store is killed; the store is stopped
-for 30 s, filled, emptied, damaged, or reached over a slow network. Each fault ends, and the tier
-has to be in use again by itself. No request may fail or hang, and metrics have to tell of it. At
-the end answers are compared with those of an engine that has no store.
+for 30 s, filled, emptied, damaged, or reached over a slow network. Of Mooncake, one of the two
+processes that hold the values is killed. Each fault ends, and the tier has to be in use again by
+itself. No request may fail or hang, and metrics have to tell of it. At the end answers are
+compared with those of an engine that has no store.
 """
 
 from __future__ import annotations
@@ -46,13 +47,17 @@ while a server starts beside them, too."""
 STORE_BYTES = 64 << 20
 SERVER_FAULTS = ("kill server 0", "kill server 1", "kill child 0", "kill child 1")
 STORE_FAULTS = ("kill store", "stop store")
-REDIS_FAULTS = ("damage", "swap", "foreign", "empty", "full", "password", "slow", "broken")
+OF_KIND = {
+    "redis": ("damage", "swap", "foreign", "empty", "full", "password", "slow", "broken"),
+    "mooncake": ("kill owner",),
+}
 
 
 _FAILS = ("shared_out", "shared_late", "shared_read_failed", "shared_write_failed")
 TOLD_BY = {
     "kill child": _FAILS,
     "kill store": _FAILS,
+    "kill owner": _FAILS,
     "stop store": _FAILS,
     "damage": ("shared_corrupt",),
     "swap": ("shared_corrupt",),
@@ -102,7 +107,7 @@ class Cluster:
     def __init__(self, kind: str, directory: Path, models: Path) -> None:
         self._directory = directory
         self._model = make_model(models / "serve", TINY)
-        self.store = NetworkStore(kind, memory=STORE_BYTES)
+        self.store = NetworkStore(kind, memory=STORE_BYTES, owners=2)
         self.network = SlowNetwork(self.store.port) if kind == "redis" else None
         self.servers: list[VllmServer] = []
         self._starts = 0
@@ -182,6 +187,9 @@ def bring(cluster: Cluster, what: str, random: Random) -> Callable[[], object]:
     elif what == "kill store":
         store.kill()
         return store.start
+    elif what == "kill owner":  # of one half of the values; the master goes on naming them
+        store.kill_owner()
+        return store.start_owner
     elif what == "stop store":
         store.signal(signal.SIGSTOP)
         time.sleep(STOPPED_S)
@@ -258,7 +266,7 @@ def live(
     cluster = Cluster(kind, directory, directory)
     jobs: list[soak.Job] = []
     seen: list[Fault] = []
-    known = [*SERVER_FAULTS, *STORE_FAULTS, *(REDIS_FAULTS if kind == "redis" else ())]
+    known = [*SERVER_FAULTS, *STORE_FAULTS, *OF_KIND[kind]]
     known = [what for what in known if not only or what in only]
     order = [
         what for _ in range(-(-faults // len(known))) for what in random.sample(known, len(known))
