@@ -163,8 +163,14 @@ def _left_behind() -> Iterator[Check]:
 
 
 def _machine(config: StoreConfig, *, pins_memory: bool) -> Iterator[Check]:
-    found = list(preflight.problems(config, pins_memory=pins_memory))
-    yield from (Check("machine", "bad", str(problem)) for problem in found)
+    found: list[str] = []
+    try:
+        for problem in preflight.problems(config, pins_memory=pins_memory):
+            found.append(str(problem))
+    except OSError as error:  # what is in a directory that we may not enter
+        if not found:
+            found.append(f"nvme.path cannot be looked at: {error}")
+    yield from (Check("machine", "bad", problem) for problem in found)
     if not found:
         sizes = (
             f"dram {format_size(config.dram_bytes)}, nvme {format_size(config.nvme.capacity_bytes)}"
@@ -196,13 +202,16 @@ def _disk(path: Path, config: StoreConfig) -> Iterator[Check]:
     place = "" if node is None else f", on NUMA node {node}"
     yield Check("disk", "note", f"{directory} is {kind}, {format_size(free)} free{place}")
     try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            can_reserve = fallocate(file.fileno(), 0, 0, ALIGNMENT_BYTES)
+        file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
     except OSError as error:
-        yield Check("disk", "warn", f"{directory}: no file can be made there: {error}")
-    else:
-        if not can_reserve:
-            yield Check("disk", "warn", f"{directory}: {NO_RESERVE}")
+        yield Check("disk", "bad", f"{directory}: no file can be made there: {error}")
+        return
+    with file:
+        try:
+            if not fallocate(file.fileno(), 0, 0, ALIGNMENT_BYTES):
+                yield Check("disk", "warn", f"{directory}: {NO_RESERVE}")
+        except OSError as error:
+            yield Check("disk", "warn", f"{directory}: a file there gets no space: {error}")
     if free < 2 * FILE_BYTES:
         why = f"{directory}: not measured, too little is free for a trial file"
         yield Check("disk speed", "note", why)
@@ -262,6 +271,9 @@ def _content(directory: Path) -> Iterator[Check]:
         files = slab_files(directory)
     except ConfigError:
         yield Check("content", "note", f"{directory} holds no stored KV")
+        return
+    except OSError as error:
+        yield Check("content", "warn", f"{directory} cannot be read: {error}")
         return
     for path in files:
         try:

@@ -22,6 +22,10 @@ class BackendError(Exception):
     """The store cannot be asked now. The message is a sentence without secrets."""
 
 
+class NoAnswerError(BackendError):
+    """The store did not answer its client: it hangs, or is dead."""
+
+
 class Backend(ABC):
     """One client. Each lane of the child has a thread and a backend of its own.
 

@@ -19,9 +19,10 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from attnstore_vllm.shared.backend import Backend, BackendError, open_backend
+from attnstore_vllm.shared.backend import Backend, BackendError, NoAnswerError, open_backend
 from attnstore_vllm.shared.lanes import (
     ERROR,
+    NO_ANSWER,
     NOTHING,
     OK,
     PACKET_MAX,
@@ -74,7 +75,8 @@ class Lane:
                 self._backend = self._open()
             return self._do(self._backend, *parse_request(packet))
         except BackendError as error:
-            return ERROR + str(error).encode()[: PACKET_MAX - 1]
+            kind = NO_ANSWER if isinstance(error, NoAnswerError) else ERROR
+            return kind + str(error).encode()[: PACKET_MAX - 1]
 
     def _open(self) -> Backend:
         with self._shared["lock"]:

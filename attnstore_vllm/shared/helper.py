@@ -22,6 +22,7 @@ from typing import Any
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.shared.lanes import (
     ERROR,
+    NO_ANSWER,
     NOTHING,
     PACKET_MAX,
     LaneOp,
@@ -37,7 +38,7 @@ START_S = 10.0
 
 
 class LateError(DeviceError):
-    """The store did not answer in time, and the child was ended."""
+    """The store did not answer. A child that waited for it beyond the deadline was ended."""
 
 
 class Helper:
@@ -181,6 +182,8 @@ class Helper:
         if not answer:
             self.stop()
             raise self._ended()
+        if answer[:1] == NO_ANSWER:
+            raise LateError(answer[1:].decode(errors="replace"))
         if answer[:1] == ERROR:
             raise DeviceError(answer[1:].decode(errors="replace"))
         return answer

@@ -2,7 +2,8 @@
 """Messages between an engine and its child process, one packet each, over one socket a lane.
 
     request   op, count, names of 32 bytes; WRITE: its value behind the name
-    answer    OK and a number for each name (READ: the value), or ERROR and a sentence
+    answer    OK and a number for each name (READ: the value), or ERROR and a sentence;
+              NO_ANSWER and a sentence: the store did not answer its client
 
 Values lie in the lane's places of the bounce buffer: the first name's in the first place.
 """
@@ -22,7 +23,7 @@ from attnstore_vllm.shared.record import (
 )
 
 _REQUEST = struct.Struct("<BI")
-OK, ERROR, NOTHING = b"\0", b"\1", b"\2"
+OK, ERROR, NOTHING, NO_ANSWER = b"\0", b"\1", b"\2", b"\3"
 PACKET_MAX = 64 << 10
 NAMES_MAX = 1024
 """In one message."""

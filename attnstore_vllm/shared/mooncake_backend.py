@@ -13,7 +13,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnstore_vllm.shared.backend import FAILED, MISSING, WRONG_SIZE, Backend, BackendError
+from attnstore_vllm.shared.backend import (
+    FAILED,
+    MISSING,
+    WRONG_SIZE,
+    Backend,
+    BackendError,
+    NoAnswerError,
+)
 
 NOT_THERE = (-703, -704)
 """Not ready (its writer is at it, or died), and not there."""
@@ -47,7 +54,7 @@ class MooncakeBackend(Backend):
     def exist(self, names: Sequence[str]) -> list[bool]:
         found = self._client.batch_is_exist(list(names))
         if len(found) != len(names) or min(found, default=0) < 0:
-            raise BackendError(f"Mooncake's master does not answer ({min(found, default=0)})")
+            raise NoAnswerError(f"Mooncake's master does not answer ({min(found, default=0)})")
         return [one == 1 for one in found]
 
     def get(self, names: Sequence[str], places: Sequence[memoryview]) -> list[int]:
@@ -62,7 +69,7 @@ class MooncakeBackend(Backend):
         put = self._client.batch_upsert_from if overwrite else self._client.batch_put_from
         results = put(list(names), [*map(_address, values)], sizes)
         if results and all(_is_down(one) for one in results):
-            raise BackendError(f"Mooncake does not take anything ({results[0]})")
+            raise NoAnswerError(f"Mooncake does not take anything ({results[0]})")
         return [0 if one == 0 else FAILED for one in results]
 
     def read(self, name: str, at_most: int) -> bytes | None:

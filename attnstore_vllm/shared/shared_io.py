@@ -230,7 +230,7 @@ class SharedIo(AskedIo):
         self.answer(ask, [Found(ask.name(number)) for number in range(count)])
 
     def _note_end(self, error: DeviceError, what: str) -> None:
-        """A child that hung or died: the tier is left alone until another one answers."""
+        """A store or a child that hangs or died: the tier is left alone until it answers."""
         if isinstance(error, LateError) or not self.helper.is_running:
             self.health.note_hang(what)
 

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from ctypes.util import find_library
 from pathlib import Path
@@ -25,6 +26,7 @@ from attnstore_vllm.cli.doctor import examine
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.store.slab import NO_RESERVE
 from attnstore_vllm.transfer.region import PREFIX
@@ -193,15 +195,41 @@ def test_doctor_says_that_space_cannot_be_reserved(
     assert not before and told.state == "warn"
 
 
-def test_doctor_on_a_disk_where_no_file_can_be_made(
-    settings: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_on_a_disk_without_space(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bool:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(doctor, "fallocate", refuse)
-    said = [c for c in examine(settings, None) if "no file can be made there" in c.found]
+    said = [check for check in examine(settings, None) if "gets no space" in check.found]
     assert [check.state for check in said] == ["warn"]
+
+
+def test_doctor_on_a_disk_where_no_file_can_be_made(tmp_path: Path) -> None:
+    settings = tmp_path / "settings"
+    settings.write_text("dram: 1MiB\nnvme: {path: /proc/attnstore, capacity: 1MiB}\n")
+    said = [check for check in examine(settings, None) if "no file can be made" in check.found]
+    assert [check.state for check in said] == ["bad"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_doctor_where_the_directory_is_somebody_elses() -> None:
+    """All the rest is told as well, and what a start would be refused for names the setting."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        store, settings = Path(name) / "store", Path(name) / "settings"
+        store.mkdir(mode=0o700)
+        (store / SLAB_NAME).touch()
+        settings.write_text(f"dram: 1MiB\nnvme: {{path: {store}, capacity: 1MiB}}\n")
+        list(examine(settings, None))  # all that it imports
+        os.setresuid(65534, 65534, 0)
+        try:
+            said = list(examine(settings, None))
+        finally:
+            os.setresuid(0, 0, 0)
+    refused = [check.found for check in said if check.state == "bad" and check.name == "machine"]
+    assert len(refused) == 1 and f"nvme.path is '{store}', but" in refused[0]
+    (content,) = (check for check in said if check.name == "content")
+    assert content.state == "warn" and "cannot be read" in content.found
 
 
 def test_a_name_that_is_a_list_is_an_answer_and_no_traceback(settings: Path) -> None:

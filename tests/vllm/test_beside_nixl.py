@@ -23,7 +23,7 @@ from tests.vllm.prompts import random_tokens
 from tests.vllm.serve_helpers import FLAG, MODEL_NAME, count, nudge, post, server, settings
 
 LENGTH = 1100
-NIXL = next((n for n in ("nixl", "nixl_cu12", "nixl_cu13") if importlib.util.find_spec(n)), None)
+NIXL = next((n for n in ("nixl_cu12", "nixl_cu13", "nixl") if importlib.util.find_spec(n)), None)
 WANTED = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
     "remote_block_ids": None, "remote_host": None, "remote_port": None,
@@ -58,6 +58,8 @@ def alias(directory: Path) -> Path:
     """A folder with a package `nixl`, which is the one that is installed: wheels for one version of
     CUDA have another name, and vLLM knows that one alone."""
     package = directory / "nixl"
+    if package.name == NIXL:
+        return directory
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
         f"import sys\nfrom {NIXL} import _api, _bindings\n"
