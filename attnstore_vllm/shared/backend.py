@@ -23,7 +23,7 @@ class BackendError(Exception):
 
 
 class NoAnswerError(BackendError):
-    """The store did not answer its client: it hangs, or is dead."""
+    """The store hangs: its client waited for an answer, and gave up."""
 
 
 class Backend(ABC):

@@ -3,7 +3,7 @@
 
     request   op, count, names of 32 bytes; WRITE: its value behind the name
     answer    OK and a number for each name (READ: the value), or ERROR and a sentence;
-              NO_ANSWER and a sentence: the store did not answer its client
+              NO_ANSWER and a sentence: the client waited for the store in vain
 
 Values lie in the lane's places of the bounce buffer: the first name's in the first place.
 """

@@ -25,6 +25,8 @@ from attnstore_vllm.shared.backend import (
 NOT_THERE = (-703, -704)
 """Not ready (its writer is at it, or died), and not there."""
 TOO_SMALL = -600
+TIMED_OUT = -901
+"""The master let the client's own time pass: it hangs. (-900: it is dead, or was started anew.)"""
 LOCAL_BUFFER_BYTES = 16 << 20
 """Memory of the client itself, for small values."""
 QUIET = {
@@ -54,7 +56,7 @@ class MooncakeBackend(Backend):
     def exist(self, names: Sequence[str]) -> list[bool]:
         found = self._client.batch_is_exist(list(names))
         if len(found) != len(names) or min(found, default=0) < 0:
-            raise NoAnswerError(f"Mooncake's master does not answer ({min(found, default=0)})")
+            raise _silence("Mooncake's master does not answer", min(found, default=0))
         return [one == 1 for one in found]
 
     def get(self, names: Sequence[str], places: Sequence[memoryview]) -> list[int]:
@@ -69,7 +71,7 @@ class MooncakeBackend(Backend):
         put = self._client.batch_upsert_from if overwrite else self._client.batch_put_from
         results = put(list(names), [*map(_address, values)], sizes)
         if results and all(_is_down(one) for one in results):
-            raise NoAnswerError(f"Mooncake does not take anything ({results[0]})")
+            raise _silence("Mooncake does not take anything", min(results))
         return [0 if one == 0 else FAILED for one in results]
 
     def read(self, name: str, at_most: int) -> bytes | None:
@@ -153,6 +155,11 @@ def _result(got: int, size: int) -> int:
     if got in NOT_THERE:
         return MISSING
     return WRONG_SIZE if got >= 0 or got == TOO_SMALL else FAILED
+
+
+def _silence(what: str, result: int) -> BackendError:
+    kind = NoAnswerError if result == TIMED_OUT else BackendError
+    return kind(f"{what} ({result})")
 
 
 def _is_down(result: int) -> bool:
