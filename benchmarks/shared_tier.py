@@ -113,7 +113,9 @@ def ttft(one: VllmServer, two: VllmServer, prompts: Sequence[list[int]]) -> dict
     time.sleep(1.5)
     found = total(two.metrics(), LOADED, tier="shared")
     expected = sum(len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS for prompt in prompts)
-    assert found == expected, f"{found} tokens came from the shared tier, not {expected}"
+    assert found == expected, (
+        f"{found} tokens came from the shared tier, not {expected}\n{two.log_tail()}"
+    )
     return {"cold": cold, "shared": shared, "HBM": hbm}
 
 
