@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,19 +92,6 @@ def ask(server: VllmServer, seed: str) -> list[int]:
     return prompt
 
 
-def until_heard(router: Indexer, server: VllmServer) -> None:
-    """The indexer connects again after a pause; what is published before that is lost to it."""
-    numbers = itertools.count()
-
-    def is_heard() -> bool:
-        prompt = ask(server, f"heard {next(numbers)}")
-        serving.nudge(server)
-        time.sleep(0.2)
-        return router.tokens(prompt)[0] > 0
-
-    wait_until(is_heard, "the indexer hears the server")
-
-
 def test_states(models: Path, tmp_path: Path) -> None:
     model = make_model(models / "serve", TINY)
     with tempfile.TemporaryDirectory(prefix="attnstore-") as name:
@@ -139,7 +124,6 @@ def test_states(models: Path, tmp_path: Path) -> None:
                     raise AssertionError(f"{what}: {seen[-1]}") from error
 
             with serving.server(model, tmp_path / "log", *arguments) as server:
-                until_heard(router, server)
                 prompt = ask(server, "dynamo")
                 reaches("in all tiers", server, WHOLE, WHOLE, WHOLE)
                 for number in range(3):
