@@ -8,6 +8,7 @@ of our tiers, as vLLM says it: BlockStored and BlockRemoved, with the medium CPU
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 EVENTS_A_STEP = 1000
 """Events of ours that one step takes along, at most."""
+HEARD_AFTER_S = 10.0
+"""Ours wait so long after the start. A router that lost the server before connects again after a
+pause, which grows to 5 s in Dynamo's. What is published meanwhile is lost to it.
+"""
 _MEDIA = {
     DRAM: "CPU",
     NVME: "STORAGE",
@@ -176,6 +181,8 @@ class KvEvents:
         self._announcer = store.announcer
         self._teller = teller
         self._pool: Any = None
+        self.heard_from = time.monotonic() + HEARD_AFTER_S
+        """When the first events of ours go out."""
         self._blocks: object = None
         """vLLM's table of cached blocks: a reset puts another in its place."""
 
@@ -206,6 +213,8 @@ class KvEvents:
             self._blocks = blocks
             self._announcer.all_cleared()
             self._store.thread.wake()
+            return []
+        if time.monotonic() < self.heard_from:
             return []
         events = self._announcer.take(EVENTS_A_STEP)
         if len(events) == EVENTS_A_STEP:

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,39 +44,54 @@ class Indexer:
     """Dynamo's, of one worker."""
 
     def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}/query"
+        self._url = f"http://127.0.0.1:{port}"
+
+    def _post(self, path: str, body: dict[str, object]) -> Any:
+        request = urllib.request.Request(
+            self._url + path,
+            data=json.dumps(body).encode(),
+            headers={"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.load(answer)
+
+    def register(self, endpoint: str, replay: str | None) -> None:
+        """Listen to the worker.
+
+        Args:
+            replay: where it publishes again what was missed.
+        """
+        worker = {"instance_id": 1, "model_name": MODEL_NAME, "block_size": BLOCK}
+        self._post("/register", {**worker, "endpoint": endpoint, "replay_endpoint": replay})
 
     def tokens(self, prompt: list[int]) -> tuple[int, int, int]:
         """Of the prompt's tokens those in HBM, in DRAM, and in any tier, as Dynamo counts them."""
-        body = json.dumps({"token_ids": prompt, "model_name": MODEL_NAME}).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self._url, data=body, headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            found = json.load(answer)["instances"].get("1", {})
+        answer = self._post("/query", {"token_ids": prompt, "model_name": MODEL_NAME})
+        found = answer["instances"].get("1", {})
         return tuple(found.get(name, 0) for name in ("gpu", "cpu", "disk"))
 
 
 @contextmanager
-def indexer(endpoint: str, log: Path) -> Iterator[Indexer]:
+def indexer(log: Path, endpoint: str, replay: str | None = None) -> Iterator[Indexer]:
     port = free_port()
     command = [sys.executable, "-m", "dynamo.indexer", "--block-size", str(BLOCK)]
-    command += ["--port", str(port), "--model-name", MODEL_NAME, "--workers", f"1={endpoint}"]
+    command += ["--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
     found = Indexer(port)
 
-    def answers() -> bool:
+    def registers() -> bool:
         assert process.poll() is None, log.read_text(errors="replace")
         try:
-            found.tokens([1] * BLOCK)
+            found.register(endpoint, replay)
         except OSError:
             return False
         return True
 
     try:
-        wait_until(answers, "the indexer answers")
+        wait_until(registers, "the indexer registers a worker")
         yield found
     finally:
         process.send_signal(signal.SIGTERM)
@@ -95,10 +111,10 @@ def ask(server: VllmServer, seed: str) -> list[int]:
 def test_states(models: Path, tmp_path: Path) -> None:
     model = make_model(models / "serve", TINY)
     with tempfile.TemporaryDirectory(prefix="attnstore-") as name:
-        endpoint = f"ipc://{name}/events"
+        endpoint, replay = f"ipc://{name}/events", f"ipc://{name}/replay"
         events = {
             "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint,
-            "topic": f"kv@127.0.0.1@{MODEL_NAME}",
+            "replay_endpoint": replay, "topic": f"kv@127.0.0.1@{MODEL_NAME}",
         }  # fmt: skip
         arguments = (
             FLAG,
@@ -108,7 +124,8 @@ def test_states(models: Path, tmp_path: Path) -> None:
             "--num-gpu-blocks-override",
             str(HBM_BLOCKS),
         )
-        with indexer(endpoint, tmp_path / "indexer.log") as router:
+        # It may connect when the first events are over: vLLM publishes them again for it.
+        with indexer(tmp_path / "indexer.log", endpoint, replay) as router:
 
             def reaches(what: str, server: VllmServer, gpu: int, cpu: int, disk: int) -> None:
                 seen = []
@@ -136,7 +153,8 @@ def test_states(models: Path, tmp_path: Path) -> None:
                 reaches("told again", server, 0, 0, WHOLE)
                 assert ask(server, "dynamo") == prompt
                 reaches("asked again", server, WHOLE, WHOLE, WHOLE)
-        with indexer(endpoint, tmp_path / "indexer2.log") as router:
+        # This one asks for nothing again. It connects 5 s after the server's start, or sooner.
+        with indexer(tmp_path / "indexer2.log", endpoint) as router:
             log = tmp_path / "again.log"
             with serving.server(model, log, *arguments) as server:
                 reaches("after a restart", server, 0, 0, WHOLE)

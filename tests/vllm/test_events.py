@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from attnstore_vllm.connector.kv_events import KvEvents
 from attnstore_vllm.types import DRAM, NVME
 from tests.vllm import soak
 from tests.vllm.conftest import StartEngine
@@ -61,6 +63,27 @@ def states(engine: Engine) -> None:
 def test_states(start_engine: StartEngine) -> None:
     host = start_engine(vllm=events_config())
     host.call(states)
+
+
+def begin(engine: Engine) -> None:
+    """A router that is not back yet hears nothing of the tiers; later it hears all of it."""
+    router, events = Router(engine), engine.side.events
+    assert isinstance(events, KvEvents)
+    events.heard_from = time.monotonic() + 3600
+    engine.ask(random_tokens("early", LENGTH))
+    engine.settle()
+    router.publish()
+    router.listen()
+    assert len(router.in_hbm) == WHOLE
+    assert not any(router.content.values())
+    events.heard_from = time.monotonic()
+    router.check()
+    assert len(router.content[DRAM]) == len(router.content[NVME]) == WHOLE
+
+
+def test_the_first_seconds(start_engine: StartEngine) -> None:
+    host = start_engine(vllm=events_config())
+    host.call(begin)
 
 
 @pytest.mark.long
