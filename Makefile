@@ -56,4 +56,4 @@ gpu-e2e:
 	@$(GPU_PYTHON) tools/run_installed.py benchmarks.gpu_e2e $(ARGS)
 
 clean:
-	rm -rf build .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info attnstore_vllm/_native*.so
+	rm -rf build .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info attnstore_vllm/_*.so

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds attnstore_vllm._native and attnstore_vllm._native_cuda; everything else about the package
+"""Builds attnstore_vllm._native, _native_cuda and _pausing_clock; everything else about the package
 is in pyproject.toml.
 
 Two parts of _native are built where their headers are: checksums of many pages at once (xxhash.h)
@@ -118,5 +118,6 @@ def extension(name: str, sources: list[str]) -> Pybind11Extension:
 ParallelCompile("ATTNSTORE_BUILD_JOBS", default=0).install()  # 0: one a processor
 native = extension("_native", SOURCES)
 cuda = extension("_native_cuda", CUDA_SOURCES)
+clock = extension("_pausing_clock", ["io/pausing_clock"])
 
-setup(ext_modules=[native, cuda], cmdclass={"build_ext": Build})
+setup(ext_modules=[native, cuda, clock], cmdclass={"build_ext": Build})

@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -66,6 +67,8 @@ def try_kernels() -> None:
         found = hashlib.sha256((where / name).read_bytes()).hexdigest()
         expect(found == digest, f"{where / name} has SHA-256 {found}; the manifest has {digest}")
     importlib.import_module("attnstore_vllm._native_cuda")
+    clock = importlib.util.find_spec("attnstore_vllm._pausing_clock")
+    expect(clock is not None, "there is no _pausing_clock, which is preloaded and never imported")
 
 
 def attnstore(*arguments: str, code: int = 0) -> str:

@@ -31,7 +31,7 @@ from attnstore_vllm.shared.lanes import (
     request,
 )
 from attnstore_vllm.shared.last_words import LastWords
-from attnstore_vllm.shared.mooncake_backend import QUIET
+from attnstore_vllm.shared.mooncake_backend import child_environment
 
 START_S = 10.0
 """A child that has not answered by then does not start."""
@@ -87,7 +87,8 @@ class Helper:
                 raise DeviceError(f"the shared tier's process does not start: {error}") from error
             theirs = [there.fileno() for _, there in pairs]
             # Environment that the child adds to ours: where this package is, a client's settings.
-            added = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **QUIET}
+            added = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            added |= child_environment() if "mooncake" in self._settings else {}
             command = ["env", *(f"{name}={value}" for name, value in added.items())]
             command += [sys.executable, "-m", "attnstore_vllm.shared.child"]
             command += map(str, (os.getpid(), self._memory, *theirs))

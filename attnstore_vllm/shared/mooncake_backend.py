@@ -8,6 +8,7 @@ none but the bounce buffer, and that only where RDMA cannot do without.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from attnstore_vllm.shared.backend import (
     BackendError,
     NoAnswerError,
 )
+from attnstore_vllm.shared.line import Line
 
 NOT_THERE = (-703, -704)
 """Not ready (its writer is at it, or died), and not there."""
@@ -49,9 +51,17 @@ class MooncakeBackend(Backend):
     def __init__(
         self, settings: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
     ) -> None:
+        self._line = Line("Mooncake's master", settings["master"])
+        self._line.check()
         if "client" not in shared:
             shared["client"] = _connect(settings, buffer)
-        self._client = shared["client"]
+        self._made = shared["client"]
+
+    @property
+    def _client(self) -> Any:
+        """For one call. Raises BackendError at once where the master is dead."""
+        self._line.check()
+        return self._made
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         found = self._client.batch_is_exist(list(names))
@@ -91,7 +101,8 @@ class MooncakeBackend(Backend):
             raise BackendError(f"Mooncake does not let us write the generation ({result})")
 
     def close(self) -> None:
-        self._client.close()
+        self._line.close()
+        self._made.close()
 
     def count(self, prefix: str) -> None:
         """Its client lists no names."""
@@ -106,6 +117,18 @@ class MooncakeBackend(Backend):
         if result < 0:
             raise BackendError(f"Mooncake's master does not delete what it is told to ({result})")
         return result
+
+
+def child_environment() -> dict[str, str]:
+    """Variables of the environment of the process that is to own the client.
+
+    As PyPI has it, the client asks for the time in a loop until a transfer is over, and takes a
+    core. With another clock (csrc/io/pausing_clock.cpp) whoever does so sleeps. What our own
+    process was started with in LD_PRELOAD, such as an allocator, that one does without.
+    """
+    clock = importlib.util.find_spec("attnstore_vllm._pausing_clock")
+    preloaded = {"LD_PRELOAD": clock.origin} if clock is not None and clock.origin else {}
+    return {**QUIET, **preloaded}
 
 
 def own_address(master: str) -> str:
