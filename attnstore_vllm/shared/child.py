@@ -73,7 +73,7 @@ class Lane:
         try:
             if self._backend is None:  # it failed at the start
                 self._backend = self._open()
-            return self._do(self._backend, *parse_request(packet))
+            return self.do(self._backend, *parse_request(packet))
         except BackendError as error:
             kind = NO_ANSWER if isinstance(error, NoAnswerError) else ERROR
             return kind + str(error).encode()[: PACKET_MAX - 1]
@@ -82,7 +82,8 @@ class Lane:
         with self._shared["lock"]:
             return open_backend(self._settings, self._buffer, self._shared)
 
-    def _do(self, backend: Backend, op: LaneOp, raw: list[bytes], value: bytes) -> bytes:
+    def do(self, backend: Backend, op: LaneOp, raw: list[bytes], value: bytes) -> bytes:
+        """The answer to a request. Raises BackendError."""
         names = [self._settings["prefix"] + name.hex() for name in raw]
         if op is LaneOp.HELLO:
             return OK
@@ -98,9 +99,17 @@ class Lane:
         places = [
             self._lanes.place(self._buffer, self._number, number) for number in range(len(names))
         ]
+        # Two transfers at once share a network and a store's cores: both end later than in turn.
         if op is LaneOp.GET:
-            return numbers(backend.get(names, places))
-        return numbers(backend.put(names, places, overwrite=op is LaneOp.OVERWRITE))
+            with self._shared["getting"]:
+                return numbers(backend.get(names, places))
+        with self._shared["putting"]:
+            return numbers(backend.put(names, places, overwrite=op is LaneOp.OVERWRITE))
+
+
+def locks() -> dict[str, Any]:
+    """What all lanes share, at the start."""
+    return {name: threading.Lock() for name in ("lock", "getting", "putting")}
 
 
 def main(arguments: list[str]) -> None:
@@ -116,7 +125,7 @@ def main(arguments: list[str]) -> None:
     hello = json.loads(sockets[0].recv(PACKET_MAX))
     lanes = Lanes(hello["payload_bytes"], len(fds), hello["num_places"])
     buffer = memoryview(mmap.mmap(memory, lanes.buffer_bytes))
-    shared: dict[str, Any] = {"lock": threading.Lock()}
+    shared = locks()
     made = [
         Lane(number, given, lanes, buffer, hello["settings"], shared)
         for number, given in enumerate(sockets)

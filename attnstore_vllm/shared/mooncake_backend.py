@@ -27,8 +27,10 @@ from attnstore_vllm.shared.line import Line
 NOT_THERE = (-703, -704)
 """Not ready (its writer is at it, or died), and not there."""
 TOO_SMALL = -600
-TIMED_OUT = -901
-"""The master let the client's own time pass: it hangs. (-900: it is dead, or was started anew.)"""
+GONE, TIMED_OUT = -900, -901
+"""The master is dead, or was started anew; it let the client's own time pass: it hangs."""
+TRIES = 3
+"""Of a call that finds connections of the client's that are to the master before this one."""
 LOCAL_BUFFER_BYTES = 16 << 20
 """Memory of the client itself, for small values."""
 QUIET = {
@@ -63,23 +65,32 @@ class MooncakeBackend(Backend):
         self._line.check()
         return self._made
 
+    def _call(self, method: str, names: Sequence[str], *arguments: Any) -> list[int]:
+        """A result for each name."""
+        results: list[int] = []
+        for _ in range(TRIES):
+            results = list(getattr(self._client, method)(list(names), *arguments))
+            if not all(result == GONE for result in results):
+                break
+        return results
+
     def exist(self, names: Sequence[str]) -> list[bool]:
-        found = self._client.batch_is_exist(list(names))
+        found = self._call("batch_is_exist", names)
         if len(found) != len(names) or min(found, default=0) < 0:
             raise _silence("Mooncake's master does not answer", min(found, default=0))
         return [one == 1 for one in found]
 
     def get(self, names: Sequence[str], places: Sequence[memoryview]) -> list[int]:
         sizes = [len(place) for place in places]
-        got = self._client.batch_get_into(list(names), [*map(_address, places)], sizes)
+        got = self._call("batch_get_into", names, [*map(_address, places)], sizes)
         return [_result(one, size) for one, size in zip(got, sizes, strict=True)]
 
     def put(
         self, names: Sequence[str], values: Sequence[memoryview], *, overwrite: bool
     ) -> list[int]:
         sizes = [len(value) for value in values]
-        put = self._client.batch_upsert_from if overwrite else self._client.batch_put_from
-        results = put(list(names), [*map(_address, values)], sizes)
+        put = "batch_upsert_from" if overwrite else "batch_put_from"
+        results = self._call(put, names, [*map(_address, values)], sizes)
         if results and all(_is_down(one) for one in results):
             raise _silence("Mooncake does not take anything", min(results))
         return [0 if one == 0 else FAILED for one in results]

@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 ASK_LANE, LOAD_LANES, STORE_LANES = 0, (1, 2), (3, 4)
 NUM_LANES = 5
-LANE_BYTES = 8 << 20
+LANE_BYTES = (8 << 20) + (64 << 10)
+"""Four records of 2 MiB, with their headers."""
 PLACES_MAX = 16
 """Places of a lane, if its memory has room for them."""
 DEPTH = 32
@@ -147,8 +148,6 @@ class SharedIo(AskedIo):
         self._loaders = [DaemonPool(1, f"attnstore-shared-load{lane}") for lane in LOAD_LANES]
         self._storers = [DaemonPool(1, f"attnstore-shared-store{lane}") for lane in STORE_LANES]
         self._next = 0
-        # Two transfers at once share a network and a store's cores: both end later than in turn.
-        self._getting, self._putting = threading.Lock(), threading.Lock()
 
     # ---- what is under way -------------------------------------------------------------
 
@@ -264,8 +263,9 @@ class SharedIo(AskedIo):
             self.context.wake()
 
     def _some(self, jobs: deque[_Job]) -> list[_Job]:
-        """Locked. A part of them, so that the other lane has one too."""
-        count = min(self.helper.lanes.num_places, -(-len(jobs) // 2))
+        """Locked. A part of them. All parts are of one size, as far as they can be."""
+        num_parts = max(1, -(-len(jobs) // self.helper.lanes.num_places))
+        count = -(-len(jobs) // num_parts)
         return [jobs.popleft() for _ in range(count)]
 
     def _load(self, lane: int, batch: Sequence[_LoadJob]) -> None:
@@ -273,8 +273,7 @@ class SharedIo(AskedIo):
             if not all(load.name for load in batch):
                 raise DeviceError("the shared tier is left: its generation is one of before")
             names = [load.name for load in batch]
-            with self._getting:
-                results = self.helper.numbers(lane, LaneOp.GET, names, self._deadline_s)
+            results = self.helper.numbers(lane, LaneOp.GET, names, self._deadline_s)
         except DeviceError as error:
             for load in batch:
                 self._end_load(load, error)
@@ -411,8 +410,7 @@ class SharedIo(AskedIo):
             _copy(place[HEADER_BYTES:], store.payload)
             digests.append(digest)
         names = [store.name for store in stores]
-        with self._putting:
-            results = self.helper.numbers(lane, op, names, self._deadline_s)
+        results = self.helper.numbers(lane, op, names, self._deadline_s)
         return {
             name: StoreFailure.NOT_SHARED if result else digest
             for name, result, digest in zip(names, results, digests, strict=True)

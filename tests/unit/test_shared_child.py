@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that owns a store's client: which of its lanes may do what at the same time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from attnstore_vllm.shared.backend import Backend
+from attnstore_vllm.shared.child import Lane, locks
+from attnstore_vllm.shared.lanes import LaneOp, Lanes
+
+NAMES = [bytes(32)]
+NUM_LANES = 5
+
+
+class Watched(Backend):
+    """It takes its time, and counts who does what meanwhile."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def _take_time(self, *kinds: str) -> None:
+        with self._lock:
+            self.now.update(kinds)
+            self.most |= self.now
+        time.sleep(0.05)
+        with self._lock:
+            self.now.subtract(kinds)
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        self._take_time("exist")
+        return [True for _ in names]
+
+    def get(self, names: Sequence[str], places: Sequence[memoryview]) -> list[int]:
+        self._take_time("get", "transfer")
+        return [0 for _ in places]
+
+    def put(
+        self, names: Sequence[str], values: Sequence[memoryview], *, overwrite: bool
+    ) -> list[int]:
+        self._take_time("put", "transfer")
+        return [0 for _ in values]
+
+    def read(self, name: str, at_most: int) -> bytes | None: ...
+    def write(self, name: str, value: bytes, *, overwrite: bool) -> None: ...
+    def count(self, prefix: str) -> tuple[int, int] | None: ...
+    def remove(self, prefix: str) -> int:
+        return 0
+
+
+def test_one_transfer_each_way_at_a_time() -> None:
+    lanes, backend = Lanes(4096, NUM_LANES, 1), Watched()
+    shared: dict[str, Any] = locks()
+    buffer = memoryview(bytearray(lanes.buffer_bytes))
+    ends = [socket.socketpair() for _ in range(NUM_LANES)]
+    made = [
+        Lane(number, ours, lanes, buffer, {"prefix": "as1/"}, shared)
+        for number, (ours, _) in enumerate(ends)
+    ]
+    asked = [(made[1], LaneOp.GET), (made[2], LaneOp.GET), (made[0], LaneOp.EXIST)]
+    asked += [(made[3], LaneOp.PUT), (made[4], LaneOp.OVERWRITE)]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        list(threads.map(lambda one: one[0].do(backend, one[1], NAMES, b""), asked * 3))
+    assert backend.most["get"] == backend.most["put"] == 1
+    assert backend.most["transfer"] == 2, "a get waits for no put"
+    assert not any(backend.now.values())
+    for pair in ends:
+        for end in pair:
+            end.close()
