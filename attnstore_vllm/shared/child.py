@@ -108,7 +108,7 @@ class Lane:
 
 
 def locks() -> dict[str, Any]:
-    """What all lanes share, at the start."""
+    """The locks that all lanes share."""
     return {name: threading.Lock() for name in ("lock", "getting", "putting")}
 
 

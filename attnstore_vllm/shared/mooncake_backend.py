@@ -30,7 +30,7 @@ TOO_SMALL = -600
 GONE, TIMED_OUT = -900, -901
 """The master is dead, or was started anew; it let the client's own time pass: it hangs."""
 TRIES = 3
-"""Of a call that finds connections of the client's that are to the master before this one."""
+"""How often a call is made whose connection, of the client's own, is to the master before."""
 LOCAL_BUFFER_BYTES = 16 << 20
 """Memory of the client itself, for small values."""
 QUIET = {
