@@ -119,5 +119,8 @@ ParallelCompile("ATTNSTORE_BUILD_JOBS", default=0).install()  # 0: one a process
 native = extension("_native", SOURCES)
 cuda = extension("_native_cuda", CUDA_SOURCES)
 clock = extension("_pausing_clock", ["io/pausing_clock"])
+# It is loaded before all else of its process: it must not bring a libstdc++ of its own choice.
+clock.extra_compile_args += ["-fno-exceptions", "-fno-rtti"]
+clock.extra_link_args = ["-Wl,--as-needed"]
 
 setup(ext_modules=[native, cuda, clock], cmdclass={"build_ext": Build})

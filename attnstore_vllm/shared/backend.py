@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam of a network store: what the child process (child.py) asks of a client.
 
-No method is retried here: the engine gives up at a deadline of its own, and ends the child then.
+No method waits for a store that does not answer, and then tries again: the engine gives up at a
+deadline of its own, and ends the child then.
 """
 
 from __future__ import annotations

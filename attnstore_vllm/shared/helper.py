@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -27,6 +28,7 @@ from attnstore_vllm.shared.lanes import (
     PACKET_MAX,
     LaneOp,
     Lanes,
+    Turns,
     parse_numbers,
     request,
 )
@@ -60,6 +62,7 @@ class Helper:
         self._last_words: LastWords | None = None
         self._sockets: list[socket.socket] = []
         self._is_closed = False
+        self._turns = Turns()
 
     @property
     def is_running(self) -> bool:
@@ -148,7 +151,8 @@ class Helper:
         self, lane: int, op: LaneOp, names: Sequence[bytes], deadline_s: float
     ) -> list[int]:
         """EXIST, GET, PUT and OVERWRITE: a number for each name. Raises DeviceError."""
-        answer = self._exchange(lane, request(op, names), deadline_s)
+        answer = self._exchange(lane, request(op, names), deadline_s, op=op)
+        self._turns.end(op, time.monotonic())
         if len(answer) != 1 + 4 * len(names):
             raise DeviceError("the shared tier's process answers with what is no answer")
         return parse_numbers(answer, len(names))
@@ -161,8 +165,26 @@ class Helper:
         op = LaneOp.OVERWRITE_SMALL if overwrite else LaneOp.WRITE
         self._exchange(0, request(op, (name,), value), deadline_s)
 
+    def _receive(self, ours: socket.socket, deadline_s: float, op: LaneOp) -> bytes:
+        """The answer. Raises TimeoutError, OSError."""
+        sent_at = time.monotonic()
+        try:
+            return ours.recv(PACKET_MAX)
+        except TimeoutError:
+            left = self._turns.left(op, sent_at, deadline_s, time.monotonic())
+            if left <= 0:
+                raise
+            ours.settimeout(left)
+            return ours.recv(PACKET_MAX)
+
     def _exchange(
-        self, lane: int, packet: bytes, deadline_s: float, *, is_hello: bool = False
+        self,
+        lane: int,
+        packet: bytes,
+        deadline_s: float,
+        *,
+        is_hello: bool = False,
+        op: LaneOp = LaneOp.HELLO,
     ) -> bytes:
         try:
             ours = self._sockets[lane]
@@ -173,7 +195,7 @@ class Helper:
             ours.send(packet)
             if is_hello:
                 return b""
-            answer = ours.recv(PACKET_MAX)
+            answer = self._receive(ours, deadline_s, op)
         except TimeoutError:
             self.stop()
             raise LateError(f"the shared tier has not answered for {deadline_s:.2f} s") from None

@@ -42,6 +42,26 @@ class LaneOp(IntEnum):
     OVERWRITE_SMALL = 7
 
 
+TRANSFERS = (LaneOp.GET, LaneOp.PUT, LaneOp.OVERWRITE)
+
+
+class Turns:
+    """When transfers were over. The child makes one of each way at a time: so who waits for one has
+    the deadline from the end of the one before it, once."""
+
+    def __init__(self) -> None:
+        self._ended_at: dict[bool, float] = {}
+
+    def end(self, op: LaneOp, now: float) -> None:
+        if op in TRANSFERS:
+            self._ended_at[op is LaneOp.GET] = now
+
+    def left(self, op: LaneOp, sent_at: float, deadline_s: float, now: float) -> float:
+        """Seconds that a transfer still has whose deadline is over. 0: none."""
+        ended_at = self._ended_at.get(op is LaneOp.GET, sent_at) if op in TRANSFERS else sent_at
+        return max(0.0, ended_at + deadline_s - now) if ended_at > sent_at else 0.0
+
+
 def request(op: LaneOp, names: Sequence[bytes], value: bytes = b"") -> bytes:
     assert len(names) <= NAMES_MAX
     assert all(len(name) == NAME_BYTES for name in names)

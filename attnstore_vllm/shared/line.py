@@ -12,6 +12,13 @@ import socket
 from attnstore_vllm.shared.backend import BackendError, NoAnswerError
 
 CONNECT_S = 0.1
+_KEEPALIVE = (
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 2),
+)
+"""A machine that is gone is seen after 3 s, and not at once like a process."""
 
 
 class Line:
@@ -36,9 +43,11 @@ class Line:
         try:
             self._socket = socket.create_connection(self._address, CONNECT_S)
             self._socket.setblocking(False)
+            for option, value in _KEEPALIVE:
+                self._socket.setsockopt(*option, value)
         except TimeoutError:
             raise NoAnswerError(f"{self._what} takes no connection within {CONNECT_S} s") from None
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # the last two: no such address
             raise BackendError(f"{self._what} is not there: {error}") from error
 
     def _is_up(self) -> bool:

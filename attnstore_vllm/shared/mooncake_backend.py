@@ -53,8 +53,9 @@ class MooncakeBackend(Backend):
     def __init__(
         self, settings: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
     ) -> None:
-        self._line = Line("Mooncake's master", settings["master"])
-        self._line.check()
+        has_one_master = "://" not in settings["master"]  # else the client finds it
+        self._line = Line("Mooncake's master", settings["master"]) if has_one_master else None
+        self._check()
         if "client" not in shared:
             shared["client"] = _connect(settings, buffer)
         self._made = shared["client"]
@@ -62,15 +63,19 @@ class MooncakeBackend(Backend):
     @property
     def _client(self) -> Any:
         """For one call. Raises BackendError at once where the master is dead."""
-        self._line.check()
+        self._check()
         return self._made
+
+    def _check(self) -> None:
+        if self._line is not None:
+            self._line.check()
 
     def _call(self, method: str, names: Sequence[str], *arguments: Any) -> list[int]:
         """A result for each name."""
         results: list[int] = []
         for _ in range(TRIES):
             results = list(getattr(self._client, method)(list(names), *arguments))
-            if not all(result == GONE for result in results):
+            if not results or any(result != GONE for result in results):
                 break
         return results
 
@@ -112,7 +117,8 @@ class MooncakeBackend(Backend):
             raise BackendError(f"Mooncake does not let us write the generation ({result})")
 
     def close(self) -> None:
-        self._line.close()
+        if self._line is not None:
+            self._line.close()
         self._made.close()
 
     def count(self, prefix: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from attnstore_vllm.shared.backend import Backend
 from attnstore_vllm.shared.child import Lane, locks
-from attnstore_vllm.shared.lanes import LaneOp, Lanes
+from attnstore_vllm.shared.lanes import LaneOp, Lanes, Turns
 
 NAMES = [bytes(32)]
 NUM_LANES = 5
@@ -75,3 +75,16 @@ def test_one_transfer_each_way_at_a_time() -> None:
     for pair in ends:
         for end in pair:
             end.close()
+
+
+def test_who_waits_for_a_turn_has_the_deadline_from_then_on() -> None:
+    turns = Turns()
+    assert turns.left(LaneOp.GET, 10.0, 0.5, 10.5) == 0, "nobody was before it: the store hangs"
+    turns.end(LaneOp.GET, 9.9)
+    assert turns.left(LaneOp.GET, 10.0, 0.5, 10.5) == 0, "nor while it waited"
+    turns.end(LaneOp.GET, 10.25)
+    assert turns.left(LaneOp.GET, 10.0, 0.5, 10.5) == 0.25
+    assert turns.left(LaneOp.PUT, 10.0, 0.5, 10.5) == 0, "a put waits for no get"
+    assert turns.left(LaneOp.EXIST, 10.0, 0.5, 10.5) == 0, "nor does a question"
+    turns.end(LaneOp.OVERWRITE, 10.25)
+    assert turns.left(LaneOp.PUT, 10.0, 0.5, 11.0) == 0, "it has had its time"
