@@ -41,6 +41,5 @@ def test_who_polls_sleeps() -> None:
     assert used_s < wall_s / 2, "it takes a core"
     assert other_s < wall_s / 4, "only the system's clock is polled by Mooncake"
     assert began <= now <= time.time()
-    (plain_s, plain_used_s), _, _ = polled({})
-    assert plain_s < wall_s / 4
-    assert plain_used_s > plain_s / 4
+    (plain_s, _), _, _ = polled({})
+    assert plain_s < wall_s / 2, "it is this clock that makes them wait"
