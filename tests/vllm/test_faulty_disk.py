@@ -27,7 +27,10 @@ from tests.vllm.serve_helpers import FLAG, count, loaded, nudge
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD_DEADLINE_S = 0.5
-IO_DEADLINE_S = 0.3
+IO_DEADLINE_S = 2.0
+"""A healthy disk of a busy machine may take long too, and is out of use when it is late: reads
+that fail then are looks whether it is well again, which no counter has."""
+TRIES = 3
 BUSY_S = 4.0
 SLACK_S = 8.0
 """What a request may take longer than in a healthy server, beside the deadline: it computes what
@@ -113,15 +116,24 @@ def test_no_request_fails_or_waits(sick: Sick, effect: str, every: int, hang_s: 
     ops = {"EIO": ["read"], "ENOSPC": ["write"], "hang": ["read", "write"]}[effect]
     event = {"EIO": "read_failed", "ENOSPC": "device_full", "hang": "device_late"}[effect]
     goes_out = every == 1 or effect == "hang"
-    serving.wait_until(sick.in_use, "the disk is used again")
     failures = count(sick.server, "errors", kind=event)
-    load = sick.under(
-        lambda: (
-            count(sick.server, "errors", kind=event) > failures
-            and not (goes_out and sick.in_use())
-        ),
-        effect=effect, every=every, hang_s=hang_s, ops=ops,
-    )  # fmt: skip
+
+    def is_told() -> bool:
+        return count(sick.server, "errors", kind=event) > failures
+
+    for _ in range(TRIES):
+        serving.wait_until(sick.in_use, "the disk is used again")
+        lates = count(sick.server, "errors", kind="device_late")
+
+        def has_come(lates: float = lates) -> bool:
+            if goes_out and sick.in_use():
+                return False
+            return is_told() or count(sick.server, "errors", kind="device_late") > lates
+
+        load = sick.under(has_come, effect=effect, every=every, hang_s=hang_s, ops=ops)
+        if is_told():
+            break
+    assert is_told(), f"no fault of the disk's was told in {TRIES} tries"
     assert load.slowest_s < sick.healthy_s + LOAD_DEADLINE_S + SLACK_S
 
     serving.wait_until(sick.in_use, "the disk is used again")
