@@ -11,6 +11,7 @@ Every ConfigError names the key, the value that was found, and what would be rig
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -128,11 +129,11 @@ def _duration(key: str, value: object) -> float:
 def format_size(num_bytes: int) -> str:
     """The size as a person would write it, e.g. 1.5GiB."""
     size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             return f"{size:.4g}{unit}"
         size /= 1024
-    return f"{size:.4g}TiB"
+    return f"{size:.4g}PiB"
 
 
 def check_keys(where: str, given: Mapping[str, Any], known: set[str], required: set[str]) -> None:
@@ -172,8 +173,9 @@ def _directory(key: str, raw: object) -> Path:
         raise ConfigError(f"{key} is {raw!r}; it must be an absolute directory")
     path = Path(raw)
     if not path.is_absolute():
+        whole = Path.cwd() / os.path.expanduser(raw)
         raise ConfigError(
-            f"{key} is {raw!r}, which is relative; write an absolute path, as in {Path.cwd() / raw}"
+            f"{key} is {raw!r}, which is relative; write an absolute path, as in {whole}"
         )
     return path
 
@@ -322,10 +324,12 @@ class NvmeConfig:
         )
 
 
-def _share(key: str, value: object, most: float) -> float:
+def _share(key: str, value: object, most: float, most_of: str = "") -> float:
+    """Args: most_of: the setting that `most` comes from."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
         return float(value)
-    raise ConfigError(f"{key} is {value!r}; it must be a share above 0, {most:g} at most")
+    limit = f"{most:g}{most_of and f', which is {most_of},'} at most"
+    raise ConfigError(f"{key} is {value!r}; it must be a share above 0, {limit}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,7 +352,9 @@ class PinningConfig:
             )
         check_keys("pinning.", given, {"share", "tenant_share", "longest"}, set())
         share = _share("pinning.share", given.get("share", 0.1), 0.5)
-        one = _share("pinning.tenant_share", given.get("tenant_share", share / 5), share)
+        one = _share(
+            "pinning.tenant_share", given.get("tenant_share", share / 5), share, "pinning.share"
+        )
         longest = _duration("pinning.longest", given.get("longest", "1h"))
         return cls(share=share, tenant_share=one, longest_s=longest)
 

@@ -13,6 +13,7 @@ from attnstore_vllm.bench.traffic import Traffic
 from benchmarks.agreement import Agreement
 
 MIB: Final = 1 << 20
+ELSEWHERE: Final = ("siblings", "shared", "other")  # sources that most servers have not
 ALWAYS_SHOWN: Final = ("dropped", "corrupt")  # chunk events, also when there were none
 _COLORS: Final = {
     "computed": "#b0413e",
@@ -106,6 +107,8 @@ def report_table(sides: Sequence[Side]) -> str:
         ratio = f"{values[1] / values[0]:.2f}" if both else ""
         add(label, ["-" if v is None else f"{v:.1f}" for v in values], ratio)
     for source in _union(side.traffic.prompt_tokens for side in sides):
+        if source in ELSEWHERE and not any(s.traffic.prompt_tokens.get(source) for s in sides):
+            continue
         cells = []
         for side in sides:
             count = side.traffic.prompt_tokens.get(source)
@@ -113,6 +116,8 @@ def report_table(sides: Sequence[Side]) -> str:
             cells.append("-" if count is None else f"{count:,} ({share:.0%})")
         add(f"prompt tokens {'' if source == 'computed' else 'from '}{source}", cells)
     for way in _union(side.traffic.moved_bytes for side in sides):
+        if not any(side.traffic.moved_bytes.get(way) for side in sides):
+            continue
         cells = [
             f"{s.traffic.moved_bytes[way] / MIB:.1f}" if s.traffic.has_store else "-" for s in sides
         ]
@@ -123,8 +128,9 @@ def report_table(sides: Sequence[Side]) -> str:
             add(f"chunks {_named(event)}", ["-" if c is None else f"{c:,}" for c in counts])
     for cause in _union(side.traffic.recomputations for side in sides):
         counts = [s.traffic.recomputations.get(cause) for s in sides]
-        cells = ["-" if c is None else f"{c:,}" for c in counts]
-        add(f"recomputations, {_named(cause)}", cells)
+        if any(counts):
+            cells = ["-" if c is None else f"{c:,}" for c in counts]
+            add(f"recomputations, {_named(cause)}", cells)
     return table(rows)
 
 

@@ -48,6 +48,7 @@ class Check:
         return {"check": self.name, "state": self.state, "found": self.found}
 
 
+_IN_MEMORY = ("tmpfs", "ramfs")
 _NO_VLLM = (
     "not installed in this environment: no server can start from here. Without it these commands "
     "work: init, check, simulate, plan, curve, verify, inspect, gc and top"
@@ -75,6 +76,9 @@ def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
     problems = settings.problems()
     if problems:
         yield from (Check("settings", "bad", str(problem)) for problem in problems)
+        yield Check("memory", "note", _memory())
+        yield from _left_behind()
+        yield Check("disk", "note", "not looked at before the settings are right")
         return
     config = settings.config()
     yield Check("settings", "ok", f"{file}: they fit together")
@@ -171,10 +175,16 @@ def _machine(config: StoreConfig, *, pins_memory: bool) -> Iterator[Check]:
         if not found:
             found.append(f"nvme.path cannot be looked at: {error}")
     yield from (Check("machine", "bad", problem) for problem in found)
-    if not found:
-        sizes = (
-            f"dram {format_size(config.dram_bytes)}, nvme {format_size(config.nvme.capacity_bytes)}"
+    dram, nvme = config.dram_bytes, config.nvme.capacity_bytes
+    if nvme < dram:
+        yield Check(
+            "sizes",
+            "warn",
+            f"nvme.capacity is {format_size(nvme)}, less than dram ({format_size(dram)}): it "
+            "holds less than DRAM does, so it keeps little more; make it several times as large",
         )
+    if not found:
+        sizes = f"dram {format_size(dram)}, nvme {format_size(nvme)}"
         yield Check("machine", "ok", f"it has what is asked for: {sizes}")
 
 
@@ -201,6 +211,9 @@ def _disk(path: Path, config: StoreConfig) -> Iterator[Check]:
     kind, node = _file_system(directory), disk_numa_node(directory)
     place = "" if node is None else f", on NUMA node {node}"
     yield Check("disk", "note", f"{directory} is {kind}, {format_size(free)} free{place}")
+    if kind in _IN_MEMORY:
+        why = "it takes memory beside dram, and a restart of the machine empties it"
+        yield Check("disk kind", "warn", f"{directory} is {kind}, which is no disk: {why}")
     try:
         file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
     except OSError as error:

@@ -207,8 +207,29 @@ def test_doctor_on_a_disk_without_space(settings: Path, monkeypatch: pytest.Monk
 def test_doctor_on_a_disk_where_no_file_can_be_made(tmp_path: Path) -> None:
     settings = tmp_path / "settings"
     settings.write_text("dram: 1MiB\nnvme: {path: /proc/attnstore, capacity: 1MiB}\n")
-    said = [check for check in examine(settings, None) if "no file can be made" in check.found]
+    checks = list(examine(settings, None))
+    said = [check for check in checks if "no file can be made" in check.found]
     assert [check.state for check in said] == ["bad"]
+    (machine,) = (check for check in checks if check.name == "machine")
+    assert machine.state == "bad" and "names no size" in machine.found
+
+
+def test_doctor_with_wrong_settings_looks_at_what_needs_none(settings: Path) -> None:
+    settings.write_text("dram: 64\n")
+    states = {check.name: check.state for check in examine(settings, None)}
+    assert (states["settings"], states["memory"], states["disk"]) == ("bad", "note", "note")
+
+
+def test_doctor_warns_of_an_nvme_smaller_than_dram_and_of_memory_in_a_disks_place(
+    settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"sizes", "disk kind"}
+    assert "sizes" not in {check.name for check in examine(settings, None)}
+    settings.write_text(settings.read_text().replace("dram: 1MiB", "dram: 2MiB"))
+    monkeypatch.setattr(doctor, "_file_system", lambda _: "tmpfs")
+    said = {check.name: check for check in examine(settings, None) if check.name in names}
+    assert said.keys() == names and {check.state for check in said.values()} == {"warn"}
+    assert "nvme.capacity is 1MiB" in said["sizes"].found and "tmpfs" in said["disk kind"].found
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -88,7 +88,7 @@ def test_a_size_below_one_byte_is_no_size() -> None:
         parse_size("dram", "0.1b")
 
 
-@given(st.integers(1, 1 << 50))
+@given(st.integers(1, 1 << 62))
 def test_a_printed_size_is_read_back_within_its_four_digits(num_bytes: int) -> None:
     assert parse_size("dram", format_size(num_bytes)) == pytest.approx(num_bytes, rel=1e-3)
 
@@ -196,6 +196,8 @@ def test_a_relative_path_is_refused_with_the_absolute_one() -> None:
     message = message_of(MINIMAL | {"nvme": {"path": "kv/cache", "capacity": "1GiB"}})
     assert "'kv/cache'" in message
     assert str(Path.cwd() / "kv/cache") in message
+    home = message_of(MINIMAL | {"nvme": {"path": "~/kv", "capacity": "1GiB"}})
+    assert f"as in {Path.home() / 'kv'}" in home
 
 
 @pytest.mark.parametrize("path", [3, "", None, {"a": 1}, []])
@@ -378,7 +380,10 @@ def test_the_write_buffer() -> None:
         ({"pinning": {"share": 0.6}}, ("pinning.share", "0.6", "0.5")),
         ({"pinning": {"share": float("nan")}}, ("pinning.share", "nan")),
         ({"pinning": {"share": "10%"}}, ("pinning.share", "'10%'")),
-        ({"pinning": {"share": 0.1, "tenant_share": 0.2}}, ("pinning.tenant_share", "0.2", "0.1")),
+        (
+            {"pinning": {"share": 0.1, "tenant_share": 0.2}},
+            ("pinning.tenant_share", "0.2", "0.1, which is pinning.share"),
+        ),
         ({"pinning": {"longest": "ever"}}, ("pinning.longest", "'ever'")),
         ({"pinning": {"longest": 3600}}, ("pinning.longest is 3600, which has no unit",)),
     ],

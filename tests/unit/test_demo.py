@@ -14,7 +14,7 @@ from aiohttp import web
 from attnstore_vllm.bench.conversations import read_conversations
 from attnstore_vllm.bench.records import Step, TurnRecord
 from attnstore_vllm.bench.server_metrics import parse_metrics, total
-from attnstore_vllm.bench.traffic import traffic
+from attnstore_vllm.bench.traffic import Traffic, traffic
 from attnstore_vllm.testing.tiny_model import SMALL
 from attnstore_vllm.testing.tiny_tokenizer import build_tokenizer
 from benchmarks.agreement import compare, gap_changes, rounding_bound
@@ -153,6 +153,17 @@ def test_times_are_over_those_of_the_first_side_as_in_the_readme() -> None:
     (row,) = (row for row in rows if row.startswith("TTFT of turn 2 and later, median"))
     assert head.endswith("over vLLM alone")
     assert row.split()[-3:] == ["320.0", "96.0", "0.30"]
+
+
+def test_rows_that_are_nought_on_both_sides_are_left_out() -> None:
+    shown = Traffic(
+        prompt_tokens={"computed": 10, "DRAM": 0, "siblings": 0}, moved_bytes={"dram_to_hbm": 0},
+        chunks={"dropped": 0, "merged": 0}, recomputations={"slower": 0}, loads=0, load_seconds=0.0,
+    )  # fmt: skip
+    rows = report_table([Side("ours", [], shown, 1.0)])
+    assert "from DRAM" in rows and "chunks dropped" in rows
+    for word in ("siblings", "DRAM to HBM", "merged", "slower"):
+        assert word not in rows
 
 
 def test_the_guides_script_holds_a_chat_that_has_left_hbm_before_its_second_turn() -> None:
