@@ -400,10 +400,10 @@ class ThreeTiersMachine(StoreMachine):
 
 
 TestThreeTiers = ThreeTiersMachine.TestCase
-TestThreeTiers.settings = settings(max_examples=40, stateful_step_count=50)
+TestThreeTiers.settings = settings(max_examples=25, stateful_step_count=50)
 
 TestGroups = GroupsMachine.TestCase
-TestGroups.settings = settings(max_examples=25, stateful_step_count=50)
+TestGroups.settings = settings(max_examples=20, stateful_step_count=50)
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=50)
+TestStore.settings = settings(max_examples=40, stateful_step_count=50)

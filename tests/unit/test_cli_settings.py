@@ -24,6 +24,7 @@ from attnstore_vllm import preflight
 from attnstore_vllm.cli import doctor
 from attnstore_vllm.cli.doctor import examine
 from attnstore_vllm.cli.main import main
+from attnstore_vllm.cli.speeds import DiskSpeed
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.preflight import SLAB_NAME
@@ -44,6 +45,13 @@ ttl: 7d
 lookahead: true
 pinning: {share: 0.4, tenant_share: 0.3}
 """
+
+
+@pytest.fixture(autouse=True)
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; the doctor's own process measures."""
+    monkeypatch.setattr(doctor, "memory_speed", lambda: 1e9)
+    monkeypatch.setattr(doctor, "disk_speed", lambda *_: DiskSpeed("threads", 1e9, 1e9))
 
 
 def attnstore(*arguments: object, **more: object) -> subprocess.CompletedProcess[str]:

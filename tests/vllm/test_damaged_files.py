@@ -30,6 +30,7 @@ from tests.vllm.load import complete
 from tests.vllm.prompts import random_tokens
 from tests.vllm.serve_helpers import FLAG, count, loaded, nudge
 
+pytestmark = pytest.mark.long  # by default test_serve_faults.py damages payloads
 PROMPTS = 10
 COUNTED_FROM = 48
 """Of a header: what is before it (magic, version, checksum, generation) makes it no record."""
@@ -145,7 +146,6 @@ def swap(slab: SlabFile, one: Record, other: Record) -> None:
     os.pwrite(slab.fd, a, other.offset)
 
 
-@pytest.mark.long
 def test_records_damaged_at_random(disk: Disk) -> None:
     disk.restore()
     with opened(disk.store / SLAB_NAME, writable=True) as slab:
@@ -167,14 +167,7 @@ def test_records_damaged_at_random(disk: Disk) -> None:
         assert serving.is_healthy(server)
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        "segment headers",
-        pytest.param("truncated", marks=pytest.mark.long),
-        pytest.param("another model's", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("damaged", ["segment headers", "truncated", "another model's"])
 def test_the_whole_file(disk: Disk, damaged: str) -> None:
     disk.restore()
     rng, hit = Random(damaged), 0.0

@@ -31,7 +31,7 @@ IO_DEADLINE_S = 2.0
 """A healthy disk of a busy machine may take long too, and is out of use when it is late: reads
 that fail then are looks whether it is well again, which no counter has."""
 TRIES = 3
-BUSY_S = 4.0
+BUSY_S = 2.5
 SLACK_S = 8.0
 """What a request may take longer than in a healthy server, beside the deadline: it computes what
 it would have loaded, on two cores that others may use too. A request that waits for a hanging disk

@@ -59,7 +59,15 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], tuple[int, ...]]] = {
 """Settings of the engine, and the bytes of a token in each layer."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+AT_LEISURE = "gemma 4 without hybrid manager"  # its regions are as those of nemotron nas
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=[pytest.mark.long] if case == AT_LEISURE else []) for case in CASES
+    ],
+)
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

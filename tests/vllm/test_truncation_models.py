@@ -172,11 +172,11 @@ def compare(engine: Engine, model: Model) -> Compared:
     )
 
 
-def most(names: Iterable[str], less: str) -> list[Any]:
-    return [pytest.param(x, marks=[pytest.mark.long] if x == less else []) for x in names]
+def most(names: Iterable[str], less: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(x, marks=[pytest.mark.long] if x in less else []) for x in names]
 
 
-@pytest.mark.parametrize("name", most(MODELS, less="Llama 3"))
+@pytest.mark.parametrize("name", most(MODELS, less=("Llama 3", "linear, float32")))
 def test_layer_0_is_what_vllm_computes(
     start_engine: StartEngine, tmp_path: Path, name: str
 ) -> None:
@@ -258,7 +258,7 @@ def refuse(engine: Engine) -> Refused:
     return Refused(moved_tokens(engine), loaded, same, answers)
 
 
-@pytest.mark.parametrize("name", most(REFUSED, less="learned positions"))
+@pytest.mark.parametrize("name", most(REFUSED, less=("learned positions", "dynamic")))
 def test_refused_with_the_reason(start_engine: StartEngine, tmp_path: Path, name: str) -> None:
     model, why = REFUSED[name]
     path = model.make(tmp_path / "model")
