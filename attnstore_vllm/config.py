@@ -146,8 +146,7 @@ def check_keys(where: str, given: Mapping[str, Any], known: set[str], required: 
     for key in sorted(required):
         if key not in given:
             raise ConfigError(
-                f"{where}{key} is missing; AttnStore needs dram and nvme, as in\n"
-                "  dram: 64GiB\n  nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}"
+                f"{where}{key} is missing; AttnStore needs dram and nvme, as in\n{LEAST}"
             )
 
 
@@ -169,14 +168,13 @@ def _off_or_size(key: str, value: object, least: int, unit: str) -> int | None:
 
 
 def _directory(key: str, raw: object) -> Path:
-    if not isinstance(raw, str) or not raw:
+    if not isinstance(raw, str) or not raw or "\0" in raw:
         raise ConfigError(f"{key} is {raw!r}; it must be an absolute directory")
     path = Path(raw)
     if not path.is_absolute():
-        whole = Path.cwd() / os.path.expanduser(raw)
-        raise ConfigError(
-            f"{key} is {raw!r}, which is relative; write an absolute path, as in {whole}"
-        )
+        home = os.path.expanduser(raw) if raw.isprintable() else "~"
+        hint = "" if home.startswith("~") else f", as in {Path.cwd() / home}"
+        raise ConfigError(f"{key} is {raw!r}, which is relative; write an absolute path{hint}")
     return path
 
 
@@ -328,8 +326,8 @@ def _share(key: str, value: object, most: float, most_of: str = "") -> float:
     """Args: most_of: the setting that `most` comes from."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
         return float(value)
-    limit = f"{most:g}{most_of and f', which is {most_of},'} at most"
-    raise ConfigError(f"{key} is {value!r}; it must be a share above 0, {limit}")
+    limit = most_of and f" (no more than {most_of})"
+    raise ConfigError(f"{key} is {value!r}; it must be a share above 0, {most:g} at most{limit}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,7 +351,10 @@ class PinningConfig:
         check_keys("pinning.", given, {"share", "tenant_share", "longest"}, set())
         share = _share("pinning.share", given.get("share", 0.1), 0.5)
         one = _share(
-            "pinning.tenant_share", given.get("tenant_share", share / 5), share, "pinning.share"
+            "pinning.tenant_share",
+            given.get("tenant_share", share / 5),
+            share,
+            "pinning.share, by default 0.1",
         )
         longest = _duration("pinning.longest", given.get("longest", "1h"))
         return cls(share=share, tenant_share=one, longest_s=longest)

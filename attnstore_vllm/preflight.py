@@ -311,15 +311,15 @@ def _check_disk(config: StoreConfig, parts: Sequence[NvmeConfig]) -> None:
     paths = list(dict.fromkeys(part.named_path for part in parts))
     asked = sum(part.capacity_bytes for part in parts)
     stat = os.statvfs(_nearest(parts[0].path))
-    if stat.f_blocks == 0:
-        raise MachineError(
-            f"nvme.path is {str(paths[0])!r}, whose file system names no size, so it is no disk's; "
-            "name a directory of a disk"
-        )
     free = stat.f_bavail * stat.f_frsize
     held = sum(
         slab.stat().st_blocks * 512 for part in parts if (slab := part.path / SLAB_NAME).is_file()
     )
+    if free + held < asked and stat.f_blocks == 0:
+        raise MachineError(
+            f"nvme.path is {str(paths[0])!r}, whose file system does not say its size; name a "
+            "directory of a disk"
+        )
     if free + held < asked:
         where = " and ".join(repr(str(path)) for path in paths)
         both = " (one file system)" if paths[1:] else ""

@@ -13,7 +13,6 @@ from attnstore_vllm.bench.traffic import Traffic
 from benchmarks.agreement import Agreement
 
 MIB: Final = 1 << 20
-ELSEWHERE: Final = ("siblings", "shared", "other")  # sources that most servers have not
 ALWAYS_SHOWN: Final = ("dropped", "corrupt")  # chunk events, also when there were none
 _COLORS: Final = {
     "computed": "#b0413e",
@@ -107,8 +106,6 @@ def report_table(sides: Sequence[Side]) -> str:
         ratio = f"{values[1] / values[0]:.2f}" if both else ""
         add(label, ["-" if v is None else f"{v:.1f}" for v in values], ratio)
     for source in _union(side.traffic.prompt_tokens for side in sides):
-        if source in ELSEWHERE and not any(s.traffic.prompt_tokens.get(source) for s in sides):
-            continue
         cells = []
         for side in sides:
             count = side.traffic.prompt_tokens.get(source)

@@ -23,6 +23,7 @@ from attnstore_vllm.cli.slab_file import opened, slab_files
 from attnstore_vllm.cli.speeds import FILE_BYTES, disk_speed, memory_speed
 from attnstore_vllm.config import StoreConfig, format_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
+from attnstore_vllm.io.codec import NONE
 from attnstore_vllm.io.device import ALIGNMENT_BYTES
 from attnstore_vllm.io.disk_node import disk_numa_node
 from attnstore_vllm.shared.start import try_store
@@ -176,7 +177,7 @@ def _machine(config: StoreConfig, *, pins_memory: bool) -> Iterator[Check]:
             found.append(f"nvme.path cannot be looked at: {error}")
     yield from (Check("machine", "bad", problem) for problem in found)
     dram, nvme = config.dram_bytes, config.nvme.capacity_bytes
-    if nvme < dram:
+    if nvme < dram and config.nvme.codec == NONE:
         yield Check(
             "sizes",
             "warn",

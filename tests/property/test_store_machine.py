@@ -399,11 +399,14 @@ class ThreeTiersMachine(StoreMachine):
     options: ClassVar[dict[str, Any]] = {"more_tiers": (MakeDictTier(6),)}
 
 
+EXAMPLES = settings().max_examples
+"""Of the profile: 100, or many more at night."""
+
 TestThreeTiers = ThreeTiersMachine.TestCase
-TestThreeTiers.settings = settings(max_examples=25, stateful_step_count=50)
+TestThreeTiers.settings = settings(max_examples=EXAMPLES // 4, stateful_step_count=50)
 
 TestGroups = GroupsMachine.TestCase
-TestGroups.settings = settings(max_examples=20, stateful_step_count=50)
+TestGroups.settings = settings(max_examples=EXAMPLES // 5, stateful_step_count=50)
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=40, stateful_step_count=50)
+TestStore.settings = settings(max_examples=EXAMPLES // 5 * 2, stateful_step_count=50)

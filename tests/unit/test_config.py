@@ -198,9 +198,12 @@ def test_a_relative_path_is_refused_with_the_absolute_one() -> None:
     assert str(Path.cwd() / "kv/cache") in message
     home = message_of(MINIMAL | {"nvme": {"path": "~/kv", "capacity": "1GiB"}})
     assert f"as in {Path.home() / 'kv'}" in home
+    for odd in ("~nobody of that name/kv", "~\ud800/kv"):
+        odd_path = message_of(MINIMAL | {"nvme": {"path": odd, "capacity": "1GiB"}})
+        assert odd_path.endswith("write an absolute path")
 
 
-@pytest.mark.parametrize("path", [3, "", None, {"a": 1}, []])
+@pytest.mark.parametrize("path", [3, "", None, {"a": 1}, [], "/kv\0"])
 def test_a_path_must_be_text(path: object) -> None:
     message = message_of(MINIMAL | {"nvme": {"path": path, "capacity": "1GiB"}})
     assert f"nvme.path is {path!r}" in message
@@ -382,7 +385,7 @@ def test_the_write_buffer() -> None:
         ({"pinning": {"share": "10%"}}, ("pinning.share", "'10%'")),
         (
             {"pinning": {"share": 0.1, "tenant_share": 0.2}},
-            ("pinning.tenant_share", "0.2", "0.1, which is pinning.share"),
+            ("pinning.tenant_share", "0.2", "0.1 at most (no more than pinning.share"),
         ),
         ({"pinning": {"longest": "ever"}}, ("pinning.longest", "'ever'")),
         ({"pinning": {"longest": 3600}}, ("pinning.longest is 3600, which has no unit",)),

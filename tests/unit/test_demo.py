@@ -157,12 +157,12 @@ def test_times_are_over_those_of_the_first_side_as_in_the_readme() -> None:
 
 def test_rows_that_are_nought_on_both_sides_are_left_out() -> None:
     shown = Traffic(
-        prompt_tokens={"computed": 10, "DRAM": 0, "siblings": 0}, moved_bytes={"dram_to_hbm": 0},
+        prompt_tokens={"computed": 10, "DRAM": 0}, moved_bytes={"dram_to_hbm": 0},
         chunks={"dropped": 0, "merged": 0}, recomputations={"slower": 0}, loads=0, load_seconds=0.0,
     )  # fmt: skip
     rows = report_table([Side("ours", [], shown, 1.0)])
     assert "from DRAM" in rows and "chunks dropped" in rows
-    for word in ("siblings", "DRAM to HBM", "merged", "slower"):
+    for word in ("DRAM to HBM", "merged", "slower"):
         assert word not in rows
 
 

@@ -30,7 +30,9 @@ from tests.vllm.load import complete
 from tests.vllm.prompts import random_tokens
 from tests.vllm.serve_helpers import FLAG, count, loaded, nudge
 
-pytestmark = pytest.mark.long  # by default test_serve_faults.py damages payloads
+pytestmark = pytest.mark.long
+# By default test_serve_faults.py damages the file of a running server, and
+# tests/unit/test_slab.py and test_store_file.py what a start finds.
 PROMPTS = 10
 COUNTED_FROM = 48
 """Of a header: what is before it (magic, version, checksum, generation) makes it no record."""

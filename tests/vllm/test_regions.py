@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], tuple[int, ...]]] = {
 """Settings of the engine, and the bytes of a token in each layer."""
 
 
-AT_LEISURE = "gemma 4 without hybrid manager"  # its regions are as those of nemotron nas
+AT_LEISURE = "fp8 but for a layer"
 
 
 @pytest.fixture(
