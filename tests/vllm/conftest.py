@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ from tests.vllm.host import EngineHost
 pytest.importorskip("vllm", reason="these tests run the real vLLM")
 
 StartEngine = Callable[..., EngineHost]
+
+
+def some_long(names: Iterable[str], *long: str) -> list[Any]:
+    """Parameters, of which these wait for `-m long`."""
+    return [pytest.param(n, marks=[pytest.mark.long] if n in long else []) for n in names]
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.testing.tiny_model import GQA, MHA, MQA, TINY
-from tests.vllm.conftest import StartEngine
+from tests.vllm.conftest import StartEngine, some_long
 from tests.vllm.engine import BLOCK, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
@@ -33,7 +33,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS)
+@pytest.fixture(scope="module", params=some_long(CONFIGURATIONS, "gqa two ranks"))
 def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> EngineHost:
     return start_engine(**CONFIGURATIONS[request.param])
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from benchmarks.rounding import beyond, bound, drift
-from tests.vllm.conftest import StartEngine
+from tests.vllm.conftest import StartEngine, some_long
 from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
@@ -37,7 +37,7 @@ CONFIGURATIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS)
+@pytest.fixture(scope="module", params=some_long(CONFIGURATIONS, "drafts"))
 def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> EngineHost:
     return start_engine(**ROOM, vllm=CONFIGURATIONS[request.param])
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.testing.tiny_model import MQA
-from tests.vllm.conftest import StartEngine
+from tests.vllm.conftest import StartEngine, some_long
 from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
@@ -59,15 +59,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], tuple[int, ...]]] = {
 """Settings of the engine, and the bytes of a token in each layer."""
 
 
-AT_LEISURE = "fp8 but for a layer"
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(case, marks=[pytest.mark.long] if case == AT_LEISURE else []) for case in CASES
-    ],
-)
+@pytest.fixture(scope="module", params=some_long(CASES, "fp8 but for a layer"))
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -5,7 +5,6 @@ be moved with. With -m long: those that differ least from others."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.rounding import beyond, bound
-from tests.vllm.conftest import StartEngine
+from tests.vllm.conftest import StartEngine, some_long
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.prompts import random_tokens
 from tests.vllm.test_truncation import ASKS, plain_kv
@@ -172,11 +171,7 @@ def compare(engine: Engine, model: Model) -> Compared:
     )
 
 
-def most(names: Iterable[str], less: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(x, marks=[pytest.mark.long] if x in less else []) for x in names]
-
-
-@pytest.mark.parametrize("name", most(MODELS, less=("Llama 3", "linear, float32")))
+@pytest.mark.parametrize("name", some_long(MODELS, "Llama 3", "linear, float32"))
 def test_layer_0_is_what_vllm_computes(
     start_engine: StartEngine, tmp_path: Path, name: str
 ) -> None:
@@ -258,7 +253,7 @@ def refuse(engine: Engine) -> Refused:
     return Refused(moved_tokens(engine), loaded, same, answers)
 
 
-@pytest.mark.parametrize("name", most(REFUSED, less=("learned positions", "dynamic")))
+@pytest.mark.parametrize("name", some_long(REFUSED, "learned positions", "dynamic"))
 def test_refused_with_the_reason(start_engine: StartEngine, tmp_path: Path, name: str) -> None:
     model, why = REFUSED[name]
     path = model.make(tmp_path / "model")
