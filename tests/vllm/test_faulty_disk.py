@@ -36,7 +36,7 @@ JOBS_MIN = 6
 SLACK_S = 8.0
 """What a request may take longer than in a healthy server, beside the deadline: it computes what
 it would have loaded, on two cores that others may use too. A request that waits for a hanging disk
-takes HANG_S or more."""
+takes nearly HANG_S."""
 HANG_S = 25.0
 HANG_BUSY_S = 8.0
 """Somebody has to want what hangs: with 2.5 s nobody did in one of two runs."""
