@@ -22,6 +22,7 @@ from setuptools.errors import CompileError, LinkError
 SOURCES = ["bind/module", "bind/bind_prefix_index", "bind/bind_content_index", "bind/bind_rotator"]
 SOURCES += ["copy/page_copier", "copy/page_runs", "copy/stream_copy", "copy/omp_team"]
 SOURCES += ["index/prefix_index", "index/prefix_index_recovery", "index/prefix_index_sketch"]
+SOURCES += ["bind/bind_chunk_keys", "index/chunk_keys", "index/blake3"]
 SOURCES += ["rotate/page_rotator", "rotate/moved_tokens", "rotate/rotate_block"]
 SOURCES += ["rotate/rotate_block_avx2", "rotate/rotate_block_avx512", "rotate/rotate_block_bf16"]
 SOURCES += [

@@ -9,6 +9,10 @@ from attnstore_vllm.types import Key
 
 Copies = npt.NDArray[np.int64]
 
+def encode_tokens(token_ids: list[int]) -> bytes: ...
+def encode_chunks(token_ids: list[int], chunk_tokens: int) -> list[bytes]: ...
+def chain_keys(parent: Key, chunks: tuple[bytes, ...], extras: tuple[bytes, ...]) -> list[Key]: ...
+
 class PageShape:
     """Where pages are in slots, in blocks and in rows of a write buffer."""
 

@@ -16,6 +16,7 @@ namespace py = pybind11;
 
 void bind_prefix_index(py::module_& m);   // prefix_index_bindings.cpp
 void bind_content_index(py::module_& m);  // bind_content_index.cpp
+void bind_chunk_keys(py::module_& m);     // bind_chunk_keys.cpp
 
 namespace {
 
@@ -29,6 +30,7 @@ PYBIND11_MODULE(_native, m) {
   attnstore::bind_shapes(m);
   bind_prefix_index(m);
   bind_content_index(m);
+  bind_chunk_keys(m);
   py::class_<attnstore::PageCopier>(m, "PageCopier",
                                     "Copies KV pages between HBM and slots. The memory behind the\n"
                                     "addresses outlives it. One thread calls it.")

@@ -6,13 +6,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnstore_vllm import _native
 from attnstore_vllm.index.keys import (
+    RECENT_PROMPTS,
     MultimodalSpan,
+    RecentPrompts,
     SequenceKeys,
     chunk_extra,
     chunk_key,
@@ -20,7 +24,7 @@ from attnstore_vllm.index.keys import (
     root_key,
     tenant_hash,
 )
-from attnstore_vllm.types import KEY_BYTES
+from attnstore_vllm.types import KEY_BYTES, Key
 
 NAMESPACE = bytes(range(32))
 TOKENS = list(range(100, 140))
@@ -144,3 +148,95 @@ def test_tokens_that_are_not_there_are_our_bug() -> None:
     keys = SequenceKeys(root_key(NAMESPACE, None, b""), TOKENS[:20], 16)
     with pytest.raises(AssertionError):
         keys.key(1)
+
+
+# ---- the native half --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 240, 241, 256, 1000, 4096])
+def test_native_keys_are_those_of_the_package(size: int) -> None:
+    """Over the borders of BLAKE3's blocks (64 bytes) and chunks (1,024) and of its tree."""
+    random = Random(size)
+    chunks = tuple(random.randbytes(4 * size) for _ in range(5))
+    for extras in ((), tuple(random.randbytes(number) for number in (0, 32, 0, 5, 64))):
+        parent = Key(random.randbytes(32))
+        keys = []
+        for chunk, extra in zip(chunks, extras or 5 * (b"",), strict=True):
+            keys.append(chunk_key(keys[-1] if keys else parent, extra, chunk))
+        assert _native.chain_keys(parent, chunks, extras) == keys
+
+
+def test_many_keys_are_hashed_without_the_lock() -> None:
+    chunks = tuple(number.to_bytes(4, "big") for number in range(300))
+    keys = _native.chain_keys(Key(bytes(32)), chunks, ())
+    assert keys[-1] == chunk_key(keys[-2], b"", chunks[-1])
+
+
+def test_what_is_no_list_of_whole_chunks_raises() -> None:
+    assert _native.encode_chunks([1, -1, 2**40 + 5, 7], 2) == [
+        b"\x00\x00\x00\x01\xff\xff\xff\xff",
+        b"\x00\x00\x00\x05\x00\x00\x00\x07",
+    ]
+    with pytest.raises(ValueError, match="whole chunks"):
+        _native.encode_chunks([1, 2, 3], 2)
+    with pytest.raises(TypeError, match="no int"):
+        _native.encode_tokens([1, "2"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="one extra"):
+        _native.chain_keys(Key(bytes(32)), (b"a", b"b"), (b"a",))
+
+
+# ---- one prompt many times --------------------------------------------------------------------
+
+
+def count_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many chunks each call has hashed, from now on."""
+    hashed: list[int] = []
+
+    def chain_keys(parent: Key, chunks: tuple[bytes, ...], extras: tuple[bytes, ...]) -> list[Key]:
+        hashed.append(len(chunks))
+        return real(parent, chunks, extras)
+
+    real = _native.chain_keys
+    monkeypatch.setattr(_native, "chain_keys", chain_keys)
+    return hashed
+
+
+def test_a_prompt_that_comes_n_times_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed, recent = count_hashed(monkeypatch), RecentPrompts()
+    root = root_key(NAMESPACE, None, b"")
+    prompt = list(range(100, 260))
+    plain = SequenceKeys(root, list(prompt), 16).keys(0, 10)
+    for _ in range(50):
+        child = SequenceKeys(root, list(prompt), 16, recent=recent)
+        assert child.keys(0, 10) == plain
+        assert b"".join(map(child.chunk_bytes, range(10))) == encode_tokens(prompt)
+    assert hashed == [10, 10]
+    grown = SequenceKeys(root, [*prompt, *range(16)], 16, recent=recent)
+    assert grown.keys(0, 10) == plain
+    assert grown.key(10) == chunk_key(plain[-1], b"", encode_tokens(range(16)))
+    assert child.keys(0, 10) == plain, "what one appends is another's"
+
+
+def test_no_other_prompt_is_taken_for_a_recent_one() -> None:
+    """Another root, other media, other tokens anywhere, fewer of them."""
+    recent, root = RecentPrompts(), root_key(NAMESPACE, None, b"")
+    prompt = list(range(100, 260))
+    SequenceKeys(root, prompt, 16, recent=recent).key(9)
+    others = [
+        (root_key(NAMESPACE, "salt", b""), prompt, ()),
+        (root, prompt, (MultimodalSpan("cat", 20, 8),)),
+        (root, [1, *prompt[1:]], ()),
+        (root, [*prompt[:80], 1, *prompt[81:]], ()),
+        (root, prompt[:-16], ()),
+    ]
+    for of, tokens, spans in others:
+        last = len(tokens) // 16 - 1
+        plain = SequenceKeys(of, tokens, 16, spans).key(last)
+        assert SequenceKeys(of, tokens, 16, spans, recent=recent).key(last) == plain
+
+
+def test_recent_prompts_are_few() -> None:
+    recent, root = RecentPrompts(), root_key(NAMESPACE, None, b"")
+    for number in range(3 * RECENT_PROMPTS):
+        SequenceKeys(root, [number] * 16, 16, recent=recent).key(0)
+    assert len(recent) == RECENT_PROMPTS

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// BLAKE3 without a key (https://github.com/BLAKE3-team/BLAKE3-specs): names of chunks, computed
+// where no lock of Python's is held. One thread, no vector instructions: names form a chain, and
+// each is the hash of about a kilobyte. tests/unit/test_keys.py compares it with the package
+// blake3.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace attnstore {
+
+using Digest = std::array<std::uint8_t, 32>;
+
+// Cost: about 1.5 ns a byte.
+Digest blake3(const std::uint8_t* data, std::size_t size);
+
+}  // namespace attnstore
