@@ -13,6 +13,7 @@ from attnstore_vllm.hints import HintReader, Hints
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import (
     MultimodalSpan,
+    RecentPrompts,
     SequenceKeys,
     approximate_root,
     moved_root,
@@ -224,8 +225,12 @@ class RequestState:
     moved: range | None = None
     """From the first to the last token of its blocks whose KV was moved, or is offered; None: all
     that it has is exact."""
+    recent: RecentPrompts | None = None
+    """The prompts that came before."""
     _root: Key | None = None
     _sequence: SequenceKeys | None = None
+    _inputs: tuple[float, ...] = ()
+    """Those of a session that its keys are of."""
 
     @property
     def stage(self) -> Stage:
@@ -303,24 +308,34 @@ class RequestState:
 
     @property
     def sequence(self) -> SequenceKeys:
-        """The keys of the request's tokens."""
-        if self._sequence is None or self.request.resumable:
-            # The next input of a streaming session may replace tokens that were not computed,
-            # and bring pictures.
-            tokens = self.request.all_token_ids
+        """The keys of the request's tokens: one object, which keeps what look-ups found."""
+        request = self.request
+        if self._sequence is None:
             root = self.root if self.moved is None else moved_root(self.root, self.moved.stop)
             self._sequence = SequenceKeys(
                 root,
-                tokens,
+                request.all_token_ids,
                 self.chunk_tokens,
-                spans_of(self.request) if self.request.mm_features else (),
+                spans_of(request) if request.mm_features else (),
                 finds_moved=self.may_find_moved,
+                recent=self.recent,
             )
             self._sequence.tenant = self.tenant
-            params = self.request.kv_transfer_params
+            params = request.kv_transfer_params
             is_brought = bool(params and params.get("do_remote_prefill"))  # by another connector
-            self._sequence.may_ask = not (is_brought or self.request.resumable)
+            self._sequence.may_ask = not (is_brought or request.resumable)
+            self._inputs = self._inputs_now() if request.resumable else ()
+        elif request.resumable and (inputs := self._inputs_now()) != self._inputs:
+            # The next input of a session replaces tokens that were not computed, and may bring
+            # pictures.
+            self._sequence.follow(spans_of(request) if request.mm_features else ())
+            self._inputs = inputs
         return self._sequence
+
+    def _inputs_now(self) -> tuple[float, ...]:
+        """What each input of a session changes (vLLM's Scheduler._update_request_as_session)."""
+        request = self.request
+        return (request.arrival_time, request.num_prompt_tokens, len(request.mm_features))
 
     @property
     def may_find_moved(self) -> bool:

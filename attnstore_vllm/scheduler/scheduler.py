@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.index.keys import SequenceKeys, approximate_root, root_key
+from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_root, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
@@ -143,6 +143,7 @@ class Scheduler:
         self._serves_adapters = serves_adapters
         self._alive: set[str] = set()  # also those that the store does not serve
         self.requests: dict[str, RequestState] = {}
+        self._recent = RecentPrompts()
         self.plans = OpenPlans(
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
@@ -207,6 +208,7 @@ class Scheduler:
         lora = request.lora_request
         adapter = NO_ADAPTER if lora is None else self.adapters.identity(lora)
         state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, self._media)
+        state.recent = self._recent
         self.requests[request.request_id] = state
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
         state.stores = hints.store and not is_doubtful

@@ -27,7 +27,7 @@ from attnstore_vllm.types import Key
 from tests.vllm.grouped import PAGE_BYTES, GroupedEngine, GroupedWorker, Kind, layer_of, state_of
 from tests.vllm.scripted import Limits
 from tests.vllm.scripted_worker import BLOCK, VOCAB, extend_kv, in_layer
-from tests.vllm.stepped import SteppedEngine, leave_to_chance
+from tests.vllm.stepped import SteppedEngine, leave_to_chance, prompt
 from tests.vllm.test_async_scheduling import drive, wait_until_quiet
 
 CHUNK = 64
@@ -79,11 +79,11 @@ def engine(case: Case, seed: int, model: Path, tmp_path: Path) -> Iterator[Group
     engine.close()
 
 
-def make(case: Case, seed: int, model: Path, tmp_path: Path) -> GroupedEngine:
+def make(case: Case, seed: int, model: Path, tmp_path: Path, **settings: object) -> GroupedEngine:
     return GroupedEngine(
         model, tmp_path / "store", kinds=case.kinds, num_blocks=case.num_blocks,
         depth=case.depth, seed=seed,
-        limits=Limits(chunk_tokens=CHUNK, dram_slots=case.dram_slots, nvme="8MiB"),
+        limits=Limits(chunk_tokens=CHUNK, dram_slots=case.dram_slots, nvme="8MiB"), **settings,
     )  # fmt: skip
 
 
@@ -212,6 +212,34 @@ def test_a_turn_finds_what_the_last_one_left(
     wanted, found = sum(turn[0] for turn in turns), sum(turn[1] for turn in turns)
     assert found > (0.65 if has_states else 0.95) * wanted, turns
     check_stored(engine)
+
+
+@pytest.mark.parametrize("resumable", [False, True], ids=["request", "session"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_second_that_parts_leaves_a_state_there(
+    model: Path, tmp_path: Path, depth: int, *, resumable: bool
+) -> None:
+    """A session as well as a request: its look-up has found where its prompt parts."""
+    case = Case("states", HYBRID, depth)
+    engine = make(case, 0, model, tmp_path, states_every="off")
+    common = prompt("common", 3 * CHUNK)
+    found = []
+    for number in range(3):
+        before = engine.worker.loaded_tokens
+        own = prompt(f"own {number}", 2 * CHUNK + 9)
+        engine.add(f"{number}", [*common, *own], 4, resumable=resumable)
+        if resumable:
+            for _ in range(30):
+                engine.step()
+            engine.add(f"{number}", [1], 1)  # the end of it
+        engine.drain()
+        wait_until_quiet(engine.ours)
+        assert engine.scheduler.reset_prefix_cache()
+        found.append(engine.worker.loaded_tokens - before)
+    num_blocks = len(common) // STATE.block + 1  # and the state
+    assert found == [0, 0, num_blocks * BLOCK]
+    check_stored(engine)
+    engine.close()
 
 
 @pytest.mark.parametrize("seed", [0])

@@ -300,6 +300,8 @@ def state_of(tokens: list[int], *, resumable: bool) -> RequestState:
         mm_features=[],
         cache_salt=None,
         kv_transfer_params=None,
+        arrival_time=0.0,
+        num_prompt_tokens=len(tokens),
     )
     return RequestState(request, b"", b"", CHUNK, adapter=b"", finds_moved=True)
 
@@ -308,12 +310,40 @@ def test_tokens_that_are_replaced_have_keys_of_their_own() -> None:
     """Also where the key of a chunk with such a token was asked for before."""
     tokens = prompt("session", 2 * CHUNK)
     state = state_of(tokens, resumable=True)
-    before = [state.sequence.key(0), state.sequence.key(1)]
+    sequence = state.sequence
+    before = [sequence.key(0), sequence.key(1)]
+    sequence.spine_stop = 2 * CHUNK
     tokens[-1:] = [tokens[-1] + 1, *prompt("turn 1", CHUNK)]
+    vars(state.request).update(num_prompt_tokens=len(tokens), arrival_time=1.0)
     anew = state_of(list(tokens), resumable=False).sequence
     assert state.sequence.keys(0, 3) == anew.keys(0, 3)
     assert state.sequence.key(0) == before[0]
     assert state.sequence.key(1) != before[1]
+    assert state.sequence is sequence
+    assert sequence.spine_stop == CHUNK, "what was found of other tokens is believed"
+
+
+def test_an_input_that_replaces_no_token_changes_no_key() -> None:
+    """Nor is what the last look-up found forgotten."""
+    tokens = prompt("session", 2 * CHUNK + 7)
+    state = state_of(tokens, resumable=True)
+    before = state.sequence.keys(0, 2)
+    state.sequence.spine_stop = 2 * CHUNK
+    tokens += prompt("turn 1", CHUNK)
+    vars(state.request).update(num_prompt_tokens=len(tokens), arrival_time=1.0)
+    assert state.sequence.keys(0, 2) == before
+    assert state.sequence.spine_stop == 2 * CHUNK
+
+
+def test_fewer_tokens_than_before_have_fewer_keys() -> None:
+    tokens = prompt("session", 3 * CHUNK)
+    state = state_of(tokens, resumable=True)
+    before = state.sequence.keys(0, 3)
+    del tokens[CHUNK + 3 :]
+    vars(state.request).update(arrival_time=1.0)
+    assert state.sequence.keys(0, 1) == before[:1]
+    with pytest.raises(AssertionError):
+        state.sequence.key(1)
 
 
 def test_the_keys_of_other_requests_are_kept() -> None:
