@@ -45,6 +45,8 @@ EARLY_S = 1e-6
 NEXT_AGE_S = np.append(EDGES_S[1:-1], math.inf) - EARLY_S
 """[age] where the next one begins."""
 LANES_MIN = 16
+FEW = 8
+"""Up to so many ends are looked at one by one, which is sooner than all at once."""
 PRIORITY_FACTORS = {ENDED_PRIORITY: 1e-30, -2: 1 / 4096, -1: 1 / 16, 0: 1.0, 1: 16.0}
 """Factors of a run's worth, by priority. A factor and not an order: worth falls with age, so what
 nobody comes back to leaves in the end, whatever somebody said of it. What has ended is worth
@@ -167,15 +169,14 @@ class ByReturn(Generic[K]):
             if end is None or self._rank(end) >= least:
                 self._pass_none_over()
                 break
-            place = end >> 1
-            keys = reversed(self._keys[place]) if end & 1 else iter(self._keys[place])
-            for depth, key in zip(range(KEYS_MAX), keys, strict=False):
-                if not can_go(key):
-                    continue
-                rank = (self.worth(key, now), *self._rank(end)[1:]) if depth else self._rank(end)
-                if found is None or rank < least:
-                    found, least = key, rank
+            depth, key = self._first_that_can(end, can_go)
+            if depth == 0:  # as is so nearly always
+                found = key
                 break
+            if key is not None:
+                rank = self.worth(key, now), *self._rank(end)[1:]
+                if rank < least:
+                    found, least = key, rank
             self._passed.append(end)
             self._worth[end] = math.inf
         if found is not None:
@@ -253,8 +254,13 @@ class ByReturn(Generic[K]):
         if table is not self._table or now < self._looked_at:  # or a clock that went back
             self._due[np.repeat(self._number > 0, 2)] = -math.inf
         self._table, self._looked_at = table, now
-        ends = np.flatnonzero(self._due <= now)
-        if not len(ends):
+        ends = (self._due <= now).nonzero()[0]
+        if len(ends) <= FEW:
+            for end in ends.tolist():
+                lane, since = self._lanes[end >> 1], self._since.item(end)
+                age = age_of(now - since)
+                self._worth[end] = lane.factor * table.item(lane.kind, age)
+                self._due[end] = since + NEXT_AGE_S.item(age)
             return
         since, places = self._since[ends], ends >> 1
         ages = ages_of(now - since)
@@ -265,19 +271,28 @@ class ByReturn(Generic[K]):
         """The end that is worth least; None if there is none left."""
         if not self._places:
             return None
-        least = self._worth.min()
+        least = self._worth.item(self._worth.argmin())
         if least == math.inf:
             return None
-        ends = np.flatnonzero(self._worth == least)
-        if len(ends) > 1:
-            stays = self._stays[ends >> 1]
-            if not stays.all():
-                ends = ends[~stays]
+        ends = (self._worth == least).nonzero()[0]
+        if len(ends) <= FEW:
+            return min(ends.tolist(), key=self._rank)
+        stays = self._stays[ends >> 1]
+        if not stays.all():
+            ends = ends[~stays]
         return int(ends[self._number[ends >> 1].argmin()])
 
     def _rank(self, end: int) -> tuple[float, bool, int]:
         place = end >> 1
         return self._worth.item(end), self._stays.item(place), self._number.item(place)
+
+    def _first_that_can(self, end: int, can_go: Callable[[K], bool]) -> tuple[int, K | None]:
+        """The key that goes first there, and how many are before it."""
+        keys = self._keys[end >> 1]
+        for depth, key in zip(range(KEYS_MAX), reversed(keys) if end & 1 else keys, strict=False):
+            if can_go(key):
+                return depth, key
+        return KEYS_MAX, None
 
     def _pass_none_over(self) -> None:
         """What could not go may have been let go."""
