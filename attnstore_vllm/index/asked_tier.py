@@ -132,7 +132,7 @@ class AskedBooks(TierBehind):
         self.owned: dict[int, Chunk] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._until: dict[int, float] = {}
-        self._ends = LazyHeap[int](self._until.get)
+        self.ends = LazyHeap[int](self._until.get)
         self._fresh: dict[int, None] = {}  # written, and without a lease until the next look
 
     def orders(self) -> list[Departures]:
@@ -171,7 +171,7 @@ class AskedBooks(TierBehind):
         is_new = slot not in self._until
         self._until[slot] = until
         if is_new:  # else it lasts longer, which the heap finds
-            self._ends.push(until, slot)
+            self.ends.push(until, slot)
 
     def believes(self, slot: int, now: float) -> bool:
         """Whether its lease lasts. What was just written has one from the next look on."""
@@ -180,7 +180,7 @@ class AskedBooks(TierBehind):
 
     def has_ended(self, now: float) -> bool:
         """Whether ended() has more to look at. Cost: O(1)."""
-        return self._ends.is_due(now)
+        return self.ends.is_due(now)
 
     def ended(self, now: float) -> list[Chunk]:
         """Chunks that are not believed to be there any more, ENDED_MAX at most. Cost: O(log
@@ -190,17 +190,17 @@ class AskedBooks(TierBehind):
                 self.lease(slot, now + WRITTEN_LEASE_S)
         self._fresh.clear()
         found: list[Chunk] = []
-        for slot in self._ends.take(now, ENDED_MAX):
+        for slot in self.ends.take(now, ENDED_MAX):
             if self._can_go(slot):
                 found.append(self.owned[slot])
             else:
                 self._until[slot] = now + LOOK_AGAIN_S
-                self._ends.push(self._until[slot], slot)
+                self.ends.push(self._until[slot], slot)
         return found
 
     def victim(self, chunk: Chunk, now: float) -> tuple[int | None, bool]:
         """Among the first few: the entry whose lease ends first. It is forgotten, not evicted."""
-        return self._ends.find(self._can_go, ENDED_MAX), False
+        return self.ends.find(self._can_go, ENDED_MAX), False
 
     def place_in_dram(self, chunk: Chunk) -> None:
         """Chunks that came from here, or that end at a time, are not written back."""

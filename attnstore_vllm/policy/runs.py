@@ -296,7 +296,7 @@ class Fit:
 
 @cache
 def _prior() -> Fit:
-    """What is believed before anything was seen."""
+    """The fit before anything was seen."""
     p, q = np.full(NUM_KINDS, 0.5), np.tile(PRIOR_HAZARD, (_NUM_CLASSES, 1))
     return Fit(p, q, np.zeros(_DESIGN.shape[1]), _gittins(p, q))
 

@@ -83,7 +83,7 @@ def test_leases_that_are_renewed_end_all_the_same(tier: Tier) -> None:
         tier.residency.now = 0.01 * number
         for other in range(ENTRIES):
             assert tier.say(other) is None, "no news"
-    assert len(tier.books._ends) <= 2 * ENTRIES + STALE_MAX
+    assert len(tier.books.ends) <= 2 * ENTRIES + STALE_MAX
     for second in range(2, 61):
         tier.turn(float(second))
     assert tier.books.num_used == 0
@@ -140,8 +140,7 @@ def test_entries_that_come_and_go_take_no_memory(tier: Tier) -> None:
         chunk = tier.say(number, 1e6)
         assert chunk is not None
         tier.residency.drop(chunk)
-    assert len(tier.books._ends) <= STALE_MAX + 2
-    assert not tier.books._until
+    assert len(tier.books.ends) <= STALE_MAX + 2
 
 
 class Clock:

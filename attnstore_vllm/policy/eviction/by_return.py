@@ -53,15 +53,15 @@ nobody comes back to leaves in the end, whatever somebody said of it. What has e
 less than anything else, whatever its age."""
 
 
-class Lane(NamedTuple):
+class AgeLane(NamedTuple):
     """Keys that differ in their age alone."""
 
     kind: int
     """A row of the table of what kinds are worth."""
     factor: float
-    """Of that worth."""
+    """By which that worth is multiplied."""
     stays: bool
-    """Of keys that are worth the same, those without go first."""
+    """Whether its keys go after others that are worth the same."""
 
 
 class ByReturn(Generic[K]):
@@ -78,7 +78,7 @@ class ByReturn(Generic[K]):
 
     def __init__(
         self,
-        lane: Callable[[K], Lane],
+        lane: Callable[[K], AgeLane],
         since: Callable[[K], float],
         worths: Callable[[], npt.NDArray[np.float64]],
     ) -> None:
@@ -88,9 +88,9 @@ class ByReturn(Generic[K]):
         self.clear()
 
     def clear(self) -> None:
-        self._places: dict[Lane, int] = {}
+        self.places: dict[AgeLane, int] = {}
         self._place_of: dict[K, int] = {}
-        self._lanes: list[Lane] = []  # by place, as all that follows
+        self._lanes: list[AgeLane] = []  # by place, as all that follows
         self._keys: list[OrderedDict[K, None]] = []  # each oldest first
         self._free: list[int] = []
         self._opened = 0
@@ -110,7 +110,7 @@ class ByReturn(Generic[K]):
 
     def add(self, key: K) -> None:
         lane = self._lane(key)
-        place = self._places.get(lane)
+        place = self.places.get(lane)
         if place is None:
             place = self._open(lane)
         self._place_of[key] = place
@@ -188,7 +188,7 @@ class ByReturn(Generic[K]):
         """See Order. Of each lane the newest. Cost: one pass over the lanes."""
         self._pass_none_over()
         self._look(now)
-        if not self._places:
+        if not self.places:
             return None
         worth = np.where(self._number, self._worth[1::2], -1.0)
         most = np.flatnonzero(worth == worth.max())
@@ -210,10 +210,10 @@ class ByReturn(Generic[K]):
 
     # ---- lanes ---------------------------------------------------------------------------
 
-    def _open(self, lane: Lane) -> int:
+    def _open(self, lane: AgeLane) -> int:
         if not self._free:
             self._grow()
-        place = self._places[lane] = self._free.pop()
+        place = self.places[lane] = self._free.pop()
         self._opened += 1
         self._lanes[place] = lane
         self._number[place] = self._opened
@@ -221,7 +221,7 @@ class ByReturn(Generic[K]):
         return place
 
     def _close(self, place: int) -> None:
-        del self._places[self._lanes[place]]
+        del self.places[self._lanes[place]]
         self._number[place] = 0
         ends = slice(2 * place, 2 * place + 2)
         self._worth[ends] = self._due[ends] = math.inf
@@ -231,7 +231,7 @@ class ByReturn(Generic[K]):
         """Make room for as many lanes again. Cost: all lanes."""
         before, size = len(self._lanes), max(2 * len(self._lanes), LANES_MIN)
         self._free += range(size - 1, before - 1, -1)
-        self._lanes += [Lane(0, 0.0, False)] * (size - before)
+        self._lanes += [AgeLane(0, 0.0, False)] * (size - before)
         self._keys += [OrderedDict[K, None]() for _ in range(size - before)]
         self._number = _longer(self._number, size, 0)
         self._kind = _longer(self._kind, size, 0)
@@ -269,7 +269,7 @@ class ByReturn(Generic[K]):
 
     def _least(self) -> int | None:
         """The end that is worth least; None if there is none left."""
-        if not self._places:
+        if not self.places:
             return None
         least = self._worth.item(self._worth.argmin())
         if least == math.inf:
@@ -295,7 +295,7 @@ class ByReturn(Generic[K]):
         return KEYS_MAX, None
 
     def _pass_none_over(self) -> None:
-        """What could not go may have been let go."""
+        """Look again at what could not go: it may have been let go."""
         if self._passed:
             held = np.array(self._passed)
             self._due[held[self._number[held >> 1] > 0]] = -math.inf
@@ -309,11 +309,10 @@ def _longer(array: npt.NDArray[T], size: int, fill: float) -> npt.NDArray[T]:
 
 
 def by_return(estimator: ReturnEstimator) -> ByReturn[Run]:
-    """Of each kind the runs of one priority stand apart, in a lane of their own: what they are
-    worth is multiplied by a factor. Of one request, what others share is before what is its own,
-    and stays."""
+    """The order that servers use. Runs of one kind and priority have a lane of their own. In a
+    request, what others share is before what is its own, and stays."""
     return ByReturn(
-        lambda run: Lane(run.kind, PRIORITY_FACTORS[run.priority], run.is_shared),
+        lambda run: AgeLane(run.kind, PRIORITY_FACTORS[run.priority], run.is_shared),
         lambda run: run.since,
         lambda: estimator.worths,
     )
