@@ -215,18 +215,23 @@ def many(order: Departures, lanes: int, a_lane: int = 4) -> list[Run]:
     return runs
 
 
+def noted(asked: list[int], slot: int, answer: bool) -> bool:
+    asked.append(slot)
+    return answer
+
+
 @pytest.mark.parametrize("lanes", [1, 100, 4000])
 def test_many_lanes_cost_a_decision_no_more_looks(lanes: int) -> None:
     order = departures("attnstore", 4 * lanes, ReturnEstimator())
     many(order, lanes)
     asked: list[int] = []
     for number in range(3):
-        slot = order.victim(1000.0 + 60 * number, lambda slot: asked.append(slot) is None)
+        slot = order.victim(1000.0 + 60 * number, lambda slot: noted(asked, slot, True))
         assert slot is not None
         order.remove(slot)
     assert len(asked) == 3
     asked.clear()
-    assert order.victim(1200.0, lambda slot: asked.append(slot) is not None) is None
+    assert order.victim(1200.0, lambda slot: noted(asked, slot, False)) is None
     assert len(asked) <= 1 + ENDS_MAX * KEYS_MAX
 
 

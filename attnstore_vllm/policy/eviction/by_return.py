@@ -262,10 +262,10 @@ class ByReturn(Generic[K]):
                 self._worth[end] = lane.factor * table.item(lane.kind, age)
                 self._due[end] = since + NEXT_AGE_S.item(age)
             return
-        since, places = self._since[ends], ends >> 1
-        ages = ages_of(now - since)
+        began, places = self._since[ends], ends >> 1
+        ages = ages_of(now - began)
         self._worth[ends] = self._factor[places] * table[self._kind[places], ages]
-        self._due[ends] = since + NEXT_AGE_S[ages]
+        self._due[ends] = began + NEXT_AGE_S[ages]
 
     def _least(self) -> int | None:
         """The end that is worth least; None if there is none left."""
