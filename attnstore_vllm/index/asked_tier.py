@@ -4,13 +4,15 @@
 Others put chunks there and take them away. So an entry is hearsay with a lease. While the lease
 lasts, or a waiting request wants the chunk, a look-up finds it, and the load that follows verifies
 it. A load that fails drops the entry: the tokens are computed. Nothing is evicted there by us.
+
+A look-up asks whether the lease lasts (believes()), so it ends on time. The heap of ends only frees
+what has ended, some entries a turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.dram_tier import DramTier
@@ -19,12 +21,13 @@ from attnstore_vllm.index.moved import Movable, MovedKv
 from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.tier import Pin, Pins, TierBehind
 from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.lazy_heap import LazyHeap
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import Run, unknown_run
 from attnstore_vllm.types import Key
 
 ENDED_MAX = 64
-"""Leases that one look ends."""
+"""Leases that one look ends, or finds renewed."""
 LOOK_AGAIN_S = 1.0
 """An entry that is read or waited for when its lease ends stays for so long, and then again."""
 CHUNKS_MAX = 1024
@@ -129,8 +132,8 @@ class AskedBooks(TierBehind):
         self.owned: dict[int, Chunk] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._until: dict[int, float] = {}
-        self._ends: list[tuple[float, int]] = []  # a heap; may name what has gone
-        self._fresh: list[int] = []  # written, and without a lease until the next look
+        self.ends = LazyHeap[int](self._until.get)
+        self._fresh: dict[int, None] = {}  # written, and without a lease until the next look
 
     def orders(self) -> list[Departures]:
         return [self.waiting]
@@ -152,20 +155,32 @@ class AskedBooks(TierBehind):
         slot = chunk.at(self.name).slot
         assert self.owned.pop(slot) is chunk
         self._until.pop(slot, None)
+        self._fresh.pop(slot, None)
         self._free.append(slot)
 
     def abandon(self, chunk: Chunk) -> None:
         self._until.pop(chunk.at(self.name).slot, None)
 
     def written(self, chunk: Chunk) -> None:
-        self._fresh.append(chunk.at(self.name).slot)
+        self._fresh[chunk.at(self.name).slot] = None
 
     def lease(self, slot: int, until: float) -> None:
         """The entry is believed until then; what was believed longer stays so."""
         if until <= self._until.get(slot, until - 1):
             return
+        is_new = slot not in self._until
         self._until[slot] = until
-        heappush(self._ends, (until, slot))
+        if is_new:  # else it lasts longer, which the heap finds
+            self.ends.push(until, slot)
+
+    def believes(self, slot: int, now: float) -> bool:
+        """Whether its lease lasts. What was just written has one from the next look on."""
+        until = self._until.get(slot)
+        return until > now if until is not None else slot in self._fresh
+
+    def has_ended(self, now: float) -> bool:
+        """Whether ended() has more to look at. Cost: O(1)."""
+        return self.ends.is_due(now)
 
     def ended(self, now: float) -> list[Chunk]:
         """Chunks that are not believed to be there any more, ENDED_MAX at most. Cost: O(log
@@ -175,23 +190,17 @@ class AskedBooks(TierBehind):
                 self.lease(slot, now + WRITTEN_LEASE_S)
         self._fresh.clear()
         found: list[Chunk] = []
-        for _ in range(ENDED_MAX):
-            if not self._ends or self._ends[0][0] > now:
-                break
-            until, slot = heappop(self._ends)
-            if self._until.get(slot) != until:
-                continue
+        for slot in self.ends.take(now, ENDED_MAX):
             if self._can_go(slot):
                 found.append(self.owned[slot])
             else:
-                self.lease(slot, now + LOOK_AGAIN_S)
+                self._until[slot] = now + LOOK_AGAIN_S
+                self.ends.push(self._until[slot], slot)
         return found
 
     def victim(self, chunk: Chunk, now: float) -> tuple[int | None, bool]:
         """Among the first few: the entry whose lease ends first. It is forgotten, not evicted."""
-        near = sorted(self._ends[:ENDED_MAX])
-        live = (slot for until, slot in near if self._until.get(slot) == until)
-        return next(filter(self._can_go, live), None), False
+        return self.ends.find(self._can_go, ENDED_MAX), False
 
     def place_in_dram(self, chunk: Chunk) -> None:
         """Chunks that came from here, or that end at a time, are not written back."""
@@ -243,6 +252,19 @@ def enter(residency: Residency, tier: AskedBooks, found: Found, until: float) ->
     tier.lease(slot, until)
     residency.counts["found"] += 1
     return chunk
+
+
+def is_believed(residency: Residency, chunk: Chunk) -> bool:
+    """Whether some tier is taken to have it: where it is known by asking alone, while the lease
+    lasts or a waiting request wants it."""
+    return (
+        chunk.dram.state is not State.ABSENT
+        or chunk in residency.look_ahead.wanted_by
+        or any(
+            tier.name in chunk.behind and tier.believes(chunk.at(tier.name).slot, residency.now)
+            for tier in residency.behind
+        )
+    )
 
 
 def end_leases(residency: Residency, tier: AskedBooks, moved: MovedKv) -> None:

@@ -13,17 +13,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.lazy_heap import LazyHeap
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import Run
 
 ENDED_MAX = 64
 """Pins that one look ends."""
-STALE_MAX = 16
-"""The heap forgets what is not pinned any more when it is more than this and what is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class Pins(dict[int, Pin]):
         self._share = share
         self._tenant_share = tenant_share
         self._per_tenant: Counter[bytes] = Counter()
-        self._ends: list[tuple[float, int]] = []  # a heap; may name what has gone or lasts longer
+        self._ends = LazyHeap[int](self._end_of)
 
     def add(self, slot: int, pin: Pin, num_slots: int) -> bool:
         """Pin the slot, or let its pin last longer. False: it would be beyond the share.
@@ -65,10 +63,8 @@ class Pins(dict[int, Pin]):
                 return False
             self._per_tenant[pin.tenant] += 1
         self[slot] = pin
-        heappush(self._ends, (pin.until, slot))
-        if len(self._ends) > 2 * len(self) + STALE_MAX:
-            self._ends = [(pin.until, slot) for slot, pin in self.items()]
-            heapify(self._ends)
+        if before is None:  # else it lasts longer, which the heap finds
+            self._ends.push(pin.until, slot)
         return True
 
     def remove(self, slot: int) -> None:
@@ -81,14 +77,14 @@ class Pins(dict[int, Pin]):
 
     def take_ended(self, now: float) -> list[int]:
         """Slots whose pin has ended, ENDED_MAX at most; they are pinned no longer."""
-        ended: list[int] = []
-        while self._ends and self._ends[0][0] <= now and len(ended) < ENDED_MAX:
-            _, slot = heappop(self._ends)
-            pin = self.get(slot)
-            if pin is not None and pin.until <= now:
-                self.remove(slot)
-                ended.append(slot)
+        ended = self._ends.take(now, ENDED_MAX)
+        for slot in ended:
+            self.remove(slot)
         return ended
+
+    def _end_of(self, slot: int) -> float | None:
+        pin = self.get(slot)
+        return pin.until if pin is not None else None
 
 
 class Tier(ABC):
@@ -221,6 +217,10 @@ class TierBehind(Tier):
             self.waiting_if_room[slot] = None
         else:
             self.waiting_if_room.pop(slot, None)
+
+    def believes(self, slot: int, now: float) -> bool:
+        """Whether what it is said to have in this slot is taken to be there."""
+        return True
 
     def waits_for(self, slot: int) -> bool:
         """Whether what this slot of DRAM has is to be written here."""

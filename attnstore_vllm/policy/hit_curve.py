@@ -25,10 +25,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
 from operator import add
 from typing import NamedTuple
 
+from attnstore_vllm.policy.lazy_heap import LazyHeap
 from attnstore_vllm.policy.tails import Tails
 from attnstore_vllm.types import TOKEN_BYTES
 
@@ -102,8 +102,8 @@ class HitCurve:
         """The number of the last use of each followed chunk."""
         self._times: list[int] = []
         """Those numbers, in order."""
-        self._largest: list[int] = []
-        """A heap of followed chunks, largest first: negated. And of tails that were replaced."""
+        self._largest = LazyHeap[int](self._rank_of)
+        """Followed chunks, largest first."""
         self._tails = Tails()
         """The tails among the followed chunks."""
         self._now = 0
@@ -211,7 +211,7 @@ class HitCurve:
     def _touch(self, chunk: int) -> None:
         at = self._used_at.get(chunk)
         if at is None:
-            heappush(self._largest, -chunk)
+            self._largest.push(-chunk, chunk)
         else:
             del self._times[bisect_left(self._times, at)]
         self._now += 1
@@ -221,17 +221,17 @@ class HitCurve:
             self._lower()
 
     def _leave(self, chunk: int) -> None:
-        """It has no slot any more. The heap learns it later."""
+        """It has no slot any more."""
         del self._times[bisect_left(self._times, self._used_at.pop(chunk))]
         self._tails.remove(chunk)
-        if len(self._largest) > 2 * self._sampled_max:
-            self._largest = [-followed for followed in self._used_at]
-            heapify(self._largest)
+
+    def _rank_of(self, chunk: int) -> int | None:
+        return -chunk if chunk in self._used_at else None
 
     def _lower(self) -> None:
         """Follow fewer: the largest goes, and whatever is as large from now on."""
-        while (largest := -heappop(self._largest)) not in self._used_at:
-            pass
+        largest = self._largest.first()
+        assert largest is not None
         self._threshold = largest
         self._leave(largest)
 

@@ -18,10 +18,10 @@ import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
+
+from attnstore_vllm.policy.lazy_heap import LazyHeap
 
 C = TypeVar("C", bound=Hashable)
 """A chunk, or whatever stands for one."""
@@ -33,8 +33,9 @@ LOOK_MAX = 64
 
 Order = tuple[float, float, str]
 """Requests run in ascending order of this. The last is the request's id."""
-_Entry = tuple[float, float, int, int, C]
-"""The order of the nearest request that wants a chunk, backwards; its depth there; a number; it."""
+_Rank = tuple[float, float, int, int]
+"""The order of the nearest request that wants a chunk, backwards; its depth there; a number. The
+farthest is the lowest."""
 LAST: Order = (math.inf, 0.0, "")
 """The order of a chunk that no request waits for."""
 
@@ -45,47 +46,6 @@ class _Waiting(Generic[C]):
     wants: tuple[C, ...] = ()
 
 
-class _FarthestFirst(Generic[C]):
-    """Chunks by the nearest request that wants each. A call costs O(log chunks), amortized.
-
-    Args:
-        entries: the one that counts of each chunk. Others are found outdated when they are met.
-        without: chunks that are passed over, as if they had no entry.
-    """
-
-    def __init__(self, entries: dict[C, _Entry[C]], without: AbstractSet[C]) -> None:
-        self._heap: list[_Entry[C]] = []
-        self._entries = entries
-        self._without = without
-
-    def put(self, entry: _Entry[C]) -> None:
-        """An entry that counts. May be said again: it is met twice then."""
-        heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._entries) + LOOK_MAX:  # most of it is outdated
-            self._heap = [e for chunk, e in self._entries.items() if chunk not in self._without]
-            heapify(self._heap)
-
-    def first(self, beyond: Order | None, can_go: Callable[[C], bool]) -> C | None:
-        """The farthest that can go, and is farther than `beyond`."""
-        heap, found = self._heap, None
-        aside: list[_Entry[C]] = []
-        while heap and len(aside) < LOOK_MAX:
-            entry = heap[0]
-            chunk = entry[-1]
-            if self._entries.get(chunk) is not entry or chunk in self._without:
-                heappop(heap)
-                continue
-            if beyond is not None and (-entry[0], -entry[1]) <= beyond[:2]:
-                break
-            if can_go(chunk):
-                found = chunk
-                break
-            aside.append(heappop(heap))
-        for entry in aside:
-            heappush(heap, entry)
-        return found
-
-
 class LookAhead(Generic[C]):
     """See the module. Cost of each call: O(chunks of one request * log(all that is wanted))."""
 
@@ -94,14 +54,16 @@ class LookAhead(Generic[C]):
         self._queue: list[Order] = []
         self.wanted_by: dict[C, dict[str, int]] = {}
         """By which requests, and how deep in their prompts."""
-        self._nearest: dict[C, _Entry[C]] = {}
+        self._nearest: dict[C, _Rank] = {}
         """By the nearest request that wants the chunk; none for chunks that SHARED_MIN want."""
         self._absent: set[C] = set()
         """Wanted, to be fetched, and not on its way."""
         self._missing: list[Order] = []
         """Requests that may want something absent; in order, and tidied late."""
-        self._all = _FarthestFirst[C](self._nearest, frozenset())
-        self._present = _FarthestFirst[C](self._nearest, self._absent)
+        self._all = LazyHeap[C](self._nearest.get)
+        self._present = LazyHeap[C](
+            lambda chunk: self._nearest.get(chunk) if chunk not in self._absent else None
+        )
         self._count = itertools.count()
         self._last = self._first = 0.0
 
@@ -204,18 +166,19 @@ class LookAhead(Generic[C]):
         before = self._nearest.get(chunk)
         if before is not None and before[:3] == (-order[0], -order[1], -depth):
             return
-        entry = (-order[0], -order[1], -depth, next(self._count), chunk)
-        self._nearest[chunk] = entry
-        self._all.put(entry)
-        if chunk not in self._absent:
-            self._present.put(entry)
+        rank = (-order[0], -order[1], -depth, next(self._count))
+        self._nearest[chunk] = rank
+        if before is None or rank < before:  # else it has risen, which the heaps find
+            self._all.push(rank, chunk)
+            if chunk not in self._absent:
+                self._present.push(rank, chunk)
 
     def _put_present(self, chunks: Iterable[C]) -> None:
         """These are absent no longer."""
         for chunk in chunks:
-            entry = self._nearest.get(chunk)
-            if entry is not None:
-                self._present.put(entry)
+            rank = self._nearest.get(chunk)
+            if rank is not None:
+                self._present.push(rank, chunk)
 
     def lost(self, chunk: C) -> list[C]:
         """The chunk is in no tier any more: who wants it wants nothing from it on.
@@ -326,11 +289,12 @@ class LookAhead(Generic[C]):
         Args:
             beyond: of the request that needs the room; None: any may be given up.
         """
-        return self._present.first(beyond, can_go)
+        before = (-beyond[0], -beyond[1]) if beyond is not None else None
+        return self._present.find(can_go, LOOK_MAX, before)
 
     def farthest_of_all(self, can_go: Callable[[C], bool]) -> C | None:
         """The chunk to give up for good, wherever it is."""
-        return self._all.first(None, can_go)
+        return self._all.find(can_go, LOOK_MAX)
 
 
 def _has(orders: list[Order], order: Order) -> bool:

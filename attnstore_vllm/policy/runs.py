@@ -29,8 +29,10 @@ Runs are followed whether or not their chunks are still stored: nobody learns fr
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -102,9 +104,15 @@ def answered(kind: int, num_tokens: int) -> int:
 
 def age_of(seconds: float) -> int:
     """The age, an index of WIDTHS_S."""
-    if seconds < FIRST_S:
-        return 0
-    return min(int(2 * math.log2(seconds / FIRST_S)) + 1, NUM_AGES - 1)
+    return bisect_right(_BEGINNINGS_S, seconds)
+
+
+def ages_of(seconds: Array) -> npt.NDArray[np.int64]:
+    """age_of() of each."""
+    return np.searchsorted(EDGES_S[1:-1], seconds, side="right")
+
+
+_BEGINNINGS_S: list[float] = EDGES_S[1:-1].tolist()
 
 
 _FACTORS = np.indices(SHAPE).reshape(len(SHAPE), NUM_KINDS)
@@ -155,8 +163,7 @@ class ReturnEstimator:
         # [kind, age], in weights: runs that returned at that age; that were followed up to it.
         self._returned = np.zeros((NUM_KINDS, NUM_AGES))
         self._departed = np.zeros((NUM_KINDS, NUM_AGES))
-        p, q = np.full(NUM_KINDS, 0.5), np.tile(PRIOR_HAZARD, (_NUM_CLASSES, 1))
-        self._fit = Fit(p, q, np.zeros(_DESIGN.shape[1]), {})
+        self._fit = _prior()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -229,7 +236,12 @@ class ReturnEstimator:
 
     def worth(self, kind: int, seconds: float) -> float:
         """Expected returns per second of a slot whose run has not returned for that long."""
-        return self._fit.worth(kind)[age_of(seconds)]
+        return float(self._fit.worths.item(kind, age_of(seconds)))
+
+    @property
+    def worths(self) -> Array:
+        """[kind, age] what worth() says. Never changed: another array, once more was learned."""
+        return self._fit.worths
 
     def returns(self, kind: int) -> float:
         """The probability that a run of this kind returns at all."""
@@ -278,15 +290,15 @@ class Fit:
     """[class, age] of those that do, to return at this age, if not before."""
     coefficients: Array
     """Coefficients of the regression."""
-    rows: dict[int, list[float]]
-    """Returns a second, [age], by kind: of those that were seen or asked for."""
+    worths: Array
+    """[kind, age] returns a second. Of all kinds: whoever evicts has no time to work one out."""
 
-    def worth(self, kind: int) -> list[float]:
-        """[age] returns a second. Cost: O(1), or some 0.2 ms for a kind that was never seen."""
-        row = self.rows.get(kind)
-        if row is None:
-            row = self.rows[kind] = _gittins(self.p, self.q, np.array([kind]))[0].tolist()
-        return row
+
+@cache
+def _prior() -> Fit:
+    """The fit before anything was seen."""
+    p, q = np.full(NUM_KINDS, 0.5), np.tile(PRIOR_HAZARD, (_NUM_CLASSES, 1))
+    return Fit(p, q, np.zeros(_DESIGN.shape[1]), _gittins(p, q))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -310,17 +322,14 @@ class Observed:
     def fit(self) -> Fit:
         """Pure. Cost: some milliseconds."""
         live = np.flatnonzero(self.is_open)
-        ages = np.searchsorted(EDGES_S, self.now - self.since[live], side="right") - 1
-        cells = self.kind[live] * NUM_AGES + np.clip(ages, 0, NUM_AGES - 1)
+        cells = self.kind[live] * NUM_AGES + ages_of(self.now - self.since[live])
         counts = np.bincount(cells, self.weight[live], NUM_KINDS * NUM_AGES)
         waiting = self.departed + counts.reshape(NUM_KINDS, NUM_AGES)
         b = self.before
         p, q, coefficients = _fit(
             self.returned / self.run, waiting / self.run, b.p, b.q, b.coefficients
         )
-        seen = np.flatnonzero((self.returned + waiting).any(axis=1))
-        rows = dict(zip(seen.tolist(), _gittins(p, q, seen).tolist(), strict=True))
-        return Fit(p, q, coefficients, rows)
+        return Fit(p, q, coefficients, _gittins(p, q))
 
 
 def _fit(
@@ -375,18 +384,18 @@ def _hazard(returned: Array, waiting: Array, prior: Array, prior_runs: float) ->
     return (returned + prior_runs * prior) / (reached + prior_runs)
 
 
-def _gittins(p: Array, q: Array, kinds: npt.NDArray[np.int64]) -> Array:
-    """[of these kinds, age] the best ratio of returns to seconds, over all times to keep a slot."""
+def _gittins(p: Array, q: Array) -> Array:
+    """[kind, age] the best ratio of returns to seconds, over all times to keep a slot."""
     survival = np.cumprod(1 - q, axis=1)
-    survival = np.concatenate([np.ones((_NUM_CLASSES, 1)), survival], axis=1)[_CLASSES[kinds]]
-    alive = 1 - p[kinds, None] * (1 - survival)
-    seconds = np.cumsum(WIDTHS_S * (alive[:, 1:] + alive[:, :-1]) / 2, axis=1)
-    seconds = np.concatenate([np.zeros((len(kinds), 1)), seconds], axis=1)
-    best = np.zeros((len(kinds), NUM_AGES))
+    survival = np.concatenate([np.ones((_NUM_CLASSES, 1)), survival], axis=1)[_CLASSES]
+    alive = np.ascontiguousarray((1 - p[:, None] * (1 - survival)).T)  # [age, kind]: rows are long
+    seconds = np.cumsum(WIDTHS_S[:, None] * (alive[1:] + alive[:-1]) / 2, axis=0)
+    seconds = np.concatenate([np.zeros((1, NUM_KINDS)), seconds])
+    best = np.zeros((NUM_AGES, NUM_KINDS))
     for age in range(NUM_AGES):
-        returns = alive[:, age, None] - alive[:, age + 1 :]
-        best[:, age] = (returns / (seconds[:, age + 1 :] - seconds[:, age, None])).max(axis=1)
-    return best
+        ratios = (alive[age] - alive[age + 1 :]) / (seconds[age + 1 :] - seconds[age])
+        best[age] = ratios.max(axis=0)
+    return np.ascontiguousarray(best.T)
 
 
 ENDED_PRIORITY = -3

@@ -141,6 +141,8 @@ class AskedIo(TierIo):
         with context.progress:
             context.residency.now = now = context.clock()
             end_leases(context.residency, self.books, context.moved)
+            if self.books.has_ended(now):
+                context.wake()  # the next turn goes on, and others get the lock between
             late = 0
             while self._open:
                 ask = self._open[0]

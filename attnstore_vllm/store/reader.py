@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
+from attnstore_vllm.index.asked_tier import is_believed
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.cost import read_pays
 from attnstore_vllm.policy.lookahead import LAST, Order
@@ -57,6 +58,10 @@ class Reader:
             if chunk.at(tier.tier.name).state is State.READY and tier.health.reads.in_use:
                 return tier
         return None
+
+    def can_bring(self, chunk: Chunk) -> bool:
+        """Locked. Whether a tier that answers has the chunk, and is believed to."""
+        return self.source(chunk) is not None and is_believed(self._context.residency, chunk)
 
     def want(self, chunks: Iterable[Chunk]) -> None:
         """Locked. Queue chunks that no waiting request wants, after all that one does."""

@@ -237,7 +237,7 @@ class Store:
             pieces = self._moved.go_on(pieces, sequence, start, stop)
         if self._has_leases:
             pieces = self.residency.unexpired(pieces)
-        if not all(io.health.reads.in_use for io in self.thread.tiers):
+        if not all(io.health.reads.in_use and not io.tier.is_asked for io in self.thread.tiers):
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
         pieces = pieces[: self._pieces_max]  # more can never be in DRAM at once
         pieces = settle(pieces, self.residency.index.grain)
@@ -282,9 +282,9 @@ class Store:
         return self._has_leases and len(self.residency.unexpired(pieces)) < len(pieces)
 
     def _comes(self, chunk: Chunk) -> bool:
-        """Locked. Whether it is in DRAM, or a tier that answers has it."""
+        """Locked. Whether it is in DRAM, or a tier that answers is believed to have it."""
         is_ready = chunk.dram.state is State.READY
-        return is_ready or self.thread.reader.source(chunk) is not None
+        return is_ready or self.thread.reader.can_bring(chunk)
 
     def _want(
         self,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnstore_vllm.policy.eviction.by_return import VICTIMS_MAX
 from attnstore_vllm.policy.eviction.departures import (
     GROUPS_MAX,
     SLOTS_MAX,
-    VICTIMS_MAX,
     Departures,
     departures,
 )

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, STALE_MAX, departures
+from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, departures
+from attnstore_vllm.policy.lazy_heap import STALE_MAX
 from attnstore_vllm.policy.runs import (
     ENDED_PRIORITY,
     Lease,

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose each slot of a tier is, and which leaves next; the order that servers use. Pure: time is
-given.
+"""Whose each slot of a tier is, and which leaves next. Pure: time is given.
 
 The slots stand in groups: those that a run (policy/runs.py) was the last to use. An order says
 which run gives up a slot; of its group the deepest chunk goes first, for without it the others
@@ -12,123 +11,18 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Generic
 
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm.policy.eviction.base import K, Order
+from attnstore_vllm.policy.eviction.base import Order
+from attnstore_vllm.policy.eviction.by_return import by_return
 from attnstore_vllm.policy.eviction.lru import Fifo, Lru
-from attnstore_vllm.policy.runs import (
-    EDGES_S,
-    ENDED_PRIORITY,
-    ReturnEstimator,
-    Run,
-    lease_for,
-    unknown_run,
-)
-
-KEYS_MAX = 4
-"""Keys at one end of a lane that a decision looks at, if none of their slots can go."""
-VICTIMS_MAX = 16
-"""So many slots of a key are given up before all are looked at again."""
-
-
-class ByReturn(Generic[K]):
-    """The key that is least likely to return soon.
-
-    All slots of a key return together or not at all, so they are worth the same. Keys of one lane
-    stand in the order of their age, and what they are worth rises with age up to some point and
-    falls from there: the one that is worth least stands at one end or the other. So a decision
-    looks at two keys of each lane, however many there are.
-
-    Args:
-        lane: of a key: those of one lane differ in their age alone.
-        worth: of a key at a time; of those that are worth the same, False goes first.
-    """
-
-    moves_on_use = True
-
-    def __init__(
-        self, lane: Callable[[K], Hashable], worth: Callable[[K, float], tuple[float, bool]]
-    ) -> None:
-        self._lane = lane
-        self._worth = worth
-        self.clear()
-
-    def clear(self) -> None:
-        self._lanes: dict[Hashable, OrderedDict[K, None]] = {}  # each oldest first
-        self._lane_of: dict[K, Hashable] = {}
-        self._poorest: K | None = None
-        self._victims_left = 0
-
-    def add(self, key: K) -> None:
-        name = self._lane_of[key] = self._lane(key)
-        self._lanes.setdefault(name, OrderedDict())[key] = None
-        self._poorest = None
-
-    def add_oldest(self, keys: Iterable[K]) -> None:
-        """Their age says it."""
-        for key in keys:
-            self.add(key)
-
-    def use(self, key: K) -> None:
-        """A key's age counts from its beginning."""
-
-    def rank(self, key: K) -> None:
-        """It may be of another lane, and stands behind those that were there before it: the order
-        by age is one by ends of requests then, which a look at both ends can do with."""
-        if self._lane(key) != self._lane_of[key]:
-            self.remove(key)
-            self.add(key)
-
-    def remove(self, key: K) -> None:
-        name = self._lane_of.pop(key)
-        lane = self._lanes[name]
-        del lane[key]
-        if not lane:
-            del self._lanes[name]
-        if key is self._poorest:
-            self._poorest = None
-
-    def victim(self, now: float, can_go: Callable[[K], bool]) -> K | None:
-        """See Order. Cost: two keys a lane for the first slot of a key, O(1) for those after it."""
-        if self._poorest is not None and self._victims_left:
-            self._victims_left -= 1
-            if can_go(self._poorest):
-                return self._poorest
-        self._victims_left = VICTIMS_MAX
-        found, least = None, (0.0, False)
-        for lane in self._lanes.values():
-            for end in (iter(lane), reversed(lane)):
-                for _, key in zip(range(KEYS_MAX), end, strict=False):
-                    if not can_go(key):
-                        continue
-                    worth = self._worth(key, now)
-                    if found is None or worth < least:
-                        found, least, self._poorest = key, worth, key
-                    break
-        return found
-
-    def last(self, now: float) -> K | None:
-        """See Order. Of each lane the newest. Cost: a key a lane."""
-        newest = (next(reversed(lane)) for lane in self._lanes.values())
-        return max(newest, key=lambda key: self._worth(key, now), default=None)
-
-    def worth(self, key: K, now: float) -> float:
-        return self._worth(key, now)[0]
-
-    def admits(self, key: K, over: K, now: float) -> bool:
-        """Not if it is less likely to return soon than what would have to go.
-
-        So prompts that come once do not push out conversations.
-        """
-        return self._worth(key, now)[0] >= self._worth(over, now)[0]
-
+from attnstore_vllm.policy.lazy_heap import LazyHeap
+from attnstore_vllm.policy.runs import EDGES_S, ReturnEstimator, Run, lease_for, unknown_run
 
 GROUPS_MAX = 4
 """Expired groups that a decision looks at, if none of their slots can go ..."""
@@ -138,10 +32,6 @@ OLDEST_SLOTS = 256
 """So many slots that a recovery found stand in one group."""
 STALE_MAX = 16
 """A group forgets those that have left it when they are more than these and those left."""
-PRIORITY_FACTORS = {ENDED_PRIORITY: 1e-30, -2: 1 / 4096, -1: 1 / 16, 0: 1.0, 1: 16.0}
-"""Factors of a run's worth, by priority. A factor and not an order: worth falls with age, so what
-nobody comes back to leaves in the end, whatever somebody said of it. What has ended is worth
-less than anything else, whatever its age."""
 LEASES_MAX = 32
 """Leases that one decision looks at."""
 
@@ -154,6 +44,8 @@ class _Group:
     """By depth; those that have left the group are still in it, until they are met."""
     num_left: int = 0
     """Slots that are still of the group."""
+    first: int = 0
+    """No slot of the group is before this place."""
 
 
 class Departures:
@@ -184,7 +76,7 @@ class Departures:
         self._group_of = array("q", [-1]) * self._num_slots
         self.groups: dict[int, _Group] = {}
         self._by_run: dict[Run, _Group] = {}
-        self.leases: list[tuple[float, int]] = []  # a heap: when to look at which group
+        self.leases = LazyHeap[int](self._end_of)
         self.expired: OrderedDict[int, _Group] = OrderedDict()
         self._order.clear()
 
@@ -298,13 +190,16 @@ class Departures:
     def last(self, now: float) -> int | None:
         """The slot that would leave last: of its run the first. None without slots.
 
-        Cost: that of the order, and a look at each of the run's slots that have left.
+        Cost: that of the order, and O(1) amortized.
         """
         run = self._order.last(now)
         if run is None:
             return None
         group = self._by_run[run]
-        return next(slot for slot in group.slots if self._group_of[slot] == group.number)
+        slots, group_of, number = group.slots, self._group_of, group.number
+        while group_of[slots[group.first]] != number:
+            group.first += 1
+        return slots[group.first]
 
     def num_of(self, run: Run) -> int:
         """Slots of this run."""
@@ -317,14 +212,8 @@ class Departures:
 
     def _expired_victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
         """A slot that nobody will find any more. Those that cannot go now do not hide others."""
-        for _ in range(LEASES_MAX):
-            if not self.leases or self.leases[0][0] > now:
-                break
-            group = self.groups.get(heappop(self.leases)[1])
-            if group is not None and group.run.has_expired(now):
-                self.expired[group.number] = group
-            elif group is not None:
-                self._watch(group)
+        for number in self.leases.take(now, LEASES_MAX):
+            self.expired[number] = self.groups[number]
         for group in list(islice(self.expired.values(), GROUPS_MAX)):
             if not group.run.has_expired(now):  # used again meanwhile
                 del self.expired[group.number]
@@ -338,15 +227,14 @@ class Departures:
 
     def _watch(self, group: _Group) -> None:
         """Look at the group when its lease may have expired. Cost: O(log groups), amortized."""
-        lease = group.run.lease
-        if lease is None:
-            return
-        heappush(self.leases, (lease.expires, group.number))
-        if len(self.leases) > 2 * len(self.groups) + STALE_MAX:
-            live = {number for _, number in self.leases} & self.groups.keys()
-            leases = ((number, self.groups[number].run.lease) for number in live)
-            self.leases = [(lease.expires, number) for number, lease in leases if lease]
-            heapify(self.leases)
+        if group.run.lease is not None:
+            self.leases.push(group.run.lease.expires, group.number)
+
+    def _end_of(self, number: int) -> float | None:
+        """When the group's lease expires; a use may have made it later."""
+        group = self.groups.get(number)
+        lease = group.run.lease if group is not None else None
+        return lease.expires if lease is not None else None
 
     def _last(self, group: _Group, can_go: Callable[[int], bool]) -> int | None:
         """The group's deepest slot that can go."""
@@ -370,8 +258,7 @@ class Departures:
     def _open(self, run: Run) -> _Group:
         self._opened += 1
         group = self._by_run[run] = self.groups[self._opened] = _Group(self._opened, run)
-        if run.lease is not None:
-            self._watch(group)
+        self._watch(group)
         return group
 
     def _tidy(self, group: _Group) -> None:
@@ -382,19 +269,7 @@ class Departures:
             self._order.remove(group.run)
         elif len(group.slots) > 2 * group.num_left + STALE_MAX:
             left = dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)
-            group.slots = array("i", left)
-
-
-def by_return(estimator: ReturnEstimator) -> ByReturn[Run]:
-    """The order that servers use. Of each kind the runs of one priority stand apart, in a lane of
-    their own: what they are worth is multiplied by a factor."""
-
-    def worth(run: Run, now: float) -> tuple[float, bool]:
-        factor = PRIORITY_FACTORS[run.priority]
-        # Of one request, what others share is before what is its own, and stays.
-        return factor * estimator.worth(run.kind, now - run.since), run.is_shared
-
-    return ByReturn(lambda run: (run.kind, run.priority), worth)
+            group.slots, group.first = array("i", left), 0
 
 
 def departures(

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order that servers use: the key that is least likely to return soon goes first. Pure.
+
+All slots of a key return together or not at all, so they are worth the same. Keys of one *lane*
+stand in the order of their age, and what they are worth rises with age up to some point and falls
+from there: the one that is worth least stands at one end or the other. So a decision looks at the
+ends of lanes alone, however many keys there are.
+
+Clients choose how many lanes there are: up to NUM_KINDS for each priority. So what each end is
+worth stands in an array, and the least of it is found in one pass that takes microseconds. It is
+worked out again, for all of them at once, when the end is of another key, when its age comes into
+another class, and when the estimator has learned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from attnstore_vllm.policy.eviction.base import K
+from attnstore_vllm.policy.runs import (
+    EDGES_S,
+    ENDED_PRIORITY,
+    ReturnEstimator,
+    Run,
+    age_of,
+    ages_of,
+)
+
+T = TypeVar("T", bound=np.generic)
+
+ENDS_MAX = 32
+"""Ends of lanes that a decision looks at, if no slots there can go ..."""
+KEYS_MAX = 4
+"""... and so many keys at each."""
+VICTIMS_MAX = 16
+"""So many slots of a key are given up before all are looked at again."""
+EARLY_S = 1e-6
+"""An age is looked at so long before it changes: sums of times are not exact."""
+NEXT_AGE_S = np.append(EDGES_S[1:-1], math.inf) - EARLY_S
+"""[age] where the next one begins."""
+LANES_MIN = 16
+FEW = 8
+"""Up to so many ends are looked at one by one, which is sooner than all at once."""
+PRIORITY_FACTORS = {ENDED_PRIORITY: 1e-30, -2: 1 / 4096, -1: 1 / 16, 0: 1.0, 1: 16.0}
+"""Factors of a run's worth, by priority. A factor and not an order: worth falls with age, so what
+nobody comes back to leaves in the end, whatever somebody said of it. What has ended is worth
+less than anything else, whatever its age."""
+
+
+class AgeLane(NamedTuple):
+    """Keys that differ in their age alone."""
+
+    kind: int
+    """A row of the table of what kinds are worth."""
+    factor: float
+    """By which that worth is multiplied."""
+    stays: bool
+    """Whether its keys go after others that are worth the same."""
+
+
+class ByReturn(Generic[K]):
+    """See the module. Of those that are worth the same, the lane that was there first gives one up,
+    and its oldest before its newest.
+
+    Args:
+        lane: that a key is of. May change: rank().
+        since: when a key's age began.
+        worths: [kind, age] what a key is worth now: another array, once it is another worth.
+    """
+
+    moves_on_use = True
+
+    def __init__(
+        self,
+        lane: Callable[[K], AgeLane],
+        since: Callable[[K], float],
+        worths: Callable[[], npt.NDArray[np.float64]],
+    ) -> None:
+        self._lane = lane
+        self._since_of = since
+        self._worths = worths
+        self.clear()
+
+    def clear(self) -> None:
+        self.places: dict[AgeLane, int] = {}
+        self._place_of: dict[K, int] = {}
+        self._lanes: list[AgeLane] = []  # by place, as all that follows
+        self._keys: list[OrderedDict[K, None]] = []  # each oldest first
+        self._free: list[int] = []
+        self._opened = 0
+        self._number = np.zeros(0, np.int64)  # in the order in which they were opened; 0: free
+        self._kind = np.zeros(0, np.int64)
+        self._factor = np.zeros(0)
+        self._stays = np.zeros(0, np.bool_)
+        # By end: that of the oldest key of the lane at place p is 2 * p, of the newest 2 * p + 1.
+        self._since = np.zeros(0)
+        self._worth = np.zeros(0)  # inf: there is none, or it is passed over
+        self._due = np.zeros(0)  # when to look at it again
+        self._passed: list[int] = []
+        self._table = self._worths()
+        self._looked_at = -math.inf
+        self._poorest: K | None = None
+        self._victims_left = 0
+
+    def add(self, key: K) -> None:
+        lane = self._lane(key)
+        place = self.places.get(lane)
+        if place is None:
+            place = self._open(lane)
+        self._place_of[key] = place
+        keys = self._keys[place]
+        keys[key] = None
+        if len(keys) == 1:
+            self._set_end(2 * place, key)
+        self._set_end(2 * place + 1, key)
+        self._poorest = None
+
+    def add_oldest(self, keys: Iterable[K]) -> None:
+        """Their age says it."""
+        for key in keys:
+            self.add(key)
+
+    def use(self, key: K) -> None:
+        """A key's age counts from its beginning."""
+
+    def rank(self, key: K) -> None:
+        """It may be of another lane, and stands behind those that were there before it: the order
+        by age is one by ends of requests then, which a look at both ends can do with."""
+        if self._lane(key) != self._lanes[self._place_of[key]]:
+            self.remove(key)
+            self.add(key)
+
+    def remove(self, key: K) -> None:
+        place = self._place_of.pop(key)
+        keys = self._keys[place]
+        is_oldest, is_newest = next(iter(keys)) == key, next(reversed(keys)) == key
+        del keys[key]
+        if not keys:
+            self._close(place)
+        elif is_oldest:
+            self._set_end(2 * place, next(iter(keys)))
+        elif is_newest:
+            self._set_end(2 * place + 1, next(reversed(keys)))
+        if key is self._poorest:
+            self._poorest = None
+
+    def victim(self, now: float, can_go: Callable[[K], bool]) -> K | None:
+        """See Order. An end whose first key cannot go is passed over, and the next keys there are
+        taken for what they are worth: they may be worth less than what was found before it.
+
+        Where ENDS_MAX ends are held, the next decision looks at others.
+        Cost: one pass over the lanes for the first slot of a key, O(1) for those after it.
+        """
+        if self._poorest is not None and self._victims_left:
+            self._victims_left -= 1
+            if can_go(self._poorest):
+                return self._poorest
+        self._victims_left = VICTIMS_MAX
+        self._look(now)
+        found, least = None, (math.inf, False, 0)
+        for _ in range(ENDS_MAX):
+            end = self._least()
+            if end is None or self._rank(end) >= least:
+                self._pass_none_over()
+                break
+            depth, key = self._first_that_can(end, can_go)
+            if depth == 0:  # as is so nearly always
+                found = key
+                break
+            if key is not None:
+                rank = self.worth(key, now), *self._rank(end)[1:]
+                if rank < least:
+                    found, least = key, rank
+            self._passed.append(end)
+            self._worth[end] = math.inf
+        if found is not None:
+            self._pass_none_over()
+            self._poorest = found
+        return found
+
+    def last(self, now: float) -> K | None:
+        """See Order. Of each lane the newest. Cost: one pass over the lanes."""
+        self._pass_none_over()
+        self._look(now)
+        if not self.places:
+            return None
+        worth = np.where(self._number, self._worth[1::2], -1.0)
+        most = np.flatnonzero(worth == worth.max())
+        if len(most) > 1 and self._stays[most].any():
+            most = most[self._stays[most]]
+        place = most[self._number[most].argmin()]
+        return next(reversed(self._keys[place]))
+
+    def worth(self, key: K, now: float) -> float:
+        lane = self._lane(key)
+        return lane.factor * self._worths().item(lane.kind, age_of(now - self._since_of(key)))
+
+    def admits(self, key: K, over: K, now: float) -> bool:
+        """Not if it is less likely to return soon than what would have to go.
+
+        So prompts that come once do not push out conversations.
+        """
+        return self.worth(key, now) >= self.worth(over, now)
+
+    # ---- lanes ---------------------------------------------------------------------------
+
+    def _open(self, lane: AgeLane) -> int:
+        if not self._free:
+            self._grow()
+        place = self.places[lane] = self._free.pop()
+        self._opened += 1
+        self._lanes[place] = lane
+        self._number[place] = self._opened
+        self._kind[place], self._factor[place], self._stays[place] = lane
+        return place
+
+    def _close(self, place: int) -> None:
+        del self.places[self._lanes[place]]
+        self._number[place] = 0
+        ends = slice(2 * place, 2 * place + 2)
+        self._worth[ends] = self._due[ends] = math.inf
+        self._free.append(place)
+
+    def _grow(self) -> None:
+        """Make room for as many lanes again. Cost: all lanes."""
+        before, size = len(self._lanes), max(2 * len(self._lanes), LANES_MIN)
+        self._free += range(size - 1, before - 1, -1)
+        self._lanes += [AgeLane(0, 0.0, False)] * (size - before)
+        self._keys += [OrderedDict[K, None]() for _ in range(size - before)]
+        self._number = _longer(self._number, size, 0)
+        self._kind = _longer(self._kind, size, 0)
+        self._factor = _longer(self._factor, size, 0.0)
+        self._stays = _longer(self._stays, size, False)
+        self._since = _longer(self._since, 2 * size, 0.0)
+        self._worth = _longer(self._worth, 2 * size, math.inf)
+        self._due = _longer(self._due, 2 * size, math.inf)
+
+    # ---- ends ----------------------------------------------------------------------------
+
+    def _set_end(self, end: int, key: K) -> None:
+        """This key stands there now."""
+        self._since[end] = self._since_of(key)
+        self._due[end] = -math.inf
+
+    def _look(self, now: float) -> None:
+        """Work out again what ends are worth whose age has come into another class."""
+        table = self._worths()
+        if table is not self._table or now < self._looked_at:  # or a clock that went back
+            self._due[np.repeat(self._number > 0, 2)] = -math.inf
+        self._table, self._looked_at = table, now
+        ends = (self._due <= now).nonzero()[0]
+        if len(ends) <= FEW:
+            for end in ends.tolist():
+                lane, since = self._lanes[end >> 1], self._since.item(end)
+                age = age_of(now - since)
+                self._worth[end] = lane.factor * table.item(lane.kind, age)
+                self._due[end] = since + NEXT_AGE_S.item(age)
+            return
+        began, places = self._since[ends], ends >> 1
+        ages = ages_of(now - began)
+        self._worth[ends] = self._factor[places] * table[self._kind[places], ages]
+        self._due[ends] = began + NEXT_AGE_S[ages]
+
+    def _least(self) -> int | None:
+        """The end that is worth least; None if there is none left."""
+        if not self.places:
+            return None
+        least = self._worth.item(self._worth.argmin())
+        if least == math.inf:
+            return None
+        ends = (self._worth == least).nonzero()[0]
+        if len(ends) <= FEW:
+            return min(ends.tolist(), key=self._rank)
+        stays = self._stays[ends >> 1]
+        if not stays.all():
+            ends = ends[~stays]
+        return int(ends[self._number[ends >> 1].argmin()])
+
+    def _rank(self, end: int) -> tuple[float, bool, int]:
+        place = end >> 1
+        return self._worth.item(end), self._stays.item(place), self._number.item(place)
+
+    def _first_that_can(self, end: int, can_go: Callable[[K], bool]) -> tuple[int, K | None]:
+        """The key that goes first there, and how many are before it."""
+        keys = self._keys[end >> 1]
+        for depth, key in zip(range(KEYS_MAX), reversed(keys) if end & 1 else keys, strict=False):
+            if can_go(key):
+                return depth, key
+        return KEYS_MAX, None
+
+    def _pass_none_over(self) -> None:
+        """Look again at what could not go: it may have been let go."""
+        if self._passed:
+            held = np.array(self._passed)
+            self._due[held[self._number[held >> 1] > 0]] = -math.inf
+            self._passed.clear()
+
+
+def _longer(array: npt.NDArray[T], size: int, fill: float) -> npt.NDArray[T]:
+    longer = np.full(size, fill, array.dtype)
+    longer[: len(array)] = array
+    return longer
+
+
+def by_return(estimator: ReturnEstimator) -> ByReturn[Run]:
+    """The order that servers use. Runs of one kind and priority have a lane of their own. In a
+    request, what others share is before what is its own, and stays."""
+    return ByReturn(
+        lambda run: AgeLane(run.kind, PRIORITY_FACTORS[run.priority], run.is_shared),
+        lambda run: run.since,
+        lambda: estimator.worths,
+    )

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier that must be asked said to have is believed while its lease lasts, and no longer.
+
+However often it was renewed, and whether or not the store's thread came to free what has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from attnstore_vllm.index.asked_tier import (
+    ENDED_MAX,
+    AskedBooks,
+    Found,
+    end_leases,
+    enter,
+    is_believed,
+)
+from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.moved import MovedKv
+from attnstore_vllm.index.residency import Residency
+from attnstore_vllm.policy.eviction.departures import departures
+from attnstore_vllm.policy.lazy_heap import STALE_MAX
+from attnstore_vllm.policy.runs import ReturnEstimator
+from attnstore_vllm.store.asking import is_asked
+from attnstore_vllm.testing.asked_dict import MakeAskedDict, Others
+from tests.helpers import CHUNK_TOKENS, conversation, memory_rig, names_of, payload_of, sequence_of
+
+ENTRIES = 1000
+LEASE_S = 1.0
+
+
+@cache
+def name_of(number: int) -> ChunkName:
+    (name,) = names_of(sequence_of(conversation(number, CHUNK_TOKENS)))
+    return name
+
+
+class Tier:
+    """Books of a tier that must be asked, and a clock."""
+
+    def __init__(self, entries: int = ENTRIES) -> None:
+        make = MakeAskedDict(Others(), entries)
+        self.residency = Residency(
+            8,
+            8,
+            lambda slots: departures("attnstore", slots, ReturnEstimator()),
+            chunk_tokens=CHUNK_TOKENS,
+            more=(make,),
+        )
+        books = self.residency.behind[1]
+        assert isinstance(books, AskedBooks)
+        self.books = books
+        self.moved = MovedKv(
+            self.residency.index, CHUNK_TOKENS, 0, min_tokens=CHUNK_TOKENS, sinks=0, seed=0
+        )
+
+    def say(self, number: int, lease_s: float = LEASE_S) -> Chunk | None:
+        """The tier has this chunk."""
+        found = Found(name_of(number))
+        return enter(self.residency, self.books, found, self.residency.now + lease_s)
+
+    def turn(self, now: float) -> None:
+        """Of the store's thread."""
+        self.residency.now = now
+        end_leases(self.residency, self.books, self.moved)
+
+
+@pytest.fixture
+def tier() -> Iterator[Tier]:
+    tier = Tier()
+    yield tier
+    tier.residency.check_integrity()
+
+
+def test_leases_that_are_renewed_end_all_the_same(tier: Tier) -> None:
+    """1,000 entries, each renewed 100 times by 1 s: of 60 turns, one each second, 17 free all."""
+    chunks = [tier.say(number) for number in range(ENTRIES)]
+    for number in range(100):
+        tier.residency.now = 0.01 * number
+        for other in range(ENTRIES):
+            assert tier.say(other) is None, "no news"
+    assert len(tier.books.ends) <= 2 * ENTRIES + STALE_MAX
+    for second in range(2, 61):
+        tier.turn(float(second))
+    assert tier.books.num_used == 0
+    assert len(tier.residency.index) == 0
+    assert all(chunk is not None and chunk.dropped for chunk in chunks)
+
+
+def test_what_has_ended_is_not_believed_before_it_is_freed(tier: Tier) -> None:
+    chunks = [tier.say(number) for number in range(3 * ENDED_MAX)]
+    last = chunks[-1]
+    assert last is not None
+    tier.residency.now = LEASE_S - 1e-6
+    assert is_believed(tier.residency, last)
+    tier.residency.now = LEASE_S
+    assert not is_believed(tier.residency, last)
+    tier.turn(LEASE_S)
+    assert tier.books.num_used == 2 * ENDED_MAX, "a turn's work is bounded"
+    assert tier.books.has_ended(LEASE_S), "so the next one follows at once"
+    for _ in range(2):
+        tier.turn(LEASE_S)
+    assert not tier.books.has_ended(LEASE_S)
+
+
+def test_what_is_wanted_or_read_stays_and_ends_later(tier: Tier) -> None:
+    chunk, other = tier.say(1), tier.say(2)
+    assert chunk is not None
+    assert other is not None
+    tier.residency.look_ahead.append("request")
+    tier.residency.dram.want("request", [chunk])
+    tier.turn(10.0)
+    assert is_believed(tier.residency, chunk)
+    assert (chunk.dropped, other.dropped) == (False, True)
+    tier.residency.dram.leave_queue("request")
+    assert is_believed(tier.residency, chunk)
+    tier.turn(11.0)
+    assert chunk.dropped
+
+
+def test_a_slot_that_is_another_chunks_has_its_own_lease(tier: Tier) -> None:
+    """The heap has the earlier owner's end as well."""
+    chunk = tier.say(1)
+    assert chunk is not None
+    tier.residency.drop(chunk)
+    longer = tier.say(2, 5.0)
+    assert longer is not None
+    tier.turn(2.0)
+    assert is_believed(tier.residency, longer)
+    tier.turn(5.0)
+    assert longer.dropped
+
+
+def test_entries_that_come_and_go_take_no_memory(tier: Tier) -> None:
+    for number in range(2000):
+        chunk = tier.say(number, 1e6)
+        assert chunk is not None
+        tier.residency.drop(chunk)
+    assert len(tier.books.ends) <= STALE_MAX + 2
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("later_s", "found"), [(LEASE_S - 1e-3, 4), (LEASE_S, 0), (60.0, 0)])
+def test_a_look_up_ends_before_what_is_not_believed(later_s: float, found: int) -> None:
+    """Also where the store's thread has not come to free it."""
+    others, clock = Others(), Clock()
+    rig = memory_rig(more_tiers=(MakeAskedDict(others),), clock=clock, threaded=False)
+    sequence = sequence_of(conversation(1, 64))
+    for name in names_of(sequence):
+        others.put(name, payload_of(name))
+    sequence.may_ask = True
+    rig.store.find(sequence, 0, 64)
+    for _ in range(100):
+        rig.store.turn()
+    assert not is_asked(sequence)
+    clock.now += later_s
+    assert len(rig.store.find(sequence_of(conversation(1, 64)), 0, 64)) == found
