@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attnstore_vllm.index.asked_tier import Ask
     from attnstore_vllm.index.prefix import Piece
 
+CONTENT_BYTES = 32
 _LENGTH = struct.Struct("<Q")
 
 
@@ -101,11 +102,28 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalSpan:
-    """One image, audio or video input: its content's identifier and where its tokens lie."""
+    """One image, audio or video input: what it is, and where its tokens lie."""
 
-    identifier: str
+    content: bytes
+    """CONTENT_BYTES of media_content()."""
     offset: int
     num_tokens: int
+
+
+def media_name(identifier: str) -> bytes:
+    """What stands for the name of an input: it has a fixed size, a client's may be of megabytes."""
+    return _hash(b"media name", _encode(identifier))
+
+
+def media_content(name: bytes, digest: bytes, modality: str, num_tokens: int, mask: bytes) -> bytes:
+    """What an input is. Two of one content have the same KV at the same place.
+
+    Args:
+        name: by media_name(). It alone says nothing: a client may have chosen it.
+        digest: of all that the processor has made of the input.
+        mask: which of its tokens stand for it, as a digest; empty: all.
+    """
+    return _hash(b"media", name, digest, modality.encode(), struct.pack("<q", num_tokens), mask)
 
 
 def chunk_extra(spans: Sequence[MultimodalSpan], start: int, stop: int) -> bytes:
@@ -113,15 +131,14 @@ def chunk_extra(spans: Sequence[MultimodalSpan], start: int, stop: int) -> bytes
     inside = [s for s in spans if s.offset < stop and s.offset + s.num_tokens > start]
     if not inside:
         return b""
-    parts = (_encode(f"{s.identifier}\0{s.offset - start}") for s in inside)
-    return _hash(b"extra", *parts)
+    return _hash(b"contents", *(s.content + struct.pack("<q", s.offset - start) for s in inside))
 
 
 class SequenceKeys:
     """The keys of one growing token sequence; chunk i is hashed once, when first asked for.
 
-    `token_ids` is read, never copied: it may grow, and its tokens from the last whole chunk
-    asked for onwards may still change.
+    `token_ids` and `spans` are read, never copied: they may grow, and tokens from the last whole
+    chunk asked for onwards may still change. A span that comes later lies behind such chunks.
     """
 
     def __init__(
@@ -139,6 +156,9 @@ class SequenceKeys:
         self.finds_moved = finds_moved
         """Whether KV of these tokens at other positions will do too, where there is no better."""
         self._spans = spans
+        self._num_placed = 0
+        self._in_chunk: dict[int, list[MultimodalSpan]] = {}
+        """The first `_num_placed` spans, by the chunks that they lie in."""
         self._keys: list[Key] = []
         self._chunks: list[bytes] = []
         self._sections: dict[tuple[int, int], SectionKeys] = {}
@@ -212,8 +232,14 @@ class SequenceKeys:
         return encoded
 
     def extra(self, chunk: int) -> bytes:
-        start = chunk * self.chunk_tokens
-        return chunk_extra(self._spans, start, start + self.chunk_tokens) if self._spans else b""
+        if not self._spans:
+            return b""
+        size = self.chunk_tokens
+        for span in self._spans[self._num_placed :]:
+            for i in range(span.offset // size, (span.offset + span.num_tokens - 1) // size + 1):
+                self._in_chunk.setdefault(i, []).append(span)
+            self._num_placed += 1
+        return chunk_extra(self._in_chunk.get(chunk, ()), chunk * size, (chunk + 1) * size)
 
     def section(self, group: int, hole: int) -> SequenceKeys:
         """The keys of what a KV cache group keeps of these chunks: of the spine (0) these."""
