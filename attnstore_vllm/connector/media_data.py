@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's processor has made of a picture or a sound, as bytes for a digest (media.py of the
-scheduler's side)."""
+"""Reads media as vLLM's processor has made them ready, for a digest (scheduler/media.py)."""
 
 from __future__ import annotations
 

@@ -111,12 +111,12 @@ class MultimodalSpan:
 
 
 def media_name(identifier: str) -> bytes:
-    """What stands for the name of an input: it has a fixed size, a client's may be of megabytes."""
+    """Stands for the name of an input: of a fixed size, where a client's may be of megabytes."""
     return _hash(b"media name", _encode(identifier))
 
 
 def media_content(name: bytes, digest: bytes, modality: str, num_tokens: int, mask: bytes) -> bytes:
-    """What an input is. Two of one content have the same KV at the same place.
+    """Names all that an input is. Two of one content have the same KV at the same place.
 
     Args:
         name: by media_name(). It alone says nothing: a client may have chosen it.

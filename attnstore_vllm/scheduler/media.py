@@ -51,7 +51,7 @@ _MIXED = b"mixed"
 
 
 class Content(NamedTuple):
-    """What the processor has made of an input, unread."""
+    """An input as the processor has made it ready, unread."""
 
     num_bytes: int
     digest: Callable[[], bytes]

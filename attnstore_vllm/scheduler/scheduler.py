@@ -151,7 +151,7 @@ class Scheduler:
         self._replays = replays
         self._media = media or MediaNames()
         self._media_of: dict[str, RequestMedia] = {}
-        """Of each request that has some or may get some, also of those that are not served."""
+        """By request: all that have some or may get some, also those that are not served."""
         self._overcounts_drafts = overcounts_drafts
         self._stats = StepStats()
         self._figures = StoreFigures(store, geometry.token_bytes(), info)
