@@ -22,7 +22,7 @@ _Leaf = torch.Tensor | np.ndarray
 
 
 class _Unreadable(Exception):
-    """What it says goes into the warning."""
+    """Its text goes into the warning."""
 
 
 def read_media(data: Any) -> Content | str:

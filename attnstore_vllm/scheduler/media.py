@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 ALL_TOKENS = 1 << 60
 STEP_BYTES = 256 << 10
-"""What one step digests on the scheduler's thread, all requests together."""
+"""Bytes that one step digests on the scheduler's thread, all requests together."""
 LOOK_BYTES = 2 << 10
-"""What a look at an input counts for, whatever is digested of it."""
+"""Bytes that a look at an input counts for, whatever is digested of it."""
 JOBS_MAX = 256
 """Inputs that the thread has before it. What comes meanwhile waits to be given to it."""
 DEADLINE_S = 2.0
@@ -59,7 +59,7 @@ class Content(NamedTuple):
 
 
 Read = Callable[[Any], "Content | str"]
-"""Of a feature's data or mask: their content, or why it cannot be read."""
+"""Takes a feature's data or mask. Returns their content, or why it cannot be read."""
 
 
 def is_counted(name: str) -> bool:
@@ -110,7 +110,8 @@ class MediaNames:
         self._counted = counted
         self._why_not = why_not
         self.clock = clock
-        self._left = STEP_BYTES
+        self.left = STEP_BYTES
+        """Bytes that this step may still digest."""
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[tuple[bytes, bytes]]] = []
         self._digests: dict[int, tuple[ref[Any], bytes]] = {}
@@ -127,9 +128,9 @@ class MediaNames:
             if one.job.done():
                 self._take(one, one.job)
             return
-        if self._left <= 0:
+        if self.left <= 0:
             return
-        self._left -= LOOK_BYTES
+        self.left -= LOOK_BYTES
         feature, position = one.feature, one.feature.mm_position
         why = self._why_no_name(feature.identifier)
         data, mask = self._read(feature.data), Content(0, bytes)
@@ -153,8 +154,8 @@ class MediaNames:
             parts = name, made, feature.modality, position.length, mask.digest()
             return name, media_content(*parts)
 
-        if size <= self._left:
-            self._left -= size
+        if size <= self.left:
+            self.left -= size
             one.name, one.content = work()
             return
         if len(self._jobs) >= JOBS_MAX:
@@ -186,7 +187,7 @@ class MediaNames:
         self._digests[key] = ref(data, lambda _: self._digests.pop(key, None)), digest
 
     def end_step(self) -> None:
-        self._left = STEP_BYTES
+        self.left = STEP_BYTES
 
     def leave_alone(self, one: _Input, why: str) -> None:
         one.is_left_alone = True
@@ -242,7 +243,7 @@ class RequestMedia:
 
     def __init__(self, names: MediaNames, request: Request) -> None:
         self._names = names
-        self._request = request
+        self.request = request
         self._inputs: list[_Input] = []
         self._num_claimed = 0
         self._until: float | None = None
@@ -253,7 +254,7 @@ class RequestMedia:
 
     def known_tokens(self) -> int:
         """Tokens before the first input whose content is not known. Cost: constant."""
-        features = self._request.mm_features
+        features = self.request.mm_features
         if len(self.spans) == len(features):
             return ALL_TOKENS
         return int(features[len(self.spans)].mm_position.offset)
@@ -276,7 +277,7 @@ class RequestMedia:
 
     def waits(self) -> bool:
         """vLLM asks what the request finds: is it to ask again?"""
-        if self._num_claimed == len(self._request.mm_features):
+        if self._num_claimed == len(self.request.mm_features):
             return False
         self._advance()
         if self.is_pending:
@@ -299,7 +300,7 @@ class RequestMedia:
 
         Returns the names under which vLLM may have several contents from now on.
         """
-        if self._num_claimed == len(self._request.mm_features):
+        if self._num_claimed == len(self.request.mm_features):
             return set()
         self._advance()
         self._give_up(f"a session brought more at once than is read in a step. {_UNREAD}")
@@ -325,7 +326,7 @@ class RequestMedia:
     # ---- parts of these ----------------------------------------------------------------
 
     def _see(self) -> None:
-        new = self._request.mm_features[len(self._inputs) :]
+        new = self.request.mm_features[len(self._inputs) :]
         self._inputs += [_Input(feature) for feature in new]
 
     def _advance(self) -> None:
@@ -357,7 +358,7 @@ class RequestMedia:
             one.feature = copy.copy(one.feature)  # the other requests of an `n` may share it
             one.feature.identifier = self._names.alias(one)
             one.name = media_name(one.feature.identifier)
-        request = self._request
+        request = self.request
         request.mm_features = [one.feature for one in self._inputs]
         request.block_hashes.clear()  # they are made of the names
         request.update_block_hashes()

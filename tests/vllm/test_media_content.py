@@ -221,7 +221,7 @@ def test_a_step_digests_so_much_and_a_thread_the_rest() -> None:
 def test_what_is_late_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     names = MediaNames(read_media, clock=clock)
-    names._left = 0  # the step has spent it
+    names.left = 0  # the step has spent it
     found = come(names, feature(item(x=GRID)))
     assert found.waits()
     clock.now += media.DEADLINE_S
@@ -233,7 +233,7 @@ def test_what_is_late_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert "within 2.0 s" in caplog.text
     names.end_step()
     # What is not known is not the name's owner's either.
-    assert come(names, feature(item(x=GRID)))._request.mm_features[0].identifier != "cam-7"
+    assert come(names, feature(item(x=GRID))).request.mm_features[0].identifier != "cam-7"
 
 
 def test_a_name_is_the_first_contents() -> None:
@@ -242,7 +242,7 @@ def test_a_name_is_the_first_contents() -> None:
 
     def name(data: Any, under: str = "cam-7") -> str:
         names.end_step()
-        request = come(names, feature(data, under))._request
+        request = come(names, feature(data, under)).request
         (found,) = request.block_hashes
         assert found == request.mm_features[0].identifier
         return found
@@ -256,13 +256,15 @@ def test_a_name_is_the_first_contents() -> None:
     assert shared.identifier == "cam-7"  # the others of an `n` have it too
 
 
-def test_names_beyond_those_that_are_remembered_get_an_alias() -> None:
+def test_names_beyond_those_that_are_remembered_get_an_alias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(media, "NAMES_MAX", 1)
     names = MediaNames(read_media)
-    names._owners = {i.to_bytes(32, "big"): b"" for i in range(media.NAMES_MAX)}
-    found = come(names, feature(item(x=GRID)))
-    assert found._request.mm_features[0].identifier != "cam-7"
+    assert come(names, feature(item(x=GRID))).request.mm_features[0].identifier == "cam-7"
+    found = come(names, feature(item(x=GRID), "cam-8"))
+    assert found.request.mm_features[0].identifier != "cam-8"
     assert found.known_tokens() == ALL_TOKENS
-    assert len(names._owners) == media.NAMES_MAX
 
 
 def test_a_sessions_later_input_under_the_name_of_another() -> None:
@@ -270,15 +272,15 @@ def test_a_sessions_later_input_under_the_name_of_another() -> None:
     its name."""
     names = MediaNames(read_media)
     runs, session = come(names, feature(item(x=GRID))), come(names)
-    session._request.mm_features.append(feature(item(x=GRID + 1)))
+    session.request.mm_features.append(feature(item(x=GRID + 1)))
     assert session.known_tokens() == 40
     mixed = session.scheduled()
     assert runs.has(mixed) and not session.spans
-    assert come(names, feature(item(x=GRID)))._request.mm_features[0].identifier != "cam-7"
-    session._request.mm_features.append(feature(item(x=GRID), "own", PlaceholderRange(100, 40)))
+    assert come(names, feature(item(x=GRID))).request.mm_features[0].identifier != "cam-7"
+    session.request.mm_features.append(feature(item(x=GRID), "own", PlaceholderRange(100, 40)))
     assert not session.scheduled() and session.known_tokens() == 40
     other = come(names)
-    other._request.mm_features.append(feature(item(x=GRID), "another"))
+    other.request.mm_features.append(feature(item(x=GRID), "another"))
     assert not other.scheduled() and other.known_tokens() == ALL_TOKENS
 
 
@@ -287,4 +289,4 @@ def test_where_no_media_are_read_names_stay_as_they_are() -> None:
         for data in (item(x=GRID), item(x=GRID + 1), None):
             found = come(names, feature(data))
             assert found.known_tokens() == 40
-            assert found._request.mm_features[0].identifier == "cam-7"
+            assert found.request.mm_features[0].identifier == "cam-7"
