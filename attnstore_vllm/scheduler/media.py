@@ -88,7 +88,7 @@ class _Input:
 
 
 class MediaNames:
-    """Of one scheduler: reads media, and knows whose each name is. All methods run on the
+    """Reads media for one scheduler, and knows whose each name is. All methods run on the
     scheduler's thread.
 
     Args:
