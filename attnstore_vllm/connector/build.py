@@ -24,6 +24,7 @@ from attnstore_vllm.connector.drafts import drafts_of, tokens_ahead
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.kv_events import KvEvents, VllmTeller, teller_of
 from attnstore_vllm.connector.live_model import LiveWeights, models_of
+from attnstore_vllm.connector.media_data import read_media, why_no_media
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
 from attnstore_vllm.connector.rank import RankDescription
@@ -42,9 +43,9 @@ from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.approximate import Approximate
+from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.observed import ObservedScheduler
 from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S
-from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
 from attnstore_vllm.shared.start import check_client, make_shared
@@ -291,7 +292,9 @@ def _scheduler(
         truncation=(truncation, why_not_moved),
         approximate=Approximate(changes, by_default=config.nvme.is_for_all),
         replays=_replays(vllm_config),
-        media=MediaNames(counted=counts_media(vllm_config)),
+        media=MediaNames(
+            read_media, counted=counts_media(vllm_config), why_not=why_no_media(vllm_config)
+        ),
         overcounts_drafts=_overcounts_drafts(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         serves_adapters=_serves_adapters(vllm_config, geometry),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attnstore_vllm.index.asked_tier import Ask
     from attnstore_vllm.index.prefix import Piece
 
+CONTENT_BYTES = 32
 _LENGTH = struct.Struct("<Q")
 
 
@@ -103,11 +104,28 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalSpan:
-    """One image, audio or video input: its content's identifier and where its tokens lie."""
+    """One image, audio or video input: what it is, and where its tokens lie."""
 
-    identifier: str
+    content: bytes
+    """CONTENT_BYTES of media_content()."""
     offset: int
     num_tokens: int
+
+
+def media_name(identifier: str) -> bytes:
+    """Stands for the name of an input: of a fixed size, where a client's may be of megabytes."""
+    return _hash(b"media name", _encode(identifier))
+
+
+def media_content(name: bytes, digest: bytes, modality: str, num_tokens: int, mask: bytes) -> bytes:
+    """Names all that an input is. Two of one content have the same KV at the same place.
+
+    Args:
+        name: by media_name(). It alone says nothing: a client may have chosen it.
+        digest: of all that the processor has made of the input.
+        mask: which of its tokens stand for it, as a digest; empty: all.
+    """
+    return _hash(b"media", name, digest, modality.encode(), struct.pack("<q", num_tokens), mask)
 
 
 def chunk_extra(spans: Sequence[MultimodalSpan], start: int, stop: int) -> bytes:
@@ -115,8 +133,7 @@ def chunk_extra(spans: Sequence[MultimodalSpan], start: int, stop: int) -> bytes
     inside = [s for s in spans if s.offset < stop and s.offset + s.num_tokens > start]
     if not inside:
         return b""
-    parts = (_encode(f"{s.identifier}\0{s.offset - start}") for s in inside)
-    return _hash(b"extra", *parts)
+    return _hash(b"contents", *(s.content + struct.pack("<q", s.offset - start) for s in inside))
 
 
 RECENT_PROMPTS = 8
@@ -131,18 +148,18 @@ class RecentPrompts:
 
     def __init__(self) -> None:
         self._keys: OrderedDict[
-            tuple[Key, Sequence[MultimodalSpan], int, bytes], tuple[list[bytes], list[Key]]
+            tuple[Key, Sequence[bytes], int, bytes], tuple[list[bytes], list[Key]]
         ] = OrderedDict()
-        """By root, media, number of chunks and the last of them: all of them, and their keys."""
+        """By root, extras, number of chunks and the last of them: all of them, and their keys."""
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def keys_of(
-        self, root: Key, spans: Sequence[MultimodalSpan], chunks: list[bytes]
+        self, root: Key, extras: tuple[bytes, ...], chunks: list[bytes]
     ) -> tuple[list[bytes], list[Key]] | None:
         """Equal chunks that are kept already, and their keys. Cost: a comparison of the bytes."""
-        name = (root, spans, len(chunks), chunks[-1])
+        name = (root, extras, len(chunks), chunks[-1])
         found = self._keys.get(name)
         if found is None or found[0] != chunks:
             return None
@@ -150,10 +167,10 @@ class RecentPrompts:
         return found
 
     def note(
-        self, root: Key, spans: Sequence[MultimodalSpan], chunks: list[bytes], keys: list[Key]
+        self, root: Key, extras: tuple[bytes, ...], chunks: list[bytes], keys: list[Key]
     ) -> None:
         """Args: chunks, keys: of all whole chunks from the first on."""
-        self._keys[root, spans, len(chunks), chunks[-1]] = chunks, keys
+        self._keys[root, extras, len(chunks), chunks[-1]] = chunks, keys
         while len(self._keys) > RECENT_PROMPTS:
             self._keys.popitem(last=False)
 
@@ -161,9 +178,9 @@ class RecentPrompts:
 class SequenceKeys:
     """The keys of one growing token sequence; chunk i is hashed once, when first asked for.
 
-    `token_ids` is read, never copied: it may grow, and its tokens from the last whole chunk
-    asked for onwards may still change. Where earlier ones did (a streaming session), follow()
-    says it.
+    `token_ids` and `spans` are read, never copied: they may grow, and tokens from the last whole
+    chunk asked for onwards may still change. Where earlier ones did, or a span came that lies in
+    such a chunk (a streaming session), follow() says it.
 
     Args:
         recent: the prompts of other requests, of which this may be one.
@@ -186,8 +203,12 @@ class SequenceKeys:
         """Whether KV of these tokens at other positions will do too, where there is no better."""
         self._spans = spans
         self._recent = recent
+        self._num_placed = 0
+        self._in_chunk: dict[int, list[MultimodalSpan]] = {}
+        """The first `_num_placed` spans, by the chunks that they lie in."""
         self._keys: list[Key] = []
         self._chunks: list[bytes] = []
+        self._extras: list[bytes] = []
         self._sections: dict[tuple[int, int], SectionKeys] = {}
         self.spine_stop = 0
         """Up to where the spine was stored when it was last looked up, whatever else was."""
@@ -218,17 +239,17 @@ class SequenceKeys:
         """Cost: 5 ns a token and 2 us a chunk of 256; the first alone for a recent prompt."""
         first = len(self._keys)
         chunks = self._encode(first, stop)
-        known = None
-        if first == 0 and self._recent is not None:
-            known = self._recent.keys_of(self.root, self._spans, chunks)
+        extras = tuple(map(self._extra_now, range(first, stop))) if self._spans else ()
+        recent = self._recent if first == 0 else None
+        known = recent.keys_of(self.root, extras, chunks) if recent is not None else None
         if known is None:
-            extras = tuple(map(self.extra, range(first, stop))) if self._spans else ()
             keys = _native.chain_keys(self.parent(first), tuple(chunks), extras)
-            if first == 0 and self._recent is not None:
-                self._recent.note(self.root, self._spans, chunks, keys)
+            if recent is not None:
+                recent.note(self.root, extras, chunks, keys)
         else:
             chunks, keys = known
         self._chunks += chunks
+        self._extras += extras or [b""] * len(chunks)
         self._keys += keys
 
     def _encode(self, first: int, stop: int) -> list[bytes]:
@@ -238,23 +259,20 @@ class SequenceKeys:
         assert len(tokens) == (stop - first) * size
         return _native.encode_chunks(tokens if isinstance(tokens, list) else list(tokens), size)
 
-    def follow(self, spans: Sequence[MultimodalSpan]) -> None:
-        """Its tokens may be others than they were, and it has these media: forget the keys of the
+    def follow(self) -> None:
+        """Its tokens may be others than they were, or more of it media: forget the keys of the
         first chunk that is another one now, and of all behind it. What was noted of a look-up
         stands as far as the chunks do. Cost: 5 ns a token."""
-        size = self.chunk_tokens
-        extras = list(map(self.extra, range(len(self._keys))))
-        self._spans = spans
         kept = 0
-        now = self._encode(0, min(len(self._keys), len(self.token_ids) // size))
-        for chunk, was, extra in zip(now, self._chunks, extras, strict=False):
-            if chunk != was or self.extra(kept) != extra:
+        now = self._encode(0, min(len(self._keys), len(self.token_ids) // self.chunk_tokens))
+        for chunk, was, extra in zip(now, self._chunks, self._extras, strict=False):
+            if chunk != was or self._extra_now(kept) != extra:
                 break
             kept += 1
         if kept < len(self._keys):
-            del self._keys[kept:], self._chunks[kept:]
+            del self._keys[kept:], self._chunks[kept:], self._extras[kept:]
             self.matched = ()
-            self.spine_stop = min(self.spine_stop, kept * size)
+            self.spine_stop = min(self.spine_stop, kept * self.chunk_tokens)
 
     def name(self, chunk: int, tenant: bytes) -> ChunkName:
         """All that names a whole chunk."""
@@ -294,8 +312,18 @@ class SequenceKeys:
         return encoded
 
     def extra(self, chunk: int) -> bytes:
-        start = chunk * self.chunk_tokens
-        return chunk_extra(self._spans, start, start + self.chunk_tokens) if self._spans else b""
+        """That of a chunk whose key was asked for is the one that the key was made with."""
+        return self._extras[chunk] if chunk < len(self._extras) else self._extra_now(chunk)
+
+    def _extra_now(self, chunk: int) -> bytes:
+        if not self._spans:
+            return b""
+        size = self.chunk_tokens
+        for span in self._spans[self._num_placed :]:
+            for i in range(span.offset // size, (span.offset + span.num_tokens - 1) // size + 1):
+                self._in_chunk.setdefault(i, []).append(span)
+            self._num_placed += 1
+        return chunk_extra(self._in_chunk.get(chunk, ()), chunk * size, (chunk + 1) * size)
 
     def section(self, group: int, hole: int) -> SequenceKeys:
         """The keys of what a KV cache group keeps of these chunks: of the spine (0) these."""

@@ -27,7 +27,7 @@ from attnstore_vllm.config import TraceConfig, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.scheduler.observed import Watched
-from attnstore_vllm.scheduler.request import RequestState, spans_of
+from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.types import TOKEN_BYTES, Key
 
@@ -237,7 +237,7 @@ def _sequence(state: RequestState) -> SequenceKeys:
     if state.moved is None:
         return state.sequence
     request = state.request
-    return SequenceKeys(state.root, request.all_token_ids, state.chunk_tokens, spans_of(request))
+    return SequenceKeys(state.root, request.all_token_ids, state.chunk_tokens, state.media.spans)
 
 
 def machine_lines(settings: Mapping[str, int | float | bool]) -> Iterator[str]:

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from attnstore_vllm.hints import HintReader, Hints
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import (
-    MultimodalSpan,
     RecentPrompts,
     SequenceKeys,
     approximate_root,
@@ -24,67 +22,9 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need
 from attnstore_vllm.policy.runs import Visit
 from attnstore_vllm.scheduler.adapters import Asked
+from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.vllm_types import Request
 from attnstore_vllm.types import DRAM, NVME, Key
-
-logger = logging.getLogger(__name__)
-
-ALL_TOKENS = 1 << 60
-_COUNTED = re.compile(r"renderer\d+-mm-\d+-\w{1,40}-\d+")
-"""As vLLM 0.32 counts (renderers/base.py); an adapter's name and a colon may stand before it."""
-_COUNTED_MAX = 120
-"""Characters of such a name. Longer ones are their users', who may send a megabyte."""
-
-
-def spans_of(request: Request) -> tuple[MultimodalSpan, ...]:
-    """Spans of all inputs that the request has now: a streaming session's next one brings more."""
-    return tuple(
-        MultimodalSpan(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
-        for feature in request.mm_features
-    )
-
-
-def _is_counted(name: str) -> bool:
-    """Cost: constant."""
-    return _COUNTED.fullmatch(name[-_COUNTED_MAX:].rpartition(":")[2]) is not None
-
-
-class MediaNames:
-    """Says how much of a request has names: of its pictures and sounds some may have none.
-
-    vLLM names an input by a digest of its content, or by the `uuid` that its user gives. Where
-    nobody of its own needs a name (no prefix caching, no processor cache) it counts: such a name
-    means another picture after a restart. Everything from an input without a name on is neither
-    stored nor found.
-
-    Args:
-        counted: vLLM names inputs by a counter. Names that look so are refused in any case: what
-            reads the prompts may be another process, with settings of its own.
-    """
-
-    def __init__(self, *, counted: bool = False) -> None:
-        self._counted = counted
-        self._has_said = False
-
-    def named_tokens(self, request: Request) -> int:
-        """Tokens before the first input that has no name. Cost: one match for each input."""
-        for feature in request.mm_features:  # in the order of their offsets
-            name = feature.identifier
-            if self._counted or not name or _is_counted(name):
-                self._say(name)
-                return int(feature.mm_position.offset)
-        return ALL_TOKENS
-
-    def _say(self, name: str) -> None:
-        if not self._has_said:
-            self._has_said = True
-            logger.warning(
-                "AttnStore leaves prompts alone from their first picture or sound on: vLLM names "
-                "it %r, which means another one after a restart. Names by content need "
-                "--enable-prefix-caching, or --mm-processor-cache-gb above 0",
-                (name or "")[:100],
-            )
-
 
 MIN_LOAD_TOKENS = 16
 """A shorter run of stored KV is not worth a load."""
@@ -194,7 +134,7 @@ class RequestState:
     namespace: bytes
     tenant: bytes
     chunk_tokens: int
-    media: MediaNames = field(default_factory=MediaNames)
+    media: RequestMedia
     hints: Hints = field(default_factory=Hints)
     came_with: tuple[object, object] = (None, None)
     """The salt and the id of the adapter: a session that changes them is another."""
@@ -284,8 +224,8 @@ class RequestState:
             if bypasses(request) or now != self.came_with:
                 return 0
             self.stores = self.stores and _says_store(request)
-        named = self.media.named_tokens(request) if request.mm_features else ALL_TOKENS
-        return named // self.chunk_tokens * self.chunk_tokens
+        known = self.media.known_tokens() if request.mm_features else ALL_TOKENS
+        return known // self.chunk_tokens * self.chunk_tokens
 
     @property
     def may_save(self) -> bool:
@@ -316,26 +256,25 @@ class RequestState:
                 root,
                 request.all_token_ids,
                 self.chunk_tokens,
-                spans_of(request) if request.mm_features else (),
+                self.media.spans,
                 finds_moved=self.may_find_moved,
                 recent=self.recent,
             )
             self._sequence.tenant = self.tenant
-            params = request.kv_transfer_params
-            is_brought = bool(params and params.get("do_remote_prefill"))  # by another connector
+            is_brought = brings_kv(request.kv_transfer_params)
             self._sequence.may_ask = not (is_brought or request.resumable)
             self._inputs = self._inputs_now() if request.resumable else ()
         elif request.resumable and (inputs := self._inputs_now()) != self._inputs:
             # The next input of a session replaces tokens that were not computed, and may bring
             # pictures.
-            self._sequence.follow(spans_of(request) if request.mm_features else ())
+            self._sequence.follow()
             self._inputs = inputs
         return self._sequence
 
     def _inputs_now(self) -> tuple[float, ...]:
-        """What each input of a session changes (vLLM's Scheduler._update_request_as_session)."""
+        """What an input of a session changes (vLLM's Scheduler._update_request_as_session)."""
         request = self.request
-        return (request.arrival_time, request.num_prompt_tokens, len(request.mm_features))
+        return (request.arrival_time, request.num_prompt_tokens, len(self.media.spans))
 
     @property
     def may_find_moved(self) -> bool:
@@ -347,6 +286,11 @@ class RequestState:
             first_moved = self.moved.start // self.chunk_tokens
             self.computing.chunks_seen = min(self.computing.chunks_seen, first_moved)
         self.moved, self._sequence = moved, None
+
+
+def brings_kv(params: dict[str, Any] | None) -> bool:
+    """Whether another connector brings its KV from elsewhere. It does not wait for ours."""
+    return bool(params and params.get("do_remote_prefill"))
 
 
 def bypasses(request: Request) -> bool:
@@ -380,7 +324,7 @@ def make_state(
     namespace: bytes,
     adapter: bytes | None,
     chunk_tokens: int,
-    media: MediaNames | None = None,
+    media: RequestMedia | None = None,
 ) -> RequestState:
     """The state that the store keeps of a request that does not bypass it."""
     lora = request.lora_request
@@ -390,7 +334,7 @@ def make_state(
         adapter=adapter,
         tenant=tenant_hash(request.cache_salt),
         chunk_tokens=chunk_tokens,
-        media=media or MediaNames(),
+        media=media or RequestMedia(MediaNames(), request),
         came_with=(request.cache_salt, lora.lora_int_id if lora is not None else None),
-        is_at_once=bool((request.kv_transfer_params or {}).get("do_remote_prefill")),
+        is_at_once=brings_kv(request.kv_transfer_params),
     )

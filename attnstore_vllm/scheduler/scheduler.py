@@ -24,13 +24,14 @@ from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_r
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
+from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import LoadCheck, Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, Costs, Offers, Waits
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
-    MediaNames,
     RequestState,
+    brings_kv,
     bypasses,
     make_state,
 )
@@ -90,7 +91,7 @@ class Scheduler:
         approximate: who gets KV that a codec has changed.
         replays: of the tokens of each of a step's requests, whether the step may be a CUDA graph
             that calls no hook.
-        media: says which pictures and sounds have names.
+        media: tells pictures and sounds by their content.
         overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
         has_prefix_cache: vLLM has one, which is reset when weights are updated.
         serves_adapters: requests with a LoRA adapter use and leave KV as others do.
@@ -150,6 +151,8 @@ class Scheduler:
         self._truncation, self._approximate = Truncation(store, *truncation), approximate
         self._replays = replays
         self._media = media or MediaNames()
+        self._media_of: dict[str, RequestMedia] = {}
+        """By request: all that have some or may get some, also those that are not served."""
         self._overcounts_drafts = overcounts_drafts
         self._stats = StepStats()
         self._figures = StoreFigures(store, geometry.token_bytes(), info)
@@ -194,8 +197,22 @@ class Scheduler:
         if not self._alive and not self._has_prefix_cache:
             self._watch.doubt()
         self._alive.add(request.request_id)
+        media = RequestMedia(self._media, request)
+        if request.mm_features or request.resumable:
+            self._media_of[request.request_id] = media
+        state = self._begin(request, namespace, media)
+        if state is None:
+            if request.mm_features:
+                media.leave_alone()
+        elif self._queue is not None and state.adapter is not None and not media.is_pending:
+            self._look_up(state)
+
+    def _begin(
+        self, request: Request, namespace: bytes | None, media: RequestMedia
+    ) -> RequestState | None:
+        """The state of a request that has come; None: the store leaves it alone."""
         if self._is_left_alone(request):
-            return
+            return None
         if request.lora_request is not None:
             self._has_adapters = True
             self.adapters.enter(request)
@@ -204,10 +221,12 @@ class Scheduler:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
         is_alone = self._hints.salted_only and not request.cache_salt
         if bypasses(request) or is_alone or namespace is None:
-            return
-        lora = request.lora_request
+            return None
+        params, lora = request.kv_transfer_params, request.lora_request
+        if request.mm_features:
+            media.begin(at_once=brings_kv(params))
         adapter = NO_ADAPTER if lora is None else self.adapters.identity(lora)
-        state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, self._media)
+        state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, media)
         state.recent = self._recent
         self.requests[request.request_id] = state
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
@@ -219,8 +238,7 @@ class Scheduler:
         if hints.applied or hints.ignored:
             self._stats.add("hints", "applied", hints.applied)
             self._stats.add("hints", "ignored", hints.ignored)
-        if self._queue is not None and adapter is not None:
-            self._look_up(state)
+        return state
 
     def _prefetch(self, order: PrefetchOrder, namespace: bytes | None) -> None:
         if order.cache_salt or not self._hints.salted_only:
@@ -244,6 +262,8 @@ class Scheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         state = self.requests.get(request.request_id)
+        if state is not None and state.media.waits():
+            return None, False
         if state is not None and self._watch.must_wait():
             return (0 if state.is_at_once else None), False
         if state is None or state.load_failed or self._is_left_alone(request):
@@ -291,6 +311,7 @@ class Scheduler:
             self._queue.on_step(output, self.requests)
         if output.preempted_req_ids:
             self._on_preempted(output.preempted_req_ids, output.num_scheduled_tokens)
+        self._on_media(output)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self.requests.get(request_id)
             if state is None or not state.stores or state.computing.is_outdated:
@@ -314,6 +335,18 @@ class Scheduler:
             plan.adapters = self.adapters.plan(plan.number, output.num_scheduled_tokens)
             plan.checks = self._checks(plan.number, output.num_scheduled_tokens)
         return plan
+
+    def _on_media(self, output: SchedulerOutput) -> None:
+        """Media may be used from now on, under the names that they have."""
+        self._media.end_step()
+        if not self._media_of:
+            return
+        for new in output.scheduled_new_reqs:
+            media = self._media_of.get(new.req_id)
+            mixed = media.scheduled() if media is not None else None
+            for state in self.requests.values() if mixed else ():
+                if state.media.has(mixed or ()):
+                    state.computing.is_outdated = True
 
     def _on_preempted(self, request_ids: Collection[str], scheduled: Collection[str]) -> None:
         # Also of those that have ended since a reset took their blocks.
@@ -432,6 +465,9 @@ class Scheduler:
         if request.lora_request is not None:
             self.adapters.leave(request.request_id)
         self._alive.discard(request.request_id)
+        media = self._media_of.pop(request.request_id, None)
+        if media is not None:
+            media.end()
         state = self.requests.pop(request.request_id, None)
         if state is None:
             return False, None
@@ -468,6 +504,7 @@ class Scheduler:
 
     def close(self) -> None:
         self.names.close()
+        self._media.close()
         if self._idle is not None:
             self._idle.close()
         self.store.close()

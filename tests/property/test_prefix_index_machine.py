@@ -61,7 +61,7 @@ choices = st.integers(0, 2**16)
 @cache
 def sequence_for(prompt: Prompt) -> SequenceKeys:
     tokens = [ROAD[i] if i < prompt.cut else prompt.way for i in range(prompt.num_tokens)]
-    spans = [MultimodalSpan("a picture", 12, 8)] if prompt.has_image else []
+    spans = [MultimodalSpan(b"a picture", 12, 8)] if prompt.has_image else []
     return SequenceKeys(keys.root_key(NAMESPACE, prompt.salt, b""), tokens, CHUNK_TOKENS, spans)
 
 

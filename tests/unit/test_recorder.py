@@ -21,6 +21,7 @@ from attnstore_vllm.config import TraceConfig
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.scheduler import observed
+from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.observed import Watched, Watchers
 from attnstore_vllm.scheduler.recorder import MACHINE, REQUESTS, Ends, Recorder, machine_lines
 from attnstore_vllm.scheduler.request import RequestState
@@ -42,7 +43,8 @@ def seen(tokens: list[int], answer: int, at_s: float = 0.0) -> Watched:
         request_id="r", resumable=False, all_token_ids=tokens, mm_features=(), cache_salt=None,
         num_prompt_tokens=len(tokens) - answer, kv_transfer_params=None,
     )  # fmt: skip
-    state = RequestState(request, b"namespace", bytes(32), CHUNK, adapter=b"")
+    media = RequestMedia(MediaNames(), request)
+    state = RequestState(request, b"namespace", bytes(32), CHUNK, media, adapter=b"")
     return Watched(state, int(at_s * 1e9), int(at_s * 1e9) + 1)
 
 

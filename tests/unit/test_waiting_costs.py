@@ -11,6 +11,7 @@ import pytest
 
 from attnstore_vllm.policy.cost import PROBE_EVERY
 from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.offer import Costs
 from attnstore_vllm.scheduler.request import RequestState
@@ -51,7 +52,9 @@ class Rig:
         self.stats = StepStats()
         self.costs = Costs(self.disk, DEADLINE_S, computes_if_sooner, clock=clock)
         teach(self.costs, load_s=None, token_s=0.001)
-        self.state = RequestState(request("asks"), namespace=b"", tenant=b"", chunk_tokens=1000)
+        asks = request("asks")
+        media = RequestMedia(MediaNames(), asks)
+        self.state = RequestState(asks, namespace=b"", tenant=b"", chunk_tokens=1000, media=media)
 
     def ask(self, arrivals: list[float] | None, ready_stop: int = 0) -> str | None:
         self.disk.said = arrivals

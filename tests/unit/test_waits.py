@@ -11,6 +11,7 @@ import pytest
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.offer import (
     EMPTY_STEP_WAIT_S,
     ROUND_S,
@@ -59,7 +60,9 @@ class Rig:
 
     def request(self, name: str) -> RequestState:
         self.store.missing.add(name)
-        state = RequestState(request(name), namespace=b"", tenant=b"", chunk_tokens=256)
+        asks = request(name)
+        media = RequestMedia(MediaNames(), asks)
+        state = RequestState(asks, namespace=b"", tenant=b"", chunk_tokens=256, media=media)
         coming: Any = [name]
         state.waiting.coming = coming
         return state

@@ -10,10 +10,19 @@ from random import Random
 import numpy as np
 from vllm.lora.request import LoRARequest
 
+from attnstore_vllm.connector.media_data import read_media
 from attnstore_vllm.index.chunk import ChunkName, State
-from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key, tenant_hash
+from attnstore_vllm.index.keys import (
+    MultimodalSpan,
+    SequenceKeys,
+    media_content,
+    media_name,
+    root_key,
+    tenant_hash,
+)
+from attnstore_vllm.scheduler.media import Content
 from attnstore_vllm.types import Key
-from tests.vllm.scripted import CHUNK, ScriptedEngine
+from tests.vllm.scripted import CHUNK, ScriptedEngine, seen
 from tests.vllm.scripted_worker import LAYERS, TOKEN_KV, VOCAB, Picture, Row, in_layer
 
 PICTURES = {"cat": 40, "dog": 40, "bird": 7, "fish": 20}
@@ -168,6 +177,14 @@ def check_stored(
     return counts
 
 
+def span_of(picture: Picture, name: str) -> MultimodalSpan:
+    """As it stands in keys."""
+    made = read_media(seen(picture.content))
+    assert isinstance(made, Content)
+    content = media_content(media_name(name), made.digest(), "image", picture.length, b"")
+    return MultimodalSpan(content, picture.offset, picture.length)
+
+
 def _is_named(name: ChunkName, root: Key | None, world: World, row: Row, *, counted: bool) -> bool:
     """Whether this is the name of the row's KV, by all that it depends on."""
     stop = name.position + name.num_tokens
@@ -175,7 +192,7 @@ def _is_named(name: ChunkName, root: Key | None, world: World, row: Row, *, coun
         return False
     if root is None:
         return True
-    spans = [MultimodalSpan(p.content, p.offset, p.length) for p in row.pictures]
+    spans = [span_of(picture, picture.content) for picture in row.pictures]
     keys = SequenceKeys(root, row.tokens, CHUNK, spans)
     number = name.position // CHUNK
     return (

@@ -20,7 +20,13 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -173,12 +179,7 @@ class ScriptedEngine:
             prompt_token_ids=prompt,
             sampling_params=how,
             pooling_params=None,
-            mm_features=[
-                MultiModalFeatureSpec(
-                    None, "image", named(p.content), PlaceholderRange(p.offset, p.length), p.content
-                )
-                for p in pictures
-            ],
+            mm_features=[feature_of(p, named(p.content)) for p in pictures],
             lora_request=lora,
             cache_salt=salt,
             priority=priority,
@@ -232,6 +233,20 @@ class ScriptedEngine:
         self.scheduler.shutdown()
         for worker in self.workers:
             worker.close()
+
+
+def seen(content: str) -> MultiModalKwargsItem:
+    """What a processor makes of it."""
+    pixels = torch.tensor(list(content.encode()), dtype=torch.bfloat16)
+    return MultiModalKwargsItem(
+        {"pixels": MultiModalFieldElem(pixels, MultiModalSharedField(batch_size=1))}
+    )
+
+
+def feature_of(picture: Picture, name: str) -> MultiModalFeatureSpec:
+    """As it comes to the scheduler."""
+    place = PlaceholderRange(picture.offset, picture.length)
+    return MultiModalFeatureSpec(seen(picture.content), "image", name, place, picture.content)
 
 
 def _digest(value: Any) -> bytes:

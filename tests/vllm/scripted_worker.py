@@ -94,11 +94,6 @@ class Row:
         extend_kv(self.kv, self.tokens, self.base, self.pictures)
 
 
-def _picture(feature: MultiModalFeatureSpec) -> Picture:
-    at = feature.mm_position
-    return Picture(feature.mm_hash or feature.identifier, at.offset, at.length)
-
-
 @dataclass
 class _Run:
     """What one request computes in a step: [start, stop), of which it wrote `written`."""
@@ -143,6 +138,8 @@ class ScriptedWorker:
         ]
         self.hbm: list[Kv] = [tensor.numpy() for tensor in self.tensors]
         self.loaded_tokens = 0
+        self.encoded: dict[str, str] = {}
+        """What the encoder has of a picture, by the name that vLLM has for it."""
         self.loads_ahead = 0
         self.rejected_tokens = 0
         self.sequences: list[list[int]] = []
@@ -248,10 +245,12 @@ class ScriptedWorker:
     def _note(self, output: SchedulerOutput) -> dict[str, int]:
         """Take note of the requests of a step. Returns how many tokens of each have KV."""
         starts: dict[str, int] = {}
+        for name in output.free_encoder_mm_hashes:
+            self.encoded.pop(name, None)
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             # Also of a streaming session that goes on: the next input replaces what was known.
-            pictures = [_picture(feature) for feature in new.mm_features]
+            pictures = [self._picture(feature) for feature in new.mm_features]
             tables = [list(block_ids) for block_ids in new.block_ids]
             row = Row(
                 list(new.prompt_token_ids),
@@ -283,6 +282,12 @@ class ScriptedWorker:
             if row.refused_from is not None and starts[request_id] <= row.refused_from:
                 self._align(row, request_id, cached.num_output_tokens[i])
         return starts
+
+    def _picture(self, feature: MultiModalFeatureSpec) -> Picture:
+        """As the model sees it: vLLM's encoder runs once for all inputs of one name."""
+        at = feature.mm_position
+        content = self.encoded.setdefault(feature.identifier, feature.mm_hash or feature.identifier)
+        return Picture(content, at.offset, at.length)
 
     def _forward(
         self, output: SchedulerOutput, starts: dict[str, int], *, replays: bool

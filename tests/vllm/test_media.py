@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and sounds that vLLM names by a counter: such a name means another one next time.
+"""Pictures and sounds: their names are not taken for their content, whoever has chosen them.
 
 Names are made by vLLM's own function, by its own settings; the rest is its scheduler, our two sides
 and a scripted model whose KV depends on what is seen.
@@ -8,7 +8,6 @@ and a scripted model whose KV depends on what is seen.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +24,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from attnstore_vllm.connector.build import counts_media
-from attnstore_vllm.scheduler.request import ALL_TOKENS, MediaNames
+from attnstore_vllm.connector.media_data import read_media
+from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.testing.tiny_model import TINY, make_model
-from tests.vllm.scripted import CHUNK, ScriptedEngine
+from tests.vllm.scripted import CHUNK, ScriptedEngine, seen
 from tests.vllm.scripted_worker import VOCAB, Picture
 from tests.vllm.stepped import prompt
 from tests.vllm.test_async_scheduling import wait_until_quiet
@@ -61,35 +61,42 @@ def request(*named: Any) -> Request:
     return Request(
         "a", [1] * LENGTH, SamplingParams(max_tokens=1), None,
         mm_features=[
-            MultiModalFeatureSpec(None, "audio", name, PlaceholderRange(60 * i + 40, 40))
+            MultiModalFeatureSpec(seen("it"), "audio", name, PlaceholderRange(60 * i + 40, 40))
             for i, name in enumerate(named)
         ],
     )  # fmt: skip
 
 
+def known(asked: Request, names: MediaNames | None = None) -> int:
+    """Tokens of it that may be known."""
+    media = RequestMedia(names or MediaNames(read_media), asked)
+    media.begin()
+    return media.known_tokens()
+
+
 def test_names_that_vllm_counts_are_none() -> None:
     counted = names(settings(), 7)
     assert counted == ["renderer0-mm-7-audio-0", "renderer0-mm-7-audio-1"]
-    assert MediaNames().named_tokens(request(*counted)) == 40
-    assert MediaNames().named_tokens(request(f"adapter:{counted[0]}")) == 40
+    assert known(request(*counted)) == 40
+    assert known(request(f"adapter:{counted[0]}")) == 40
     mixed = names(settings(), 7, ["a user's", None])
-    assert MediaNames().named_tokens(request(*mixed)) == 100
+    assert known(request(*mixed)) == 100
     # Where vLLM counts, nobody can say that a name which looks otherwise is its user's.
-    assert MediaNames(counted=True).named_tokens(request(*mixed)) == 40
+    assert known(request(*mixed), MediaNames(read_media, counted=True)) == 40
     assert names(settings(caches=True), 7) == [None, None]  # by content, later
     assert names(settings(processor_cache_gb=1), 7) == [None, None]
 
 
 @pytest.mark.parametrize("name", ["", None])
 def test_no_name_at_all(name: str | None) -> None:
-    assert MediaNames().named_tokens(request("ab" * 32, name)) == 100
+    assert known(request("ab" * 32, name)) == 100
 
 
 def test_names_by_content_and_by_users() -> None:
     found = ["ab" * 32, "a user's", "renderer0", "renderer0-mm-1"]
     for name in found:
-        assert MediaNames().named_tokens(request(name)) == ALL_TOKENS
-    assert MediaNames(counted=True).named_tokens(request()) == ALL_TOKENS
+        assert known(request(name)) == ALL_TOKENS
+    assert known(request(), MediaNames(read_media, counted=True)) == ALL_TOKENS
 
 
 def test_settings_under_which_vllm_counts() -> None:
@@ -140,9 +147,16 @@ def start(models: Path, tmp_path: Path) -> Iterator[Any]:
         running.pop().close()
 
 
-def loaded(engine: ScriptedEngine, sound: str, name: str) -> int:
-    """Ask what is heard; how many tokens came from the store. The worker looks at all of them."""
-    assert engine.scheduler.reset_prefix_cache()
+def loaded(engine: ScriptedEngine, sound: str, name: str, *, empties: bool = True) -> int:
+    """Ask what is heard; how many tokens came from the store. The worker looks at all of them.
+
+    Args:
+        empties: all caches of vLLM's, before.
+    """
+    if empties:
+        assert engine.scheduler.reset_prefix_cache()
+        engine.scheduler.reset_encoder_cache()
+        engine.worker.encoded.clear()
     before = engine.worker.loaded_tokens
     tokens = [*prompt("you hear:", 40), *[VOCAB - 1] * 40, *prompt("what?", 60)]
     engine.add(sound, tokens, 5, pictures=[Picture(sound, 40, 40)], named=lambda _: name)
@@ -154,7 +168,7 @@ def loaded(engine: ScriptedEngine, sound: str, name: str) -> int:
 def test_a_counter_that_begins_anew(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A question about a dog gets no KV of a cat; the text before it may be served."""
     counted = str(names(settings(), 1)[0])
-    log = logging.getLogger("attnstore_vllm.scheduler.request")
+    log = logging.getLogger("attnstore_vllm.scheduler.media")
     log.setLevel(logging.WARNING)
     log.addHandler(caplog.handler)
     assert loaded(start(), "cat", counted) == 0
@@ -172,12 +186,24 @@ def test_a_name_that_lasts(start: Any) -> None:
     assert loaded(start(), "cat", "ab" * 32) > 100
 
 
-def test_a_users_uuid_that_is_slow_to_look_at() -> None:
-    """The `uuid` of a picture is its user's text, of any length. It is looked at on the scheduler's
-    thread, at each look-up and each save."""
-    uuid = ":renderer0-mm-0-" * (1 << 16) + "x"
-    names = MediaNames()
-    asked = request(uuid)
-    began = time.perf_counter()
-    names.named_tokens(asked)
-    assert time.perf_counter() - began < 0.2
+def test_a_name_that_means_another_one_now(start: Any) -> None:
+    """A dog's question under the name of a cat gets no KV of it: emptied caches, and a restart."""
+    engine = start()
+    assert loaded(engine, "cat", "cam-7") == 0
+    assert loaded(engine, "dog", "cam-7") == CHUNK
+    assert loaded(engine, "cat", "cam-7") > 100
+    engine = start()
+    assert loaded(engine, "bird", "cam-7") == CHUNK
+    assert loaded(engine, "dog", "cam-7") > 100
+
+
+def test_what_vllm_has_under_the_name_is_not_the_dogs(start: Any) -> None:
+    """vLLM's own caches answer by the name. What they had must not be stored as the dog's, for
+    good: the worker looks at what is loaded after the restart."""
+    engine = start()
+    loaded(engine, "cat", "cam-7")
+    loaded(engine, "dog", "cam-7", empties=False)
+    loaded(engine, "cat", "cam-7", empties=False)
+    engine = start()
+    for sound in ("dog", "cat"):
+        assert loaded(engine, sound, "cam-7") > 100

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.index import keys
-from attnstore_vllm.scheduler import adapters, request, scheduler
+from attnstore_vllm.scheduler import adapters, media, request, scheduler
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.mix import play
 
@@ -43,9 +43,9 @@ Patch = pytest.MonkeyPatch
 
 
 def spans_are_taken_once(patch: Patch) -> None:
-    seen: dict[tuple[int, str], Any] = {}
-    now = request.spans_of
-    patch.setattr(request, "spans_of", lambda r: seen.setdefault((id(r), r.request_id), now(r)))
+    """What a session brings later is not looked at, and nothing stops there."""
+    patch.setattr(media.RequestMedia, "scheduled", lambda _: set())
+    patch.setattr(media.RequestMedia, "known_tokens", lambda _: media.ALL_TOKENS)
 
 
 def the_salt_is_left_out(patch: Patch) -> None:
@@ -83,7 +83,10 @@ def a_reset_does_nothing(patch: Patch) -> None:
 
 
 def counted_names_are_names(patch: Patch) -> None:
-    patch.setattr(request, "_COUNTED", re.compile("none is"))
+    """And their content is not looked at, as before it was."""
+    patch.setattr(media, "_COUNTED", re.compile("none is"))
+    content = media.media_content
+    patch.setattr(media, "media_content", lambda name, _, *more: content(name, b"", *more))
 
 
 def drafts_are_not_looked_at(patch: Patch) -> None:
@@ -99,7 +102,7 @@ def pictures_are_all_one(patch: Patch) -> None:
     extra = keys.chunk_extra
 
     def one(spans: Any, start: int, stop: int) -> bytes:
-        return extra([keys.MultimodalSpan("", s.offset, s.num_tokens) for s in spans], start, stop)
+        return extra([keys.MultimodalSpan(b"", s.offset, s.num_tokens) for s in spans], start, stop)
 
     patch.setattr(keys, "chunk_extra", one)
 
@@ -109,7 +112,7 @@ def pictures_have_no_place(patch: Patch) -> None:
 
     def anywhere(spans: Any, start: int, stop: int) -> bytes:
         inside = [s for s in spans if extra([s], start, stop)]
-        return extra([keys.MultimodalSpan(s.identifier, start, 1) for s in inside], start, stop)
+        return extra([keys.MultimodalSpan(s.content, start, 1) for s in inside], start, stop)
 
     patch.setattr(keys, "chunk_extra", anywhere)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
@@ -303,7 +304,8 @@ def state_of(tokens: list[int], *, resumable: bool) -> RequestState:
         arrival_time=0.0,
         num_prompt_tokens=len(tokens),
     )
-    return RequestState(request, b"", b"", CHUNK, adapter=b"", finds_moved=True)
+    media = RequestMedia(MediaNames(), request)
+    return RequestState(request, b"", b"", CHUNK, media, adapter=b"", finds_moved=True)
 
 
 def test_tokens_that_are_replaced_have_keys_of_their_own() -> None:
