@@ -224,7 +224,7 @@ def test_no_other_prompt_is_taken_for_a_recent_one() -> None:
     SequenceKeys(root, prompt, 16, recent=recent).key(9)
     others = [
         (root_key(NAMESPACE, "salt", b""), prompt, ()),
-        (root, prompt, (MultimodalSpan("cat", 20, 8),)),
+        (root, prompt, (MultimodalSpan(b"cat", 20, 8),)),
         (root, [1, *prompt[1:]], ()),
         (root, [*prompt[:80], 1, *prompt[81:]], ()),
         (root, prompt[:-16], ()),
