@@ -18,7 +18,7 @@ DEPTH_MAX = 16
 """Lists in lists. A client may send what a processor would have made."""
 
 
-_Leaf = torch.Tensor | np.ndarray
+_Leaf = Any  # a torch.Tensor or an ndarray of numbers
 
 
 class _Unreadable(Exception):

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from attnstore_vllm import _native
+from attnstore_vllm._native import chain_keys as native_chain_keys
+from attnstore_vllm._native import encode_chunks
+from attnstore_vllm._native import encode_tokens as native_encode_tokens
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.types import TOKEN_BYTES, Key
 
@@ -99,7 +101,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
     Cost: about 5 ns a token, most of it reading the list.
     """
     ids = token_ids if isinstance(token_ids, list) else list(token_ids)
-    return _native.encode_tokens(ids)
+    return native_encode_tokens(ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,7 @@ class SequenceKeys:
         recent = self._recent if first == 0 else None
         known = recent.keys_of(self.root, extras, chunks) if recent is not None else None
         if known is None:
-            keys = _native.chain_keys(self.parent(first), tuple(chunks), extras)
+            keys = native_chain_keys(self.parent(first), tuple(chunks), extras)
             if recent is not None:
                 recent.note(self.root, extras, chunks, keys)
         else:
@@ -257,7 +259,7 @@ class SequenceKeys:
         size = self.chunk_tokens
         tokens = self.token_ids[first * size : stop * size]
         assert len(tokens) == (stop - first) * size
-        return _native.encode_chunks(tokens if isinstance(tokens, list) else list(tokens), size)
+        return encode_chunks(tokens if isinstance(tokens, list) else list(tokens), size)
 
     def follow(self) -> None:
         """Its tokens may be others than they were, or more of it media: forget the keys of the

@@ -272,7 +272,7 @@ class RequestState:
         return self._sequence
 
     def _inputs_now(self) -> tuple[float, ...]:
-        """What an input of a session changes (vLLM's Scheduler._update_request_as_session)."""
+        """Facts that an input of a session changes (vLLM's Scheduler._update_request_as_session)."""
         request = self.request
         return (request.arrival_time, request.num_prompt_tokens, len(self.media.spans))
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -272,15 +272,17 @@ def test_a_sessions_later_input_under_the_name_of_another() -> None:
     its name."""
     names = MediaNames(read_media)
     runs, session = come(names, feature(item(x=GRID))), come(names)
-    session.request.mm_features.append(feature(item(x=GRID + 1)))
+    cast("list[Any]", session.request.mm_features).append(feature(item(x=GRID + 1)))
     assert session.known_tokens() == 40
     mixed = session.scheduled()
     assert runs.has(mixed) and not session.spans
     assert come(names, feature(item(x=GRID))).request.mm_features[0].identifier != "cam-7"
-    session.request.mm_features.append(feature(item(x=GRID), "own", PlaceholderRange(100, 40)))
+    cast("list[Any]", session.request.mm_features).append(
+        feature(item(x=GRID), "own", PlaceholderRange(100, 40))
+    )
     assert not session.scheduled() and session.known_tokens() == 40
     other = come(names)
-    other.request.mm_features.append(feature(item(x=GRID), "another"))
+    cast("list[Any]", other.request.mm_features).append(feature(item(x=GRID), "another"))
     assert not other.scheduled() and other.known_tokens() == ALL_TOKENS
 
 

@@ -85,7 +85,7 @@ def a_reset_does_nothing(patch: Patch) -> None:
 def counted_names_are_names(patch: Patch) -> None:
     """And their content is not looked at, as before it was."""
     patch.setattr(media, "_COUNTED", re.compile("none is"))
-    content = media.media_content
+    content = keys.media_content
     patch.setattr(media, "media_content", lambda name, _, *more: content(name, b"", *more))
 
 
