@@ -140,6 +140,20 @@ class Offered:
 
 
 @dataclass(slots=True)
+class Answered:
+    """What vLLM was told when it had no room for the request. Written by untaken.py."""
+
+    num_tokens: int
+    """That the request had."""
+    local: int
+    """Of them, those that were in HBM already."""
+    free_blocks: int
+    """That vLLM had."""
+    pieces: list[Piece]
+    """What was offered; nothing: it was to be computed."""
+
+
+@dataclass(slots=True)
 class Computing:
     """How far its KV is computed, and offered to the store. Written by saving.py."""
 
@@ -209,6 +223,8 @@ class RequestState:
     """The question to the workers about its adapter, since it came or lost its blocks."""
     waiting: Waiting = field(default_factory=Waiting)
     offered: Offered | None = None
+    untaken: Answered | None = None
+    """Its last answer, as long as vLLM has given it no blocks."""
     load_failed: bool = False
     """The device failed a copy: what is left is computed."""
     computing: Computing = field(default_factory=Computing)
@@ -226,6 +242,9 @@ class RequestState:
     that it has is exact."""
     _root: Key | None = None
     _sequence: SequenceKeys | None = None
+    _other: tuple[int | None, SequenceKeys | None] = (None, None)
+    """The keys of the lineage that it was of before: an offer comes and goes with each step. First
+    where the moved tokens of that one end."""
 
     @property
     def stage(self) -> Stage:
@@ -263,7 +282,7 @@ class RequestState:
         """It was preempted: it may wait again, and will have other blocks."""
         self.waiting.deadline, self.waiting.is_answered = None, False
         self.computing.scheduled_stop, self.computing.unchecked = 0, ()
-        self.asked = None
+        self.asked = self.untaken = None
 
     def usable_tokens(self) -> int:
         """How many of its tokens, from the first on, the store may know: whole chunks of them.
@@ -290,6 +309,7 @@ class RequestState:
         """From now on its KV is computed with this adapter; None: with one that nobody knows."""
         if adapter != self.adapter:
             self.adapter, self._root, self._sequence = adapter, None, None
+            self._other, self.untaken = (None, None), None
             self.waiting.coming = ()
 
     @property
@@ -331,7 +351,17 @@ class RequestState:
         if moved is None and self.moved is not None:
             first_moved = self.moved.start // self.chunk_tokens
             self.computing.chunks_seen = min(self.computing.chunks_seen, first_moved)
-        self.moved, self._sequence = moved, None
+        was, now = (None if tokens is None else tokens.stop for tokens in (self.moved, moved))
+        if was != now:
+            (stop, keys), self._other = self._other, (was, self._sequence)
+            self._sequence = keys if stop == now else None
+        self.moved = moved
+
+    def forget_matches(self) -> None:
+        """Nobody looks again before it has lost its blocks."""
+        for keys in (self._sequence, self._other[1]):
+            if keys is not None:
+                keys.matched = ()
 
 
 def bypasses(request: Request) -> bool:

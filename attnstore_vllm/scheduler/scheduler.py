@@ -172,7 +172,7 @@ class Scheduler:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
-        self._offers.kv_cache_manager = manager
+        self._offers.untaken.kv_cache_manager = manager
         self._watch.bind(manager)
         if self.events is not None:
             self.events.bind(manager)

@@ -204,47 +204,80 @@ tokens alone must not be found by others: whoever finds them computes more of th
 it to the store under an honest name."""
 
 
-def hide_blocks(request: Request, first: int, key: bytes | None = None) -> Any:
+class HiddenNames:
+    """Both names of a request's blocks: vLLM's, and from block `first` on others, which are a keyed
+    hash of them. They are hidden from the beginning.
+
+    To change between the two costs nothing: a list of names takes the place of the other. Blocks
+    that are named meanwhile get both names.
+
+    Args:
+        request: that vLLM names the blocks of.
+        key: shared by requests that may find each other's blocks.
+    """
+
+    def __init__(self, request: Request, first: int, key: bytes) -> None:
+        self.first, self._key = first, key
+        self._hasher = request._block_hasher
+        self._exact = request.block_hashes
+        self._names = list(self._exact[:first])
+        self._seen: Any = None
+        self.hide(request)
+
+    def hide(self, request: Request) -> bool:
+        """Name the blocks from `first` on, also those to come, so that nobody else finds them.
+
+        Returns False where vLLM names them otherwise than before; then nothing has changed.
+        Cost: one hash for each block that is new.
+        """
+        exact, names = self._exact, self._names
+        is_known = request.block_hashes is exact and request._block_hasher is self._hasher
+        # vLLM names a block by the name of the one before it: if one is the same, so are all.
+        is_known &= len(names) <= len(exact)
+        if not is_known or (self._seen is not None and exact[len(names) - 1] != self._seen):
+            return False
+        names += map(self._hide, exact[len(names) :])
+        request.block_hashes, request._block_hasher = names, self._name_new
+        return True
+
+    def show(self, request: Request) -> None:
+        """Name the blocks as vLLM does: what it computes from here on is exact."""
+        exact = self._exact
+        del exact[len(request.block_hashes) :]
+        self._seen = exact[-1] if exact else None
+        request.block_hashes, request._block_hasher = exact, self._hasher
+        request.update_block_hashes()
+
+    def _hide(self, name: bytes) -> bytes:
+        return blake3(name, key=self._key).digest()
+
+    def _name_new(self, request: Request) -> list[Any]:
+        """What vLLM names new blocks by: a block's tokens, and the name of the one before. It gets
+        the exact one: so a block's hidden name does not depend on which were hidden when it came.
+        """
+        hidden, exact = request.block_hashes, self._exact
+        assert self._hasher is not None
+        del exact[len(hidden) :]
+        request.block_hashes = exact
+        try:
+            new = self._hasher(request)
+        finally:
+            request.block_hashes = hidden
+        exact.extend(new)
+        return [self._hide(name) for name in new]
+
+
+def hide_blocks(request: Request, first: int, key: bytes | None = None) -> HiddenNames | None:
     """Name the blocks from `first` on, also those to come, so that nobody else finds them.
 
     Args:
         key: shared by requests that may find each other's blocks; None: there are none.
 
-    Returns what has named them so far, for show_blocks(); None where vLLM names no blocks.
+    Returns both names of them; None where vLLM names no blocks.
     """
-    hasher = request._block_hasher
-    if hasher is None:
+    if request._block_hasher is None:
         return None
-    key = key or secrets.token_bytes(KEY_BYTES)
-
-    def hide(name: bytes) -> bytes:
-        return blake3(name, key=key).digest()
-
-    exact = list(request.block_hashes)
-
-    # vLLM names a block by its tokens and the name of the one before. It gets the exact one: so a
-    # block's hidden name does not depend on which were hidden when it came.
-    def hidden(given: Request) -> list[Any]:
-        shown = given.block_hashes
-        del exact[len(shown) :]
-        given.block_hashes = exact
-        try:
-            new = hasher(given)
-        finally:
-            given.block_hashes = shown
-        exact.extend(new)
-        return [hide(name) for name in new]
-
-    request.block_hashes[first:] = [hide(name) for name in request.block_hashes[first:]]
-    request._block_hasher = hidden
-    return hasher
-
-
-def show_blocks(request: Request, first: int, hasher: Any) -> None:
-    """Name the blocks as vLLM does: what it computes from here on is exact."""
-    request._block_hasher = hasher
-    del request.block_hashes[first:]
-    request.update_block_hashes()
+    return HiddenNames(request, first, key or secrets.token_bytes(KEY_BYTES))
 
 
 def drop_in_flight(request: Request) -> None:
