@@ -348,7 +348,7 @@ class Offers:
         counts: GroupCounts,
     ) -> None:
         self._needs = {need.group: need for need in store.needs}
-        self.untaken = Untaken(store)
+        self.untaken = Untaken(store, geometry.block_tokens)
         self._store = store
         self._geometry = geometry
         self._rank_token_bytes = geometry.rank_bytes // geometry.chunk_tokens
