@@ -141,16 +141,16 @@ class Offered:
 
 @dataclass(slots=True)
 class Answered:
-    """What vLLM was told when it had no room for the request. Written by untaken.py."""
+    """The answer that vLLM had no room for. Written by untaken.py."""
 
     num_tokens: int
     """That the request had."""
     local: int
-    """Of them, those that were in HBM already."""
+    """Those of them that were in HBM already."""
     free_blocks: int
     """That vLLM had."""
     pieces: list[Piece]
-    """What was offered; nothing: it was to be computed."""
+    """That were offered; none: it was to be computed."""
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ class Untaken:
         state.untaken = Answered(request.num_tokens, local, free_blocks, held)
 
     def again(self, state: RequestState, local: int) -> list[Piece] | None:
-        """What is held and offered once more; None: it has to be looked up.
+        """Pieces that are held and offered once more; None: it has to be looked up.
 
         Cost: a look at each piece.
         """
