@@ -114,7 +114,9 @@ class StepWorld:
         )
         self.side.bind_kv_cache_manager(manager)
         self._count(monkeypatch)
-        self.end_step()  # the look at the weights of a start
+        self.serve(self.request("first", range(BLOCK)))  # waits for a look at the weights
+        self.side.take_stats()
+        self.counts.clear()
 
     def _count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Count calls of the seams, and go on to what they are."""
