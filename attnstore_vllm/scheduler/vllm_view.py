@@ -277,8 +277,8 @@ class HiddenNames:
         return blake3(name, key=self._key).digest()
 
     def _name_new(self, request: Request) -> list[Any]:
-        """Stands for vLLM's hasher, which names a block by its tokens and the name of the one before.
-        It gets the exact one: so a block's hidden name does not depend on which were hidden when it
+        """Stands for vLLM's hasher, which names a block by its tokens and the one before it. That
+        gets the exact names: so a block's hidden name does not depend on which were hidden when it
         came.
         """
         hidden, exact = request.block_hashes, self._exact
