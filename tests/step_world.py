@@ -145,8 +145,8 @@ class StepWorld:
         for request in requests:
             self.side.on_new_request(request)
 
-    def ask(self, request: Any) -> int | None:
-        return self.side.get_num_new_matched_tokens(request, 0)[0]
+    def ask(self, request: Any, local: int = 0) -> int | None:
+        return self.side.get_num_new_matched_tokens(request, local)[0]
 
     def start(self, request: Any, found: int) -> None:
         """vLLM gives it blocks, and schedules it in the step that is being planned."""

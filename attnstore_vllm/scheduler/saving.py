@@ -204,7 +204,7 @@ class Saving:
         computed = min(computed, state.usable_tokens())
         if computed > 0 and state.may_save:
             left = self._save_chunks(state, computed, tables, has_ended=True)
-            if left or not self._ended.take(self._each):  # nothing behind a hole is found
+            if not self._ended.take(self._each):  # nor if some are left: a hole hides the rest
                 self.put_off["save_dropped"] += left + 1
                 return
             end = kept_end(computed, request.num_prompt_tokens)

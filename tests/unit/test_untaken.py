@@ -116,7 +116,9 @@ def test_tokens_that_come_while_it_waits_are_named_twice(world: StepWorld) -> No
     world.end_step()
     request.all_token_ids += range(9000, 9000 + 2 * BLOCK)
     request.update_block_hashes()
+    world.counts.clear()
     _offer(world, request)
+    assert world.counts["looks"] == 1, "it is another prompt"
     assert world.ask(request)
     assert request.block_hashes[: len(hidden)] == hidden, "nothing has them"
     assert len(request.block_hashes) == len(hidden) + 2
@@ -133,4 +135,7 @@ def test_an_exact_prompt_that_waits_for_blocks_too(world: StepWorld) -> None:
         assert world.ask(request) == found
         world.end_step()
     assert not +world.counts
+    assert world.ask(request, 4 * BLOCK) == found - 4 * BLOCK, "vLLM has some of it by now"
+    assert world.counts["looks"] == 1
+    world.end_step()
     world.rig.until_idle()  # nothing stays held
