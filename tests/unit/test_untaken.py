@@ -57,10 +57,10 @@ def test_with_more_blocks_it_is_looked_up_anew(world: StepWorld) -> None:
     world.free_blocks += 1
     _offer(world, request)
     assert +world.counts == {"looks": 1}
-    found = world.ask(request)
-    assert found
+    taken = world.ask(request)
+    assert taken
     hidden = list(request.block_hashes)
-    world.start(request, found)
+    world.start(request, taken)
     world.end_step(request)
     assert request.block_hashes == hidden
     state = world.side.requests["cut"]
