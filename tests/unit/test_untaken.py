@@ -21,6 +21,7 @@ CUT = [*KEPT, *range(7000, 7040)]
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepWorld]:
     world = StepWorld(monkeypatch, truncates=True)
     world.serve(world.request("before", [*range(50), *KEPT]))
+    world.rig.until_idle()  # else the store's thread writes, and looks for what is worth it
     yield world
     world.close()
 
