@@ -456,6 +456,9 @@ class StoreConfig:
     """Tokens a chunk has; rounded up to whole blocks of vLLM."""
     load_deadline_ms: int = 1000
     """How long a request waits for its chunks to come up from NVMe before it computes them."""
+    step_budget: int = 1 << 17
+    """Prompt tokens that are looked up in one step of the engine; what is beyond waits for a later
+    one."""
     eviction: Literal["attnstore", "lru", "fifo"] = "attnstore"
     """Who leaves a full tier, of what nobody waits for: what is least likely to return soon; the
     others are there to compare with."""
@@ -505,6 +508,7 @@ class StoreConfig:
             for key, low, high in (
                 ("chunk_tokens", 16, 4096),
                 ("load_deadline_ms", 0, 60_000),
+                ("step_budget", 1024, 1 << 30),
                 ("io_depth", 2, 1024),
                 ("data_parallel_size", 1, 4096),
             )

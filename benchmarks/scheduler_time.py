@@ -131,7 +131,9 @@ def one_request(
         SimpleNamespace(
             get_block_ids=lambda _: (blocks,),
             block_pool=SimpleNamespace(
-                cached_block_hash_to_block=_CACHED, hash_block_size=block_tokens
+                cached_block_hash_to_block=_CACHED,
+                hash_block_size=block_tokens,
+                get_num_free_blocks=lambda: 0,
             ),
         )
     )

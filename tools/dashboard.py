@@ -97,6 +97,8 @@ PANELS: dict[str, list[Panel]] = {
         Panel("Look-ahead", "Share of wanted tokens that were in DRAM in time.", "percentunit", {
             "in DRAM": share(of("wanted_tokens_total", tier="dram"), of("wanted_tokens_total")),
         }, most=1),
+        Panel("Put off", "Work beyond a step's budget, by kind.", "ops",
+              {"{{work}}": rate(of("put_off_total"), "work")}),
         Panel("Copies into HBM", "A load, and what a forward pass waited for.", "s", {
             "load, 95 %": quantile("load_seconds", 0.95),
             "wait, 95 %": quantile("load_wait_seconds", 0.95),

@@ -97,6 +97,16 @@ SETTINGS = (
         "Lower it to bound the first token where the disk is slow.",
     ),
     Setting(
+        "step_budget", "131072", "tokens, 1024 to 1073741824",
+        "Prompt tokens that are looked up in one step of the engine, on its own thread; each "
+        "request counts 1,024 more. Who comes beyond is looked up in a later step: so no burst of "
+        "requests, however long, holds up the answers of others. A prompt that is longer is looked "
+        "up alone. As many chunks are saved as 512 tokens each allow, or twice what a step "
+        "computes.",
+        "Lower it where the gaps between tokens must be short even in bursts; raise it where "
+        "thousands of short requests start at once.",
+    ),
+    Setting(
         "eviction", "attnstore", "attnstore, lru, fifo",
         "Who leaves a full tier, of what nobody waits for: what is least likely to return soon.",
         "lru and fifo are there to compare with.",

@@ -70,6 +70,14 @@ COUNTERS = {
         "Hints of requests (kv_transfer_params.attnstore), each key one: applied, or ignored "
         "because it makes no sense here.",
     ),
+    "put_off": (
+        "work",
+        "Work on the engine's own thread that was beyond a step's budget (step_budget). Done in a "
+        "later step: look-ups of requests (lookup), prefetches (prefetch), chunks of requests that "
+        "go on, once for each step they wait (save), and the books of requests that were aborted "
+        "while they waited (leave). Not done: prefetches beyond the line (prefetch_dropped), and "
+        "chunks of requests that ended (save_dropped), which cost a prefill.",
+    ),
     "group_saved_bytes": (
         "kind",
         "Bytes that were to be copied from HBM, by kind of KV cache group. This and the other "
@@ -156,6 +164,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "bytes": tuple(flow.value for flow in Flow),
     "recomputations": ("deadline", "slower", "lost", "copy_failed"),
     "hints": ("applied", "ignored"),
+    "put_off": ("lookup", "prefetch", "prefetch_dropped", "save", "save_dropped", "leave"),
     "group_saved_bytes": _KINDS,
     "group_loaded_bytes": _KINDS,
     "shortened_hits": _KINDS,

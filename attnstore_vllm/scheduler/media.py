@@ -250,7 +250,7 @@ class RequestMedia:
         self._reads = True
         """No input was left alone so far."""
         self.spans: list[MultimodalSpan] = []
-        """Places of the leading inputs whose content is known: it grows, and stays the same object."""
+        """Places of the leading inputs whose content is known. It grows, and stays this object."""
 
     def known_tokens(self) -> int:
         """Tokens before the first input whose content is not known. Cost: constant."""

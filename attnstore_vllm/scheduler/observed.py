@@ -146,6 +146,13 @@ class ObservedScheduler(Scheduler):
             if state.visit is not None:
                 self._looked_up(seen, start_ns)
 
+    def _look_up(self, state: RequestState) -> None:
+        start_ns = time.time_ns()
+        super()._look_up(state)
+        seen = self._seen.get(state.request.request_id)
+        if seen is not None:  # else it has just come
+            self._looked_up(seen, start_ns)
+
     def _looked_up(self, seen: Watched, start_ns: int) -> None:
         state = seen.state
         tiers = self.store.tiers(state.waiting.coming, 0)
@@ -159,10 +166,8 @@ class ObservedScheduler(Scheduler):
         seen = self._seen.get(request.request_id)
         if seen is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
-        state, start_ns, is_new = seen.state, time.time_ns(), seen.state.visit is None
+        state, start_ns = seen.state, time.time_ns()
         found, is_ahead = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if is_new and state.visit is not None:
-            self._looked_up(seen, start_ns)
         if found is None:
             seen.waits_since = seen.waits_since or start_ns
             if seen.forecast_s is None and state.waiting.forecast is not None:

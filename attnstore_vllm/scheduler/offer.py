@@ -32,7 +32,8 @@ from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.truncation import Truncation
-from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Tables
+from attnstore_vllm.scheduler.untaken import Untaken
+from attnstore_vllm.scheduler.vllm_types import Tables
 from attnstore_vllm.scheduler.vllm_view import Clock, StepTimes, VllmQueue
 from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.store.store import Store
@@ -347,8 +348,7 @@ class Offers:
         counts: GroupCounts,
     ) -> None:
         self._needs = {need.group: need for need in store.needs}
-        self.kv_cache_manager: KVCacheManager | None = None
-        """vLLM's, when it is known."""
+        self.untaken = Untaken(store, geometry.block_tokens)
         self._store = store
         self._geometry = geometry
         self._rank_token_bytes = geometry.rank_bytes // geometry.chunk_tokens
@@ -367,6 +367,9 @@ class Offers:
         Args:
             local: tokens that are in HBM already.
         """
+        held = self.untaken.again(state, local)
+        if held is not None:
+            return self._offer(state, held, local)
         answer: tuple[int | None, bool] = (None, False)
         if self._waits.goes_on(state):
             if state.waiting.coming:  # else it has not had a look yet
@@ -430,14 +433,21 @@ class Offers:
                 stats.add("prompt_tokens", source, number)
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
+            held = []
+        self.untaken.note(state, local, held)
+        return self._offer(state, held, local)
+
+    def _offer(self, state: RequestState, held: list[Piece], local: int) -> tuple[int | None, bool]:
+        """The answer to vLLM: it may take what is held."""
+        if not held:
             return 0, False
         if state.finds_moved:
             spine = [piece for piece in held if piece.group == 0]
-            self._truncation.offer(state, spine, self.kv_cache_manager)
+            self._truncation.offer(state, spine, self.untaken.kv_cache_manager)
         layers_before = self._layers_before(state, held)
         state.offered = Offered(held, local, layers_before)
         self._open.append(state)
-        return num_tokens, layers_before > 0
+        return held[-1].stop - local, layers_before > 0
 
     def _layers_before(self, state: RequestState, held: Sequence[Piece]) -> int:
         """How many layers are loaded before the request's first step."""
@@ -511,7 +521,8 @@ class Offers:
             layers_before=offered.layers_before,
         )
         state.waiting.deadline, state.computing.first = None, stop
-        state.sequence.matched = ()  # nobody looks again before it has lost its blocks
+        state.untaken = None
+        state.forget_matches()
         if state.request.lora_request is not None:
             size = self._geometry.block_tokens
             state.computing.unchecked = tuple(tables[0][start // size : -(-stop // size)])
@@ -539,7 +550,7 @@ class Offers:
         assert state.offered is not None
         self._store.release(piece.chunk for piece in state.offered.pieces)
         state.offered = None
-        self._truncation.take_back(state)
+        self._truncation.withdraw(state)
 
     def end_schedule(self, *, is_empty: bool) -> None:
         """A step is planned: what vLLM has not taken by now it does not take.

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 
 from attnstore_vllm.index.chunk import Chunk
@@ -79,7 +80,11 @@ class OpenPlans:
         self._open: dict[int, _Open] = {}
         self._loading: dict[str, int] = {}
         """Requests whose last load is open, and its plan."""
-        self._saving_blocks = 0
+        self._new_saves: dict[str, list[TransferPlan]] = {}
+        """By request, of the step that is being planned."""
+        self._saving = Counter[str]()
+        """Saves that may still read blocks of a request, by request."""
+        self._saving_blocks = self._loading_blocks = 0
         self._kept: dict[str, int] = {}
         """Finished requests whose blocks vLLM keeps, and how many ranks have not freed them."""
         self._kept_since = 0.0
@@ -100,7 +105,7 @@ class OpenPlans:
         self.load_is_void(request_id)  # a former one, of blocks that it has lost
         plan = LoadPlan(next(self._ids), request_id, copies, num_partial, layers_before, moves)
         self._plan.loads.append(plan)
-        self._add(plan, Flow.LOAD, chunks)
+        self._loading_blocks += self._add(plan, Flow.LOAD, chunks).num_blocks
         self._loading[request_id] = plan.plan_id
 
     def save(
@@ -120,7 +125,8 @@ class OpenPlans:
             is_fleeting: see TransferPlan.
         """
         plan = TransferPlan(next(self._ids), request_id, copies, is_fleeting=is_fleeting)
-        self._plan.saves.append(plan)
+        self._new_saves.setdefault(request_id, []).append(plan)
+        self._saving[request_id] += 1
         found = self._add(plan, Flow.SAVE, [chunk])
         found.lora, found.adapter = lora, adapter
         self._saving_blocks += found.num_blocks
@@ -133,6 +139,8 @@ class OpenPlans:
     def take_plan(self) -> StepPlan:
         """The plan for the workers in this step."""
         plan, self._plan = self._plan, StepPlan()
+        plan.saves += chain.from_iterable(self._new_saves.values())
+        self._new_saves.clear()
         return plan
 
     # ---- requests ----------------------------------------------------------------------
@@ -141,13 +149,11 @@ class OpenPlans:
         """A request has ended; what it leaves behind is planned. Returns whether vLLM is to keep
         its blocks until the workers have said that they are free."""
         self.load_is_void(request_id)
-        saves = [plan for plan in self._plan.saves if plan.request_id == request_id]
         if self._gives_blocks_away and (self._rows is None or self._saving_blocks <= self._rows):
             # All that is open has its row when the next step begins, so nothing waits for one.
-            self._plan.saves_before += saves
-            self._plan.saves = [p for p in self._plan.saves if p.request_id != request_id]
+            self._plan.saves_before += self._new_saves.pop(request_id, ())
             return False
-        if not any(o.request_id == request_id for o in self._saves()):
+        if request_id not in self._saving:
             return False
         self._plan.finished_saving.append(request_id)
         if not self._kept:
@@ -158,9 +164,14 @@ class OpenPlans:
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Their blocks are others' in the step that is being planned."""
         lost = set(request_ids)
-        saving = [o for o in self._saves() if o.request_id in lost]
+        saving = [
+            o
+            for o in self._open.values()
+            if o.request_id in lost and o.flow is Flow.SAVE and not o.is_void
+        ]
         self._plan.preempted += {o.request_id for o in saving}
         for found in saving:
+            self._ends_saving(found)
             found.is_void = True
         # After a reset vLLM resumes requests in the step that tells of their preemption.
         resumed = {plan.request_id for plan in self._plan.loads}
@@ -177,9 +188,12 @@ class OpenPlans:
             self._plan.ended_loads.append(plan_id)
         return plan_id is not None
 
-    def _saves(self) -> list[_Open]:
-        """Those that may still read their request's blocks."""
-        return [o for o in self._open.values() if o.flow is Flow.SAVE and not o.is_void]
+    def _ends_saving(self, found: _Open) -> None:
+        """It does not read its request's blocks any more."""
+        if not found.is_void:
+            self._saving[found.request_id] -= 1
+            if not self._saving[found.request_id]:
+                del self._saving[found.request_id]
 
     # ---- reports -----------------------------------------------------------------------
 
@@ -196,10 +210,12 @@ class OpenPlans:
                 continue
             del self._open[plan_id]
             if found.flow is Flow.LOAD:
+                self._loading_blocks -= found.num_blocks
                 if self._loading.get(found.request_id) == plan_id:
                     del self._loading[found.request_id]
                 self._store.loaded(found.chunks)
                 continue
+            self._ends_saving(found)
             self._saving_blocks -= found.num_blocks
             if found.is_given_up:
                 num_given_up += 1
@@ -252,7 +268,7 @@ class OpenPlans:
 
     def loading_blocks(self) -> int:
         """Blocks of the loads that are open, which may be over or not yet begun."""
-        return sum(o.num_blocks for o in self._open.values() if o.flow is Flow.LOAD)
+        return self._loading_blocks
 
 
 def plan_groups(

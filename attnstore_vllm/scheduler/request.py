@@ -81,6 +81,20 @@ class Offered:
 
 
 @dataclass(slots=True)
+class Answered:
+    """The answer that vLLM had no room for. Written by untaken.py."""
+
+    num_tokens: int
+    """That the request had."""
+    local: int
+    """Those of them that were in HBM already."""
+    free_blocks: int
+    """That vLLM had."""
+    pieces: list[Piece]
+    """That were offered; none: it was to be computed."""
+
+
+@dataclass(slots=True)
 class Computing:
     """How far its KV is computed, and offered to the store. Written by saving.py."""
 
@@ -150,6 +164,8 @@ class RequestState:
     """The question to the workers about its adapter, since it came or lost its blocks."""
     waiting: Waiting = field(default_factory=Waiting)
     offered: Offered | None = None
+    untaken: Answered | None = None
+    """Its last answer, as long as vLLM has given it no blocks."""
     load_failed: bool = False
     """The device failed a copy: what is left is computed."""
     computing: Computing = field(default_factory=Computing)
@@ -171,6 +187,9 @@ class RequestState:
     _sequence: SequenceKeys | None = None
     _inputs: tuple[float, ...] = ()
     """Those of a session that its keys are of."""
+    _other: tuple[int | None, SequenceKeys | None] = (None, None)
+    """The keys of the lineage that it was of before: an offer comes and goes with each step. First
+    where the moved tokens of that one end."""
 
     @property
     def stage(self) -> Stage:
@@ -208,7 +227,7 @@ class RequestState:
         """It was preempted: it may wait again, and will have other blocks."""
         self.waiting.deadline, self.waiting.is_answered = None, False
         self.computing.scheduled_stop, self.computing.unchecked = 0, ()
-        self.asked = None
+        self.asked = self.untaken = None
 
     def usable_tokens(self) -> int:
         """How many of its tokens, from the first on, the store may know: whole chunks of them.
@@ -235,6 +254,7 @@ class RequestState:
         """From now on its KV is computed with this adapter; None: with one that nobody knows."""
         if adapter != self.adapter:
             self.adapter, self._root, self._sequence = adapter, None, None
+            self._other, self.untaken = (None, None), None
             self.waiting.coming = ()
 
     @property
@@ -272,7 +292,7 @@ class RequestState:
         return self._sequence
 
     def _inputs_now(self) -> tuple[float, ...]:
-        """Facts that an input of a session changes (vLLM's Scheduler._update_request_as_session)."""
+        """Facts that an input of a session changes (Scheduler._update_request_as_session)."""
         request = self.request
         return (request.arrival_time, request.num_prompt_tokens, len(self.media.spans))
 
@@ -285,7 +305,17 @@ class RequestState:
         if moved is None and self.moved is not None:
             first_moved = self.moved.start // self.chunk_tokens
             self.computing.chunks_seen = min(self.computing.chunks_seen, first_moved)
-        self.moved, self._sequence = moved, None
+        was, now = (None if tokens is None else tokens.stop for tokens in (self.moved, moved))
+        if was != now:
+            (stop, keys), self._other = self._other, (was, self._sequence)
+            self._sequence = keys if stop == now else None
+        self.moved = moved
+
+    def forget_matches(self) -> None:
+        """Nobody looks again before it has lost its blocks."""
+        for keys in (self._sequence, self._other[1]):
+            if keys is not None:
+                keys.matched = ()
 
 
 def brings_kv(params: dict[str, Any] | None) -> bool:

@@ -16,6 +16,7 @@ vLLM is asked to end a step there. Passed ones are kept in between, as often as 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.index.residency import SPARE_PRIORITY
 from attnstore_vllm.index.sections import Need, Reach
+from attnstore_vllm.policy.step_budget import StepBudget
 from attnstore_vllm.scheduler.figures import GroupCounts
 from attnstore_vllm.scheduler.offer import Costs
 from attnstore_vllm.scheduler.open_plans import OpenPlans
@@ -35,6 +37,11 @@ from attnstore_vllm.transfer.plan import ChunkCopy, hole_of, plan_save
 
 MIN_TAIL_TOKENS = 16
 """A shorter tail costs a slot and saves next to nothing."""
+SAVE_TOKENS = 512
+"""To save a chunk costs about as much as to look up so many tokens. How many requests cross a
+chunk's end in one step, or end in it, is for clients to say: so a step saves no more of them than
+its budget has, or twice what it computes. What goes on is saved in a later step; of what ends the
+rest is not saved."""
 
 
 class Saving:
@@ -43,6 +50,8 @@ class Saving:
     Args:
         costs: say where a state in between pays.
         states_every: see StoreConfig.
+        step_tokens: what a step computes of prompts, at most.
+        step_budget: see lookups.py; a chunk that is saved takes SAVE_TOKENS of as much.
     """
 
     def __init__(
@@ -53,6 +62,8 @@ class Saving:
         truncation: Truncation,
         costs: Costs,
         states_every: int | None,
+        step_tokens: int,
+        step_budget: int,
     ) -> None:
         self.note_save: Callable[[RequestState, Chunk], None] | None = None
         """Told of each chunk that is being saved, where routers want to know."""
@@ -68,6 +79,21 @@ class Saving:
         """The length of a block that has a state."""
         self._num_states = len(states)
         self.counts = GroupCounts(geometry)
+        each = 1 + len(self._needs)
+        per_step = max(
+            step_budget // SAVE_TOKENS, each * 2 * -(-step_tokens // geometry.chunk_tokens)
+        )
+        self._running, self._ended = StepBudget(per_step), StepBudget(per_step)
+        """Saves of requests that go on, and of those that end, in a step."""
+        self._each = each
+        self.put_off = Counter[str]()
+        """Chunks that wait for a later step, and that are not saved, since somebody has taken them.
+        """
+
+    def end_step(self) -> None:
+        """A step is planned."""
+        self._running.begin_step()
+        self._ended.begin_step()
 
     def begin(self, state: RequestState, start: int) -> None:
         """vLLM has its answer: the prompt is computed from `start` on."""
@@ -95,24 +121,33 @@ class Saving:
             known = max(state.request.num_tokens, computed + 1)
             computed = min(computed, known - self._store.ahead)
         if state.may_save:
-            self._save_chunks(state, computed, tables, has_ended=False)
+            left = self._save_chunks(state, computed, tables, has_ended=False)
+            self.put_off["save"] += left
 
     def _save_chunks(
         self, state: RequestState, computed: int, tables: Tables, *, has_ended: bool
-    ) -> None:
-        """Args: has_ended: vLLM keeps the request's blocks until they are saved."""
+    ) -> int:
+        """Returns how many are not saved in this step.
+
+        Args:
+            has_ended: vLLM keeps the request's blocks until they are saved.
+        """
         size = self._geometry.chunk_tokens
         if computed // size <= state.computing.chunks_seen:
-            return
+            return 0
         sequence = state.sequence
+        budget = self._ended if has_ended else self._running
         for number in range(state.computing.chunks_seen, computed // size):
+            if not budget.take(self._each):
+                return computed // size - number
             if not self._store.walks:
                 self._save(state, sequence.name(number, state.tenant), number, tables[0])
             if self._needs:
                 self._save_sections(
                     state, (number + 1) * size, tables, computed, has_ended=has_ended
                 )
-        state.computing.chunks_seen = computed // size
+            state.computing.chunks_seen = number + 1
+        return 0
 
     def save_step_end(self, state: RequestState, num_scheduled: int, tables: Tables) -> None:
         """Sections that are there when the step ends that is being planned, and may not be later:
@@ -168,7 +203,10 @@ class Saving:
         computed = min(computed, state.computing.scheduled_stop)
         computed = min(computed, state.usable_tokens())
         if computed > 0 and state.may_save:
-            self._save_chunks(state, computed, tables, has_ended=True)
+            left = self._save_chunks(state, computed, tables, has_ended=True)
+            if not self._ended.take(self._each):  # nor if some are left: a hole hides the rest
+                self.put_off["save_dropped"] += left + 1
+                return
             end = kept_end(computed, request.num_prompt_tokens)
             # A state has seen all that was computed, and a hit may end where a tail does.
             is_state_at_end = end == computed == request.num_computed_tokens

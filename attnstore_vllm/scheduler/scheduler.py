@@ -24,6 +24,7 @@ from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_r
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
+from attnstore_vllm.scheduler.lookups import STEP_TOKENS, Lookups
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import LoadCheck, Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, Costs, Offers, Waits
@@ -86,6 +87,7 @@ class Scheduler:
             model.
         gives_blocks_away: what finished requests leave is saved from blocks that are free.
         step_tokens: what a step computes of one prompt, at most.
+        step_budget: tokens that are looked up in a step (lookups.py).
         empty_step_wait_s: how long a step that computes nothing may wait for KV.
         truncation: of the store's settings, and why KV cannot be moved here, or None.
         approximate: who gets KV that a codec has changed.
@@ -121,6 +123,7 @@ class Scheduler:
         rows: int | None = None,
         gives_blocks_away: bool = True,
         step_tokens: int = 1 << 30,
+        step_budget: int = STEP_TOKENS,
         empty_step_wait_s: float = EMPTY_STEP_WAIT_S,
         truncation: tuple[TruncationConfig | None, str | None] = (None, None),
         approximate: Approximate = EXACT_ALONE,
@@ -149,16 +152,16 @@ class Scheduler:
             store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
         )
         self._truncation, self._approximate = Truncation(store, *truncation), approximate
-        self._replays = replays
+        self._replays, self._overcounts_drafts = replays, overcounts_drafts
         self._media = media or MediaNames()
         self._media_of: dict[str, RequestMedia] = {}
         """By request: all that have some or may get some, also those that are not served."""
-        self._overcounts_drafts = overcounts_drafts
         self._stats = StepStats()
         self._figures = StoreFigures(store, geometry.token_bytes(), info)
         self._idle = IdleFigures(self._figures, board) if board is not None else None
         self._kv_cache_manager: KVCacheManager | None = None
-        self._queue = VllmQueue(store, by_priority=by_priority) if looks_ahead else None
+        lookups = self._lookups = Lookups(step_budget)
+        self._queue = VllmQueue(store, lookups, by_priority=by_priority) if looks_ahead else None
         costs = self.costs = Costs(
             store,
             load_deadline_s,
@@ -168,7 +171,9 @@ class Scheduler:
             clock=clock,
         )
         plans, moved = self.plans, self._truncation
-        saving = self._saving = Saving(store, geometry, plans, moved, costs, states_every)
+        saving = self._saving = Saving(
+            store, geometry, plans, moved, costs, states_every, step_tokens, step_budget
+        )
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, empty_step_wait_s)
         self._offers = Offers(store, geometry, costs, waits, plans, moved, saving.counts)
@@ -176,7 +181,7 @@ class Scheduler:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
-        self._offers.kv_cache_manager = manager
+        self._offers.untaken.kv_cache_manager = manager
         self._watch.bind(manager)
         if self.events is not None:
             self.events.bind(manager)
@@ -205,7 +210,8 @@ class Scheduler:
             if request.mm_features:
                 media.leave_alone()
         elif self._queue is not None and state.adapter is not None and not media.is_pending:
-            self._look_up(state)
+            if self._lookups.comes(request):
+                self._look_up(state)
 
     def _begin(
         self, request: Request, namespace: bytes | None, media: RequestMedia
@@ -241,9 +247,13 @@ class Scheduler:
         return state
 
     def _prefetch(self, order: PrefetchOrder, namespace: bytes | None) -> None:
-        if order.cache_salt or not self._hints.salted_only:
-            size, codec = self.geometry.chunk_tokens, self._approximate.codec
-            prefetch(self.store, self._stats, order, namespace, size, codec)
+        may_share = order.cache_salt or not self._hints.salted_only
+        if may_share and self._lookups.orders(order):
+            self._bring_up(order, namespace)
+
+    def _bring_up(self, order: PrefetchOrder, namespace: bytes | None) -> None:
+        size, codec = self.geometry.chunk_tokens, self._approximate.codec
+        prefetch(self.store, self._stats, order, namespace, size, codec)
 
     def _is_left_alone(self, request: Request) -> bool:
         """Whether it has an adapter that is not served. A session's next input may bring one."""
@@ -281,6 +291,8 @@ class Scheduler:
             if adapter is None:
                 return (None if waits and not state.is_at_once else 0), False
         if state.visit is None:
+            if not self._lookups.is_asked(request):
+                return (0 if state.is_at_once else None), False
             self._look_up(state)
         found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats)
         if found is not None and self.store.needs:
@@ -326,6 +338,8 @@ class Scheduler:
                 self._saving.save_chunks(state, computed, self._tables_of(request_id))
             if self.store.needs and state.may_save:
                 self._saving.save_step_end(state, num_scheduled, self._tables_of(request_id))
+        self._saving.end_step()
+        self._look_up_late(is_empty=not output.num_scheduled_tokens)
         plan = self.plans.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
         plan.number = self.costs.times.planned(output)
@@ -335,6 +349,14 @@ class Scheduler:
             plan.adapters = self.adapters.plan(plan.number, output.num_scheduled_tokens)
             plan.checks = self._checks(plan.number, output.num_scheduled_tokens)
         return plan
+
+    def _look_up_late(self, *, is_empty: bool) -> None:
+        """Look up those that were put off, as far as this step has time for it."""
+        for late in self._lookups.end_step(self.requests, is_empty=is_empty):
+            if isinstance(late, PrefetchOrder):
+                self._bring_up(late, self.namespace)
+            else:
+                self._look_up(late)
 
     def _on_media(self, output: SchedulerOutput) -> None:
         """Media may be used from now on, under the names that they have."""
@@ -498,6 +520,10 @@ class Scheduler:
         """Counts since the last call."""
         stats, self._stats = self._stats, StepStats()
         self._figures.add_to(stats)
+        for put_off in (self._lookups.put_off, self._saving.put_off):
+            for work, number in put_off.items():
+                stats.add("put_off", work, number)
+            put_off.clear()
         if self.store.needs:
             self._saving.counts.move_to(stats)
         return stats

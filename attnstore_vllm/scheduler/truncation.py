@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request
-from attnstore_vllm.scheduler.vllm_view import hide_blocks, show_blocks
+from attnstore_vllm.scheduler.vllm_view import HiddenNames, hide_blocks
 from attnstore_vllm.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -51,8 +50,10 @@ class Truncation:
         """Whether requests that do not say so ask for moved KV."""
         self._reason = reason
         self._has_said = False
-        self._shown: dict[str, tuple[int, Any]] = {}
-        """Requests with hidden blocks: the first of them, and what named them before."""
+        self._hidden: dict[str, HiddenNames] = {}
+        """By request, of those whose blocks are hidden now."""
+        self._kept: dict[str, HiddenNames] = {}
+        """Names of offers that vLLM has not taken: nothing has them, so they serve once more."""
         if config is not None and config.enabled:
             self._say()
 
@@ -86,8 +87,18 @@ class Truncation:
         state.begin_lineage(range(moved[0].start, moved[-1].stop))
         self._hide(state.request, moved[0].start // manager.block_pool.hash_block_size)
 
+    def withdraw(self, state: RequestState) -> None:
+        """The offer was not taken. The next one, if it is the same, costs no hash."""
+        if state.moved is not None:
+            state.begin_lineage(None)
+            names = self._show(state.request)
+            if names is not None:
+                self._kept[state.request.request_id] = names
+
     def take_back(self, state: RequestState) -> None:
-        """The offer was not taken, or the request has lost its blocks."""
+        """The request has lost its blocks, or vLLM takes nothing that was moved. Blocks that it had
+        may be in vLLM's cache: they are not named so again."""
+        self._kept.pop(state.request.request_id, None)
         if state.moved is not None:
             state.begin_lineage(None)
             self._show(state.request)
@@ -119,19 +130,25 @@ class Truncation:
                 )
 
     def finished(self, state: RequestState) -> None:
-        self._shown.pop(state.request.request_id, None)
+        self._hidden.pop(state.request.request_id, None)
+        self._kept.pop(state.request.request_id, None)
 
     # ---- vLLM's prefix cache -----------------------------------------------------------
 
     def _hide(self, request: Request, first: int) -> None:
         """Name the blocks from `first` on, also those to come, so that nobody else finds them."""
-        if request.request_id not in self._shown:
-            hasher = hide_blocks(request, first)
-            if hasher is not None:
-                self._shown[request.request_id] = (first, hasher)
+        if request.request_id in self._hidden:
+            return
+        names = self._kept.pop(request.request_id, None)
+        if names is None or names.first != first or not names.hide(request):
+            names = hide_blocks(request, first)
+        if names is not None:
+            self._hidden[request.request_id] = names
 
-    def _show(self, request: Request) -> None:
-        """Name the blocks as vLLM does: what it computes from here on is exact."""
-        found = self._shown.pop(request.request_id, None)
-        if found is not None:
-            show_blocks(request, *found)
+    def _show(self, request: Request) -> HiddenNames | None:
+        """Name the blocks as vLLM does: what it computes from here on is exact. Returns both names,
+        if they were hidden."""
+        names = self._hidden.pop(request.request_id, None)
+        if names is not None:
+            names.show(request)
+        return names

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from attnstore_vllm.policy.cost import OUTLIER, USUAL_STEPS, StepCost
+from attnstore_vllm.policy.step_budget import StepBudget
+from attnstore_vllm.scheduler.lookups import STEP_TOKENS, Lookups, look_tokens
 from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, RequestState
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput
@@ -34,10 +36,18 @@ class VllmQueue:
     A request enters at the back when it comes and at the front when it is preempted (or in the
     order of priorities); one that vLLM skips stays in its place. It leaves when it is scheduled or
     has ended.
+
+    Args:
+        lookups: whose budget the look-ups of preempted requests are part of.
     """
 
-    def __init__(self, store: Store, *, by_priority: bool) -> None:
+    def __init__(self, store: Store, lookups: Lookups, *, by_priority: bool) -> None:
         self._store = store
+        self._lookups = lookups
+        self._leaving = StepBudget(STEP_TOKENS)
+        """To leave costs a look at each chunk that is wanted; many may be aborted at once."""
+        self._gone = OrderedDict[str, int]()
+        """Those that have ended and are still in store.queue(), and what it takes to leave it."""
         self._by_priority = by_priority
         self._running: dict[str, Request] = {}
         """In the order in which they were scheduled, which is the order of vLLM's own list."""
@@ -45,6 +55,8 @@ class VllmQueue:
         self._placed: set[str] = set()
 
     def on_new_request(self, request: Request) -> None:
+        if self._gone.pop(request.request_id, 0):
+            self._store.leave_queue([request.request_id])  # another of this name
         self._waiting[request.request_id] = request
         with self._store.queue() as queue:
             if self._by_priority:
@@ -58,6 +70,9 @@ class VllmQueue:
 
     def on_step(self, output: SchedulerOutput, states: Mapping[str, RequestState]) -> None:
         """A step was planned. What was preempted since the last one waits again."""
+        while self._gone and self._leaving.take(next(iter(self._gone.values()))):
+            self._store.leave_queue([self._gone.popitem(last=False)[0]])
+        self._leaving.begin_step()
         preempted = output.preempted_req_ids or ()
         back = [request for name, request in self._running.items() if name in preempted]
         for request in back:
@@ -91,9 +106,15 @@ class VllmQueue:
         self._placed.add(request_id)
 
     def on_finished(self, request_id: str) -> None:
-        if self._running.pop(request_id, None) is None:
-            self._waiting.pop(request_id, None)
+        if self._running.pop(request_id, None) is not None:
+            return
+        request = self._waiting.pop(request_id, None)
+        tokens = look_tokens(request.num_tokens if request is not None else 0)
+        if not self._gone and self._leaving.take(tokens):
             self._store.leave_queue([request_id])
+        else:
+            self._gone[request_id] = tokens
+            self._lookups.put_off["leave"] += 1
 
     def _enter_again(self, requests: list[Request]) -> None:
         """These were preempted."""
@@ -109,7 +130,11 @@ class VllmQueue:
         state = states.get(request.request_id)
         if state is None or state.computing.is_outdated or state.adapter is None:
             return
-        if request.request_id in self._waiting:
+        if request.request_id not in self._waiting:
+            return
+        if not self._lookups.budget.take(look_tokens(request.num_tokens)):
+            self._lookups.put_off["lookup"] += 1  # until vLLM asks for it
+        else:
             self._store.find(
                 state.sequence,
                 0,
@@ -204,47 +229,81 @@ tokens alone must not be found by others: whoever finds them computes more of th
 it to the store under an honest name."""
 
 
-def hide_blocks(request: Request, first: int, key: bytes | None = None) -> Any:
+class HiddenNames:
+    """Both names of a request's blocks: vLLM's, and from block `first` on others, which are a keyed
+    hash of them. They are hidden from the beginning.
+
+    To change between the two costs nothing: a list of names takes the place of the other. Blocks
+    that are named meanwhile get both names.
+
+    Args:
+        request: that vLLM names the blocks of.
+        key: shared by requests that may find each other's blocks.
+    """
+
+    def __init__(self, request: Request, first: int, key: bytes) -> None:
+        self.first, self._key = first, key
+        self._namer = request._block_hasher
+        self._exact = request.block_hashes
+        self._names = list(self._exact[:first])
+        self._seen: Any = None
+        self.hide(request)
+
+    def hide(self, request: Request) -> bool:
+        """Name the blocks from `first` on, also those to come, so that nobody else finds them.
+
+        Returns False where vLLM names them otherwise than before; then nothing has changed.
+        Cost: one hash for each block that is new.
+        """
+        exact, names = self._exact, self._names
+        is_known = request.block_hashes is exact and request._block_hasher is self._namer
+        # vLLM names a block by the name of the one before it: if one is the same, so are all.
+        is_known &= len(names) <= len(exact)
+        if not is_known or (self._seen is not None and exact[len(names) - 1] != self._seen):
+            return False
+        names += map(self._hide, exact[len(names) :])
+        request.block_hashes, request._block_hasher = names, self._name_new
+        return True
+
+    def show(self, request: Request) -> None:
+        """Name the blocks as vLLM does: what it computes from here on is exact."""
+        exact = self._exact
+        del exact[len(request.block_hashes) :]
+        self._seen = exact[-1] if exact else None
+        request.block_hashes, request._block_hasher = exact, self._namer
+        request.update_block_hashes()
+
+    def _hide(self, name: bytes) -> bytes:
+        return blake3(name, key=self._key).digest()
+
+    def _name_new(self, request: Request) -> list[Any]:
+        """Stands for vLLM's hasher, which names a block by its tokens and the one before it. That
+        gets the exact names: so a block's hidden name does not depend on which were hidden when it
+        came.
+        """
+        hidden, exact = request.block_hashes, self._exact
+        assert self._namer is not None
+        del exact[len(hidden) :]
+        request.block_hashes = exact
+        try:
+            new = self._namer(request)
+        finally:
+            request.block_hashes = hidden
+        exact.extend(new)
+        return [self._hide(name) for name in new]
+
+
+def hide_blocks(request: Request, first: int, key: bytes | None = None) -> HiddenNames | None:
     """Name the blocks from `first` on, also those to come, so that nobody else finds them.
 
     Args:
         key: shared by requests that may find each other's blocks; None: there are none.
 
-    Returns what has named them so far, for show_blocks(); None where vLLM names no blocks.
+    Returns both names of them; None where vLLM names no blocks.
     """
-    hasher = request._block_hasher
-    if hasher is None:
+    if request._block_hasher is None:
         return None
-    key = key or secrets.token_bytes(KEY_BYTES)
-
-    def hide(name: bytes) -> bytes:
-        return blake3(name, key=key).digest()
-
-    exact = list(request.block_hashes)
-
-    # vLLM names a block by its tokens and the name of the one before. It gets the exact one: so a
-    # block's hidden name does not depend on which were hidden when it came.
-    def hidden(given: Request) -> list[Any]:
-        shown = given.block_hashes
-        del exact[len(shown) :]
-        given.block_hashes = exact
-        try:
-            new = hasher(given)
-        finally:
-            given.block_hashes = shown
-        exact.extend(new)
-        return [hide(name) for name in new]
-
-    request.block_hashes[first:] = [hide(name) for name in request.block_hashes[first:]]
-    request._block_hasher = hidden
-    return hasher
-
-
-def show_blocks(request: Request, first: int, hasher: Any) -> None:
-    """Name the blocks as vLLM does: what it computes from here on is exact."""
-    request._block_hasher = hasher
-    del request.block_hashes[first:]
-    request.update_block_hashes()
+    return HiddenNames(request, first, key or secrets.token_bytes(KEY_BYTES))
 
 
 def drop_in_flight(request: Request) -> None:

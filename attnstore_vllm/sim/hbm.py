@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import overload
@@ -19,6 +19,7 @@ class BlockPool:
 
     hash_block_size: int
     cached_block_hash_to_block: OrderedDict[int, None]
+    get_num_free_blocks: Callable[[], int]
 
 
 class Blocks(Sequence[int]):
@@ -66,7 +67,12 @@ class Hbm:
         """By number of the chunk, the one unused for longest first."""
         self._ends: set[int] = set()
         """The last whole chunks of requests that have ended."""
-        self.block_pool = BlockPool(size, self._cached)
+        self.block_pool = BlockPool(size, self._cached, self._num_free)
+
+    def _num_free(self) -> int:
+        """Blocks that are free, as if all were of the spine."""
+        block_bytes = self._machine.spine_bytes(self._groups[0].block_tokens)
+        return max(0, self._machine.hbm - self._taken) // block_bytes
 
     def cached_tokens(self, job: Job) -> int:
         """Tokens of a waiting request that the prefix cache has. One is left to compute."""

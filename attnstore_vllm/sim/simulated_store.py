@@ -21,6 +21,8 @@ from attnstore_vllm.store.tier_io import MakeTier
 
 EVICTION = {"lru": "lru", "lru-ahead": "lru", "fifo": "fifo"}
 """By policy; else attnstore."""
+NO_LIMIT = 1 << 60
+"""The budget of a step: many simulated steps are one turn of the server's loop."""
 NAMESPACE = b"simulated".ljust(32)
 
 
@@ -148,6 +150,7 @@ def open_scheduler(
         looks_ahead=policy not in ("lru", "fifo"),
         states_every=machine.states_every,
         step_tokens=machine.max_num_batched_tokens,
+        step_budget=NO_LIMIT,
         has_prefix_cache=machine.prefix_cache,
         clock=clock,
     )

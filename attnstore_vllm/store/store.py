@@ -361,6 +361,17 @@ class Store:
             self.residency.hold(*[piece.chunk for piece in held])
             return held if not self.needs else self._hold_sections(held, sequence)
 
+    def hold_again(self, pieces: Sequence[Piece]) -> bool:
+        """Hold pieces that were held before, if all of them can be. Returns whether they are."""
+        with self._lock:
+            self.residency.now = self._clock()
+            for piece in pieces:
+                has_expired = self._has_leases and self.residency.has_expired(piece.chunk)
+                if has_expired or not _is_ready(piece.chunk):
+                    return False
+            self.residency.hold(*(piece.chunk for piece in pieces))
+            return True
+
     def _hold_walked(
         self, found: Sequence[Piece], sequence: SequenceKeys, start: int, stop: int
     ) -> list[Piece]:

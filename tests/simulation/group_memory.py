@@ -122,7 +122,7 @@ class GroupMemory:
     def __post_init__(self) -> None:
         self.memory = np.zeros((self.num_blocks + 1, BLOCK_BYTES), np.uint8)
         self._free = list(range(1, self.num_blocks + 1))
-        self.block_pool = BlockPool(16, OrderedDict())
+        self.block_pool = BlockPool(16, OrderedDict(), lambda: len(self._free))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """As vLLM gives them."""

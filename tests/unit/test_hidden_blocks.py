@@ -8,7 +8,7 @@ from typing import Any
 from blake3 import blake3
 
 from attnstore_vllm.scheduler.approximate import Approximate
-from attnstore_vllm.scheduler.vllm_view import hide_blocks, show_blocks
+from attnstore_vllm.scheduler.vllm_view import hide_blocks
 
 BLOCK = 4
 
@@ -75,10 +75,11 @@ def test_blocks_that_vllm_takes_away_are_named_anew() -> None:
 
 def test_blocks_that_are_shown_again_have_vllms_names() -> None:
     request: Any = _Request(10)
-    hasher = hide_blocks(request, 1)
+    names = hide_blocks(request, 1)
+    assert names is not None
     request.grow(10)
     exact = _Request(20).block_hashes
     assert request.block_hashes[0] == exact[0]
     assert not set(request.block_hashes[1:]) & set(exact)
-    show_blocks(request, 1, hasher)
+    names.show(request)
     assert request.block_hashes == exact

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First look-ups of requests, and prefetches: as many in a step as its budget has.
+
+Requests are looked up when they come, so that what they want is brought up before it is their turn.
+How many come at once, and how long they are, is for clients to say: so what is beyond the budget
+waits in line, and is looked up in a later step or when vLLM asks for it. Until then vLLM hears "not
+known yet", and goes on to the next request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+
+from attnstore_vllm.hints import PrefetchOrder
+from attnstore_vllm.policy.step_budget import StepBudget
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.vllm_types import Request
+
+STEP_TOKENS = 1 << 17
+"""Tokens that are looked up in a step, unless the settings say otherwise."""
+LOOK_TOKENS = 1 << 10
+"""A look-up costs about as much as so many tokens more."""
+ORDERS_MAX = 64
+"""Prefetches in line. One beyond them is dropped."""
+
+
+def look_tokens(num_tokens: int) -> int:
+    """The part of the budget that a look-up of so many tokens takes."""
+    return num_tokens + LOOK_TOKENS
+
+
+class Lookups:
+    """All methods run on the scheduler's thread. First come, first served; but what vLLM asks for
+    comes first, in vLLM's order. Nothing starves: as long as there is a line, what comes stands at
+    its end, and the first look-up of a step is always done.
+
+    Args:
+        step_tokens: see STEP_TOKENS.
+    """
+
+    def __init__(self, step_tokens: int = STEP_TOKENS) -> None:
+        self.budget = StepBudget(step_tokens)
+        self._line: dict[str, None] = {}
+        self._orders: deque[PrefetchOrder] = deque()
+        self.put_off = Counter[str]()
+        """By kind of work, since somebody has taken them."""
+
+    def comes(self, request: Request) -> bool:
+        """Whether a request that has come is looked up at once; else it stands in line."""
+        if not self._line and self.budget.take(look_tokens(request.num_tokens)):
+            return True
+        self._wait(request)
+        return False
+
+    def is_asked(self, request: Request) -> bool:
+        """Whether a request that vLLM asks for is looked up now; else it stands in line."""
+        if self.budget.take(look_tokens(request.num_tokens)):
+            self._line.pop(request.request_id, None)
+            return True
+        self._wait(request)
+        return False
+
+    def _wait(self, request: Request) -> None:
+        if request.request_id not in self._line:
+            self._line[request.request_id] = None
+            self.put_off["lookup"] += 1
+
+    def orders(self, order: PrefetchOrder) -> bool:
+        """Whether a prefetch that has come is looked up at once; else it stands in line, behind all
+        requests."""
+        is_first = not self._line and not self._orders
+        if is_first and self.budget.take(look_tokens(len(order.token_ids))):
+            return True
+        if len(self._orders) < ORDERS_MAX:
+            self._orders.append(order)
+            self.put_off["prefetch"] += 1
+        else:
+            self.put_off["prefetch_dropped"] += 1
+        return False
+
+    def end_step(
+        self, states: Mapping[str, RequestState], *, is_empty: bool
+    ) -> Iterator[RequestState | PrefetchOrder]:
+        """A step is planned. Who in line is looked up with what is left of its budget; then the
+        next one's begins.
+
+        Args:
+            is_empty: the step computes nothing: there is time for as much again.
+        """
+        if is_empty and self._line:
+            self.budget.begin_step()
+        while self._line:
+            request_id = next(iter(self._line))
+            state = states.get(request_id)
+            if state is not None and _waits(state):
+                if not self.budget.take(look_tokens(state.request.num_tokens)):
+                    break
+                yield state
+            del self._line[request_id]
+        while self._orders and not self._line:
+            if not self.budget.take(look_tokens(len(self._orders[0].token_ids))):
+                break
+            yield self._orders.popleft()
+        self.budget.begin_step()
+
+
+def _waits(state: RequestState) -> bool:
+    """Whether it still waits for its first look-up."""
+    has_begun = state.visit is not None or state.computing.scheduled_stop > 0
+    return not has_begun and state.adapter is not None
