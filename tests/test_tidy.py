@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "attnstore_vllm"
-FILE_LINES_MAX = 600
+FILE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 70
 UNFINISHED = "fixme".upper()
 SPDX = "SPDX-License-Identifier: Apache-2.0"

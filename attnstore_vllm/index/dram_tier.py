@@ -5,7 +5,7 @@ for first, then the farthest in the queue."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
@@ -59,6 +59,9 @@ class DramTier(Tier):
         self._look_ahead = look_ahead
         self.behind: Sequence[TierBehind] = ()
         """All tiers behind. Set once they are made."""
+        self.num_openings = 0
+        """How often a slot became free, or what can be read again stood in `clean`: as long as this
+        stays, a save that found no room finds none."""
 
     @property
     def num_used(self) -> int:
@@ -80,6 +83,7 @@ class DramTier(Tier):
         self._enter(chunk, None)
         self.pins.remove(slot)
         self.free.append(slot)
+        self.num_openings += 1
 
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
         for chunk in chunks:
@@ -125,6 +129,7 @@ class DramTier(Tier):
                 continue
             slots_of.setdefault((order, chunk.run), []).append(slot)
             self._order_of[slot] = order
+            self.num_openings += 1
         by_age = sorted(slots_of.items(), key=lambda found: found[0][1].since)
         for (order, run), slots in by_age:  # who was used meanwhile is the newest
             order.add_all(slots, run)
@@ -155,6 +160,7 @@ class DramTier(Tier):
         if order is not None:
             order.add(slot, chunk.run)
             self._order_of[slot] = order
+            self.num_openings += 1
 
     def is_full_of_wanted(self, whose: Order) -> bool:
         """Whether a read for this request may only take the place of what farther ones want."""
@@ -168,7 +174,11 @@ class DramTier(Tier):
         return self._look_ahead.farthest(whose, self._can_be_fetched_again)
 
     def victim(
-        self, now: float, whose: Order | None, run: Run | None = None
+        self,
+        now: float,
+        whose: Order | None,
+        run: Run | None = None,
+        since: float = math.inf,
     ) -> tuple[Chunk | None, bool]:
         """The chunk to evict, or None if none can go; and whether somebody waits for it.
 
@@ -178,24 +188,32 @@ class DramTier(Tier):
         request waits for only if most is dirty and nothing is written: else it would wait for
         nothing.
 
-        It also goes before any of these if less is lost with it: what can be read again is lost
-        too, as often as reads come late. So is what a tier behind has, and is saved for `run`.
-        Of a run the beginning is written first, and what is dirty of it is nothing without that.
+        It also goes before any of these if less is lost with it (_risk). So is what a tier behind
+        has, and is saved for `run`. Of a run the beginning is written first, and what is dirty of
+        it is nothing without that.
+
+        Args:
+            since: when the request came that a save is for. What is lost with its slot must be of
+                a request that came before: else a prompt would push out its own beginning, and
+                two that grow each other's.
         """
         self.place_left()
 
         def can_go(slot: int) -> bool:
-            return self.owned[slot].dram.uses == 0
+            chunk = self.owned[slot]
+            return chunk.dram.uses == 0 and (chunk.run.since < since or chunk.is_behind)
 
         late = self.reads.late
-        # While no read comes late, nothing is lost with what can be read again.
-        dirty = self.dirty.victim(now, can_go) if late else None
-        loss = self._worth(dirty, now) if dirty is not None else math.inf
         slot = self.clean.victim(now, can_go)
-        if slot is not None:
-            behind_it = self.dirty.num_of(self.owned[slot].run)
-            is_less = loss < late * self._worth(slot, now) * (1 + behind_it)
-            return self.owned[dirty if is_less and dirty is not None else slot], False
+        clean = self.owned[slot] if slot is not None else None
+        if clean is not None and not late and self._has_room_behind(clean):
+            return clean, False  # nothing is lost with it
+        dirty = self.dirty.victim(now, can_go)
+        loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf
+        if clean is not None:
+            behind_it = self.dirty.num_of(clean.run)
+            risked = self._risk(clean, loss, now) * self._worth(clean, now) * (1 + behind_it)
+            return self.owned[dirty] if dirty is not None and loss < risked else clean, False
         wanted = self.farther(whose)
         if wanted is not None:
             # It has waited since then, and is taken to wait as long again.
@@ -206,12 +224,36 @@ class DramTier(Tier):
         if run is not None and dirty is not None and loss < late * self.dirty.worth(run, now):
             return self.owned[dirty], False
         is_stuck = self.writes_stalled and len(self.dirty) > self.num_slots // DIRTY_PART
-        if whose is None or (is_stuck and whose != LAST):
-            slot = self.dirty.victim(now, can_go)
-        return (self.owned[slot] if slot is not None else None), False
+        if dirty is not None and (whose is None or (is_stuck and whose != LAST)):
+            return self.owned[dirty], False
+        return None, False
 
-    def _worth(self, slot: int, now: float) -> float:
-        return self.clean.worth(self.owned[slot].run, now)
+    def _risk(self, chunk: Chunk, loss: float, now: float) -> float:
+        """The part of a chunk's worth that is lost if it leaves DRAM, and not what is dirty and has
+        a worth of `loss`.
+
+        What can be read again is lost as often as reads come late. It is lost for good where the
+        tiers that have it keep nothing that is worth so little: such a tier forgets sooner than
+        DRAM does, be it small or the disk fast, and newer chunks are about to push it out.
+        """
+        if not chunk.is_behind:
+            return 1.0
+        for tier in self._behind(chunk):
+            poorest = tier.poorest(now)
+            if poorest is None or poorest <= loss:
+                return self.reads.late
+        return 1.0
+
+    def _has_room_behind(self, chunk: Chunk) -> bool:
+        """Whether a tier that can give the chunk back pushes nothing out yet."""
+        return any(tier.num_free for tier in self._behind(chunk))
+
+    def _behind(self, chunk: Chunk) -> Iterator[TierBehind]:
+        """Tiers that can give it back."""
+        return (tier for tier in self.behind if chunk.at(tier.name).state is State.READY)
+
+    def _worth(self, chunk: Chunk, now: float) -> float:
+        return self.clean.worth(chunk.run, now)
 
     def _can_be_fetched_again(self, chunk: Chunk) -> bool:
         copy = chunk.dram

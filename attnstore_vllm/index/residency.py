@@ -11,6 +11,7 @@ No I/O, no clock, no thread: the caller holds the lock and moves the bytes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -234,6 +235,7 @@ class Residency:
         stays: bool = False,
         is_alone: bool = False,
         dram_only: bool = False,
+        waits: bool = False,
     ) -> Chunk | None:
         """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
 
@@ -243,8 +245,9 @@ class Residency:
             stays: it is worth little: it takes no room from anything that is worth more, and is
                 not written to the tiers behind before a request uses it.
             is_alone, dram_only: see Chunk.
+            waits: the caller asks again where there is no room now.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
-        there is no room (counted as dropped if it is nowhere else).
+        there is no room (counted as dropped if it is nowhere else, and nobody waits for room).
         """
         known = self.index.get(name.key)
         if known is not None and stays:
@@ -260,8 +263,8 @@ class Residency:
             self.look_ahead.has_come(known)
         elif not is_alone and self.index.extends(name):
             return None
-        elif not (self._has_room_to_spare() if stays else self._make_room_in_dram()):
-            if not stays:
+        elif not (self._has_room_to_spare() if stays else self._make_room_to_save(run)):
+            if not (stays or waits):
                 self.counts["dropped"] += 1
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
@@ -501,20 +504,28 @@ class Residency:
 
     # ---- room --------------------------------------------------------------------------
 
-    def _make_room_in_dram(self, whose: Order | None = None, run: Run | None = None) -> bool:
+    def _make_room_in_dram(
+        self, whose: Order | None = None, run: Run | None = None, since: float = math.inf
+    ) -> bool:
         if whose is not None and self.dram.is_full_of_wanted(whose):
             victim, is_wanted = self.dram.farther(whose), True
         elif self.dram.free:
             return True
         else:
             self.pinning.end(self.now)
-            victim, is_wanted = self.dram.victim(self.now, whose, run)
+            victim, is_wanted = self.dram.victim(self.now, whose, run, since)
         if victim is None:
             return False
         self.counts["given_up"] += is_wanted
         self.counts["evicted_dram"] += 1
         self.leave_dram(victim)
         return bool(self.dram.free)
+
+    def _make_room_to_save(self, run: Run | None) -> bool:
+        """Room for what no tier has. It is not taken from what else is nowhere, of the same request
+        or of one that came later."""
+        since = math.inf if run is None else run.since
+        return bool(self.dram.free) or self._make_room_in_dram(since=since)
 
     def _has_room_to_spare(self) -> bool:
         """Room for what is worth little: a free slot, or that of another such chunk."""

@@ -67,6 +67,7 @@ class SimulatedStore(Store):
         stays: bool = False,
         is_alone: bool = False,
         dram_only: bool = False,
+        waits: bool = False,
     ) -> Chunk | None:
         chunk = super().begin_save(
             name,
@@ -76,10 +77,14 @@ class SimulatedStore(Store):
             stays=stays,
             is_alone=is_alone,
             dram_only=dram_only,
+            waits=waits,
         )
         if chunk is not None:
             self.saved_tokens += name.num_tokens
         return chunk
+
+    def wait_for_room(self, num_openings: int, timeout_s: float) -> None:
+        """The server's loop lets time pass."""
 
     def wait_for_any(
         self,

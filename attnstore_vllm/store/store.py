@@ -462,6 +462,7 @@ class Store:
         stays: bool = False,
         is_alone: bool = False,
         dram_only: bool = False,
+        waits: bool = False,
     ) -> Chunk | None:
         """See Residency.begin_save.
 
@@ -471,7 +472,13 @@ class Store:
         with self._lock:
             now = self.residency.now = self._clock()
             chunk = self.residency.begin_save(
-                name, run, again=again, stays=stays, is_alone=is_alone, dram_only=dram_only
+                name,
+                run,
+                again=again,
+                stays=stays,
+                is_alone=is_alone,
+                dram_only=dram_only,
+                waits=waits,
             )
             if chunk is not None and not self.needs:  # else it may be another group's
                 self._curve.news.append(NewChunk(name.key, name.parent, name.extra, name.tokens))
@@ -480,6 +487,44 @@ class Store:
                 if kept is not None:
                     self.residency.pinning.pin(kept, now + pin_s, now)
             return chunk
+
+    def has(self, name: ChunkName) -> bool:
+        """Whether the chunk, or what extends it, is in some tier or on its way there."""
+        with self._lock:
+            index = self.residency.index
+            return index.get(name.key) is not None or index.extends(name)
+
+    def num_stored(self, keys: Sequence[Key]) -> int:
+        """Of the leading chunks with these keys, how many there are up to the last one that is
+        stored. Cost: a look at each that is missing."""
+        with self._lock:
+            number = len(keys)
+            while number and self.residency.index.get(keys[number - 1]) is None:
+                number -= 1
+            return number
+
+    def give_up(self, num_chunks: int) -> None:
+        """So many chunks that waited for room are not saved."""
+        with self._lock:
+            self.residency.counts["dropped"] += num_chunks
+
+    @property
+    def num_openings(self) -> int:
+        """See DramTier. Needs no lock."""
+        return self.residency.dram.num_openings
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is to be written to a tier that is in use, and DRAM has room then."""
+        with self._lock:
+            return self.thread.has_writes()
+
+    def wait_for_room(self, num_openings: int, timeout_s: float) -> None:
+        """Wait until DRAM has had more openings than these, `timeout_s` at most: for steps that
+        have nothing to compute (see wait_for_any)."""
+        dram = self.residency.dram
+        with self._progress:
+            self._progress.wait_for(lambda: dram.num_openings != num_openings, timeout_s)
 
     def write_if_room(self, chunk: Chunk) -> None:
         """Let a chunk that stays (begin_save) go to the tiers behind after all, when nothing else
