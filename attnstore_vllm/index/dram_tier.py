@@ -203,7 +203,7 @@ class DramTier(Tier):
             chunk = self.owned[slot]
             return chunk.dram.uses == 0 and (chunk.run.since < since or chunk.is_behind)
 
-        late = self.reads.late
+        late = self.late
         slot = self.clean.victim(now, can_go)
         clean = self.owned[slot] if slot is not None else None
         if clean is not None and not late and self._has_room_behind(clean):
@@ -211,9 +211,7 @@ class DramTier(Tier):
         dirty = self.dirty.victim(now, can_go)
         loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf
         if clean is not None:
-            behind_it = self.dirty.num_of(clean.run)
-            risked = self._risk(clean, loss, now) * self._worth(clean, now) * (1 + behind_it)
-            return self.owned[dirty] if dirty is not None and loss < risked else clean, False
+            return self._poorer(clean, dirty, now, can_go), False
         wanted = self.farther(whose)
         if wanted is not None:
             # It has waited since then, and is taken to wait as long again.
@@ -228,6 +226,28 @@ class DramTier(Tier):
             return self.owned[dirty], False
         return None, False
 
+    @property
+    def late(self) -> float:
+        """The share of reads that come too late. A disk that cannot keep up with saves is taken for
+        one that cannot with reads, before some were seen."""
+        return self.reads.late(max(0.0, DIRTY_PART * len(self.dirty) / self.num_slots - 1))
+
+    def _poorer(
+        self, clean: Chunk, dirty: int | None, now: float, can_go: Callable[[int], bool]
+    ) -> Chunk:
+        """What to evict: this chunk, this dirty slot, or the last of what is dirty behind the
+        chunk. What lies behind a chunk is nothing without it, so it is lost with it."""
+        worth = self._worth(clean, now)
+        loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf
+        risked = self._risk(clean, min(loss, worth), now) * worth
+        behind_it = self.dirty.num_of(clean.run)
+        if behind_it:
+            risked *= 1 + behind_it
+            slot = self.dirty.last_of(clean.run, can_go)
+            if slot is not None and worth < min(loss, risked):
+                return self.owned[slot]
+        return self.owned[dirty] if dirty is not None and loss < risked else clean
+
     def _risk(self, chunk: Chunk, loss: float, now: float) -> float:
         """The part of a chunk's worth that is lost if it leaves DRAM, and not what is dirty and has
         a worth of `loss`.
@@ -241,7 +261,7 @@ class DramTier(Tier):
         for tier in self._behind(chunk):
             poorest = tier.poorest(now)
             if poorest is None or poorest <= loss:
-                return self.reads.late
+                return self.late
         return 1.0
 
     def _has_room_behind(self, chunk: Chunk) -> bool:
@@ -274,16 +294,20 @@ class DramTier(Tier):
 
     def leave_queue(self, request_id: str) -> None:
         """The request runs, or was aborted."""
+        self.observe_reads(self._look_ahead.wants_of(request_id))
+        self._left.update(dict.fromkeys(self._look_ahead.remove(request_id)))
+
+    def observe_reads(self, chunks: Sequence[Chunk]) -> None:
+        """A request runs that wanted these, in the order of depth: see what has come in time."""
         came = late = 0
         is_broken = False  # what has come behind a chunk that has not is of no use
-        for chunk in self._look_ahead.wants_of(request_id):
+        for chunk in chunks:
             is_here = chunk.dram.state is State.READY
             is_broken |= not is_here
             if chunk.came_from or not is_here:
                 came, late = came + (not is_broken), late + is_broken
         if came or late:
             self.reads.observe(came, late)
-        self._left.update(dict.fromkeys(self._look_ahead.remove(request_id)))
 
     def lose(self, chunk: Chunk) -> None:
         """The chunk is not found any more."""

@@ -113,8 +113,7 @@ class Residency:
     def use(self, chunks: Sequence[Chunk], run: Run | None = None) -> None:
         """Note that a request wants these, in the order of depth."""
         run = run or unknown_run(self.now)
-        if run.lease is not None:
-            run.lease.use(self.now)
+        run.use(self.now)
         if not chunks:
             return
         for tier in self._tiers:
@@ -270,8 +269,7 @@ class Residency:
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.is_alone = is_alone  # a record of an early release does not say it
         chunk.dram_only = dram_only
-        if chunk.run.lease is not None:
-            chunk.run.lease.use(self.now)
+        chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)
         if stays:
             chunk.refused_by.update(tier.name for tier in self.behind)

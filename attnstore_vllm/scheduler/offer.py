@@ -412,6 +412,7 @@ class Offers:
         state.computing.first = local
         if not state.counted.offered:  # the request's first answer
             state.counted.offered = True
+            self._store.answered_with(request.request_id, pieces)
             state.counted.in_hbm = local
             # A rest that is too short to be loaded is computed in any case.
             computed = state.counted.stored_stop - local - num_tokens

@@ -29,10 +29,10 @@ RESTS_MAX = 64
 """Finished requests of which a rest is saved. The oldest is given up for a new one."""
 CHUNKS_MAX = 16
 """Chunks that one step saves of rests."""
-STALL_S = 2.0
-"""A rest of which nothing could be saved for so long is given up: the engine steps for it."""
+STALL_S = 1.0
+"""Rests are given up when there has been no room for so long: the engine steps for them ..."""
 REST_S = 30.0
-"""So is one that takes longer in all."""
+"""... and one that takes so long in all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +45,6 @@ class _Rest:
     names: Sequence[object]
     """The objects that name these blocks; None where vLLM has none."""
     since: float
-    moved_at: float
-    """When something of it was saved last."""
 
 
 class Rests:
@@ -64,6 +62,8 @@ class Rests:
         self._saving = saving
         self._clock = clock
         self._rests: deque[_Rest] = deque()
+        self._openings = (-1, 0.0)
+        """How many DRAM has had, and since when."""
         self.manager: KVCacheManager | None = None
         """vLLM's. Set when it is known; before that no rest is saved."""
 
@@ -86,7 +86,7 @@ class Rests:
         now = self._clock()
         if len(self._rests) >= RESTS_MAX:
             self._end(self._rests[0])
-        self._rests.append(_Rest(state, stop, block_ids, names, now, now))
+        self._rests.append(_Rest(state, stop, block_ids, names, now))
 
     @property
     def _blocks_a_chunk(self) -> int:
@@ -102,7 +102,11 @@ class Rests:
 
     def go_on(self) -> None:
         """A step is planned: save of the rests what there is room for."""
-        left = CHUNKS_MAX
+        left, now, openings = CHUNKS_MAX, self._clock(), self._saving.num_openings
+        if openings != self._openings[0]:
+            self._openings = openings, now
+        if now - self._openings[1] > STALL_S or not self._saving.may_come_free:
+            self.clear()
         for rest in list(self._rests):
             left -= self._go_on(rest, left)
             if left <= 0:
@@ -112,8 +116,7 @@ class Rests:
         """Returns how many chunks are saved."""
         state, now = rest.state, self._clock()
         computing, num_chunks = state.computing, rest.stop // self._geometry.chunk_tokens
-        is_late = now - rest.moved_at > STALL_S or now - rest.since > REST_S
-        if is_late or not (state.may_save and self._saving.may_come_free):
+        if now - rest.since > REST_S or not state.may_save:
             self._end(rest)
             return 0
         if not self._saving.may_find_room(state):
@@ -122,8 +125,6 @@ class Rests:
         there = self._chunks_there(rest, number)
         stop = min(there, number + self._with_rows(min(most, there - number)))
         self._saving.save_spine(state, number, stop, rest.block_ids)
-        if computing.chunks_seen > number:
-            rest.moved_at = now
         if computing.chunks_seen == there < num_chunks:
             self._end(rest)  # vLLM has given the next one's blocks away
         elif computing.chunks_seen == num_chunks:

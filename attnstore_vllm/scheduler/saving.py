@@ -115,7 +115,7 @@ class Saving:
 
     def may_find_room(self, state: RequestState) -> bool:
         """Whether something has changed since the request found no room. Cost: constant."""
-        return state.computing.no_room_at != self._store.num_openings
+        return state.computing.no_room_at != self.num_openings
 
     def save_spine(
         self, state: RequestState, number: int, stop: int, block_ids: Sequence[int]
@@ -132,6 +132,11 @@ class Saving:
                 break
             number += 1
         computing.chunks_seen = number
+
+    @property
+    def num_openings(self) -> int:
+        """See Store."""
+        return self._store.num_openings
 
     @property
     def may_come_free(self) -> bool:

@@ -392,6 +392,13 @@ class Store:
         self.residency.hold(*(piece.chunk for piece in sections))
         return fitting
 
+    def answered_with(self, request_id: str, pieces: Sequence[Piece]) -> None:
+        """A request that found these waits for nothing more. One that stands in the queue tells
+        what has come in time when it leaves it."""
+        with self._lock:
+            if request_id not in self.residency.look_ahead:
+                self.residency.dram.observe_reads([piece.chunk for piece in pieces])
+
     def has_missing(self, request_id: str) -> bool:
         """Whether a waiting request wants something that is not even on its way. Cost: a few us."""
         with self._lock:
