@@ -151,14 +151,15 @@ class DramTier(Tier):
     def _enter(self, chunk: Chunk, order: Departures | None) -> None:
         """Put the chunk in one of the orders, or in none."""
         slot = chunk.dram.slot
-        before = self._order_of.get(slot)
+        before, run = self._order_of.get(slot), chunk.run
         if before is order:
             return
         if before is not None:
+            run = before.run_of(slot) or run  # in some orders that of who filled the slot
             before.remove(slot)
             del self._order_of[slot]
         if order is not None:
-            order.add(slot, chunk.run)
+            order.add(slot, run)
             self._order_of[slot] = order
             self.num_openings += 1
 
@@ -203,10 +204,10 @@ class DramTier(Tier):
             chunk = self.owned[slot]
             return chunk.dram.uses == 0 and (chunk.run.since < since or chunk.is_behind)
 
-        late = self.late
+        late = self.reads.late()
         slot = self.clean.victim(now, can_go)
         clean = self.owned[slot] if slot is not None else None
-        if clean is not None and not late and self._has_room_behind(clean):
+        if clean is not None and not self.late and self._has_room_behind(clean):
             return clean, False  # nothing is lost with it
         dirty = self.dirty.victim(now, can_go)
         loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf
@@ -230,7 +231,8 @@ class DramTier(Tier):
     def late(self) -> float:
         """The share of reads that come too late. A disk that cannot keep up with saves is taken for
         one that cannot with reads, before some were seen."""
-        return self.reads.late(max(0.0, DIRTY_PART * len(self.dirty) / self.num_slots - 1))
+        num_others = self.num_slots - len(self.dirty)
+        return self.reads.late(max(0.0, 1 - SAVES_PART * num_others / self.num_slots))
 
     def _poorer(
         self, clean: Chunk, dirty: int | None, now: float, can_go: Callable[[int], bool]
@@ -273,7 +275,9 @@ class DramTier(Tier):
         return (tier for tier in self.behind if chunk.at(tier.name).state is State.READY)
 
     def _worth(self, chunk: Chunk, now: float) -> float:
-        return self.clean.worth(chunk.run, now)
+        slot = chunk.dram.slot
+        order = self._order_of.get(slot, self.clean)
+        return order.worth(order.run_of(slot) or chunk.run, now)
 
     def _can_be_fetched_again(self, chunk: Chunk) -> bool:
         copy = chunk.dram

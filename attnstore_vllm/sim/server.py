@@ -115,7 +115,7 @@ class Server:
             plan = self._scheduler.build_step(Output(step)) if self._scheduler else StepPlan()
             if step.is_empty:
                 if not self._report(plan):
-                    turn = self.now + SPIN_S if self._waiting else float("inf")
+                    turn = self.now + SPIN_S if self.is_busy else float("inf")
                     yield from self._wait_until(turn)
                 continue
             yield from self._compute(step, plan)
@@ -143,7 +143,7 @@ class Server:
         return bool(self._waiting or self._running) or self._has_transfers()
 
     def _has_transfers(self) -> bool:
-        return self._scheduler is not None and self._scheduler.plans.any_open()
+        return self._scheduler is not None and self._scheduler.any_open()
 
     @property
     def _next_arrival(self) -> float:
