@@ -5,6 +5,7 @@ for first, then the farthest in the queue."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -52,6 +53,9 @@ class DramTier(Tier):
         """By slot; of those that stand in one."""
         self._left: dict[Chunk, None] = {}
         """Nobody waits for these any more, and they are not placed yet."""
+        self._growing = Counter[Run]()
+        """Runs of which chunks are being saved, and how many."""
+        self._grows: dict[Chunk, Run] = {}
         self.writes_stalled = False
         """Nothing is being written, though the store's thread has just looked for what could be."""
         self.reads = ReadsInTime()
@@ -76,6 +80,16 @@ class DramTier(Tier):
         assert slot not in self.owned
         self.owned[slot] = chunk
         chunk.dram = InTier(state, slot, uses=1)
+        if state is State.SAVING:
+            self._grows[chunk] = chunk.run
+            self._growing[chunk.run] += 1
+
+    def saved(self, chunk: Chunk) -> None:
+        """It is saved. Until then nothing before it in its run makes room for others."""
+        run = self._grows.pop(chunk)
+        self._growing[run] -= 1
+        if not self._growing[run]:
+            del self._growing[run]
 
     def take_back(self, chunk: Chunk) -> None:
         slot = chunk.dram.slot
@@ -195,14 +209,16 @@ class DramTier(Tier):
 
         Args:
             since: when the request came that a save is for. What is lost with its slot must be of
-                a request that came before: else a prompt would push out its own beginning, and
-                two that grow each other's.
+                a request that came before, and of which nothing is being saved: else a prompt
+                would push out its own beginning, and two that grow each other's.
         """
         self.place_left()
+        growing = self._growing if whose is None else ()
 
         def can_go(slot: int) -> bool:
             chunk = self.owned[slot]
-            return chunk.dram.uses == 0 and (chunk.run.since < since or chunk.is_behind)
+            is_lost = not chunk.is_behind and (chunk.run.since >= since or chunk.run in growing)
+            return chunk.dram.uses == 0 and not is_lost
 
         late = self.reads.late()
         slot = self.clean.victim(now, can_go)

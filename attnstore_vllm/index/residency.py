@@ -283,6 +283,7 @@ class Residency:
         """All ranks have copied: the bytes are ready, and dirty until written back."""
         assert chunk.dram.state is State.SAVING
         chunk.dram.state = State.READY
+        self.dram.saved(chunk)
         self._refuse_if_not_wanted(chunk)
         self._place(chunk)
         if not chunk.dropped:

@@ -114,7 +114,7 @@ class Server:
             step = self._schedule()
             plan = self._scheduler.build_step(Output(step)) if self._scheduler else StepPlan()
             if step.is_empty:
-                if not self._report(plan):
+                if not self._report(plan) and self._is_live:
                     turn = self.now + SPIN_S if self.is_busy else float("inf")
                     yield from self._wait_until(turn)
                 continue
