@@ -235,6 +235,7 @@ class Residency:
         is_alone: bool = False,
         dram_only: bool = False,
         waits: bool = False,
+        yields: bool = False,
     ) -> Chunk | None:
         """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
 
@@ -245,6 +246,7 @@ class Residency:
                 not written to the tiers behind before a request uses it.
             is_alone, dram_only: see Chunk.
             waits: the caller asks again where there is no room now.
+            yields: nothing that would be lost makes room for it.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
         there is no room (counted as dropped if it is nowhere else, and nobody waits for room).
         """
@@ -252,7 +254,8 @@ class Residency:
         if known is not None and stays:
             return None  # whoever has it may think more of it
         if known is not None:
-            self.use([known], run)
+            if run is None or run.since >= self.run_of(known).since:
+                self.use([known], run)  # by one that came before it is no older
             # It takes no room from what waits to be read or written: it can be read again.
             is_here = known.dram.state is not State.ABSENT
             again |= known.behind.keys() <= self._asked  # others have it, or say so
@@ -262,7 +265,7 @@ class Residency:
             self.look_ahead.has_come(known)
         elif not is_alone and self.index.extends(name):
             return None
-        elif not (self._has_room_to_spare() if stays else self._make_room_to_save(run)):
+        elif not (self._has_room_to_spare() if stays else self._make_room_to_save(run, yields=yields)):
             if not (stays or waits):
                 self.counts["dropped"] += 1
             return None
@@ -520,10 +523,11 @@ class Residency:
         self.leave_dram(victim)
         return bool(self.dram.free)
 
-    def _make_room_to_save(self, run: Run | None) -> bool:
+    def _make_room_to_save(self, run: Run | None, *, yields: bool) -> bool:
         """Room for what no tier has. It is not taken from what else is nowhere, of the same request
         or of one that came later."""
         since = math.inf if run is None else run.since
+        since = -math.inf if yields else since
         return bool(self.dram.free) or self._make_room_in_dram(since=since)
 
     def _has_room_to_spare(self) -> bool:

@@ -155,6 +155,8 @@ class Computing:
     no_room_at: int | None = None
     """The chunk behind `chunks_seen` waits for room: there was none when DRAM had had so many
     openings (Store.num_openings)."""
+    has_ended: bool = False
+    """The request has: what is left of it takes no room from what would be lost."""
     is_outdated: bool = False
     """Part of its KV is from before a reset, or of another adapter: nothing of it is saved."""
     unchecked: tuple[int, ...] = ()

@@ -86,6 +86,7 @@ class Rests:
         now = self._clock()
         if len(self._rests) >= RESTS_MAX:
             self._end(self._rests[0])
+        state.computing.has_ended = True
         self._rests.append(_Rest(state, stop, block_ids, names, now))
 
     @property

@@ -375,6 +375,7 @@ class Saving:
             is_alone=is_alone,
             dram_only=state.dram_only,
             waits=waits,
+            yields=state.computing.has_ended,
         )
         # Who parts from a prompt for the first time does so within a long text that was new.
         is_mostly_new = 2 * state.computing.first < state.request.num_prompt_tokens

@@ -68,6 +68,7 @@ class SimulatedStore(Store):
         is_alone: bool = False,
         dram_only: bool = False,
         waits: bool = False,
+        yields: bool = False,
     ) -> Chunk | None:
         chunk = super().begin_save(
             name,
@@ -78,6 +79,7 @@ class SimulatedStore(Store):
             is_alone=is_alone,
             dram_only=dram_only,
             waits=waits,
+            yields=yields,
         )
         if chunk is not None:
             self.saved_tokens += name.num_tokens

@@ -470,6 +470,7 @@ class Store:
         is_alone: bool = False,
         dram_only: bool = False,
         waits: bool = False,
+        yields: bool = False,
     ) -> Chunk | None:
         """See Residency.begin_save.
 
@@ -486,6 +487,7 @@ class Store:
                 is_alone=is_alone,
                 dram_only=dram_only,
                 waits=waits,
+                yields=yields,
             )
             if chunk is not None and not self.needs:  # else it may be another group's
                 self._curve.news.append(NewChunk(name.key, name.parent, name.extra, name.tokens))
