@@ -271,14 +271,14 @@ class DramTier(Tier):
         a worth of `loss`.
 
         What can be read again is lost as often as reads come late. It is lost for good where the
-        tiers that have it keep nothing that is worth so little: such a tier forgets sooner than
-        DRAM does, be it small or the disk fast, and newer chunks are about to push it out.
+        tiers that have it are smaller than DRAM, or keep nothing that is worth so little: such a
+        tier forgets sooner than DRAM does, and newer chunks are about to push it out.
         """
         if not chunk.is_behind:
             return 1.0
         for tier in self._behind(chunk):
             poorest = tier.poorest(now)
-            if poorest is None or poorest <= loss:
+            if poorest is None or poorest < loss:
                 return self.late
         return 1.0
 
@@ -287,8 +287,13 @@ class DramTier(Tier):
         return any(tier.num_free for tier in self._behind(chunk))
 
     def _behind(self, chunk: Chunk) -> Iterator[TierBehind]:
-        """Tiers that can give it back."""
-        return (tier for tier in self.behind if chunk.at(tier.name).state is State.READY)
+        """Tiers that can give it back, and keep more than DRAM does."""
+        return (
+            tier
+            for tier in self.behind
+            if chunk.at(tier.name).state is State.READY
+            and tier.num_used + tier.num_free > self.num_slots
+        )
 
     def _worth(self, chunk: Chunk, now: float) -> float:
         slot = chunk.dram.slot

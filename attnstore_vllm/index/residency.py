@@ -265,7 +265,9 @@ class Residency:
             self.look_ahead.has_come(known)
         elif not is_alone and self.index.extends(name):
             return None
-        elif not (self._has_room_to_spare() if stays else self._make_room_to_save(run, yields=yields)):
+        elif not (
+            self._has_room_to_spare() if stays else self._make_room_to_save(run, yields=yields)
+        ):
             if not (stays or waits):
                 self.counts["dropped"] += 1
             return None

@@ -149,15 +149,15 @@ def some(random: Random) -> tuple[Trace, Machine, str]:
             tokens += random.randint(20, 40 * CHUNK // 4)
             requests.append(prompt(now, number, tokens, random.randint(1, 40), session=number))
         now += random.expovariate(random.choice((0.5, 4, 50)))
-    policy = random.choice(("attnstore", "lru-ahead", "fifo"))
+    policy = random.choice(("attnstore", "lru-ahead"))
     return make_trace("some", CHUNK, requests), machine, policy
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_nothing_is_kept_that_cannot_be_reached(seed: int) -> None:
+def test_nothing_is_kept_that_cannot_be_reached() -> None:
     """But for what lies behind a chunk that a tier has given up since: few, as the ends of a
-    conversation go before its beginning."""
-    server = serve(*some(Random(seed)))
-    stored, found = reachable(server)
-    print(seed, stored, found)
-    assert stored - found <= max(2, stored // 10)
+    conversation go before its beginning. Not so with fifo, where each turn's chunks are as old as
+    the turn."""
+    counts = [reachable(serve(*some(Random(seed)))) for seed in range(24)]
+    stored = sum(stored for stored, _ in counts)
+    assert stored > 1500
+    assert stored - sum(found for _, found in counts) <= 0.04 * stored
