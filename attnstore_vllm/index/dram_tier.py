@@ -22,6 +22,8 @@ SAVES_PART = 8
 was read for the requests at the window's end, to be read again."""
 
 WAIT_MIN_S = 1e-3
+USUAL_DIRTY = 4
+"""So many are on their way to a disk that keeps up."""
 DIRTY_PART = 2
 """When more than one slot in so many is dirty and nothing is written, reads may take what is
 nowhere else."""
@@ -247,8 +249,8 @@ class DramTier(Tier):
     def late(self) -> float:
         """The share of reads that come too late. A disk that cannot keep up with saves is taken for
         one that cannot with reads, before some were seen."""
-        num_others = self.num_slots - len(self.dirty)
-        return self.reads.late(max(0.0, 1 - SAVES_PART * num_others / self.num_slots))
+        num_late = max(0, len(self.dirty) - USUAL_DIRTY)
+        return self.reads.late(min(1.0, DIRTY_PART * num_late / self.num_slots))
 
     def _poorer(
         self, clean: Chunk, dirty: int | None, now: float, can_go: Callable[[int], bool]
