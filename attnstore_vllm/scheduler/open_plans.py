@@ -160,7 +160,7 @@ class OpenPlans:
         return self._gives_blocks_away and has_rows
 
     def comes_first(self, request_id: str) -> None:
-        """What is planned of this request is read before the step begins. Only with has_rows()."""
+        """Read what is planned of this request before the step begins. Only with has_rows()."""
         saves = self._plan.saves
         self._plan.saves_before += [plan for plan in saves if plan.request_id == request_id]
         self._plan.saves = [plan for plan in saves if plan.request_id != request_id]

@@ -41,7 +41,7 @@ class _Rest:
     stop: int
     """Tokens of it that have KV."""
     block_ids: Sequence[int]
-    """Of the spine."""
+    """Blocks of the spine."""
     names: Sequence[object]
     """The objects that name these blocks; None where vLLM has none."""
     since: float
@@ -167,6 +167,6 @@ class Rests:
         self._saving.give_up(rest.state, rest.stop)
 
     def clear(self) -> None:
-        """What is in vLLM's blocks is not to be saved any more."""
+        """Save nothing more of what is in vLLM's blocks."""
         while self._rests:
             self._end(self._rests[0])

@@ -235,8 +235,8 @@ class Saving:
             self._save(state, name, number, block_ids)
 
     def give_up(self, state: RequestState, stop: int) -> None:
-        """What is missing up to token `stop` is not saved any more: nor is of use what was saved
-        behind it."""
+        """Save nothing more, though chunks up to token `stop` are missing; forget what was saved
+        behind them."""
         size, seen = self._geometry.chunk_tokens, state.computing.chunks_seen
         self._store.give_up(max(0, stop // size - seen))
         saved = [chunk for chunk, _ in state.computing.sections]

@@ -46,6 +46,7 @@ class Server:
             have stopped coming.
         step: called after each request, for a progress bar.
         more_tiers: behind NVMe.
+        hbm: another one than Hbm makes.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Server:
         until_s: float = float("inf"),
         step: Callable[[], object] = lambda: None,
         more_tiers: Sequence[MakeTier] = (),
+        hbm: Hbm | None = None,
     ) -> None:
         assert machine.shape is not None or trace.chunk_tokens == machine.chunk_tokens
         self.now = 0.0
@@ -68,7 +70,7 @@ class Server:
         self._out = Outcome(policy)
         self._counting = Counting(self._out)
         self._step = step
-        self._hbm = Hbm(machine, trace.chunk_tokens)
+        self._hbm = hbm or Hbm(machine, trace.chunk_tokens)
         self._disk = SimulatedDisk(machine, lambda: self.now)
         self._scheduler, self.store = None, None
         if policy != "recompute":

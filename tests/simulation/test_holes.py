@@ -80,12 +80,11 @@ class PagedHbm(Hbm):
 
 
 def serve(trace: Trace, machine: Machine, policy: str = "attnstore") -> Server:
-    server = Server(trace, machine, policy)
-    assert server.store is not None and server._scheduler is not None
-    server._hbm = hbm = PagedHbm(machine)
-    server._scheduler.bind_kv_cache_manager(hbm)
+    server = Server(trace, machine, policy, hbm=PagedHbm(machine))
     server.run()
-    server._scheduler.check_quiet()
+    assert server.store is not None
+    server.store.residency.check_integrity()
+    assert server.store.residency.num_held() == 0
     return server
 
 
