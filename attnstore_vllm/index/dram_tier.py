@@ -255,7 +255,7 @@ class DramTier(Tier):
     def _poorer(
         self, clean: Chunk, dirty: int | None, now: float, can_go: Callable[[int], bool]
     ) -> Chunk:
-        """The chunk to evict: this one, that of this dirty slot, or the last of what is dirty behind
+        """The chunk to evict: this one, this dirty slot's, or the last of what is dirty behind
         this one. What lies behind a chunk is nothing without it, so it is lost with it."""
         worth = self._worth(clean, now)
         loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf

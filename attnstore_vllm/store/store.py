@@ -504,7 +504,10 @@ class Store:
             return index.get(name.key) is not None or index.extends(name)
 
     def num_stored(self, keys: Sequence[Key]) -> int:
-        """How many chunks with these keys there are up to the last one that is stored. Cost: a look at each that is missing."""
+        """How many chunks with these keys there are up to the last one that is stored.
+
+        Cost: a look at each that is missing behind it.
+        """
         with self._lock:
             number = len(keys)
             while number and self.residency.index.get(keys[number - 1]) is None:
