@@ -15,12 +15,13 @@ from blake3 import blake3
 
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.index import keys
-from attnstore_vllm.policy.runs import ReturnEstimator
+from attnstore_vllm.policy.eviction.by_return import ByReturn
 from attnstore_vllm.scheduler import vllm_view
 from attnstore_vllm.scheduler.messages import Seen, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry, Group
+from attnstore_vllm.types import Key
 from tests.helpers import NAMESPACE, memory_rig
 from tests.vllm_objects import output
 
@@ -130,13 +131,21 @@ class StepWorld:
 
             monkeypatch.setattr(owner, name, call)
 
+        chain = keys.native_chain_keys
+
+        def chain_keys(parent: Key, chunks: tuple[bytes, ...], *more: Any) -> list[Key]:
+            self.counts["chunks hashed"] += len(chunks)
+            return chain(parent, chunks, *more)
+
+        monkeypatch.setattr(keys, "native_chain_keys", chain_keys)
         counted(keys, "chunk_key", "chunks hashed")
         counted(keys.SequenceKeys, "__init__", "sequences")
         counted(vllm_view, "blake3", "names hidden")
         counted(Store, "arrive", "look-ups")
         counted(Store, "find", "looks")
         counted(Store, "begin_save", "saves")
-        counted(ReturnEstimator, "worth", "worths looked at")
+        counted(ByReturn, "worth", "worths looked at")
+        counted(ByReturn, "_set_end", "worths looked at")
 
     def request(self, name: str, tokens: Sequence[int], **given: Any) -> Any:
         return Request(name, tokens, self.counts, **given)

@@ -327,7 +327,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler is not None and self.scheduler.plans.keeps_blocks()
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler is not None and self.scheduler.plans.any_open()
+        return self.scheduler is not None and self.scheduler.any_open()
 
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset() if self.scheduler is not None else True

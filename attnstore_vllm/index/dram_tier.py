@@ -5,7 +5,8 @@ for first, then the farthest in the queue."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
@@ -21,6 +22,8 @@ SAVES_PART = 8
 was read for the requests at the window's end, to be read again."""
 
 WAIT_MIN_S = 1e-3
+USUAL_DIRTY = 4
+"""So many are on their way to a disk that keeps up."""
 DIRTY_PART = 2
 """When more than one slot in so many is dirty and nothing is written, reads may take what is
 nowhere else."""
@@ -52,6 +55,9 @@ class DramTier(Tier):
         """By slot; of those that stand in one."""
         self._left: dict[Chunk, None] = {}
         """Nobody waits for these any more, and they are not placed yet."""
+        self._growing = Counter[Run]()
+        """Runs of which chunks are being saved, and how many."""
+        self._grows: dict[Chunk, Run] = {}
         self.writes_stalled = False
         """Nothing is being written, though the store's thread has just looked for what could be."""
         self.reads = ReadsInTime()
@@ -59,6 +65,9 @@ class DramTier(Tier):
         self._look_ahead = look_ahead
         self.behind: Sequence[TierBehind] = ()
         """All tiers behind. Set once they are made."""
+        self.num_openings = 0
+        """How often a slot became free, or what can be read again stood in `clean`: as long as this
+        stays, a save that found no room finds none."""
 
     @property
     def num_used(self) -> int:
@@ -73,6 +82,16 @@ class DramTier(Tier):
         assert slot not in self.owned
         self.owned[slot] = chunk
         chunk.dram = InTier(state, slot, uses=1)
+        if state is State.SAVING:
+            self._grows[chunk] = chunk.run
+            self._growing[chunk.run] += 1
+
+    def saved(self, chunk: Chunk) -> None:
+        """It is saved. Until then nothing before it in its run makes room for others."""
+        run = self._grows.pop(chunk)
+        self._growing[run] -= 1
+        if not self._growing[run]:
+            del self._growing[run]
 
     def take_back(self, chunk: Chunk) -> None:
         slot = chunk.dram.slot
@@ -80,6 +99,7 @@ class DramTier(Tier):
         self._enter(chunk, None)
         self.pins.remove(slot)
         self.free.append(slot)
+        self.num_openings += 1
 
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
         for chunk in chunks:
@@ -125,6 +145,7 @@ class DramTier(Tier):
                 continue
             slots_of.setdefault((order, chunk.run), []).append(slot)
             self._order_of[slot] = order
+            self.num_openings += 1
         by_age = sorted(slots_of.items(), key=lambda found: found[0][1].since)
         for (order, run), slots in by_age:  # who was used meanwhile is the newest
             order.add_all(slots, run)
@@ -146,15 +167,17 @@ class DramTier(Tier):
     def _enter(self, chunk: Chunk, order: Departures | None) -> None:
         """Put the chunk in one of the orders, or in none."""
         slot = chunk.dram.slot
-        before = self._order_of.get(slot)
+        before, run = self._order_of.get(slot), chunk.run
         if before is order:
             return
         if before is not None:
+            run = before.run_of(slot) or run  # in some orders that of who filled the slot
             before.remove(slot)
             del self._order_of[slot]
         if order is not None:
-            order.add(slot, chunk.run)
+            order.add(slot, run)
             self._order_of[slot] = order
+            self.num_openings += 1
 
     def is_full_of_wanted(self, whose: Order) -> bool:
         """Whether a read for this request may only take the place of what farther ones want."""
@@ -168,7 +191,11 @@ class DramTier(Tier):
         return self._look_ahead.farthest(whose, self._can_be_fetched_again)
 
     def victim(
-        self, now: float, whose: Order | None, run: Run | None = None
+        self,
+        now: float,
+        whose: Order | None,
+        run: Run | None = None,
+        since: float = math.inf,
     ) -> tuple[Chunk | None, bool]:
         """The chunk to evict, or None if none can go; and whether somebody waits for it.
 
@@ -178,24 +205,32 @@ class DramTier(Tier):
         request waits for only if most is dirty and nothing is written: else it would wait for
         nothing.
 
-        It also goes before any of these if less is lost with it: what can be read again is lost
-        too, as often as reads come late. So is what a tier behind has, and is saved for `run`.
-        Of a run the beginning is written first, and what is dirty of it is nothing without that.
+        It also goes before any of these if less is lost with it (_risk). So is what a tier behind
+        has, and is saved for `run`. Of a run the beginning is written first, and what is dirty of
+        it is nothing without that.
+
+        Args:
+            since: when the request came that a save is for. What is lost with its slot must be of
+                a request that came before, and of which nothing is being saved: else a prompt
+                would push out its own beginning, and two that grow each other's.
         """
         self.place_left()
+        growing = self._growing if whose is None else ()
 
         def can_go(slot: int) -> bool:
-            return self.owned[slot].dram.uses == 0
+            chunk = self.owned[slot]
+            is_lost = not chunk.is_behind and (chunk.run.since >= since or chunk.run in growing)
+            return chunk.dram.uses == 0 and not is_lost
 
-        late = self.reads.late
-        # While no read comes late, nothing is lost with what can be read again.
-        dirty = self.dirty.victim(now, can_go) if late else None
-        loss = self._worth(dirty, now) if dirty is not None else math.inf
+        late = self.reads.late()
         slot = self.clean.victim(now, can_go)
-        if slot is not None:
-            behind_it = self.dirty.num_of(self.owned[slot].run)
-            is_less = loss < late * self._worth(slot, now) * (1 + behind_it)
-            return self.owned[dirty if is_less and dirty is not None else slot], False
+        clean = self.owned[slot] if slot is not None else None
+        if clean is not None and not self.late and self._has_room_behind(clean):
+            return clean, False  # nothing is lost with it
+        dirty = self.dirty.victim(now, can_go)
+        loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf
+        if clean is not None:
+            return self._poorer(clean, dirty, now, can_go), False
         wanted = self.farther(whose)
         if wanted is not None:
             # It has waited since then, and is taken to wait as long again.
@@ -206,12 +241,66 @@ class DramTier(Tier):
         if run is not None and dirty is not None and loss < late * self.dirty.worth(run, now):
             return self.owned[dirty], False
         is_stuck = self.writes_stalled and len(self.dirty) > self.num_slots // DIRTY_PART
-        if whose is None or (is_stuck and whose != LAST):
-            slot = self.dirty.victim(now, can_go)
-        return (self.owned[slot] if slot is not None else None), False
+        if dirty is not None and (whose is None or (is_stuck and whose != LAST)):
+            return self.owned[dirty], False
+        return None, False
 
-    def _worth(self, slot: int, now: float) -> float:
-        return self.clean.worth(self.owned[slot].run, now)
+    @property
+    def late(self) -> float:
+        """The share of reads that come too late. A disk that cannot keep up with saves is taken for
+        one that cannot with reads, before some were seen."""
+        num_late = max(0, len(self.dirty) - USUAL_DIRTY)
+        return self.reads.late(min(1.0, DIRTY_PART * num_late / self.num_slots))
+
+    def _poorer(
+        self, clean: Chunk, dirty: int | None, now: float, can_go: Callable[[int], bool]
+    ) -> Chunk:
+        """The chunk to evict: this one, this dirty slot's, or the last of what is dirty behind
+        this one. What lies behind a chunk is nothing without it, so it is lost with it."""
+        worth = self._worth(clean, now)
+        loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf
+        risked = self._risk(clean, min(loss, worth), now) * worth
+        behind_it = self.dirty.num_of(clean.run)
+        if behind_it:
+            risked *= 1 + behind_it
+            slot = self.dirty.last_of(clean.run, can_go)
+            if slot is not None and worth < min(loss, risked):
+                return self.owned[slot]
+        return self.owned[dirty] if dirty is not None and loss < risked else clean
+
+    def _risk(self, chunk: Chunk, loss: float, now: float) -> float:
+        """The part of a chunk's worth that is lost if it leaves DRAM, and not what is dirty and has
+        a worth of `loss`.
+
+        What can be read again is lost as often as reads come late. It is lost for good where the
+        tiers that have it are smaller than DRAM, or keep nothing that is worth so little: such a
+        tier forgets sooner than DRAM does, and newer chunks are about to push it out.
+        """
+        if not chunk.is_behind:
+            return 1.0
+        for tier in self._behind(chunk):
+            poorest = tier.poorest(now)
+            if poorest is None or poorest < loss:
+                return self.late
+        return 1.0
+
+    def _has_room_behind(self, chunk: Chunk) -> bool:
+        """Whether a tier that can give the chunk back pushes nothing out yet."""
+        return any(tier.num_free for tier in self._behind(chunk))
+
+    def _behind(self, chunk: Chunk) -> Iterator[TierBehind]:
+        """Tiers that can give it back, and keep more than DRAM does."""
+        return (
+            tier
+            for tier in self.behind
+            if chunk.at(tier.name).state is State.READY
+            and tier.num_used + tier.num_free > self.num_slots
+        )
+
+    def _worth(self, chunk: Chunk, now: float) -> float:
+        slot = chunk.dram.slot
+        order = self._order_of.get(slot, self.clean)
+        return order.worth(order.run_of(slot) or chunk.run, now)
 
     def _can_be_fetched_again(self, chunk: Chunk) -> bool:
         copy = chunk.dram
@@ -232,16 +321,20 @@ class DramTier(Tier):
 
     def leave_queue(self, request_id: str) -> None:
         """The request runs, or was aborted."""
+        self.observe_reads(self._look_ahead.wants_of(request_id))
+        self._left.update(dict.fromkeys(self._look_ahead.remove(request_id)))
+
+    def observe_reads(self, chunks: Sequence[Chunk]) -> None:
+        """A request runs that wanted these, in the order of depth: see what has come in time."""
         came = late = 0
         is_broken = False  # what has come behind a chunk that has not is of no use
-        for chunk in self._look_ahead.wants_of(request_id):
+        for chunk in chunks:
             is_here = chunk.dram.state is State.READY
             is_broken |= not is_here
             if chunk.came_from or not is_here:
                 came, late = came + (not is_broken), late + is_broken
         if came or late:
             self.reads.observe(came, late)
-        self._left.update(dict.fromkeys(self._look_ahead.remove(request_id)))
 
     def lose(self, chunk: Chunk) -> None:
         """The chunk is not found any more."""

@@ -11,6 +11,7 @@ No I/O, no clock, no thread: the caller holds the lock and moves the bytes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -112,8 +113,7 @@ class Residency:
     def use(self, chunks: Sequence[Chunk], run: Run | None = None) -> None:
         """Note that a request wants these, in the order of depth."""
         run = run or unknown_run(self.now)
-        if run.lease is not None:
-            run.lease.use(self.now)
+        run.use(self.now)
         if not chunks:
             return
         for tier in self._tiers:
@@ -234,6 +234,8 @@ class Residency:
         stays: bool = False,
         is_alone: bool = False,
         dram_only: bool = False,
+        waits: bool = False,
+        yields: bool = False,
     ) -> Chunk | None:
         """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
 
@@ -243,14 +245,17 @@ class Residency:
             stays: it is worth little: it takes no room from anything that is worth more, and is
                 not written to the tiers behind before a request uses it.
             is_alone, dram_only: see Chunk.
+            waits: the caller asks again where there is no room now.
+            yields: nothing that would be lost makes room for it.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
-        there is no room (counted as dropped if it is nowhere else).
+        there is no room (counted as dropped if it is nowhere else, and nobody waits for room).
         """
         known = self.index.get(name.key)
         if known is not None and stays:
             return None  # whoever has it may think more of it
         if known is not None:
-            self.use([known], run)
+            if run is None or run.since >= self.run_of(known).since:
+                self.use([known], run)  # by one that came before it is no older
             # It takes no room from what waits to be read or written: it can be read again.
             is_here = known.dram.state is not State.ABSENT
             again |= known.behind.keys() <= self._asked  # others have it, or say so
@@ -260,15 +265,16 @@ class Residency:
             self.look_ahead.has_come(known)
         elif not is_alone and self.index.extends(name):
             return None
-        elif not (self._has_room_to_spare() if stays else self._make_room_in_dram()):
-            if not stays:
+        elif not (
+            self._has_room_to_spare() if stays else self._make_room_to_save(run, yields=yields)
+        ):
+            if not (stays or waits):
                 self.counts["dropped"] += 1
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.is_alone = is_alone  # a record of an early release does not say it
         chunk.dram_only = dram_only
-        if chunk.run.lease is not None:
-            chunk.run.lease.use(self.now)
+        chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)
         if stays:
             chunk.refused_by.update(tier.name for tier in self.behind)
@@ -282,6 +288,7 @@ class Residency:
         """All ranks have copied: the bytes are ready, and dirty until written back."""
         assert chunk.dram.state is State.SAVING
         chunk.dram.state = State.READY
+        self.dram.saved(chunk)
         self._refuse_if_not_wanted(chunk)
         self._place(chunk)
         if not chunk.dropped:
@@ -501,20 +508,29 @@ class Residency:
 
     # ---- room --------------------------------------------------------------------------
 
-    def _make_room_in_dram(self, whose: Order | None = None, run: Run | None = None) -> bool:
+    def _make_room_in_dram(
+        self, whose: Order | None = None, run: Run | None = None, since: float = math.inf
+    ) -> bool:
         if whose is not None and self.dram.is_full_of_wanted(whose):
             victim, is_wanted = self.dram.farther(whose), True
         elif self.dram.free:
             return True
         else:
             self.pinning.end(self.now)
-            victim, is_wanted = self.dram.victim(self.now, whose, run)
+            victim, is_wanted = self.dram.victim(self.now, whose, run, since)
         if victim is None:
             return False
         self.counts["given_up"] += is_wanted
         self.counts["evicted_dram"] += 1
         self.leave_dram(victim)
         return bool(self.dram.free)
+
+    def _make_room_to_save(self, run: Run | None, *, yields: bool) -> bool:
+        """Room for what no tier has. It is not taken from what else is nowhere, of the same request
+        or of one that came later."""
+        since = math.inf if run is None else run.since
+        since = -math.inf if yields else since
+        return bool(self.dram.free) or self._make_room_in_dram(since=since)
 
     def _has_room_to_spare(self) -> bool:
         """Room for what is worth little: a free slot, or that of another such chunk."""

@@ -245,8 +245,16 @@ class TierBehind(Tier):
             return (slot if slot is not None else self._farthest()), False
         if slot is None:
             return None, self._farthest() is not None
+        if self.order.run_of(slot) is chunk.run:
+            return None, True  # its own beginning, without which it is nothing
         is_refused = not self.order.admits(chunk.run, slot, now)
         return (None if is_refused else slot), is_refused
+
+    def poorest(self, now: float) -> float | None:
+        """The worth of what goes next; None where nothing has to. Cost: that of the order."""
+        slot = self.order.victim(now, self._can_go) if not self.num_free else None
+        run = self.order.run_of(slot) if slot is not None else None
+        return self.order.worth(run, now) if run is not None else None
 
     def _can_go(self, slot: int) -> bool:
         chunk = self.live(slot)

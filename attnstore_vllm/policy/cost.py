@@ -120,16 +120,20 @@ class ReadsInTime:
 
     def __init__(self) -> None:
         self._late = 0.0
-        self._all = float(READS_MIN)
+        self._all = self._unknown = float(READS_MIN)
 
-    @property
-    def late(self) -> float:
-        """The share that has not; 0 before anything is known. About the last READS_KEPT count."""
-        return self._late / self._all
+    def late(self, guess: float = 0.0) -> float:
+        """The share that has not. About the last READS_KEPT count.
+
+        Args:
+            guess: of the share, which counts as READS_MIN do that were seen first.
+        """
+        return (self._late + guess * self._unknown) / self._all
 
     def observe(self, came: int, late: int) -> None:
         """So many chunks that a request wanted had come when it ran, and so many not."""
         keep = 1 / (1 + (came + late) / READS_KEPT)
+        self._unknown *= keep
         self._late = keep * self._late + late
         self._all = keep * self._all + came + late
 

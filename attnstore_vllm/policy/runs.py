@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -444,8 +444,22 @@ class Run:
     is_shared: bool
     priority: int = 0
     lease: Lease | None = None
+    before: Run | None = None
+    """The shared run that its request used too, which has the chunks before these."""
+    used_at: float = field(init=False)
+    """When a request used it, or saved chunks for it, last."""
+
+    def __post_init__(self) -> None:
+        self.used_at = self.since
+
+    def touch(self, now: float) -> None:
+        """A request uses it, or saves for it. What is before it is newer, and leaves after it."""
+        self.used_at = max(self.used_at, now)
+        if self.before is not None:
+            self.before.used_at = max(self.before.used_at, math.nextafter(now, math.inf))
 
     def use(self, now: float) -> None:
+        self.touch(now)
         if self.lease is not None:
             self.lease.use(now)
 
@@ -528,6 +542,7 @@ def visit_of(
 
     shared = run(0, min(num_shared, len(marks)), is_shared=True)
     own = run(num_shared, len(marks), is_shared=False)
+    own.before = shared
     return Visit(num_shared, shared, own, before.num_tokens if before is not None else 0)
 
 

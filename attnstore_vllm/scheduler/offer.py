@@ -415,6 +415,7 @@ class Offers:
         state.computing.first = local
         if not state.counted.offered:  # the request's first answer
             state.counted.offered = True
+            self._store.answered_with(request.request_id, pieces)
             state.counted.in_hbm = local
             # A rest that is too short to be loaded is computed in any case.
             computed = state.counted.stored_stop - local - num_tokens
@@ -528,7 +529,7 @@ class Offers:
             state.computing.unchecked = tuple(tables[0][start // size : -(-stop // size)])
         if start == 0:  # whole chunks of it are stored, since that is where they come from
             whole = stop // self._geometry.chunk_tokens
-            state.computing.chunks_seen = max(state.computing.chunks_seen, whole)
+            state.computing.go_on_from(max(state.computing.chunks_seen, whole))
         # Sections of moved KV are another prompt's: to go on here says nothing of them.
         state.computing.sections = tuple(
             (piece.chunk, self._needs[piece.group])

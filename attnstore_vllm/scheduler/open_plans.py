@@ -149,9 +149,8 @@ class OpenPlans:
         """A request has ended; what it leaves behind is planned. Returns whether vLLM is to keep
         its blocks until the workers have said that they are free."""
         self.load_is_void(request_id)
-        if self._gives_blocks_away and (self._rows is None or self._saving_blocks <= self._rows):
-            # All that is open has its row when the next step begins, so nothing waits for one.
-            self._plan.saves_before += self._new_saves.pop(request_id, ())
+        if self.has_rows(0):
+            self.comes_first(request_id)
             return False
         if request_id not in self._saving:
             return False
@@ -160,6 +159,19 @@ class OpenPlans:
             self._kept_since = self._clock()
         self._kept[request_id] = self._num_ranks
         return True
+
+    def has_rows(self, num_blocks: int) -> bool:
+        """Whether saves of so many more blocks, which may be others' from this step on, are read
+        before it begins."""
+        # All that is open has its row when the next step begins, so nothing waits for one.
+        has_rows = self._rows is None or self._saving_blocks + num_blocks <= self._rows
+        return self._gives_blocks_away and has_rows
+
+    def comes_first(self, request_id: str) -> None:
+        """Read what is planned of this request before the step begins. Only with has_rows()."""
+        saves = self._plan.saves
+        self._plan.saves_before += [plan for plan in saves if plan.request_id == request_id]
+        self._plan.saves = [plan for plan in saves if plan.request_id != request_id]
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Their blocks are others' in the step that is being planned."""

@@ -103,7 +103,15 @@ class Computing:
     scheduled_stop: int = 0
     """Up to which token a step that was planned computes, since it has its blocks; 0: none yet."""
     chunks_seen: int = 0
-    """Whole chunks that were offered to the store for saving, from the first on."""
+    """Whole chunks that the store has taken or had already, from the first on. It gets none behind
+    one that it has no room for: without that one the others are no hit."""
+    sections_seen: int = 0
+    """Whole chunks whose sections were offered to it: later they may not be there."""
+    no_room_at: int | None = None
+    """The chunk behind `chunks_seen` waits for room: there was none when DRAM had had so many
+    openings (Store.num_openings)."""
+    has_ended: bool = False
+    """The request has: what is left of it takes no room from what would be lost."""
     is_outdated: bool = False
     """Part of its KV is from before a reset, or of another adapter: nothing of it is saved."""
     unchecked: tuple[int, ...] = ()
@@ -119,6 +127,11 @@ class Computing:
     sections: tuple[tuple[Chunk, Need], ...] = ()
     """Sections of groups beside the spine: those that its last load used, and that it left
     since."""
+
+    def go_on_from(self, number: int) -> None:
+        """The store has, or had, all whole chunks before this one."""
+        self.chunks_seen = self.sections_seen = number
+        self.no_room_at = None
 
 
 @dataclass(slots=True)
@@ -304,7 +317,7 @@ class RequestState:
         """From now on what it computes is behind moved KV, or is not any more (None)."""
         if moved is None and self.moved is not None:
             first_moved = self.moved.start // self.chunk_tokens
-            self.computing.chunks_seen = min(self.computing.chunks_seen, first_moved)
+            self.computing.go_on_from(min(self.computing.chunks_seen, first_moved))
         was, now = (None if tokens is None else tokens.stop for tokens in (self.moved, moved))
         if was != now:
             (stop, keys), self._other = self._other, (was, self._sequence)

@@ -127,27 +127,74 @@ class Saving:
     def _save_chunks(
         self, state: RequestState, computed: int, tables: Tables, *, has_ended: bool
     ) -> int:
-        """Returns how many are not saved in this step.
+        """Returns how many are not saved in this step, for the budget.
 
         Args:
             has_ended: vLLM keeps the request's blocks until they are saved.
         """
-        size = self._geometry.chunk_tokens
-        if computed // size <= state.computing.chunks_seen:
-            return 0
-        sequence = state.sequence
+        size, computing = self._geometry.chunk_tokens, state.computing
         budget = self._ended if has_ended else self._running
-        for number in range(state.computing.chunks_seen, computed // size):
-            if not budget.take(self._each):
-                return computed // size - number
-            if not self._store.walks:
-                self._save(state, sequence.name(number, state.tenant), number, tables[0])
-            if self._needs:
+        whole, left = computed // size, 0
+        if not self._store.walks and whole > computing.chunks_seen and self.may_find_room(state):
+            first = self.first_missing(state)
+            left = self.save_spine(state, first, whole, tables[0], budget)
+        if self._needs:
+            for number in range(computing.sections_seen, whole - left):
+                if self._store.walks and not budget.take(self._each):
+                    left = whole - number
+                    break
                 self._save_sections(
                     state, (number + 1) * size, tables, computed, has_ended=has_ended
                 )
-            state.computing.chunks_seen = number + 1
-        return 0
+                computing.sections_seen = number + 1
+        if self._store.walks:
+            computing.chunks_seen = computing.sections_seen
+        return left
+
+    def may_find_room(self, state: RequestState) -> bool:
+        """Whether something has changed since the request found no room. Cost: constant."""
+        return state.computing.no_room_at != self.num_openings
+
+    def save_spine(
+        self,
+        state: RequestState,
+        number: int,
+        stop: int,
+        block_ids: Sequence[int],
+        budget: StepBudget | None = None,
+    ) -> int:
+        """Whole chunks from first_missing() up to number `stop`, until one finds no room: that one
+        is asked for again once there may be room, and nothing behind it before. So all that is
+        stored of a request is its beginning. Returns how many the budget has left for later."""
+        computing, sequence = state.computing, state.sequence
+        openings, computing.no_room_at = self._store.num_openings, None
+        while number < stop:
+            if budget is not None and not budget.take(self._each):
+                break
+            name = sequence.name(number, state.tenant)
+            if not self._save(state, name, number, block_ids):
+                computing.no_room_at = openings
+                break
+            number += 1
+        computing.chunks_seen = number
+        return 0 if computing.no_room_at is not None else stop - number
+
+    @property
+    def num_openings(self) -> int:
+        """See Store."""
+        return self._store.num_openings
+
+    @property
+    def may_come_free(self) -> bool:
+        """Whether there may be room later."""
+        return self._plans.any_open() or self._store.is_writing
+
+    def first_missing(self, state: RequestState) -> int:
+        """The chunk to go on with: the next one, or one that was saved and has been pushed out."""
+        number, moved = state.computing.chunks_seen, state.moved
+        first = 0 if moved is None else min(number, moved.stop // state.chunk_tokens)
+        # Of one that may come with moved KV, what is before that is stored under another name.
+        return first + self._store.num_stored(state.sequence.keys(first, number))
 
     def save_step_end(self, state: RequestState, num_scheduled: int, tables: Tables) -> None:
         """Sections that are there when the step ends that is being planned, and may not be later:
@@ -190,11 +237,14 @@ class Saving:
             return self._costs.state_pays(last, computed, self._num_states)
         return every > 0 and computed - last >= every
 
-    def save_rest(self, state: RequestState, tables: Tables) -> None:
-        """Save the rest of a request that has ended, the tail included."""
+    def save_rest(self, state: RequestState, tables: Tables) -> int:
+        """Save the rest of a request that has ended, the tail included.
+
+        Returns up to which token there is something to save, whether there was room or not.
+        """
         request = state.request
         if not state.may_save:
-            return
+            return 0
         # A step in flight counts, since the save comes behind it: it has had all tokens whose ids
         # are known. Drafts are beyond num_tokens.
         computed = min(request.num_computed_tokens, request.num_tokens)
@@ -203,10 +253,11 @@ class Saving:
         computed = min(computed, state.computing.scheduled_stop)
         computed = min(computed, state.usable_tokens())
         if computed > 0 and state.may_save:
+            state.computing.no_room_at = None
             left = self._save_chunks(state, computed, tables, has_ended=True)
             if not self._ended.take(self._each):  # nor if some are left: a hole hides the rest
                 self.put_off["save_dropped"] += left + 1
-                return
+                return 0
             end = kept_end(computed, request.num_prompt_tokens)
             # A state has seen all that was computed, and a hit may end where a tail does.
             is_state_at_end = end == computed == request.num_computed_tokens
@@ -221,6 +272,28 @@ class Saving:
                 self._store.lower(saved if went_on_from_prompt else state.computing.prompt_states)
             if self._needs and (is_state_at_end or not states):
                 self._drop_passed(state, end)
+        return max(0, computed)
+
+    def save_whole_blocks(self, state: RequestState, stop: int, block_ids: Sequence[int]) -> None:
+        """The tail of a request whose whole chunks are saved, up to its last whole block."""
+        size, block = self._geometry.chunk_tokens, self._geometry.block_tokens
+        stop = whole_blocks(stop // block * block)
+        if stop % size >= MIN_TAIL_TOKENS:
+            number = stop // size
+            name = state.sequence.name_up_to(number, state.tenant, stop)
+            self._save(state, name, number, block_ids)
+
+    def give_up(self, state: RequestState, stop: int) -> None:
+        """Save nothing more, though chunks up to token `stop` are missing; forget what was saved
+        behind them."""
+        size, seen = self._geometry.chunk_tokens, state.computing.chunks_seen
+        self._store.give_up(max(0, stop // size - seen))
+        saved = [chunk for chunk, _ in state.computing.sections]
+        behind = [
+            c for c in (*saved, *state.computing.prompt_states) if c.name.position >= seen * size
+        ]
+        if behind:
+            self._store.drop_passed(behind)
 
     def _has_state_in_tail(self, state: RequestState, need: Need, end: int) -> bool:
         """Whether its prompt has left a state there. A tail without one backs no hit, and would
@@ -232,7 +305,7 @@ class Saving:
     def _save_tail(self, state: RequestState, stop: int, tables: Tables) -> None:
         size = self._geometry.chunk_tokens
         number, start = stop // size, stop // size * size
-        if stop - start < MIN_TAIL_TOKENS:
+        if stop - start < MIN_TAIL_TOKENS or state.computing.no_room_at is not None:
             return
         if not self._store.walks:
             name = state.sequence.name_up_to(number, state.tenant, stop)
@@ -242,12 +315,15 @@ class Saving:
 
     def _save(
         self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
-    ) -> None:
-        chunk = self._begin(state, name, number, is_passed=False)
+    ) -> bool:
+        """Whether it is being saved, or stored already. Else there is no room for it now."""
+        chunk = self._begin(state, name, number, is_passed=False, waits=True)
+        if chunk is None and not self._store.has(name):
+            return False
         if state.finds_moved:
             self._truncation.saved(state, name)
         if chunk is None:
-            return
+            return True
         copies = plan_save(
             chunk.dram.slot,
             block_ids,
@@ -256,6 +332,7 @@ class Saving:
             block_tokens=self._geometry.block_tokens,
         )
         self._plan(state, chunk, copies, group=0)
+        return True
 
     # ---- sections ----------------------------------------------------------------------
 
@@ -332,7 +409,10 @@ class Saving:
         *,
         is_passed: bool,
         is_alone: bool = False,
+        waits: bool = False,
     ) -> Chunk | None:
+        if is_passed and state.computing.no_room_at is not None:
+            return None  # it is behind a chunk that is missing
         run = None if state.visit is None else state.visit.run(number)
         is_of_prompt = name.position < state.request.num_prompt_tokens
         chunk = self._store.begin_save(
@@ -343,6 +423,8 @@ class Saving:
             stays=is_passed,
             is_alone=is_alone,
             dram_only=state.dram_only,
+            waits=waits,
+            yields=state.computing.has_ended,
         )
         # Who parts from a prompt for the first time does so within a long text that was new.
         is_mostly_new = 2 * state.computing.first < state.request.num_prompt_tokens

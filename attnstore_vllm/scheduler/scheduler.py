@@ -36,6 +36,7 @@ from attnstore_vllm.scheduler.request import (
     bypasses,
     make_state,
 )
+from attnstore_vllm.scheduler.rests import Rests
 from attnstore_vllm.scheduler.saving import Saving
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput, Tables
@@ -174,6 +175,8 @@ class Scheduler:
         saving = self._saving = Saving(
             store, geometry, plans, moved, costs, states_every, step_tokens, step_budget
         )
+        self.rests = Rests(geometry, plans, saving, clock)
+        self._empty_step_wait_s = empty_step_wait_s
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, empty_step_wait_s)
         self._offers = Offers(store, geometry, costs, waits, plans, moved, saving.counts)
@@ -182,6 +185,7 @@ class Scheduler:
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
         self._offers.untaken.kv_cache_manager = manager
+        self.rests.manager = manager
         self._watch.bind(manager)
         if self.events is not None:
             self.events.bind(manager)
@@ -339,6 +343,8 @@ class Scheduler:
             if self.store.needs and state.may_save:
                 self._saving.save_step_end(state, num_scheduled, self._tables_of(request_id))
         self._saving.end_step()
+        if self.rests:
+            self._save_rests(is_empty=not output.num_scheduled_tokens)
         self._look_up_late(is_empty=not output.num_scheduled_tokens)
         plan = self.plans.take_plan()
         plan.may_replay = self._replays(output.num_scheduled_tokens.values())
@@ -369,6 +375,16 @@ class Scheduler:
             for state in self.requests.values() if mixed else ():
                 if state.media.has(mixed or ()):
                     state.computing.is_outdated = True
+
+    def _save_rests(self, *, is_empty: bool) -> None:
+        openings = self.store.num_openings
+        self.rests.go_on()
+        if is_empty and self.rests and not (self._alive or self.plans.any_open()):
+            self.store.wait_for_room(openings, self._empty_step_wait_s)  # else it would spin
+
+    def any_open(self) -> bool:
+        """Whether the engine must go on stepping though no request is there."""
+        return self.plans.any_open() or bool(self.rests)
 
     def _on_preempted(self, request_ids: Collection[str], scheduled: Collection[str]) -> None:
         # Also of those that have ended since a reset took their blocks.
@@ -470,8 +486,9 @@ class Scheduler:
         self._save_anew()
 
     def _save_anew(self) -> None:
+        self.rests.clear()
         for state in self.requests.values():
-            state.computing.chunks_seen = 0
+            state.computing.go_on_from(0)
 
     # ---- a request goes ----------------------------------------------------------------
 
@@ -497,7 +514,10 @@ class Scheduler:
             self._offers.withdraw(state)
         if state.visit is not None:
             self.store.answered(state.visit, request.num_tokens - request.num_prompt_tokens)
-        self._saving.save_rest(state, self._tables(block_ids))
+        tables = self._tables(block_ids)
+        stop = self._saving.save_rest(state, tables)
+        if stop:
+            self.rests.note(state, stop, tables)
         if state.finds_moved:
             self._truncation.finished(state)
         keeps = self.plans.finished(request.request_id)
@@ -513,6 +533,7 @@ class Scheduler:
                 self._offers.withdraw(state)
             # Computed with what is being replaced: must not come back under the same name.
             state.computing.is_outdated = True
+        self.rests.clear()
         self._watch.doubt()
         return self.store.reset()
 

@@ -111,7 +111,7 @@ class Truncation:
             # Not a sum: a request that was preempted may be served so again.
             state.moved_tokens = max(state.moved_tokens, stop - moved[0].start)
             # What lies between is stored already, where it was computed.
-            state.computing.chunks_seen = stop // state.chunk_tokens
+            state.computing.go_on_from(stop // state.chunk_tokens)
         else:
             self.take_back(state)
         if state.may_find_moved:

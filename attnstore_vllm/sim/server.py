@@ -46,6 +46,7 @@ class Server:
             have stopped coming.
         step: called after each request, for a progress bar.
         more_tiers: behind NVMe.
+        hbm: another one than Hbm makes.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Server:
         until_s: float = float("inf"),
         step: Callable[[], object] = lambda: None,
         more_tiers: Sequence[MakeTier] = (),
+        hbm: Hbm | None = None,
     ) -> None:
         assert machine.shape is not None or trace.chunk_tokens == machine.chunk_tokens
         self.now = 0.0
@@ -68,7 +70,7 @@ class Server:
         self._out = Outcome(policy)
         self._counting = Counting(self._out)
         self._step = step
-        self._hbm = Hbm(machine, trace.chunk_tokens)
+        self._hbm = hbm or Hbm(machine, trace.chunk_tokens)
         self._disk = SimulatedDisk(machine, lambda: self.now)
         self._scheduler, self.store = None, None
         if policy != "recompute":
@@ -114,8 +116,8 @@ class Server:
             step = self._schedule()
             plan = self._scheduler.build_step(Output(step)) if self._scheduler else StepPlan()
             if step.is_empty:
-                if not self._report(plan):
-                    turn = self.now + SPIN_S if self._waiting else float("inf")
+                if not self._report(plan) and self._is_live:
+                    turn = self.now + SPIN_S if self.is_busy else float("inf")
                     yield from self._wait_until(turn)
                 continue
             yield from self._compute(step, plan)
@@ -143,7 +145,7 @@ class Server:
         return bool(self._waiting or self._running) or self._has_transfers()
 
     def _has_transfers(self) -> bool:
-        return self._scheduler is not None and self._scheduler.plans.any_open()
+        return self._scheduler is not None and self._scheduler.any_open()
 
     @property
     def _next_arrival(self) -> float:

@@ -69,6 +69,8 @@ class SimulatedStore(Store):
         stays: bool = False,
         is_alone: bool = False,
         dram_only: bool = False,
+        waits: bool = False,
+        yields: bool = False,
     ) -> Chunk | None:
         chunk = super().begin_save(
             name,
@@ -78,10 +80,15 @@ class SimulatedStore(Store):
             stays=stays,
             is_alone=is_alone,
             dram_only=dram_only,
+            waits=waits,
+            yields=yields,
         )
         if chunk is not None:
             self.saved_tokens += name.num_tokens
         return chunk
+
+    def wait_for_room(self, num_openings: int, timeout_s: float) -> None:
+        """The server's loop lets time pass."""
 
     def wait_for_any(
         self,

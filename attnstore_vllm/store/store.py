@@ -166,7 +166,8 @@ class Store:
         Returns: what find() does, and the visit that its chunks are used and saved under.
         """
         stop = num_tokens - 1
-        keys = sequence.keys(0, stop // sequence.chunk_tokens)  # the costly part, before the lock
+        whole = sequence.keys(0, num_tokens // sequence.chunk_tokens)  # costly, so before the lock
+        keys = whole[: stop // sequence.chunk_tokens]
         marks = [int.from_bytes(key[:8], "big") for key in keys]
         with self._lock:
             now = self.residency.now = self._clock()
@@ -403,6 +404,13 @@ class Store:
         self.residency.hold(*(piece.chunk for piece in sections))
         return fitting
 
+    def answered_with(self, request_id: str, pieces: Sequence[Piece]) -> None:
+        """A request that found these waits for nothing more. One that stands in the queue tells
+        what has come in time when it leaves it."""
+        with self._lock:
+            if request_id not in self.residency.look_ahead:
+                self.residency.dram.observe_reads([piece.chunk for piece in pieces])
+
     def has_missing(self, request_id: str) -> bool:
         """Whether a waiting request wants something that is not even on its way. Cost: a few us."""
         with self._lock:
@@ -473,6 +481,8 @@ class Store:
         stays: bool = False,
         is_alone: bool = False,
         dram_only: bool = False,
+        waits: bool = False,
+        yields: bool = False,
     ) -> Chunk | None:
         """See Residency.begin_save.
 
@@ -482,7 +492,14 @@ class Store:
         with self._lock:
             now = self.residency.now = self._clock()
             chunk = self.residency.begin_save(
-                name, run, again=again, stays=stays, is_alone=is_alone, dram_only=dram_only
+                name,
+                run,
+                again=again,
+                stays=stays,
+                is_alone=is_alone,
+                dram_only=dram_only,
+                waits=waits,
+                yields=yields,
             )
             if chunk is not None and not self.needs:  # else it may be another group's
                 self._curve.news.append(NewChunk(name.key, name.parent, name.extra, name.tokens))
@@ -491,6 +508,46 @@ class Store:
                 if kept is not None:
                     self.residency.pinning.pin(kept, now + pin_s, now)
             return chunk
+
+    def has(self, name: ChunkName) -> bool:
+        """Whether the chunk, or what extends it, is in some tier or on its way there."""
+        with self._lock:
+            index = self.residency.index
+            return index.get(name.key) is not None or index.extends(name)
+
+    def num_stored(self, keys: Sequence[Key]) -> int:
+        """How many chunks with these keys there are up to the last one that is stored.
+
+        Cost: a look at each that is missing behind it.
+        """
+        with self._lock:
+            number = len(keys)
+            while number and self.residency.index.get(keys[number - 1]) is None:
+                number -= 1
+            return number
+
+    def give_up(self, num_chunks: int) -> None:
+        """So many chunks that waited for room are not saved."""
+        with self._lock:
+            self.residency.counts["dropped"] += num_chunks
+
+    @property
+    def num_openings(self) -> int:
+        """See DramTier. Needs no lock."""
+        return self.residency.dram.num_openings
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is to be written to a tier that is in use, and DRAM has room then."""
+        with self._lock:
+            return self.thread.has_writes()
+
+    def wait_for_room(self, num_openings: int, timeout_s: float) -> None:
+        """Wait until DRAM has had more openings than these, `timeout_s` at most: for steps that
+        have nothing to compute (see wait_for_any)."""
+        dram = self.residency.dram
+        with self._progress:
+            self._progress.wait_for(lambda: dram.num_openings != num_openings, timeout_s)
 
     def write_if_room(self, chunk: Chunk) -> None:
         """Let a chunk that stays (begin_save) go to the tiers behind after all, when nothing else

@@ -79,7 +79,7 @@ class StoreThread:
         """Locked. Nothing in flight, and nothing to write to a tier that is in use."""
         if self.is_out:
             return True
-        is_busy = self.reader.is_busy or self._has_writes()
+        is_busy = self.reader.is_busy or self.has_writes()
         return not is_busy and all(tier.is_at_rest and not tier.num_storing for tier in self.tiers)
 
     def stop(self, grace_s: float) -> None:
@@ -91,7 +91,7 @@ class StoreThread:
             for writer in self._writers:
                 writer.is_ending = True
             self.reader.forget_wanted()  # nobody waits for it now, and reads go before writes
-            while self._has_writes() and not self._stopping:
+            while self.has_writes() and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
@@ -106,7 +106,7 @@ class StoreThread:
                     "%s still has requests in flight; nobody waits for them", tier.tier.name
                 )
 
-    def _has_writes(self) -> bool:
+    def has_writes(self) -> bool:
         """Locked. Whether something is still to be written where that is possible."""
         pairs = zip(self.tiers, self._writers, strict=True)
         return any(writer.has_work and tier.health.writes.in_use for tier, writer in pairs)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnstore_vllm import _native
+from attnstore_vllm.index import keys as keys_module
 from attnstore_vllm.index.keys import (
     RECENT_PROMPTS,
     MultimodalSpan,
@@ -197,7 +198,7 @@ def count_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(parent, chunks, extras)
 
     real = _native.chain_keys
-    monkeypatch.setattr(_native, "chain_keys", chain_keys)
+    monkeypatch.setattr(keys_module, "native_chain_keys", chain_keys)
     return hashed
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.scheduler.messages import Seen, StepReport
+from attnstore_vllm.scheduler.request import Computing
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.testing.asked_dict import MakeAskedDict, Others
 from attnstore_vllm.transfer.geometry import Geometry, Group
@@ -35,7 +36,7 @@ class _Engine:
         self.scheduler = Scheduler(rig.store, geometry, _Names(), 0.2, -1)
         self.pool = SimpleNamespace(cached_block_hash_to_block=object())
         state: Any = SimpleNamespace(
-            is_at_once=False, load_failed=True, offered=None, computing=SimpleNamespace()
+            is_at_once=False, load_failed=True, offered=None, computing=Computing()
         )
         self.scheduler.requests["one"] = state
         self.scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=self.pool))

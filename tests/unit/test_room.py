@@ -117,7 +117,7 @@ def test_what_is_nowhere_else_makes_room_first_if_reads_come_late(tiers: Tiers) 
         request = f"late {number}"
         tiers.wait(request, cold)
         tiers.dram.leave_queue(request)
-    assert tiers.dram.reads.late > 0.9
+    assert tiers.dram.late > 0.9
     tiers.wait("a", cold)
     assert tiers.fetch() is cold
     assert [dirty.dropped, newer.dropped] == [True, False]
@@ -153,13 +153,13 @@ def test_what_came_too_late_for_one_request_is_not_in_time_for_the_next(tiers: T
     tiers.wait("first", cold)
     assert tiers.begin_fetch(cold, tiers.nvme, LAST)
     tiers.dram.leave_queue("first")
-    late = tiers.dram.reads.late
+    late = tiers.dram.late
     assert late > 0
     assert tiers.index.learn(cold, tokens_of_chunk[cold.name.key])
     tiers.finish_fetch(cold, True)
     tiers.wait("second", cold)
     tiers.dram.leave_queue("second")
-    assert tiers.dram.reads.late == late
+    assert tiers.dram.reads.late() == late
 
 
 def test_a_read_takes_it_when_nothing_is_written(tiers: Tiers) -> None:

@@ -201,6 +201,11 @@ class Departures:
             group.first += 1
         return slots[group.first]
 
+    def last_of(self, run: Run, can_go: Callable[[int], bool]) -> int | None:
+        """The deepest slot of this run that can go."""
+        group = self._by_run.get(run)
+        return self._last(group, can_go) if group is not None else None
+
     def num_of(self, run: Run) -> int:
         """Slots of this run."""
         group = self._by_run.get(run)
@@ -279,7 +284,7 @@ def departures(
     order: Order[Run]
     match name:
         case "lru":
-            order = Lru(lambda run: run.priority, lambda run: run.since)
+            order = Lru(lambda run: run.priority, lambda run: run.used_at)
         case "fifo":
             order = Fifo(lambda run: run.priority, lambda run: run.since)
         case _:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
 from typing import Generic
 
 from attnstore_vllm.policy.eviction.base import K
@@ -19,9 +19,13 @@ LOOK_MAX = 64
 class Lru(Generic[K]):
     """Least recently used first.
 
+    Where a key stands is a matter of its own times, and not of when it came here: a slot that is
+    written late comes late into the order of what is clean, and is as old as ever.
+
     Args:
         rank: of a key; those of a lower one go before those of a higher one.
-        since: when a key came.
+        since: when a key was used last. It may rise. Of keys of one time who came or was used here
+            first goes first.
     """
 
     moves_on_use = True
@@ -31,39 +35,80 @@ class Lru(Generic[K]):
     ) -> None:
         self._rank = rank
         self._since = since
-        self._oldest_first: dict[int, OrderedDict[K, None]] = {}
+        self._count = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self._entries: dict[K, tuple[float, int, K]] = {}
+        """The one that counts of each key; others in the heaps are passed over."""
+        self._oldest: dict[int, list[tuple[float, int, K]]] = {}
+        """By rank, a heap."""
+        self._newest: dict[int, list[tuple[float, int, K]]] = {}
+        """By rank, a heap of the same with times and numbers negated."""
 
     def add(self, key: K) -> None:
-        self._of_rank(key)[key] = None
+        self._count += 1
+        entry = self._entries[key] = (self._since(key), self._count, key)
+        rank = self._rank(key)
+        oldest = self._oldest.setdefault(rank, [])
+        newest = self._newest.setdefault(rank, [])
+        heappush(oldest, entry)
+        heappush(newest, (-entry[0], -entry[1], key))
+        most = 2 * len(self._entries) + LOOK_MAX
+        if len(oldest) > most or len(newest) > most:  # most of it is outdated
+            live = [entry for key, entry in self._entries.items() if self._rank(key) == rank]
+            newest[:] = [(-since, -number, key) for since, number, key in live]
+            oldest[:] = live
+            heapify(oldest)
+            heapify(newest)
 
     def add_oldest(self, keys: Iterable[K]) -> None:
-        for key in reversed(list(keys)):
+        """Their age says it."""
+        for key in keys:
             self.add(key)
-            self._of_rank(key).move_to_end(key, last=False)
 
     def use(self, key: K) -> None:
-        self._of_rank(key).move_to_end(key)
+        self.add(key)
 
     def rank(self, key: K) -> None:
         """Its age stays."""
 
     def remove(self, key: K) -> None:
-        del self._of_rank(key)[key]
-
-    def clear(self) -> None:
-        self._oldest_first.clear()
+        del self._entries[key]
 
     def victim(self, now: float, can_go: Callable[[K], bool]) -> K | None:
-        """See Order. Among the LOOK_MAX oldest of each rank."""
-        for rank in sorted(self._oldest_first):
-            for _, key in zip(range(LOOK_MAX), self._oldest_first[rank], strict=False):
-                if can_go(key):
-                    return key
+        """See Order. Among the LOOK_MAX oldest of each rank. Cost: O(log keys) for each that is
+        looked at, amortized."""
+        for rank in sorted(self._oldest):
+            heap, aside = self._oldest[rank], list[tuple[float, int, K]]()
+            found = None
+            while heap and found is None and len(aside) < LOOK_MAX:
+                since, _, key = entry = heap[0]
+                if self._entries.get(key) is not entry:
+                    heappop(heap)
+                elif self._since(key) > since:  # used since it came
+                    heappop(heap)
+                    self.add(key)
+                elif can_go(key):
+                    found = key
+                else:
+                    aside.append(heappop(heap))
+            for entry in aside:
+                heappush(heap, entry)
+            if found is not None:
+                return found
         return None
 
     def last(self, now: float) -> K | None:
-        ranks = [rank for rank, keys in self._oldest_first.items() if keys]
-        return next(reversed(self._oldest_first[max(ranks)])) if ranks else None
+        for rank in sorted(self._newest, reverse=True):
+            heap = self._newest[rank]
+            while heap:
+                _, number, key = heap[0]
+                entry = self._entries.get(key)
+                if entry is not None and entry[1] == -number:
+                    return key
+                heappop(heap)
+        return None
 
     def worth(self, key: K, now: float) -> float:
         """As if returns fell with age as 1/t, which is what makes this order a good one."""
@@ -71,9 +116,6 @@ class Lru(Generic[K]):
 
     def admits(self, key: K, over: K, now: float) -> bool:
         return True
-
-    def _of_rank(self, key: K) -> OrderedDict[K, None]:
-        return self._oldest_first.setdefault(self._rank(key), OrderedDict())
 
 
 class Fifo(Lru[K]):

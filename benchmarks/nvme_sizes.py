@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a server with NVMe ever worse than one without? A simulated sweep over its size and speed.
+
+    python -m benchmarks.nvme_sizes [--quick]
+
+Conversations that think, grow and end come to a server that makes 0.7 GB of KV a second, which is
+more than the slow ones of these disks can write. For each order of eviction, and each size (times
+DRAM) and speed (GB/s, each way) of the disk: by how many points the part of the history that is
+found is above that without NVMe.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+
+from attnstore_vllm.sim.hardware import Machine
+from attnstore_vllm.sim.server import Server
+from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
+
+CHUNK = 64
+KV = 1_000_000
+"""Bytes a token."""
+MACHINE = Machine(
+    kv_bytes_per_token=KV, hbm=KV * 16_000, dram=KV * CHUNK * 200, nvme=1,
+    prefill_tokens_per_s=2000, prefill_context=4000, decode_step_s=0.02, max_num_seqs=8,
+    max_num_batched_tokens=1024, prefix_cache=False, hbm_bandwidth=26_000_000_000,
+    chunk_tokens=CHUNK, load_deadline_s=5.0,
+)  # fmt: skip
+POLICIES = ("attnstore", "lru-ahead", "lru", "fifo")
+"""lru-ahead is what `eviction: lru` is; lru and fifo are as with `look_ahead: false`."""
+SIZES = (0.1, 0.3, 0.5, 1.0, 2.0, 10.0)
+SPEEDS = (0.1, 0.5, 1.0, 5.0)
+
+
+def conversations(count: int, seed: int = 1) -> Trace:
+    """Of one to six turns. A third ends after the first."""
+    rng, requests, now = Random(seed), list[TraceRequest](), 0.0
+    for session in range(count):
+        tokens, think, at = 0, 0.0, now
+        for _ in range(1 if rng.random() < 1 / 3 else rng.randint(2, 6)):
+            tokens += rng.randint(50, 400)
+            answer = rng.randint(10, 60)
+            known = tokens + answer
+            chunks = np.arange(-(-known // CHUNK), dtype=np.int64) + session * 1000
+            requests.append(TraceRequest(at, chunks, tokens, answer, known, session, think))
+            tokens, think = known, rng.expovariate(1 / 20)
+            at += think + 1
+        now += rng.expovariate(0.9)
+    return make_trace("conversations", CHUNK, requests)
+
+
+def found(trace: Trace, policy: str, size: float | None, speed: float = 1.0) -> float:
+    """The part of the history that is found, in percent.
+
+    Args:
+        size: of NVMe, times DRAM; None: without NVMe.
+        speed: GB/s.
+    """
+    nvme, rate = int(MACHINE.dram * (size or 0.1)), int(speed * 1e9)
+    machine = replace(MACHINE, nvme=nvme, nvme_read=rate, nvme_write=rate)
+    server = Server(trace, machine, policy)
+    assert server.store is not None
+    if size is None:
+        server.store.residency.lose(server.store.residency.nvme)
+    return 100 * server.run().history_hit_share
+
+
+def sweep(
+    trace: Trace, policy: str, sizes: Sequence[float], speeds: Iterable[float]
+) -> tuple[float, dict[float, list[float]]]:
+    """What is found without NVMe, and by speed how much more it is with each size."""
+    without = found(trace, policy, None)
+    return without, {
+        speed: [found(trace, policy, size, speed) - without for size in sizes] for speed in speeds
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer conversations")
+    trace = conversations(60 if parser.parse_args().quick else 150)
+    worst = 0.0
+    for policy in POLICIES:
+        without, more = sweep(trace, policy, SIZES, SPEEDS)
+        print(f"{policy}: {without:.1f} % without NVMe; with one of so many times DRAM:")
+        print("   GB/s  " + "".join(f"{size:>8}" for size in SIZES))
+        for speed, points in more.items():
+            print(f"  {speed:>5}  " + "".join(f"{p:>+8.1f}" for p in points), flush=True)
+            worst = min(worst, *points)
+    print(f"worst: {worst:+.1f} points")
+
+
+if __name__ == "__main__":
+    main()
