@@ -37,7 +37,7 @@ from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.asking import asking_of, is_asked
-from attnstore_vllm.store.context import Context, Figures, Pool
+from attnstore_vllm.store.context import Context, Figures, Pool, boot_seconds
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
@@ -73,7 +73,7 @@ class Store:
         ahead: so many tokens behind it decide KV of a token too (drafts): a hit ends before those
             of which that is not known.
         teller: makes KV events, where routers want to know what the tiers have.
-        clock, threaded, grain: for tests: a time of their own, turn(), and see PrefixIndex.
+        clock, wall, threaded, grain: for tests: see Context, turn(), and see PrefixIndex.
     """
 
     def __init__(
@@ -95,15 +95,13 @@ class Store:
         needs: Sequence[Need] = (),
         ahead: int = 0,
         teller: Teller | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boot_seconds,
+        wall: Callable[[], float] = time.time,
         threaded: bool = True,
         grain: int = GRAIN_TOKENS,
     ) -> None:
         self._estimator = ReturnEstimator()
-        self._ttl_s = ttl_s
-        self._has_leases = ttl_s is not None
-        """Whether anything may expire: what costs nothing where nobody asks for it."""
-        order = partial(departures, eviction, estimator=self._estimator, ttl_s=ttl_s)
+        order = partial(departures, eviction, estimator=self._estimator)
         self.residency = Residency(
             pool.num_slots,
             slab.records_max,
@@ -132,7 +130,9 @@ class Store:
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._pool = pool
-        self._context = context = Context(self.residency, self._progress, pool, clock, self._moved)
+        self._context = context = Context(
+            self.residency, self._progress, pool, clock, self._moved, wall, ttl_s
+        )
         self.announcer = Announcer(context, teller) if teller is not None else None
         nvme = NvmeIo(
             context, slab, device, io_depth, codec, deadline_s=io_deadline_s, scrub_rate=scrub_rate
@@ -173,8 +173,10 @@ class Store:
             self._curve.news.append(used_by(sequence, marks, num_tokens))
             pieces = self._match(sequence, 0, stop, min_tokens)
             last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
-            visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
-            self._has_leases |= terms.ttl_s is not None
+            visit = visit_of(
+                self._estimator, last_runs, marks, num_tokens, now, terms, self._context.ttl_s
+            )
+            self._context.has_leases |= terms.ttl_s is not None
             self._want(request_id, pieces, visit, sequence, 0, stop)
             if terms.pin_s is not None:
                 for piece in no_ends(pieces, self.residency.index.grain):
@@ -235,7 +237,7 @@ class Store:
         pieces = self.residency.index.match(sequence, start, stop)
         if sequence.finds_moved:
             pieces = self._moved.go_on(pieces, sequence, start, stop)
-        if self._has_leases:
+        if self._context.has_leases:
             pieces = self.residency.unexpired(pieces)
         if not all(io.health.reads.in_use for io in self.thread.tiers):
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
@@ -279,7 +281,7 @@ class Store:
 
     def _drops_expired(self, pieces: list[Piece]) -> bool:
         """Locked. Whether some have expired, which are dropped."""
-        return self._has_leases and len(self.residency.unexpired(pieces)) < len(pieces)
+        return self._context.has_leases and len(self.residency.unexpired(pieces)) < len(pieces)
 
     def _comes(self, chunk: Chunk) -> bool:
         """Locked. Whether it is in DRAM, or a tier that answers has it."""
