@@ -26,6 +26,7 @@ from attnstore_vllm.connector.kv_events import KvEvents, VllmTeller, teller_of
 from attnstore_vllm.connector.live_model import LiveWeights, models_of
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
+from attnstore_vllm.connector.parent_watch import end_with_parent, parent_pid
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of, warn_of_order
 from attnstore_vllm.connector.watchers import watchers_of
@@ -232,13 +233,14 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     config = _config(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config, config)
     with ExitStack() as undo:  # a failed start leaves no lock to one that this process tries next
-        lock = lock_directory(config.nvme.path)
+        lock = lock_directory(config.nvme.path, parent_pid())
         undo.callback(os.close, lock)
         pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
         undo.callback(pool.close)
         zeroes = bool(kv_cache_config.needs_kv_cache_zeroing)
         scheduler = _scheduler(vllm_config, config, geometry, pool, lock, zeroes=zeroes)
         undo.pop_all()
+    end_with_parent(scheduler.flush, str(config.nvme.path))
     return scheduler
 
 
