@@ -393,7 +393,7 @@ def owner_of(said: str) -> tuple[str, str]:
     if host != platform.node():  # another container's numbers are not ours
         where = f" on {host!r}" if host else ""
         return f"process {pid}{where}", advice
-    if parent == "0" or _parent_of(pid) in (None, parent):
+    if parent == "0" or not _lives(pid) or _lives(parent):
         return f"process {pid}", advice
     return (
         f"process {pid}, whose parent {parent} is gone",
@@ -402,10 +402,10 @@ def owner_of(said: str) -> tuple[str, str]:
     )
 
 
-def _parent_of(pid: str) -> str | None:
-    """None: there is no such process that we can see."""
+def _lives(pid: str) -> bool:
+    """Whether there is such a process that we can see."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[1]
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

@@ -26,7 +26,6 @@ from attnstore_vllm.connector.kv_events import KvEvents, VllmTeller, teller_of
 from attnstore_vllm.connector.live_model import LiveWeights, models_of
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
 from attnstore_vllm.connector.namespace import fingerprint
-from attnstore_vllm.connector.parent_watch import end_with_parent, parent_pid
 from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of, warn_of_order
 from attnstore_vllm.connector.watchers import watchers_of
@@ -39,6 +38,7 @@ from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Codec, PayloadShape, Quantized
 from attnstore_vllm.io.disk_node import warn_if_far
+from attnstore_vllm.parent_watch import end_with_parent, parent_pid
 from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory

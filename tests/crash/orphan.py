@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from attnstore_vllm.connector.parent_watch import end_with_parent, parent_pid
+from attnstore_vllm.parent_watch import end_with_parent, parent_pid
 from attnstore_vllm.preflight import lock_directory
 
 FLUSHED = "flushed"

@@ -422,13 +422,13 @@ def test_a_directory_of_another_process(tmp_path: Path) -> None:
 
 def test_the_refusal_says_whose_the_directory_is() -> None:
     """Numbers of other machines and containers name no process of ours."""
-    me, parent, here = os.getpid(), os.getppid(), platform.node()
+    me, parent, here, nobody = os.getpid(), os.getppid(), platform.node(), 2**22 + 1
     for said, owner, ends_itself in (
         (f"{me} {parent} {here}\n", f"process {me}", False),
         (f"{me} 0 {here}\n", f"process {me}", False),
-        (f"{me} {parent + 1} {here}\n", f"process {me}, whose parent {parent + 1} is gone", True),
-        (f"{me} {parent + 1} elsewhere\n", f"process {me} on 'elsewhere'", False),
-        (f"{2**22 + 1} 1 {here}\n", f"process {2**22 + 1}", False),
+        (f"{me} {nobody} {here}\n", f"process {me}, whose parent {nobody} is gone", True),
+        (f"{me} {nobody} elsewhere\n", f"process {me} on 'elsewhere'", False),
+        (f"{nobody} {nobody} {here}\n", f"process {nobody}", False),
         (f"{me}\n", f"process {me}", False),  # of an earlier build
         ("\x1b[2J 1", "process unknown", False),
         ("", "process unknown", False),
