@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 ENDS_WITHIN_S = 4.5
 FLUSH_S = 2.5
-"""Of that. A store that ends may wait half a second for its thread and for each tier besides."""
+"""For writing back. A store waits half a second for its thread and for each tier besides."""
 LOOK_S = 0.25
 """Between two looks at who the parent is, where the kernel does not tell of its end."""
 
@@ -56,9 +56,8 @@ def _watch(parent: int, flush: Callable[[float], None], what: str) -> None:
     try:
         logger.warning(
             "process %d, which started this engine, is gone. The engine writes back what it can "
-            "in %.1f s, lets go of %s and ends",
+            "within some seconds, lets go of %s and ends",
             parent,
-            FLUSH_S,
             what,
         )
         flush(FLUSH_S)

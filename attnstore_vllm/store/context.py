@@ -24,6 +24,11 @@ def boot_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def unix_seconds() -> float:
+    """For Context.wall."""
+    return time.time()
+
+
 class Pool(Protocol):
     """The DRAM tier's slots: transfer/pool.py, or a simulation's."""
 
@@ -43,7 +48,7 @@ class Context:
     clock: Callable[[], float]
     """Seconds since the machine's start, those included that it was asleep."""
     moved: MovedKv
-    wall: Callable[[], float] = time.time
+    wall: Callable[[], float] = unix_seconds
     """Unix time, seconds: what is compared with times in files. It may be set back."""
     ttl_s: float | None = None
     """After so long without use a chunk is not found; None: only by its own request's terms."""

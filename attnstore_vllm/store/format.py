@@ -478,7 +478,7 @@ class Ages(NamedTuple):
 
 
 def ages(raw: memoryview, header_bytes: int) -> Ages:
-    """Of whole headers that were judged, one after the other."""
+    """The ages that headers state, whole ones that were judged, one after the other."""
     rows = np.frombuffer(raw, np.uint8).reshape(-1, header_bytes)
 
     def field(start: int, size: int) -> npt.NDArray[np.float64]:

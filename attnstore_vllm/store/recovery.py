@@ -67,7 +67,7 @@ class Recovery:
         self.damaged = 0
         self.expired = 0
         self.in_future = 0
-        """Of those that count as expired: they state a time that has not come."""
+        """Expired ones that state a time that has not come."""
         self.gauges = {
             (name, ""): 0.0 for name in ("recovery_seconds", "recovery_records", "recovered_chunks")
         }

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.asking import asking_of, is_asked
-from attnstore_vllm.store.context import Context, Figures, Pool, boot_seconds
+from attnstore_vllm.store.context import Context, Figures, Pool, boot_seconds, unix_seconds
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
@@ -96,11 +95,12 @@ class Store:
         ahead: int = 0,
         teller: Teller | None = None,
         clock: Callable[[], float] = boot_seconds,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = unix_seconds,
         threaded: bool = True,
         grain: int = GRAIN_TOKENS,
     ) -> None:
         self._estimator = ReturnEstimator()
+        self._ttl_s = ttl_s
         order = partial(departures, eviction, estimator=self._estimator)
         self.residency = Residency(
             pool.num_slots,
@@ -129,7 +129,6 @@ class Store:
         self._clock = clock
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
-        self._pool = pool
         self._context = context = Context(
             self.residency, self._progress, pool, clock, self._moved, wall, ttl_s
         )
@@ -173,9 +172,7 @@ class Store:
             self._curve.news.append(used_by(sequence, marks, num_tokens))
             pieces = self._match(sequence, 0, stop, min_tokens)
             last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
-            visit = visit_of(
-                self._estimator, last_runs, marks, num_tokens, now, terms, self._context.ttl_s
-            )
+            visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
             self._context.has_leases |= terms.ttl_s is not None
             self._want(request_id, pieces, visit, sequence, 0, stop)
             if terms.pin_s is not None:
@@ -580,7 +577,7 @@ class Store:
         """Values as they are now, as (name, label): value."""
         with self._lock:
             dram = self.residency.dram
-            slot_bytes = self._pool.slot_bytes
+            slot_bytes = self._context.pool.slot_bytes
             gauges = {
                 ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
                 ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
@@ -599,4 +596,4 @@ class Store:
     def close(self) -> None:
         """Write back what is dirty, for CLOSE_DEADLINE_S at most; then stop."""
         self.thread.stop(CLOSE_DEADLINE_S)
-        self._pool.close()
+        self._context.pool.close()
