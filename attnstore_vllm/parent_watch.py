@@ -20,6 +20,8 @@ from multiprocessing.connection import wait
 
 logger = logging.getLogger(__name__)
 
+NAMES = ("EngineCore", "VllmWorker")
+"""How vLLM names the processes that it makes. Workers end with their engine."""
 ENDS_WITHIN_S = 4.5
 FLUSH_S = 2.5
 """For writing back. A store waits half a second for its thread and for each tier besides."""
@@ -31,15 +33,17 @@ def parent_pid() -> int | None:
     """The process with which this one is to end. None: this is no engine's own process, but one
     that the user or Ray has started, and its end is theirs to choose."""
     parent = multiprocessing.parent_process()
-    is_engine = multiprocessing.current_process().name.startswith("EngineCore")
+    is_engine = multiprocessing.current_process().name.startswith(NAMES)
     return parent.pid if parent is not None and is_engine else None
 
 
-def end_with_parent(flush: Callable[[float], None], what: str) -> None:
+def end_with_parent(flush: Callable[[float], None] | None = None, what: str = "") -> None:
     """End this process soon after its parent_pid(); without one this does nothing.
 
     Args:
         flush: writes what is to be kept, for so many seconds at most. Called on another thread.
+            None: nothing is to be kept, and nothing is said. So it is in a worker, which vLLM
+            tells to end too, and whose own end may take longer than what waits for it.
         what: is let go with this process, for the log.
     """
     parent = parent_pid()
@@ -49,8 +53,10 @@ def end_with_parent(flush: Callable[[float], None], what: str) -> None:
         ).start()
 
 
-def _watch(parent: int, flush: Callable[[float], None], what: str) -> None:
+def _watch(parent: int, flush: Callable[[float], None] | None, what: str) -> None:
     _wait_for_end(parent)
+    if flush is None:
+        os._exit(1)
     # A thread without Python: it ends the process though the interpreter or the disk hangs.
     faulthandler.dump_traceback_later(ENDS_WITHIN_S, exit=True, file=2)
     try:

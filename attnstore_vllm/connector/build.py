@@ -161,6 +161,7 @@ def gpu_nodes(rank: int, num_ranks: int) -> list[int]:
 
 def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Worker:
     """The worker side of this process's rank. Raises ConfigError."""
+    end_with_parent()
     config = _config(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config, config)
     rank = get_tensor_model_parallel_rank()
