@@ -20,8 +20,8 @@ from multiprocessing.connection import wait
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("EngineCore", "VllmWorker")
-"""How vLLM names the processes that it makes. Workers end with their engine."""
+ENGINE, WORKER = "EngineCore", "VllmWorker"
+"""How the names of processes begin that vLLM makes. Workers are children of their engine."""
 ENDS_WITHIN_S = 4.5
 FLUSH_S = 2.5
 """For writing back. A store waits half a second for its thread and for each tier besides."""
@@ -33,7 +33,7 @@ def parent_pid() -> int | None:
     """The process with which this one is to end. None: this is no engine's own process, but one
     that the user or Ray has started, and its end is theirs to choose."""
     parent = multiprocessing.parent_process()
-    is_engine = multiprocessing.current_process().name.startswith(NAMES)
+    is_engine = multiprocessing.current_process().name.startswith((ENGINE, WORKER))
     return parent.pid if parent is not None and is_engine else None
 
 
@@ -43,10 +43,12 @@ def end_with_parent(flush: Callable[[float], None] | None = None, what: str = ""
     Args:
         flush: writes what is to be kept, for so many seconds at most. Called on another thread.
             None: nothing is to be kept, and nothing is said. So it is in a worker, which vLLM
-            tells to end too, and whose own end may take longer than what waits for it.
+            tells to end too, and whose own end may take longer. An engine has to give it.
         what: is let go with this process, for the log.
     """
     parent = parent_pid()
+    if flush is None and not multiprocessing.current_process().name.startswith(WORKER):
+        return  # a worker within its engine's process
     if parent is not None:
         threading.Thread(
             target=_watch, args=(parent, flush, what), name="attnstore-parent", daemon=True

@@ -29,10 +29,19 @@ def engine(directory: Path, fault: str) -> None:
             time.sleep(1.0)
         (directory / FLUSHED).write_text(f"{grace_s}")
 
+    end_with_parent()  # that of a worker within this process: it waits for what is written back
     end_with_parent(flush, str(directory))
-    print(os.getpid(), flush=True)
+    context = multiprocessing.get_context("spawn")
+    worker = context.Process(target=worker_of, name="VllmWorker-0")
+    worker.start()
+    print(os.getpid(), worker.pid, flush=True)
     while fault == "step":
         pass
+    time.sleep(3600.0)
+
+
+def worker_of() -> None:
+    end_with_parent()
     time.sleep(3600.0)
 
 

@@ -29,15 +29,19 @@ START_S = 60.0
 
 
 @contextmanager
-def server(directory: Path, method: str, fault: str) -> Iterator[tuple[psutil.Process, int]]:
-    """(The process that the user started, the engine's number)."""
+def server(directory: Path, method: str, fault: str) -> Iterator[tuple[psutil.Process, int, int]]:
+    """(The process that the user started, the engine's number, a worker's)."""
     command = [sys.executable, "-m", "tests.crash.orphan", str(directory), method, fault]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
-        engine = int(child.stdout.readline())
-        family = [psutil.Process(engine), *psutil.Process(child.pid).children(recursive=True)]
+        engine, worker = map(int, child.stdout.readline().split())
+        family = [
+            psutil.Process(engine),
+            psutil.Process(worker),
+            *psutil.Process(child.pid).children(recursive=True),
+        ]
         try:
-            yield psutil.Process(child.pid), engine
+            yield psutil.Process(child.pid), engine, worker
         finally:
             child.kill()
             for one in family:
@@ -68,7 +72,7 @@ def refusal(directory: Path) -> str:
 )  # fmt: skip
 def test_an_engine_ends_with_its_parent(tmp_path: Path, method: str, fault: str) -> None:
     directory = tmp_path / "kv"
-    with server(directory, method, fault) as (parent, engine):
+    with server(directory, method, fault) as (parent, engine, worker):
         assert f"process {engine})" in refusal(directory)
         parent.kill()
         killed_at = time.monotonic()
@@ -76,7 +80,7 @@ def test_an_engine_ends_with_its_parent(tmp_path: Path, method: str, fault: str)
             directory
         ):
             assert time.monotonic() - killed_at < ENDS_S
-        while not (has_ended(engine) and not refusal(directory)):
+        while not (has_ended(engine) and has_ended(worker) and not refusal(directory)):
             assert time.monotonic() - killed_at < ENDS_S
             time.sleep(0.01)
         assert (directory / FLUSHED).exists() == (fault != "flush")
