@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from attnstore_vllm.parent_watch import end_with_parent, parent_pid
 from attnstore_vllm.preflight import lock_directory
@@ -46,7 +47,7 @@ def worker_of() -> None:
 
 
 def main(directory: Path, method: str, fault: str) -> None:
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)  # of whichever kind
     # A sibling that is forked later holds all that this process has open.
     context.Process(target=engine, args=(directory, fault), name="EngineCore").start()
     if method == "fork":

@@ -117,7 +117,10 @@ def _start_one_and_die(writer: multiprocessing.connection.Connection, note: Path
 
 
 def _engine(note: Path) -> None:
-    end_with_parent(lambda grace_s: note.write_text(str(grace_s)) and None, "nothing")
+    def flush(grace_s: float) -> None:
+        note.write_text(str(grace_s))
+
+    end_with_parent(flush, "nothing")
     time.sleep(3600.0)
 
 
