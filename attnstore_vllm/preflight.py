@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -346,10 +347,13 @@ def check_unlocked(directory: Path) -> None:
         os.close(fd)
 
 
-def lock_directory(directory: Path) -> int:
+def lock_directory(directory: Path, parent: int | None = None) -> int:
     """Take the directory for this process; returns the descriptor that holds the lock.
 
     The lock goes with the descriptor, so no exit leaves it behind.
+
+    Args:
+        parent: the process with whose end this one ends, if there is one. Told to who is refused.
     Raises: MachineError if another engine has it, or if the directory cannot be made.
     """
     try:
@@ -368,13 +372,40 @@ def lock_directory(directory: Path) -> int:
         os.close(fd)
         raise owned from None
     os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    os.pwrite(fd, f"{os.getpid()} {parent or 0} {platform.node()}\n".encode(), 0)
     return fd
 
 
 def _owned(directory: Path, fd: int) -> MachineError:
-    owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+    owner, advice = owner_of(os.pread(fd, 512, 0).decode(errors="replace"))
     return MachineError(
-        f"nvme.path is {str(directory)!r}, which a running engine (process {owner}) owns; give "
-        "each server a directory of its own, or stop the other one"
+        f"nvme.path is {str(directory)!r}, which a running engine ({owner}) owns; {advice}"
     )
+
+
+def owner_of(said: str) -> tuple[str, str]:
+    """(Who owns a directory, what to do about it), from the text of its lock."""
+    advice = "give each server a directory of its own, or stop the other one"
+    words = said.split(maxsplit=2)
+    if not words or not all(word.isdecimal() for word in words[:2]):
+        return "process unknown", advice
+    pid, parent, host = words[0], (words[1:2] or ["0"])[0], (words[2:] or [""])[0].strip()
+    if host != platform.node():  # another container's numbers are not ours
+        where = f" on {host!r}" if host else ""
+        return f"process {pid}{where}", advice
+    if parent == "0" or not _lives(pid) or _lives(parent):
+        return f"process {pid}", advice
+    return (
+        f"process {pid}, whose parent {parent} is gone",
+        f"it writes back what it has and ends within 5 s: start again. If it does not, its disk "
+        f"or its GPU hangs: kill -9 {pid}",
+    )
+
+
+def _lives(pid: str) -> bool:
+    """Whether there is such a process that we can see."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

@@ -20,6 +20,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.peers.asker import PeersIo
 from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.peers.wire import MessageKind, Wire
+from attnstore_vllm.policy.runs import Terms
 from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.testing.devices import MemoryDevice
@@ -76,6 +77,17 @@ class PeerEngine:
         while not condition():
             assert time.monotonic() < ends_at, "it did not get there"
             time.sleep(0.001)
+
+    def put_for_a_time(self, number: int, num_tokens: int, ttl_s: float) -> int:
+        """The same as put(), by a request that has a ttl."""
+        sequence = sequence_of(conversation(number, num_tokens))
+        _, visit = self.store.arrive("request", sequence, num_tokens, terms=Terms(ttl_s=ttl_s))
+        for name in names_of(sequence):
+            chunk = self.store.begin_save(name, visit.own)
+            assert chunk is not None
+            self.pool.slot(chunk.dram.slot)[:] = payload_of(name)
+            self.store.finish_saves([chunk])
+        return num_tokens
 
     def wait_ready(self) -> None:
         """Until all siblings have sent their pools."""

@@ -254,13 +254,16 @@ def _listing(parts: Sequence[Part]) -> str:
 
 def _choose(segments: Sequence[_Segment], rules: Rules, to_size: int | None) -> None:
     """Move records from `staying` to `going`."""
-    limit = None if rules.older_than_s is None else time.time() - rules.older_than_s
+    now = time.time()
+    limit = None if rules.older_than_s is None else now - rules.older_than_s
     tenant = None if rules.tenant is None else tenant_hash(rules.tenant)
     for segment in segments:
         is_of = rules.namespace in (None, segment.header.namespace.hex())
         records, segment.going, segment.staying = segment.records, [], []
         for record in records:
-            goes = is_of and (limit is None or record.written_at < limit)
+            # A time that has not come says nothing of a record's age: it counts as old.
+            is_old = limit is None or not limit <= record.written_at <= now
+            goes = is_of and is_old
             goes = goes and tenant in (None, record.tenant)
             (segment.going if goes else segment.staying).append(record)
     if to_size is not None:

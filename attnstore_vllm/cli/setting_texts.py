@@ -64,7 +64,8 @@ SETTINGS = (
     ),
     Setting(
         "nvme.daily_writes", "off", "size a day, or off",
-        "The most that is written a day; off: no limit.",
+        "The most that is written a day, in bursts of an hour's share; off: no limit. A restart "
+        "begins without savings, so restarts add nothing.",
         "Set it to what the disk is rated for, if its endurance matters.",
     ),
     Setting(
@@ -139,9 +140,10 @@ SETTINGS = (
     ),
     Setting(
         "ttl", "off", "time, as in 30m, 12h, 7d, or off",
-        "After so long without use KV is not found any more; off: it stays while there is room.",
-        "Set it where data must not be used after a time. A request's own `ttl` may be shorter, "
-        "never longer.",
+        "After so long without use KV is not found any more, restarts included; off: it stays "
+        "while there is room.",
+        "Set it where KV that is not asked for must not stay. Each use begins the time anew: what "
+        "is used again and again stays. A request's own `ttl` may be shorter, never longer.",
     ),
     Setting(
         "pinning", "off", "off, or {share: 0.1, tenant_share: 0.02, longest: 1h}",
@@ -243,7 +245,8 @@ SETTINGS = (
     ),
     Setting(
         "shared.daily_writes", "off", "size a day, or off",
-        "The most that is written there a day.",
+        "The most that is written there a day, in bursts of an hour's share. A start begins "
+        "without savings.",
         "Set it where what is written costs.",
     ),
     Setting(

@@ -39,6 +39,7 @@ from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Codec, PayloadShape, Quantized
 from attnstore_vllm.io.disk_node import warn_if_far
+from attnstore_vllm.parent_watch import end_with_parent, parent_pid
 from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
@@ -161,6 +162,7 @@ def gpu_nodes(rank: int, num_ranks: int) -> list[int]:
 
 def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Worker:
     """The worker side of this process's rank. Raises ConfigError."""
+    end_with_parent()
     config = _config(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config, config)
     rank = get_tensor_model_parallel_rank()
@@ -233,13 +235,14 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     config = _config(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config, config)
     with ExitStack() as undo:  # a failed start leaves no lock to one that this process tries next
-        lock = lock_directory(config.nvme.path)
+        lock = lock_directory(config.nvme.path, parent_pid())
         undo.callback(os.close, lock)
         pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
         undo.callback(pool.close)
         zeroes = bool(kv_cache_config.needs_kv_cache_zeroing)
         scheduler = _scheduler(vllm_config, config, geometry, pool, lock, zeroes=zeroes)
         undo.pop_all()
+    end_with_parent(scheduler.flush, str(config.nvme.path))
     return scheduler
 
 

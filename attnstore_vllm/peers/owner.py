@@ -243,12 +243,17 @@ class Owner:
 
     def _has(self, chunk: Chunk) -> bool:
         """Locked. Whether it is here, or comes up from our own disk. What we know of others by
-        asking alone is theirs to tell."""
-        if not chunk.usable or self._context.residency.has_expired(chunk):
+        asking alone is theirs to tell, and what ends sooner than the server's ttl is told to none:
+        they would not know of its end."""
+        context = self._context
+        if not chunk.usable or context.residency.has_expired(chunk):
+            return False
+        lease = context.residency.run_of(chunk).lease if context.has_leases else None
+        if lease is not None and (context.ttl_s is None or lease.ttl_s < context.ttl_s):
             return False
         if chunk.dram.state in (State.READY, State.READING):
             return True
-        source = self._context.reader.source(chunk)
+        source = context.reader.source(chunk)
         return source is not None and source.tier.name == NVME
 
     # ---- holds ---------------------------------------------------------------------------

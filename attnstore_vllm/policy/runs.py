@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -430,6 +430,36 @@ class Lease:
 
 def lease_for(ttl_s: float | None, now: float) -> Lease | None:
     return None if ttl_s is None else Lease(ttl_s, now + ttl_s)
+
+
+LEFT_PARTS = 16
+"""Chunks whose time ends in the same part of so many share a lease, so that there are few."""
+
+
+def by_end(ends: Array, now: float) -> Iterator[tuple[npt.NDArray[np.intp], Lease | None]]:
+    """Leases for chunks that an earlier process has left, and which of them each is for: the first
+    to end first, and each in their order. No use renews one: who uses a chunk has a lease of his
+    own.
+
+    Args:
+        ends: [n] when each ends; infinite: never. A lease may end earlier, by a sixteenth of what
+            is left, and not later.
+    """
+    does_end = np.isfinite(ends)
+    left = np.maximum(ends[does_end] - now, 1e-3)
+    steps = np.exp2(np.floor(np.log2(left / LEFT_PARTS)))
+    until = ends.copy()
+    until[does_end] = np.minimum(ends[does_end], now + np.floor(left / steps) * steps)
+    values, which = np.unique(until, return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    bounds = np.searchsorted(which[order], np.arange(len(values) + 1))
+    for end, start, stop in zip(values.tolist(), bounds, bounds[1:], strict=False):
+        yield order[start:stop], None if end == math.inf else Lease(0.0, end)
+
+
+def left_by(end: float) -> Run:
+    """The run of a chunk that an earlier process has left, which ends then unless it is used."""
+    return replace(NO_RUN, lease=Lease(0.0, end))
 
 
 @dataclass(slots=True, eq=False)

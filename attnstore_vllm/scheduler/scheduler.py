@@ -559,6 +559,14 @@ class Scheduler:
             os.close(self._lock)
             self._lock = -1
 
+    def flush(self, grace_s: float) -> None:
+        """Write back what is dirty, for so long at most, and take the board's name away: the
+        process is about to end. From any thread; the engine may be in a step."""
+        if self._lock >= 0:
+            self.store.thread.stop(grace_s)
+            if self._idle is not None:
+                self._idle.close()
+
     def check_quiet(self) -> None:
         """Assert that nothing is held or in flight. For tests, after the last request."""
         assert not self.plans.any_open()

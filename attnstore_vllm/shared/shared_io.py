@@ -135,7 +135,11 @@ class SharedIo(AskedIo):
         self._saved = self.generation.to_json()
         self._saving = threading.Lock()
         self._said_out: str | None = None
-        self._budgets = [Budget(rate, burst) for burst, rate in write_rates.items() if rate]
+        self._budgets = [
+            Budget(rate, burst, is_new=burst < DAILY_BURST_S)  # a start adds nothing to a day's
+            for burst, rate in write_rates.items()
+            if rate
+        ]
         self._num_loading = self._num_storing = 0
         self._loads: deque[_LoadJob] = deque()
         self._stores: deque[_StoreJob] = deque()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,17 @@ from attnstore_vllm.types import Flow
 
 if TYPE_CHECKING:
     from attnstore_vllm.store.reader import Reader
+
+
+def boot_seconds() -> float:
+    """For Context.clock. The monotonic clock stands still while the machine is suspended, and a
+    time to live would be longer by that."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def unix_seconds() -> float:
+    """For Context.wall."""
+    return time.time()
 
 
 class Pool(Protocol):
@@ -34,7 +46,14 @@ class Context:
     """The store's one lock; it is notified when something has ended."""
     pool: Pool
     clock: Callable[[], float]
+    """Seconds since the machine's start, those included that it was asleep."""
     moved: MovedKv
+    wall: Callable[[], float] = unix_seconds
+    """Unix time, seconds: what is compared with times in files. It may be set back."""
+    ttl_s: float | None = None
+    """After so long without use a chunk is not found; None: only by its own request's terms."""
+    has_leases: bool = field(init=False)
+    """Whether anything may expire: what costs nothing where nobody asks for it."""
     moved_bytes: Counter[Flow] = field(default_factory=Counter)
     found: Callable[[memoryview, int], None] | None = None
     """Told of the headers that recovery enters, and of how many bytes one has."""
@@ -45,6 +64,9 @@ class Context:
     """Ends the wait of the store's thread. From any thread."""
     reader: Reader = field(init=False)
     """Brings up from the tiers behind; there once the store is made."""
+
+    def __post_init__(self) -> None:
+        self.has_leases = self.ttl_s is not None
 
 
 class Figures(NamedTuple):

@@ -24,6 +24,8 @@ little-endian, token ids and checksums big-endian.                       216    
                                                                          248     8 position
                                                                          256     8 written at, unix s
                                                                          264   4*n token ids
+                                                                         -44     4 unused, s
+                                                                         -40     4 ttl, s, or zero
                                                                          -36     4 flags: 1 is alone
 Version 3 is the same, of payloads that a codec has encoded. A segment's encoding is at 360, a
 record's in the last 32 bytes of its header: 16 name, 4 version, 4 zero, 8 bytes of a place or of
@@ -61,12 +63,18 @@ _ROOT = struct.Struct("<8sII16sQ")
 _SEGMENT = struct.Struct("<8sII16s16sQQ32sQ256s")
 _HEADER = struct.Struct("<8sII16s16sQQQ16s32s32s32s32s32sQQ")
 _ENCODING = struct.Struct("<16sIIQ")
+_AGE = struct.Struct("<II")
+SECONDS_MAX = (1 << 32) - 1
 ROOT_MAGIC = b"ATTNSLAB"
 SEGMENT_MAGIC = b"ATTNSEGM"
 HEADER_MAGIC = b"ATTNKV\r\n"
 _FLAGS = slice(-36, -32)
 """Bytes of a record's header with its flags: right before its encoding, or where that would be."""
 _IS_ALONE = 1
+_WRITTEN_AT = 256
+_AGE_AT = -44
+"""How long it was unused when it was written, and its own ttl: right before the flags. Zeros in
+records of earlier builds, and where neither is known."""
 assert _SEGMENT.size == 360  # within one sector, so that it is rewritten whole or not at all
 assert _SEGMENT.size + _ENCODING.size <= 512
 assert _HEADER.size == 264
@@ -255,6 +263,10 @@ class Header:
     encoding: Encoding | None = None
     is_alone: bool = False
     """See index/chunk.py: Chunk. It stays where a longer record has all its tokens."""
+    unused_s: int = 0
+    """Seconds since its last use, when it was written."""
+    ttl_s: int = 0
+    """It is not found after so many seconds without use; 0: it has no such time of its own."""
 
     @property
     def stored_bytes(self) -> int:
@@ -292,6 +304,9 @@ class Header:
         if self.is_alone:
             assert end <= len(raw) + _FLAGS.start
             raw[_FLAGS] = _IS_ALONE.to_bytes(4, "little")
+        if self.unused_s or self.ttl_s:
+            assert end <= len(raw) + _AGE_AT
+            _AGE.pack_into(raw, len(raw) + _AGE_AT, self.unused_s, self.ttl_s)
         if self.encoding is not None:
             raw[-_ENCODING.size :] = self.encoding.encode()
 
@@ -344,6 +359,7 @@ class Header:
             encoding = Encoding.decode(raw[-_ENCODING.size :])
             _check_encoding(where, segment.encoding, encoding)
         name = ChunkName(Key(key), Key(parent), extra, tenant, position, num_tokens, tokens)
+        unused_s, ttl_s = _AGE.unpack_from(raw, len(raw) + _AGE_AT)
         return cls(
             name,
             namespace,
@@ -355,6 +371,8 @@ class Header:
             written_at,
             encoding,
             bool(int.from_bytes(raw[_FLAGS], "little") & _IS_ALONE),
+            unused_s,
+            ttl_s,
         )
 
 
@@ -447,3 +465,28 @@ def encoded_bytes(raw: memoryview, count: int) -> npt.NDArray[np.uint64]:
     rows = np.frombuffer(raw, np.uint8).reshape(count, -1)[:, -8:]
     sizes: npt.NDArray[np.uint64] = np.ascontiguousarray(rows).view("<u8")[:, 0]
     return sizes
+
+
+class Ages(NamedTuple):
+    """When records were used last, as far as they say, and how long they may be unused."""
+
+    written_at: npt.NDArray[np.float64]
+    used_at: npt.NDArray[np.float64]
+    """[count], Unix time in seconds. Uses since the record was written are not in it."""
+    ttl_s: npt.NDArray[np.float64]
+    """[count], their own; infinite where they have none."""
+
+
+def ages(raw: memoryview, header_bytes: int) -> Ages:
+    """The ages that headers state, whole ones that were judged, one after the other."""
+    rows = np.frombuffer(raw, np.uint8).reshape(-1, header_bytes)
+
+    def field(start: int, size: int) -> npt.NDArray[np.float64]:
+        begin = start % header_bytes
+        column = np.ascontiguousarray(rows[:, begin : begin + size])
+        return column.view(f"<u{size}")[:, 0].astype(np.float64)
+
+    ttl_s = field(_AGE_AT + 4, 4)
+    ttl_s[ttl_s == 0] = np.inf
+    written_at = field(_WRITTEN_AT, 8)
+    return Ages(written_at, written_at - field(_AGE_AT, 4), ttl_s)

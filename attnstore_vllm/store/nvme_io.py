@@ -16,6 +16,7 @@ claimed, and only when all are ours something is evicted.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import time
@@ -30,6 +31,7 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.codec import CODECS, Codec, Coders
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
 from attnstore_vllm.policy.budget import Budget
+from attnstore_vllm.policy.runs import Run
 from attnstore_vllm.store.codec_watch import CodecWatch
 from attnstore_vllm.store.context import Context
 from attnstore_vllm.store.disk_requests import DiskRequest, DiskRequests
@@ -37,6 +39,7 @@ from attnstore_vllm.store.format import (
     CHECKSUM_AT,
     PAGE_BYTES,
     PAYLOAD_CHECKSUM_AT,
+    SECONDS_MAX,
     Header,
     Root,
     SegmentHeader,
@@ -92,6 +95,16 @@ def _coders(slab: Slab, codec: Codec | None) -> Coders | None:
     return Coders(codec, max(1, min(CODER_THREADS_MAX, processors // 2)))
 
 
+def _age(run: Run, now: float) -> tuple[int, int]:
+    """Whole seconds since the run used its chunks, and its time to live, as records have them:
+    rounded so that no chunk lives longer in the next process than in this one."""
+    lease = run.lease
+    used_at = run.since if lease is None else lease.expires - lease.ttl_s
+    unused_s = min(max(0, math.ceil(now - used_at)), SECONDS_MAX)
+    ttl_s = 0 if lease is None else min(max(1, int(lease.ttl_s)), SECONDS_MAX)
+    return unused_s, ttl_s
+
+
 class NvmeIo(TierIo):
     """Reads and writes records of one slab file.
 
@@ -133,8 +146,9 @@ class NvmeIo(TierIo):
         self._read_ended_at = 0.0
         self._outbox: deque[Callable[[], DiskRequest | None]] = deque()
         # Only the order of records comes from it; a clock that was set back costs order.
-        self._sequence = time.time_ns()
+        self._sequence = int(context.wall() * 1e9)
         self._is_claiming = False
+        self.is_new = not slab.foreign and len(slab.own) == len(slab.fresh)
         for segment in slab.fresh:
             records = slab.records_of(segment)
             self._disk.tier.open(records.start, len(records))
@@ -313,7 +327,7 @@ class NvmeIo(TierIo):
 
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
         self._sequence += 1
-        slot = chunk.at(NVME).slot
+        slot, now = chunk.at(NVME).slot, self._context.wall()
         frame, segment = self._store_frames.popleft(), self._disk.slab.segment(slot)
         header = Header(
             chunk.name,
@@ -323,9 +337,10 @@ class NvmeIo(TierIo):
             self._sequence,
             len(payload),
             bytes(CHECKSUM_BYTES),
-            int(time.time()),
+            int(now),
             segment.encoding,
             chunk.is_alone,
+            *_age(chunk.run, self._context.clock() + (int(now) - now)),
         )
         begin = self._store if self._coders is None else self._begin_encoding
         self._outbox.append(partial(begin, frame, header, payload, done))

@@ -14,11 +14,12 @@ from collections import deque
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from attnstore_vllm.io.checksum import page_checksums
 from attnstore_vllm.io.device import Completion, Op
 from attnstore_vllm.store.disk_requests import DiskRequest
-from attnstore_vllm.store.format import CHECKSUM_AT, SegmentHeader, judge_headers
+from attnstore_vllm.store.format import CHECKSUM_AT, SegmentHeader, ages, judge_headers
 from attnstore_vllm.store.nvme_parts import Disk
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,12 @@ class _Buffer:
         self.pages = tuple(
             self.whole[i * page_bytes : (i + 1) * page_bytes] for i in range(num_pages)
         )
+
+
+def _rows(raw: memoryview, size: int, chosen: npt.NDArray[np.intp]) -> memoryview:
+    """Some of the headers of `size` bytes each."""
+    pages = np.frombuffer(raw, np.uint8).reshape(-1, size)
+    return memoryview(pages[chosen].tobytes())
 
 
 class Recovery:
@@ -58,6 +65,9 @@ class Recovery:
         self.seconds = 0.0
         self.found = 0
         self.damaged = 0
+        self.expired = 0
+        self.in_future = 0
+        """Expired ones that state a time that has not come."""
         self.gauges = {
             (name, ""): 0.0 for name in ("recovery_seconds", "recovery_records", "recovered_chunks")
         }
@@ -115,24 +125,45 @@ class Recovery:
         valid, damaged = judge_headers(raw, numbers, segment, checksums)
         good, num_damaged = np.flatnonzero(valid), int(damaged.sum())
         if 0 < len(good) < len(records):
-            pages = np.frombuffer(raw, np.uint8).reshape(len(records), size)
-            raw = memoryview(pages[good].tobytes())
+            raw = _rows(raw, size, good)
+        now = context.clock()
+        left_s, num_future = self._left_s(raw[: len(good) * size])
+        live = np.flatnonzero(left_s > 0)
+        num_expired = len(good) - len(live)
+        if num_expired:
+            raw, good, left_s = _rows(raw, size, live), good[live], left_s[live]
         if context.found is not None and len(good):
             context.found(raw, size)
         with context.progress:
             # A reset since then has made them invalid.
             if disk.slab.segment(records.start).generation != segment.generation:
-                good, num_damaged = good[:0], 0
+                good, num_damaged, num_expired, num_future = good[:0], 0, 0, 0
             context.residency.counts["corrupt"] += num_damaged
+            context.residency.counts["expired"] += num_expired
             self.damaged += num_damaged
+            self.expired += num_expired
+            self.in_future += num_future
             disk.tier.open(records.start, len(records))
             if len(good):
                 slots = numbers[good].astype(np.uint32)
                 disk.adopt_stored_bytes(raw, slots)
-                adopted = disk.tier.adopt(raw, slots, size)
+                may_end = bool(np.isfinite(left_s).any())
+                context.has_leases |= may_end
+                adopted = disk.tier.adopt(raw, slots, size, left_s + now if may_end else None)
                 self.found += adopted.entered - adopted.superseded
                 self.gauges["recovered_chunks", ""] = self.found
             context.progress.notify_all()
+
+    def _left_s(self, raw: memoryview) -> tuple[npt.NDArray[np.float64], int]:
+        """The seconds that each of these records has left, infinite if it does not expire; and how
+        many have none since they are of a time to come: the clock was set back, so how old they are
+        is not known."""
+        now, limit = self._context.wall(), self._context.ttl_s
+        written_at, used_at, ttl_s = ages(raw, self._disk.slab.header_bytes)
+        ttl_s = np.minimum(ttl_s, np.inf if limit is None else limit)
+        in_future = (written_at > now) & np.isfinite(ttl_s)
+        left = np.where(in_future, 0.0, used_at + ttl_s - now)
+        return left, int(in_future.sum())
 
     def _end(self) -> None:
         disk, context = self._disk, self._context
@@ -154,4 +185,12 @@ class Recovery:
                 self.num_records,
                 self.seconds,
                 self.damaged,
+            )
+        if self.expired:
+            logger.info("%d more had not been used for their ttl, and are not found", self.expired)
+        if self.in_future:
+            logger.warning(
+                "%d of these chunks were written at a time that has not come yet: the clock was "
+                "set back. How old they are is not known, so they count as expired",
+                self.in_future,
             )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.runs import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.asking import asking_of, is_asked
-from attnstore_vllm.store.context import Context, Figures, Pool
+from attnstore_vllm.store.context import Context, Figures, Pool, boot_seconds, unix_seconds
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.nvme_io import NvmeIo
 from attnstore_vllm.store.slab import Slab
@@ -73,7 +72,7 @@ class Store:
         ahead: so many tokens behind it decide KV of a token too (drafts): a hit ends before those
             of which that is not known.
         teller: makes KV events, where routers want to know what the tiers have.
-        clock, threaded, grain: for tests: a time of their own, turn(), and see PrefixIndex.
+        clock, wall, threaded, grain: for tests: see Context, turn(), and see PrefixIndex.
     """
 
     def __init__(
@@ -95,15 +94,14 @@ class Store:
         needs: Sequence[Need] = (),
         ahead: int = 0,
         teller: Teller | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boot_seconds,
+        wall: Callable[[], float] = unix_seconds,
         threaded: bool = True,
         grain: int = GRAIN_TOKENS,
     ) -> None:
         self._estimator = ReturnEstimator()
         self._ttl_s = ttl_s
-        self._has_leases = ttl_s is not None
-        """Whether anything may expire: what costs nothing where nobody asks for it."""
-        order = partial(departures, eviction, estimator=self._estimator, ttl_s=ttl_s)
+        order = partial(departures, eviction, estimator=self._estimator)
         self.residency = Residency(
             pool.num_slots,
             slab.records_max,
@@ -131,8 +129,9 @@ class Store:
         self._clock = clock
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
-        self._pool = pool
-        self._context = context = Context(self.residency, self._progress, pool, clock, self._moved)
+        self._context = context = Context(
+            self.residency, self._progress, pool, clock, self._moved, wall, ttl_s
+        )
         self.announcer = Announcer(context, teller) if teller is not None else None
         nvme = NvmeIo(
             context, slab, device, io_depth, codec, deadline_s=io_deadline_s, scrub_rate=scrub_rate
@@ -175,7 +174,7 @@ class Store:
             pieces = self._match(sequence, 0, stop, min_tokens)
             last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
-            self._has_leases |= terms.ttl_s is not None
+            self._context.has_leases |= terms.ttl_s is not None
             self._want(request_id, pieces, visit, sequence, 0, stop)
             if terms.pin_s is not None:
                 for piece in no_ends(pieces, self.residency.index.grain):
@@ -236,7 +235,7 @@ class Store:
         pieces = self.residency.index.match(sequence, start, stop)
         if sequence.finds_moved:
             pieces = self._moved.go_on(pieces, sequence, start, stop)
-        if self._has_leases:
+        if self._context.has_leases:
             pieces = self.residency.unexpired(pieces)
         if not all(io.health.reads.in_use and not io.tier.is_asked for io in self.thread.tiers):
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
@@ -280,7 +279,7 @@ class Store:
 
     def _drops_expired(self, pieces: list[Piece]) -> bool:
         """Locked. Whether some have expired, which are dropped."""
-        return self._has_leases and len(self.residency.unexpired(pieces)) < len(pieces)
+        return self._context.has_leases and len(self.residency.unexpired(pieces)) < len(pieces)
 
     def _comes(self, chunk: Chunk) -> bool:
         """Locked. Whether it is in DRAM, or a tier that answers is believed to have it."""
@@ -646,7 +645,7 @@ class Store:
         """Values as they are now, as (name, label): value."""
         with self._lock:
             dram = self.residency.dram
-            slot_bytes = self._pool.slot_bytes
+            slot_bytes = self._context.pool.slot_bytes
             gauges = {
                 ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
                 ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
@@ -665,4 +664,4 @@ class Store:
     def close(self) -> None:
         """Write back what is dirty, for CLOSE_DEADLINE_S at most; then stop."""
         self.thread.stop(CLOSE_DEADLINE_S)
-        self._pool.close()
+        self._context.pool.close()

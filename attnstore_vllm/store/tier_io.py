@@ -59,6 +59,8 @@ class TierIo(ABC):
     """Before the names of what fails: others than NVMe's may have their own."""
     sums_payloads: bool = True
     """Its checksums are of payloads as they are in DRAM."""
+    is_new: bool = True
+    """No earlier process can have written to it."""
 
     def __init__(self) -> None:
         self.cost = ReadCost()

@@ -16,6 +16,7 @@ from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S
 from attnstore_vllm.policy.questions import ASK_MIN_TOKENS, AnswerTime, worth_asking
 from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.store.asking import is_asked
+from attnstore_vllm.store.context import boot_seconds
 from attnstore_vllm.testing.asked_dict import AskedDictIo, MakeAskedDict, Others
 from tests.helpers import (
     NAMESPACE,
@@ -163,7 +164,7 @@ def test_an_answer_to_a_probe_that_is_late_is_no_end_of_probes(
     ask.asked_at -= 1.0
     io.answer(ask, ())
     assert rig.store.residency.counts["answers_late"] == 1
-    assert io.health.reads.take_probe(time.monotonic() + PAUSE_MAX_S)
+    assert io.health.reads.take_probe(boot_seconds() + PAUSE_MAX_S)
 
 
 def test_a_reset_while_a_probe_is_out_is_no_end_of_probes(
@@ -173,9 +174,9 @@ def test_a_reset_while_a_probe_is_out_is_no_end_of_probes(
     put_out(io)
     monkeypatch.setattr(io, "turn", lambda: None)
     rig.store.find(asked_for(1), 0, LONG)
-    assert not io.health.reads.take_probe(time.monotonic()), "one at a time"
+    assert not io.health.reads.take_probe(boot_seconds()), "one at a time"
     io.forget_asks()
-    assert io.health.reads.take_probe(time.monotonic())
+    assert io.health.reads.take_probe(boot_seconds())
 
 
 def test_hearsay_is_no_copy(rig: Rig, others: Others) -> None:

@@ -19,6 +19,7 @@ from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.store.format import (
     PAGE_BYTES,
+    SECONDS_MAX,
     VERSION,
     Header,
     Root,
@@ -51,7 +52,9 @@ FIELDS = {  # name: (first byte, bytes), as the picture in store/format.py says
     "position": (248, 8),
     "written at": (256, 8),
     "tokens": (264, 4 * CHUNK_TOKENS),
-    "padding": (264 + 4 * CHUNK_TOKENS, PAGE_BYTES - 300 - 4 * CHUNK_TOKENS),
+    "padding": (264 + 4 * CHUNK_TOKENS, PAGE_BYTES - 308 - 4 * CHUNK_TOKENS),
+    "unused": (PAGE_BYTES - 44, 4),
+    "ttl": (PAGE_BYTES - 40, 4),
     "flags": (PAGE_BYTES - 36, 4),
     "place of an encoding": (PAGE_BYTES - 32, 32),
 }
@@ -83,6 +86,8 @@ headers = st.builds(
     payload_checksum=st.binary(min_size=16, max_size=16),
     written_at=st.integers(0, 2**64 - 1),
     is_alone=st.booleans(),
+    unused_s=st.integers(0, SECONDS_MAX),
+    ttl_s=st.integers(0, SECONDS_MAX),
 )
 NAME = ChunkName(Key(b"k" * 32), Key(b"p" * 32), b"", b"t" * 32, 48, 3, encode_tokens([1, 2, 3]))
 HEADER = Header(NAME, b"n" * 32, b"g" * 16, 5, 7, SEGMENT.payload_bytes, b"c" * 16, 1_700_000_001)

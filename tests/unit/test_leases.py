@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,15 +118,6 @@ def test_the_memory_of_leases_is_bounded() -> None:
     assert len(order.expired) == 0
     assert len(empty(order, 2e9)) == 50
     assert not order.groups
-
-
-def test_what_recovery_found_expires_as_if_it_had_been_used_then() -> None:
-    order = departures("attnstore", 100, ReturnEstimator(), ttl_s=60.0)
-    order.add_oldest(np.arange(3, dtype=np.int32), 1000.0)
-    found = order.run_of(0)
-    assert found is not None
-    assert not found.has_expired(1059.0)
-    assert found.has_expired(1060.0)
 
 
 STEPS = st.lists(st.tuples(st.sampled_from("aurtv"), st.integers(0, 9), st.integers(0, 5)))
@@ -276,19 +266,6 @@ def test_a_pin_outlasts_what_others_say_of_the_chunk(open_rig: Rigs) -> None:
     assert ask(rig, 1, 32) == 28
     clock.now += 10_000.0
     assert ask(rig, 1, 32) == 28
-
-
-def test_after_a_restart_records_count_as_used_at_the_start(open_rig: Rigs) -> None:
-    rig, device = open_rig()
-    ask(rig, 1)
-    device.settle()
-    clock, sequence = Clock(), sequence_of(conversation(1))
-    again, found = open_rig(image=bytes(device.image), clock=clock, ttl_s=60.0)
-    for idle_s, tokens in ((59.0, 40), (59.0, 40), (60.0, 0)):
-        clock.now += idle_s
-        pieces = again.store.find(sequence, 0, 40)
-        found.settle()
-        assert (pieces[-1].stop if pieces else 0) == tokens
 
 
 def test_a_prefetch_leaves_what_is_known_of_the_conversation_as_it_is(open_rig: Rigs) -> None:

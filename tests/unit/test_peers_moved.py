@@ -231,3 +231,10 @@ def test_an_answer_that_cannot_be_ends_the_connection() -> None:
         asker.movable_of(ask, answer()[:-1])
     with pytest.raises(struct.error):
         asker.movable_of(ask, answer(head=b"short"))
+
+
+def test_what_has_a_time_of_its_own_is_not_told(here: PeerEngine, sibling: PeerProcess) -> None:
+    """A copy would not know when it ends."""
+    sibling.call("put_for_a_time", 1, 48, 3600.0)
+    sibling.call("put", 2, 48)
+    assert (here.tokens(1, 48), here.tokens(2, 48)) == (0, 48)

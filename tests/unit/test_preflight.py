@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import shutil
 import stat
@@ -30,6 +31,7 @@ from attnstore_vllm.preflight import (
     lacks_locked_memory,
     lacks_memory,
     lock_directory,
+    owner_of,
     problems,
     shared_memory,
 )
@@ -415,7 +417,25 @@ def test_a_directory_of_another_process(tmp_path: Path) -> None:
         assert str(tmp_path / "kv") in message
         with pytest.raises(ConfigError, match=f"process {child.pid}"):
             lock_directory(tmp_path / "kv")
-        assert (tmp_path / "kv" / LOCK_NAME).read_text() == f"{child.pid}\n"
+        assert (tmp_path / "kv" / LOCK_NAME).read_text() == f"{child.pid} 0 {platform.node()}\n"
+
+
+def test_the_refusal_says_whose_the_directory_is() -> None:
+    """Numbers of other machines and containers name no process of ours."""
+    me, parent, here, nobody = os.getpid(), os.getppid(), platform.node(), 2**22 + 1
+    for said, owner, ends_itself in (
+        (f"{me} {parent} {here}\n", f"process {me}", False),
+        (f"{me} 0 {here}\n", f"process {me}", False),
+        (f"{me} {nobody} {here}\n", f"process {me}, whose parent {nobody} is gone", True),
+        (f"{me} {nobody} elsewhere\n", f"process {me} on 'elsewhere'", False),
+        (f"{nobody} {nobody} {here}\n", f"process {nobody}", False),
+        (f"{me}\n", f"process {me}", False),  # of an earlier build
+        ("\x1b[2J 1", "process unknown", False),
+        ("", "process unknown", False),
+    ):
+        found, advice = owner_of(said)
+        assert found == owner
+        assert ("ends within 5 s" in advice) == ends_itself
 
 
 def test_each_data_parallel_directory_is_checked(tmp_path: Path) -> None:

@@ -22,7 +22,13 @@ from attnstore_vllm.policy.eviction.base import Order
 from attnstore_vllm.policy.eviction.by_return import by_return
 from attnstore_vllm.policy.eviction.lru import Fifo, Lru
 from attnstore_vllm.policy.lazy_heap import LazyHeap
-from attnstore_vllm.policy.runs import EDGES_S, ReturnEstimator, Run, lease_for, unknown_run
+from attnstore_vllm.policy.runs import (
+    EDGES_S,
+    ReturnEstimator,
+    Run,
+    by_end,
+    unknown_run,
+)
 
 GROUPS_MAX = 4
 """Expired groups that a decision looks at, if none of their slots can go ..."""
@@ -54,13 +60,11 @@ class Departures:
 
     Args:
         order: of runs.
-        ttl_s: of slots of which nothing is known (add_oldest); None: they do not expire.
     """
 
-    def __init__(self, num_slots: int, order: Order[Run], ttl_s: float | None = None) -> None:
+    def __init__(self, num_slots: int, order: Order[Run]) -> None:
         self._order = order
         self._num_slots = num_slots
-        self._ttl_s = ttl_s
         self.clear()
 
     def __len__(self) -> int:
@@ -133,23 +137,33 @@ class Departures:
         if run in self._by_run:
             self._order.rank(run)
 
-    def add_oldest(self, slots: npt.NDArray[np.int32], now: float) -> None:
-        """Add many of which nothing is known; of them the first goes first.
+    def add_oldest(
+        self,
+        slots: npt.NDArray[np.int32],
+        now: float,
+        ends: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        """Add many of which little is known; of them the first goes first.
 
         They are as old as can be, until somebody uses them.
+
+        Args:
+            ends: [len(slots)] when each expires that is not used till then; infinite: never.
+                None: none does. It may be up to a sixteenth of its time earlier.
         """
         group_of = np.frombuffer(self._group_of, np.int64)
         assert np.all(group_of[slots] < 0)
         oldest = unknown_run(now - EDGES_S[-1])
-        lease = lease_for(self._ttl_s, now)
         runs = []
-        for start in range(0, len(slots), OLDEST_SLOTS):
-            part = slots[start : start + OLDEST_SLOTS]
-            group = self._open(replace(oldest, lease=lease))
-            group.slots = array("i", part[::-1].astype(np.int32).tobytes())
-            group.num_left = len(part)
-            group_of[part] = group.number
-            runs.append(group.run)
+        for chosen, lease in by_end(ends, now) if ends is not None else ((..., None),):
+            ended_so = slots[chosen]
+            for start in range(0, len(ended_so), OLDEST_SLOTS):
+                part = ended_so[start : start + OLDEST_SLOTS]
+                group = self._open(replace(oldest, lease=lease))
+                group.slots = array("i", part[::-1].astype(np.int32).tobytes())
+                group.num_left = len(part)
+                group_of[part] = group.number
+                runs.append(group.run)
         self._order.add_oldest(runs)
         self._length += len(slots)
 
@@ -277,9 +291,7 @@ class Departures:
             group.slots, group.first = array("i", left), 0
 
 
-def departures(
-    name: str, num_slots: int, estimator: ReturnEstimator, ttl_s: float | None = None
-) -> Departures:
+def departures(name: str, num_slots: int, estimator: ReturnEstimator) -> Departures:
     """Args: name: attnstore, lru or fifo."""
     order: Order[Run]
     match name:
@@ -289,4 +301,4 @@ def departures(
             order = Fifo(lambda run: run.priority, lambda run: run.since)
         case _:
             order = by_return(estimator)
-    return Departures(num_slots, order, ttl_s)
+    return Departures(num_slots, order)
