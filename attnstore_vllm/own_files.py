@@ -21,7 +21,7 @@ _NO_FILE = {errno.ELOOP: "is a link", errno.ENXIO: "is a pipe, a socket or a dev
 
 
 class NotOursError(OSError):
-    """What has the name is no file, or no directory, that this user may rely on.
+    """The file or directory of this name is none that this user may rely on.
 
     Args:
         why: begins with a verb, as in "belongs to user 7".

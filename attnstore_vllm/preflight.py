@@ -350,8 +350,8 @@ def _check_disk(config: StoreConfig, parts: Sequence[NvmeConfig]) -> None:
 
 @contextlib.contextmanager
 def machine_errors(directory: Path) -> Iterator[None]:
-    """What the machine refuses of a store's directory meanwhile is said of the directory, and never
-    of the model: as MachineError."""
+    """Errors of a store's directory meanwhile become MachineError: they are said of the directory,
+    and never of the model."""
     try:
         yield
     except NotOursError as error:

@@ -107,7 +107,7 @@ def _reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 def _say_idle(reason: str) -> None:
     if _FAILED in reason:
-        logger.warning("AttnStore is idle, the server runs as without it: %s", reason)
+        logger.warning("AttnStore is idle, the server runs as without it, since %s", reason)
         return
     logger.warning(
         "AttnStore is idle, the server runs as without it: this model cannot be served from "

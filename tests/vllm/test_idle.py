@@ -284,7 +284,8 @@ def test_a_worker_that_fails_makes_both_sides_idle(tmp_path: Path) -> None:
         "kv_connector_module_path": "tests.vllm.refusing",
     }
     answers, log = serve(tmp_path, connector, max_model_len=1024)
-    assert IDLE in log and "rank 0 cannot: RuntimeError: planted" in log
+    assert IDLE in log and "rank 0 cannot: it failed while it began: RuntimeError: planted" in log
+    assert "this model cannot" not in log
     assert answers[0].content == answers[1].content
     assert answers[1].cached_tokens == 0
 
