@@ -182,11 +182,12 @@ def test_a_file_that_the_user_names_may_be_a_link_and_no_pipe(tmp_path: Path, fi
 
 # ---- the next one --------------------------------------------------------------------------
 
-KERNEL, GIVEN, PACKAGED, NO_FILE = (
+KERNEL, GIVEN, PACKAGED, NO_FILE, NO_NAME = (
     "a file of the kernel's",
     "a file that the user or vLLM names",
     "a file of this package",
     "no file at all",
+    "a new file, without a name or with one by chance",
 )
 ELSEWHERE: dict[str, dict[str, str]] = {
     "bench/conversations.py": {"path.read_bytes": GIVEN, "read_bytes": GIVEN},
@@ -194,8 +195,13 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "bench/gaps.py": {"read_bytes": GIVEN},
     "bench/replay.py": {"records.open": "a result, where the user says"},
     "cli/bench.py": {"args.api_key_file.read_text": GIVEN},
-    "cli/doctor.py": {"Path.read_text": KERNEL, "file.read_text": GIVEN},
+    "cli/doctor.py": {
+        "Path.read_text": KERNEL,
+        "file.read_text": GIVEN,
+        "tempfile.TemporaryFile": NO_NAME,
+    },
     "cli/main.py": {"os.open": "/dev/null"},
+    "cli/speeds.py": {"tempfile.mkstemp": NO_NAME},
     "cli/settings_file.py": {"path.read_text": GIVEN},
     "connector/live_facts.py": {"Path.read_bytes": GIVEN},
     "connector/model_files.py": {"file.read_bytes": GIVEN, "Path.read_bytes": GIVEN},
@@ -207,7 +213,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "preflight.py": {
         "Path.read_text": KERNEL,
         "read_text": KERNEL,
-        "tempfile.TemporaryFile": "a new file without a name",
+        "tempfile.TemporaryFile": NO_NAME,
     },
     "shared/child.py": {"lane.open": NO_FILE},
     "shared/shared_settings.py": {"path.read_text": GIVEN},
@@ -236,7 +242,7 @@ OPENS = {
     "open", "read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "makedirs", "touch",
     "mkstemp", "mkdtemp", "TemporaryFile", "NamedTemporaryFile", "TemporaryDirectory", "memmap",
     "fromfile", "tofile", "copyfile", "copy2", "symlink_to", "mknod", "mkfifo", "FileHandler",
-    "shm_open", "SharedMemory", "truncate",
+    "shm_open", "truncate",
 }  # fmt: skip
 
 
