@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,17 @@ from attnstore_vllm.cli import commands
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.checksum import checksum
-from attnstore_vllm.store.format import PAGE_BYTES, Encoding, Header, Root, header_checksum, pages
+from attnstore_vllm.store.format import (
+    CHUNK_TOKENS_MAX,
+    EXPANSION_MAX,
+    PAGE_BYTES,
+    SEGMENT_BYTES_MAX,
+    Encoding,
+    Header,
+    Root,
+    header_checksum,
+    pages,
+)
 from tests.helpers import NAMESPACE, SHAPE, name_of, payload_of, tokens_of
 
 assert commands, "imported here once, and not in each child"
@@ -296,6 +307,26 @@ def test_many_integers_by_chance(tmp_path: Path) -> None:
                 slab.put(field, value, everywhere=dice.random() < 0.8)
                 told.append(f"{field.page}'s {field.name} = {value}")
             yield ", ".join(told), slab
+
+    assert failures(crafted, tmp_path / "kv") == []
+
+
+def test_numbers_that_are_allowed_together(tmp_path: Path) -> None:
+    """Each as large as a header may say it, so that it is the file's own bytes that count."""
+    by_name = {(field.page, field.name): field for field in FIELDS}
+
+    def crafted() -> Iterator[tuple[str, Crafted]]:
+        for encoded, tokens, payload in product(
+            (False, True), (16, CHUNK_TOKENS_MAX), (1 << 33, SEGMENT_BYTES_MAX)
+        ):
+            slab = Crafted(encoded=encoded)
+            slab.put(by_name["root", "segment bytes"], SEGMENT_BYTES_MAX)
+            slab.put(by_name["segment", "chunk tokens"], tokens)
+            for page in ("segment", "record"):
+                slab.put(by_name[page, "payload bytes"], payload)
+                if encoded:
+                    slab.put(by_name[page, "encoded bytes"], payload // EXPANSION_MAX)
+            yield f"{tokens} tokens in {payload} bytes, {encoded=}", slab
 
     assert failures(crafted, tmp_path / "kv") == []
 
