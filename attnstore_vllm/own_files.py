@@ -5,8 +5,9 @@ A name does not say who made what it names. So a file is opened without followin
 without waiting for the other end of a pipe. Then the open file is looked at: it is regular, it is
 this user's, and no other user may write to it. A directory is this user's or root's.
 
-A group counts as others, with one exception: a directory with the setgid bit was given to its group
-on purpose. Kubernetes' `fsGroup` does that, to all files in it too.
+A group counts as others, with two exceptions. A user's private group has the user's number: many
+Linux systems make one, and let new files be writable by it. And a directory with the setgid bit was
+given to its group on purpose. Kubernetes' `fsGroup` does that, to all files in it too.
 """
 
 from __future__ import annotations
@@ -84,10 +85,16 @@ def _check_file(path: Path, found: os.stat_result) -> None:
             path, f"belongs to user {found.st_uid}; expected this user, {os.geteuid()}. Remove it"
         )
     mode = stat.S_IMODE(found.st_mode)
-    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_given_to_group(path.parent)):
+    if mode & stat.S_IWOTH or (_group_may_write(found) and not _is_given_to_group(path.parent)):
         raise NotOursError(
             path, f"has mode {mode:04o}, so others may write to it; run: chmod go-w {path}"
         )
+
+
+def _group_may_write(found: os.stat_result) -> bool:
+    """Whether a group may that has others in it."""
+    is_private = found.st_uid == found.st_gid != 0
+    return bool(found.st_mode & stat.S_IWGRP) and not is_private
 
 
 def _is_given_to_group(directory: Path) -> bool:
@@ -166,9 +173,9 @@ def check_directory(path: Path) -> None:
         raise NotOursError(
             path,
             f"belongs to user {found.st_uid}; expected this user, {os.geteuid()}, or root. Run: "
-            f"chown {os.geteuid()} {path}, or name another directory",
+            f"chown -R {os.geteuid()} {path}, or name another directory",
         )
-    if mode & stat.S_IWOTH or mode & (stat.S_IWGRP | stat.S_ISGID) == stat.S_IWGRP:
+    if mode & stat.S_IWOTH or (_group_may_write(found) and not mode & stat.S_ISGID):
         raise NotOursError(
             path, f"has mode {mode:04o}, so others may write to it; run: chmod go-w {path}"
         )

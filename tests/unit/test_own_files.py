@@ -29,6 +29,11 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "attnstore_vllm"
 
 
+shared_group = pytest.mark.skipif(
+    os.geteuid() == os.getegid() != 0, reason="this user's group is private"
+)
+
+
 def why_not(path: Path, flags: int = os.O_RDWR) -> str:
     with pytest.raises(NotOursError) as caught:
         os.close(open_own(path, flags))
@@ -90,7 +95,7 @@ def test_another_users_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert read_given(file) == b"content"
 
 
-@pytest.mark.parametrize("mode", [0o602, 0o620, 0o666])
+@pytest.mark.parametrize("mode", [0o602, pytest.param(0o620, marks=shared_group), 0o666])
 def test_a_file_that_others_may_write_to(file: Path, mode: int) -> None:
     file.chmod(mode)
     assert (
@@ -100,6 +105,25 @@ def test_a_file_that_others_may_write_to(file: Path, mode: int) -> None:
     os.close(open_own(file, os.O_RDWR))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone may give files away")
+def test_a_private_group_is_its_user(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the umask of 002 that many systems give to users whose group is their own."""
+    folder = file.parent / "kv"
+    folder.mkdir()
+    for path, mode in ((file, 0o664), (folder, 0o775)):
+        path.chmod(mode)
+        os.chown(path, 1234, 1234)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    os.close(open_own(file, os.O_RDWR))
+    check_directory(folder)
+    for path in (file, folder):
+        os.chown(path, 1234, 100)
+    assert "mode 0664" in why_not(file)
+    with pytest.raises(NotOursError, match="mode 0775"):
+        check_directory(folder)
+
+
+@shared_group
 def test_a_directory_that_was_given_to_its_group(tmp_path: Path) -> None:
     """As Kubernetes' fsGroup does at each start: directories 2770, and files 0660."""
     folder = tmp_path / "kv"
@@ -118,7 +142,9 @@ def test_a_directory_that_was_given_to_its_group(tmp_path: Path) -> None:
     assert "mode 0662" in why_not(folder / "slab")
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o2777, 0o702, 0o720])
+@pytest.mark.parametrize(
+    "mode", [0o777, 0o1777, 0o2777, 0o702, pytest.param(0o720, marks=shared_group)]
+)
 def test_a_lax_directory_is_refused_with_its_mode(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "kv"
     folder.mkdir()
