@@ -150,7 +150,7 @@ class Crafted:
 
     def seal(self, at: int, num_bytes: int) -> None:
         raw = self.data[at : at + num_bytes]
-        self.data[at + 16 : at + 32] = header_checksum(raw)
+        self.data[at + 16 : at + 32] = header_checksum(bytes(raw))
 
     def put(self, field: Field, value: int, *, everywhere: bool = True) -> None:
         for at, size in self.pages_of(field.page)[: None if everywhere else 1]:

@@ -311,8 +311,9 @@ def test_each_child_is_isolated_from_the_working_directory() -> None:
     found = 0
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            parts = node.elts if isinstance(node, ast.List | ast.Tuple) else []
-            parts = node.args if isinstance(node, ast.Call) else parts
+            if not isinstance(node, ast.List | ast.Tuple | ast.Call):
+                continue
+            parts = node.args if isinstance(node, ast.Call) else node.elts
             names = [ast.unparse(part) for part in parts]
             if "sys.executable" in names:
                 found += 1
