@@ -16,13 +16,22 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from attnstore_vllm.config import NvmeConfig, StoreConfig, format_size
-from attnstore_vllm.errors import ConfigError, MachineError, UnsupportedError
+from attnstore_vllm.errors import ConfigError, DeviceError, MachineError, UnsupportedError
+from attnstore_vllm.own_files import (
+    NotOursError,
+    check_directory,
+    check_parent,
+    make_directory,
+    open_own,
+)
+from attnstore_vllm.plain_text import printable
 from attnstore_vllm.transfer import region
 from attnstore_vllm.transfer.cuda_kernels import native_module
 
@@ -56,7 +65,8 @@ def check_machine(
 
     Args: as problems() has them.
     """
-    region.sweep(SHM_DIR)  # a killed start's pool would count as used
+    with contextlib.suppress(OSError):  # problems() says what is wrong there
+        region.sweep(SHM_DIR)  # a killed start's pool would count as used
     for problem in problems(config, ranks, pins_memory=pins_memory):
         raise problem
 
@@ -73,8 +83,12 @@ def problems(
     """
     try:
         engines = _engines(config, ranks)
+        disks = _by_file_system(engines)
     except ConfigError as error:
         yield error
+        return
+    except OSError as error:
+        yield MachineError(f"nvme.path cannot be looked at: {error}")
         return
     parts = [engine.nvme for engine in engines]
     there = [part for part in parts if os.path.isdir(part.named_path.parent)]
@@ -90,13 +104,15 @@ def problems(
         ),
         *([_check_driver] if pins_memory else ()),
         partial(_check_memory, config, engines, pins_memory=pins_memory),
-        *(partial(_check_disk, config, those) for those in _by_file_system(there)),
-        *(partial(check_unlocked, part.path) for part in there),
+        *(partial(_check_disk, config, those) for those in disks),
+        *(partial(_check_locks, part) for part in there),
     ):
         try:
             check()
         except ConfigError as error:
             yield error
+        except OSError as error:
+            yield MachineError(f"this machine cannot be looked at: {error}")
 
 
 def _engines(config: StoreConfig, ranks: Sequence[int] | None) -> list[StoreConfig]:
@@ -142,12 +158,12 @@ def _check_directory(key: str, path: Path) -> None:
             f"{key} is {str(path)!r}, but its parent {str(path.parent)!r} is not a "
             "directory; create it, or mount the disk that should be there"
         )
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise MachineError(
-            f"{key} is {str(path)!r}, which is a link or a file; it must be a directory "
-            "(or a name that can be created as one)"
-        )
-    where = path if path.exists() else path.parent
+    is_there = os.path.lexists(path)
+    try:
+        (check_directory if is_there else check_parent)(path)
+    except NotOursError as error:
+        raise MachineError(f"{key} is {str(path)!r}, which {error.why}") from error
+    where = path if is_there else path.parent
     if not os.access(where, os.W_OK | os.X_OK):
         raise MachineError(f"{key} is {str(path)!r}, but {str(where)!r} cannot be written to")
 
@@ -294,10 +310,12 @@ def driver_counts_locked_memory(library: str = "libcuda.so.1") -> bool:
 # ---- the disk ------------------------------------------------------------------------------
 
 
-def _by_file_system(parts: Sequence[NvmeConfig]) -> list[list[NvmeConfig]]:
+def _by_file_system(engines: Sequence[StoreConfig]) -> list[list[NvmeConfig]]:
     """Engines that share a file system must fit into it together."""
     found: dict[int, list[NvmeConfig]] = {}
-    for part in parts:
+    for part in (engine.nvme for engine in engines):
+        if not os.path.isdir(part.named_path.parent):
+            continue
         found.setdefault(_nearest(part.path).stat().st_dev, []).append(part)
     return list(found.values())
 
@@ -331,20 +349,55 @@ def _check_disk(config: StoreConfig, parts: Sequence[NvmeConfig]) -> None:
         )
 
 
-def check_unlocked(directory: Path) -> None:
-    """Raise MachineError if a running engine owns `directory`."""
+@contextlib.contextmanager
+def machine_errors(directory: Path) -> Iterator[None]:
+    """Errors of a store's directory meanwhile become MachineError: they are said of the directory,
+    and never of the model."""
     try:
-        fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    except OSError as error:
+        yield
+    except NotOursError as error:
         raise MachineError(f"nvme.path is {str(directory)!r}: {error}") from error
+    except (OSError, DeviceError) as error:
+        raise MachineError(
+            f"nvme.path is {str(directory)!r}, where the machine fails: {error}; check the disk, "
+            "or name a directory of another one"
+        ) from error
+
+
+def _lock(directory: Path, fd: int) -> None:
+    """Lock a file of the directory. Raises: MachineError, BlockingIOError."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _owned(directory, fd) from None
-    finally:
-        os.close(fd)
+        raise
+    except OSError as error:
+        raise MachineError(
+            f"nvme.path is {str(directory)!r}, where a file cannot be locked: {error}. Its file "
+            "system has no locks, as NFS may have none; name a directory of a local disk"
+        ) from error
+
+
+def _check_locks(part: NvmeConfig) -> None:
+    """Raise MachineError if the directory cannot be locked, or a running engine owns it."""
+    where = _nearest(part.path)
+    with machine_errors(part.path), tempfile.TemporaryFile(dir=where) as file:  # it has no name
+        _lock(part.path, file.fileno())
+    check_unlocked(part.path)
+
+
+def check_unlocked(directory: Path) -> None:
+    """Raise MachineError if a running engine owns `directory`, or it cannot be looked at."""
+    with machine_errors(directory):
+        try:
+            fd = open_own(directory / LOCK_NAME, os.O_RDWR)
+        except FileNotFoundError:
+            return
+        try:
+            _lock(directory, fd)
+        except BlockingIOError:
+            raise _owned(directory, fd) from None
+        finally:
+            os.close(fd)
 
 
 def lock_directory(directory: Path, parent: int | None = None) -> int:
@@ -354,30 +407,30 @@ def lock_directory(directory: Path, parent: int | None = None) -> int:
 
     Args:
         parent: the process with whose end this one ends, if there is one. Told to who is refused.
-    Raises: MachineError if another engine has it, or if the directory cannot be made.
+    Raises: MachineError if another engine has it, if the directory is not this user's alone, or
+        if the machine refuses anything of it.
     """
-    try:
-        directory.mkdir(mode=0o700, parents=directory.name.startswith("dp"), exist_ok=True)
-        fd = os.open(
-            directory / LOCK_NAME,
-            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-        )
-    except OSError as error:
-        raise MachineError(f"nvme.path is {str(directory)!r}: {error}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owned = _owned(directory, fd)
-        os.close(fd)
-        raise owned from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()} {parent or 0} {platform.node()}\n".encode(), 0)
+    with machine_errors(directory):
+        if directory.name.startswith("dp"):  # an engine's own, below what the setting names
+            make_directory(directory.parent)
+        make_directory(directory)
+        fd = open_own(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        try:
+            _lock(directory, fd)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()} {parent or 0} {platform.node()}\n".encode(), 0)
+        except BlockingIOError:
+            owned = _owned(directory, fd)
+            os.close(fd)
+            raise owned from None
+        except (OSError, MachineError):
+            os.close(fd)
+            raise
     return fd
 
 
 def _owned(directory: Path, fd: int) -> MachineError:
-    owner, advice = owner_of(os.pread(fd, 512, 0).decode(errors="replace"))
+    owner, advice = owner_of(printable(os.pread(fd, 512, 0).decode(errors="replace").strip()))
     return MachineError(
         f"nvme.path is {str(directory)!r}, which a running engine ({owner}) owns; {advice}"
     )

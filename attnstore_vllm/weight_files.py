@@ -21,6 +21,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from attnstore_vllm.config import format_size
+from attnstore_vllm.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)
 
@@ -120,15 +121,9 @@ class Memo:
             return
         self._digests = found
         body = json.dumps(found)
-        temporary = self._path.with_suffix(".new")
         try:
-            temporary.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(temporary, flags, 0o600), "w") as stream:
-                stream.write(f"{blake3(body.encode()).hexdigest()}\n{body}")
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(self._path)
+            whole = f"{blake3(body.encode()).hexdigest()}\n{body}"
+            replace_own(self._path, whole.encode(), durable=True)
         except OSError as error:
             if not self._has_said:
                 logger.warning("AttnStore cannot remember that it knows the weights: %s", error)
@@ -136,9 +131,7 @@ class Memo:
 
     def _read(self) -> dict[str, str]:
         try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for ever
-            with os.fdopen(os.open(self._path, flags), "rb") as stream:
-                digest, _, body = stream.read(MEMO_BYTES_MAX).partition(b"\n")
+            digest, _, body = read_own(self._path, MEMO_BYTES_MAX).partition(b"\n")
             found = json.loads(body) if digest == blake3(body).hexdigest().encode() else None
         except FileNotFoundError:
             return {}

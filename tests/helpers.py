@@ -6,6 +6,7 @@ The payload of a chunk is made from its key and a version, so any two differ eve
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from blake3 import blake3
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
@@ -301,3 +303,17 @@ def nvme_only(rig: Rig, device: MemoryDevice) -> list[int]:
         chunk = rig.chunk(name)
         assert (chunk.dram.state, chunk.at(NVME).state) == (State.ABSENT, State.READY)
     return tokens
+
+
+STRANGER = 65534
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let a file be another user's; returns whose. Who is not root becomes another user instead, as
+    far as Python is asked."""
+    if os.geteuid() == 0:
+        os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+        return STRANGER
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    return user

@@ -292,7 +292,7 @@ def _content(directory: Path) -> Iterator[Check]:
     for path in files:
         try:
             with opened(path) as slab:
-                found = [segment for _, segment in slab.segments() if segment is not None]
+                found = [segment for _, segment in slab.segments()]
         except (AttnStoreError, OSError) as error:
             yield Check("content", "warn", str(error))
             continue

@@ -303,6 +303,7 @@ def _punch_all_but(slab: SlabFile, segments: Sequence[_Segment]) -> None:
 
 
 def _punch(slab: SlabFile, begins: int, ends: int) -> None:
+    ends = min(ends, os.fstat(slab.fd).st_size)
     if begins >= ends:
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -310,6 +311,5 @@ def _punch(slab: SlabFile, begins: int, ends: int) -> None:
     if libc.fallocate(slab.fd, mode, ctypes.c_long(begins), ctypes.c_long(ends - begins)) == 0:
         return
     zeros = bytes(1 << 20)  # a file system without holes: overwrite
-    ends = min(ends, os.fstat(slab.fd).st_size)
     while begins < ends:
         begins += os.pwrite(slab.fd, zeros[: ends - begins], begins)

@@ -14,7 +14,7 @@ from attnstore_vllm.config import format_size
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.codec import NONE
 from attnstore_vllm.store.format import SegmentHeader
-from attnstore_vllm.transfer.geometry import groups_in
+from attnstore_vllm.transfer.geometry import Group, groups_in
 from attnstore_vllm.types import Key
 
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -41,10 +41,11 @@ class Namespace:
     groups: list[GroupFigures] = field(default_factory=list)
     """Then, the spine first; empty of a model with one."""
 
-    @property
-    def has_groups(self) -> bool:
-        """Whether the label tells of several."""
-        return "groups: " in self.segment.label
+    told: tuple[Group, ...] = field(init=False)
+    """The groups that the label tells; empty where it tells of one."""
+
+    def __post_init__(self) -> None:
+        self.told = groups_in(self.segment.label)
 
     def sequences(self) -> list[int]:
         """Tokens of every stored sequence: of each chunk that none continues."""
@@ -67,7 +68,7 @@ def inspect(directory: Path) -> list[Namespace]:
                     elif record.header is not None:
                         _add(namespace, record.header)
     for namespace in found.values():
-        if namespace.has_groups:
+        if namespace.told:
             _tell_groups(namespace)
     return sorted(found.values(), key=lambda n: n.segment.last_used, reverse=True)
 
@@ -75,8 +76,7 @@ def inspect(directory: Path) -> list[Namespace]:
 def _tell_groups(namespace: Namespace) -> None:
     """Sections hold no tokens or sequences of their own: those are the spine's."""
     segment = namespace.segment
-    groups = groups_in(segment.label)
-    namespace.groups, spine = by_group(namespace.names, groups, segment.chunk_tokens)
+    namespace.groups, spine = by_group(namespace.names, namespace.told, segment.chunk_tokens)
     namespace.names = []
     namespace.tokens = sum(record.num_tokens for record in spine)
     namespace.parents = {record.parent for record in spine}
@@ -85,7 +85,7 @@ def _tell_groups(namespace: Namespace) -> None:
 
 def _add(namespace: Namespace, header: Any) -> None:
     name = header.name
-    if namespace.has_groups:
+    if namespace.told:
         namespace.names.append(
             StoredName(name.key, name.parent, name.num_tokens, name.position + name.num_tokens)
         )

@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except MemoryError:
+        print(f"{name}: this takes more memory than there is", file=sys.stderr)
+        return EXIT_ERROR
     except (AttnStoreError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_ERROR

@@ -6,7 +6,9 @@ Nothing here needs the lock: a record that a running server is writing is read a
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +19,15 @@ from attnstore_vllm.errors import ConfigError, CorruptRecordError
 from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.codec import CODECS
+from attnstore_vllm.own_files import open_own, open_regular
 from attnstore_vllm.preflight import SLAB_NAME
-from attnstore_vllm.store.format import PAGE_BYTES, Header, Root, SegmentHeader
+from attnstore_vllm.store.format import (
+    EXPANSION_MAX,
+    PAGE_BYTES,
+    Header,
+    Root,
+    SegmentHeader,
+)
 
 ATTEMPTS = 3
 """Reads of a record that looks wrong: a running server may just be writing it."""
@@ -50,7 +59,8 @@ def slab_files(directory: Path) -> list[Path]:
 
     Raises: ConfigError if there is none.
     """
-    here = [directory / SLAB_NAME, *sorted(directory.glob(f"dp*/{SLAB_NAME}"))]
+    engines = [path for path in directory.glob(f"dp*/{SLAB_NAME}") if _is_engine(path.parent.name)]
+    here = [directory / SLAB_NAME, *sorted(engines)]
     found = [path for path in here if path.is_file() and not path.is_symlink()]
     if not found:
         raise ConfigError(
@@ -60,14 +70,22 @@ def slab_files(directory: Path) -> list[Path]:
     return found
 
 
+def _is_engine(name: str) -> bool:
+    return re.fullmatch(r"dp[0-9]{1,6}", name) is not None
+
+
 class SlabFile:
-    """An open slab file. Raises ConfigError if it is not one of this version."""
+    """An open slab file. Raises ConfigError if it is not one of this version.
+
+    It may be anything: no number in it is followed beyond the file's own bytes. Where nothing was
+    ever written it has holes, which are not read.
+    """
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
         try:
-            raw = os.pread(fd, PAGE_BYTES, 0).ljust(PAGE_BYTES, b"\0")
+            raw = self._read_at(PAGE_BYTES, 0)
             self.segment_bytes = Root.decode(raw, f"{path}, root").segment_bytes
         except CorruptRecordError as error:
             raise ConfigError(
@@ -84,43 +102,73 @@ class SlabFile:
     def segment_offset(self, number: int) -> int:
         return PAGE_BYTES + number * self.segment_bytes
 
-    def segments(self) -> Iterator[tuple[int, SegmentHeader | str | None]]:
-        """(number, header); in its place None for a free segment, words for a damaged one."""
-        for number in range(self.num_segments):
-            raw = os.pread(self.fd, PAGE_BYTES, self.segment_offset(number))
-            if not raw.strip(b"\0"):
-                yield number, None
-                continue
-            try:
-                raw = raw.ljust(PAGE_BYTES, b"\0")
-                header = SegmentHeader.decode(raw, number, f"{self.path}, segment {number}")
-            except CorruptRecordError as error:
-                yield number, error.field
-            else:
-                yield number, header
+    def segments(self) -> Iterator[tuple[int, SegmentHeader | str]]:
+        """(number, header) of each segment that is not free; words in place of a damaged header."""
+        number = 0
+        while (number := self._next_data(PAGE_BYTES, self.segment_bytes, number)) < (
+            self.num_segments
+        ):
+            raw = self._read_at(PAGE_BYTES, self.segment_offset(number))
+            if raw.strip(b"\0"):
+                yield number, self._header(raw, number)
+            number += 1
+
+    def _header(self, raw: bytes, number: int) -> SegmentHeader | str:
+        try:
+            header = SegmentHeader.decode(raw, number, f"{self.path}, segment {number}")
+        except CorruptRecordError as error:
+            return error.field
+        return header if self.num_records(header) else "record larger than it"
 
     def num_records(self, segment: SegmentHeader) -> int:
         return (self.segment_bytes - PAGE_BYTES) // segment.record_bytes
 
     def records(self, segment: SegmentHeader, *, payloads: bool) -> Iterator[Record]:
-        """Every record slot of a segment, in order.
+        """The records of a segment, in order. Places without a byte on the disk, which are free,
+        are left out.
 
         Args:
             payloads: read and verify them too; else headers only.
         """
-        count = self.num_records(segment)
-        for i in range(count):
-            number = segment.number * count + i
-            offset = self.segment_offset(segment.number) + PAGE_BYTES + i * segment.record_bytes
+        count, i = self.num_records(segment), 0
+        first = self.segment_offset(segment.number) + PAGE_BYTES
+        while (i := self._next_data(first, segment.record_bytes, i)) < count:
+            offset = first + i * segment.record_bytes
             for _ in range(ATTEMPTS):
-                record = self._read(segment, number, offset, payloads)
+                record = self._read(segment, segment.number * count + i, offset, payloads)
                 if record.state is not RecordState.BAD:
                     break
             yield record
+            i += 1
+
+    def _next_data(self, first: int, step: int, number: int) -> int:
+        """The number, from this one on, of the first of many equal places which has bytes on the
+        disk; beyond all places if there is none."""
+        at = first + number * step
+        try:
+            found = os.lseek(self.fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no data behind this
+                return 1 << 63
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        return max(number, (found - first) // step)
+
+    def _read_at(self, num_bytes: int, offset: int) -> bytes:
+        """Zeros in place of what is behind the file's end. Raises: OSError, with the path."""
+        data = b""
+        try:
+            while len(data) < num_bytes:  # the kernel gives 2 GiB at a time
+                more = os.pread(self.fd, num_bytes - len(data), offset + len(data))
+                if not more:
+                    return data.ljust(num_bytes, b"\0")
+                data = data + more if data else more
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        return data
 
     def _read(self, segment: SegmentHeader, number: int, offset: int, payloads: bool) -> Record:
         size = segment.header_bytes
-        raw = os.pread(self.fd, size, offset).ljust(size, b"\0")
+        raw = self._read_at(size, offset)
         try:
             header = Header.decode(raw, number, segment, f"{self.path}, record {number}")
         except CorruptRecordError as error:
@@ -132,12 +180,20 @@ class SlabFile:
         if chunk_key(name.parent, name.extra, name.tokens) != name.key:
             return Record(segment, number, offset, RecordState.BAD, header, "key")
         if payloads:
-            payload = os.pread(self.fd, header.stored_bytes, offset + size)
+            if not self._has(header, offset + size):
+                return Record(segment, number, offset, RecordState.BAD, header, "size of the file")
+            payload = self._read_at(header.stored_bytes, offset + size)
             if checksum(payload) != header.payload_checksum:
                 return Record(segment, number, offset, RecordState.BAD, header, "payload checksum")
             if not _is_decoded(header, payload):
                 return Record(segment, number, offset, RecordState.BAD, header, "encoding")
         return Record(segment, number, offset, RecordState.GOOD, header)
+
+    def _has(self, header: Header, offset: int) -> bool:
+        """Whether the file can have the payload. Checked before there is memory for it."""
+        most = EXPANSION_MAX**2 * self.allocated_bytes
+        end = offset + header.stored_bytes
+        return end <= os.fstat(self.fd).st_size and header.payload_bytes <= most
 
 
 def _is_decoded(header: Header, payload: bytes) -> bool:
@@ -153,9 +209,8 @@ def _is_decoded(header: Header, payload: bytes) -> bool:
 @contextmanager
 def opened(path: Path, *, writable: bool = False) -> Iterator[SlabFile]:
     """Raises: ConfigError, also where the file cannot be opened."""
-    flags = os.O_RDWR if writable else os.O_RDONLY
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = open_own(path, os.O_RDWR) if writable else open_regular(path, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened: {error}") from error
     try:

@@ -17,6 +17,9 @@ from attnstore_vllm.transfer.geometry import Group
 from attnstore_vllm.types import Key
 
 UNKNOWN = "unknown"
+TRIES_MAX = 1 << 15
+"""Groups and holes that are tried behind a key, at most. A label that tells of more is none that a
+server has written: no group is told then."""
 
 
 class StoredName(NamedTuple):
@@ -76,12 +79,15 @@ def _parents(
     """By the parent that a section would have: the spine's, the group and the hole. Only those
     that are one of `keys`."""
     known, found = set(keys), {}
+    holes = [
+        chunk_tokens // group.block_tokens if group.reach in ("window", "local") else 1
+        for group in groups
+    ]
+    if sum(holes) > TRIES_MAX:
+        return {}
     for key in known:
-        for place, group in enumerate(groups):
-            if place == 0:
-                continue
-            holes = chunk_tokens // group.block_tokens if group.reach in ("window", "local") else 1
-            for hole in range(holes):
+        for place in range(1, len(groups)):
+            for hole in range(holes[place]):
                 parent = section_parent(key, place, hole)
                 if parent in known:
                     found[parent] = (key, place, hole)

@@ -51,20 +51,20 @@ def verify(directory: Path, *, quiet: bool = False) -> Verdict:
                 for number, segment in slab.segments():
                     if isinstance(segment, str):
                         verdict.add_bad(f"segment {segment}", f"{path}, segment {number}")
-                    elif segment is not None:
+                    else:
                         _verify_segment(slab, segment, verdict)
-                    bar.update(slab.segment_bytes)
+                    bar.update((number + 1) * slab.segment_bytes - bar.n)
     return verdict
 
 
 def _verify_segment(slab: SlabFile, segment: Any, verdict: Verdict) -> None:
+    verdict.free += slab.num_records(segment)
     for record in slab.records(segment, payloads=True):
+        verdict.free -= record.state is not RecordState.FREE
         if record.state is RecordState.GOOD:
             verdict.good += 1
             verdict.read_bytes += segment.record_bytes
-        elif record.state is RecordState.FREE:
-            verdict.free += 1
-        else:
+        elif record.state is RecordState.BAD:
             where = f"{slab.path}, record {record.number} at byte {record.offset}"
             verdict.add_bad(record.cause, where)
 

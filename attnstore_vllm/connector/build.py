@@ -42,7 +42,7 @@ from attnstore_vllm.io.disk_node import warn_if_far
 from attnstore_vllm.parent_watch import end_with_parent, parent_pid
 from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
-from attnstore_vllm.preflight import SLAB_NAME, lock_directory
+from attnstore_vllm.preflight import SLAB_NAME, lock_directory, machine_errors
 from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.observed import ObservedScheduler
@@ -348,9 +348,10 @@ def _store(
         label=_label(vllm_config, geometry),
         encoding=_encoding(vllm_config, codec, geometry),
     )
-    slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
     region = (pool.address, pool.num_slots * pool.slot_bytes)
-    device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
+    with machine_errors(config.nvme.path):
+        slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
+        device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
     lines = start_lines(own_version(), config, geometry, pool.num_slots, slab, kind)
     logger.info("%s", "\n".join(lines))
     pinning, truncation = config.pinning, config.truncation

@@ -73,6 +73,10 @@ _SERVING: WeakValueDictionary[str, AttnStoreConnector] = WeakValueDictionary()
 """Scheduler sides at work, by engine: two in one MultiConnector would both answer for a request."""
 
 
+_FAILED = "it failed while it began: "
+"""Begins a reason that is no trait of the model."""
+
+
 def _try(call: Callable[[], S]) -> tuple[S | None, str]:
     """Its result, or why it has failed, in one line: then we are idle.
 
@@ -86,7 +90,7 @@ def _try(call: Callable[[], S]) -> tuple[S | None, str]:
     except Exception as error:
         logger.debug("what made AttnStore idle", exc_info=True)
         is_ours = isinstance(error, AttnStoreError)
-        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        text = str(error) if is_ours else f"{_FAILED}{type(error).__name__}: {error}"
         return None, " ".join(text.split())[:REASON_MAX]
 
 
@@ -102,6 +106,9 @@ def _reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def _say_idle(reason: str) -> None:
+    if _FAILED in reason:
+        logger.warning("AttnStore is idle, the server runs as without it, since %s", reason)
+        return
     logger.warning(
         "AttnStore is idle, the server runs as without it: this model cannot be served from "
         "the store, since %s",

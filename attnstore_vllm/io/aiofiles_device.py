@@ -25,6 +25,7 @@ from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.checksum import check, checksum, seal
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.io.device import ALIGNMENT_BYTES, Completion, IoRequest, Op
+from attnstore_vllm.own_files import open_own
 
 _left_behind: list[object] = []
 """Requests that a disk did not give back: their buffers stay as long as the process."""
@@ -34,7 +35,7 @@ def direct_flag(path: Path) -> int:
     """O_DIRECT if the file system takes it for `path`, else 0."""
     flag = getattr(os, "O_DIRECT", 0)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flag)
+        fd = open_own(path, os.O_RDONLY | flag)
     except OSError:
         return 0
     try:
@@ -90,7 +91,7 @@ class AiofilesDevice:
         self.path = path
         try:
             self._size_bytes = path.stat().st_size
-            self._flags = os.O_NOFOLLOW | os.O_CLOEXEC | direct_flag(path)
+            self._flags = direct_flag(path)
         except OSError as error:
             raise DeviceError(f"{path}: {error}") from error
         self._completions: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
@@ -210,7 +211,7 @@ class AiofilesDevice:
 
     async def _open(self) -> AsyncFileIO:
         def opener(path: str, flags: int) -> int:
-            return os.open(path, flags | self._flags)
+            return open_own(Path(path), flags | self._flags)
 
         file = await aiofiles.open(
             self.path, "r+b", buffering=0, opener=opener, executor=self._executor

@@ -16,6 +16,7 @@ from attnstore_vllm.errors import AttnStoreError, DeviceError
 from attnstore_vllm.io.aiofiles_device import direct_flag
 from attnstore_vllm.io.checksum import check
 from attnstore_vllm.io.device import Completion, IoRequest, Op
+from attnstore_vllm.own_files import open_own
 
 PIECE_BYTES = 1 << 20
 """Larger reads go to the disk in pieces of this size, several at a time. A write goes whole, so
@@ -55,7 +56,7 @@ class UringDevice:
             flag = direct_flag(path)
             if not flag:
                 raise UringUnavailableError(f"{path}: the file system refuses O_DIRECT")
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flag)
+            fd = open_own(path, os.O_RDWR | flag)
         except OSError as error:
             raise DeviceError(f"{path}: {error}") from error
         try:

@@ -17,6 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from attnstore_vllm.own_files import make_directory, open_own, read_own, replace_own
+
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "peers.generation"
@@ -49,9 +51,9 @@ class Generation:
         self._own, self._group = own / FILE_NAME, group / FILE_NAME
         self.value = secrets.token_bytes(SIZE_BYTES)
         try:
-            kept = self._own.read_bytes() if self._own.exists() else b""
+            kept = self._kept()
             self.value = kept if len(kept) == SIZE_BYTES else self._of_group(None)
-            self._own.write_bytes(self.value)
+            replace_own(self._own, self.value)
         except OSError as error:
             self._say(error)
 
@@ -60,16 +62,22 @@ class Generation:
         before, self.value = self.value, secrets.token_bytes(SIZE_BYTES)
         try:
             self.value = self._of_group(before)
-            self._own.write_bytes(self.value)
+            replace_own(self._own, self.value)
         except OSError as error:
             with suppress(OSError):
                 self._own.unlink(missing_ok=True)
             self._say(error)
 
+    def _kept(self) -> bytes:
+        try:
+            return read_own(self._own, SIZE_BYTES)
+        except FileNotFoundError:
+            return b""
+
     def _of_group(self, before: bytes | None) -> bytes:
         """The group's; a new one if it is `before`, or if there is none."""
-        self._group.parent.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(self._group, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        make_directory(self._group.parent)
+        fd = open_own(self._group, os.O_RDWR | os.O_CREAT)
         try:
             _lock(fd)
             found = os.pread(fd, SIZE_BYTES, 0)

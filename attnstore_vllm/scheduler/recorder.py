@@ -19,6 +19,7 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -26,6 +27,7 @@ from blake3 import blake3
 from attnstore_vllm.config import TraceConfig, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.own_files import make_directory, open_own, replace_own
 from attnstore_vllm.scheduler.observed import Watched
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.scheduler import Scheduler
@@ -127,10 +129,10 @@ class Recorder:
         self._size = 0
         path = config.path / REQUESTS
         try:
-            config.path.mkdir(mode=0o700, exist_ok=True)
-            if path.exists():
+            make_directory(config.path)
+            with suppress(FileNotFoundError):
                 path.replace(config.path / BEFORE)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            self._file = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise ConfigError(f"trace.path: {path} cannot be written: {error}") from error
         self._write({"attnstore_trace": 1, "block_tokens": chunk_tokens, "sample": config.sample})
@@ -196,13 +198,8 @@ class Recorder:
         if measured is None:
             return
         settings = self._sizes | measured
-        made = self._config.path / f"{MACHINE}.new"
         try:
-            made.unlink(missing_ok=True)  # one that a kill left keeps its mode
-            private = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(private, "w", encoding="utf-8") as file:
-                file.writelines(machine_lines(settings))
-            made.replace(self._config.path / MACHINE)
+            replace_own(self._config.path / MACHINE, "".join(machine_lines(settings)).encode())
         except OSError as error:
             self._stop(str(error))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child process that owns the client of a network store: python -m attnstore_vllm.shared.child
+"""The child process that owns the client of a network store; helper.py starts it.
 
 A process of its own, since such a client brings threads, logs and calls that cannot be cancelled.
 It trusts its engine, and no engine trusts it: what it has put into the bounce buffer is verified
@@ -14,7 +14,6 @@ import mmap
 import os
 import signal
 import socket
-import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -135,7 +134,3 @@ def main(arguments: list[str]) -> None:
     for lane in made[1:]:
         threading.Thread(target=lane.run, daemon=True).start()
     made[0].run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -35,8 +35,22 @@ from attnstore_vllm.shared.lanes import (
 from attnstore_vllm.shared.last_words import LastWords
 from attnstore_vllm.shared.mooncake_backend import child_environment
 
+_CHILD = """
+import os, sys
+sys.path[:] = sys.argv.pop(1).split(os.pathsep)
+from attnstore_vllm.shared.child import main
+main(sys.argv[1:])
+"""
+"""The child's program. Python is isolated (-I): with -m or -c alone it would import what it finds
+in the working directory, beside the password. -P says the same, and Python 3.10 does not know it.
+"""
 START_S = 10.0
 """A child that has not answered by then does not start."""
+
+
+def _import_path() -> list[str]:
+    """Where the child finds modules: as this process, but never in its working directory."""
+    return [place for place in sys.path if os.path.isabs(place)]
 
 
 class LateError(DeviceError):
@@ -89,11 +103,9 @@ class Helper:
                     pair[1].close()
                 raise DeviceError(f"the shared tier's process does not start: {error}") from error
             theirs = [there.fileno() for _, there in pairs]
-            # Environment that the child adds to ours: where this package is, a client's settings.
-            added = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            added |= child_environment() if "mooncake" in self._settings else {}
+            added = child_environment() if "mooncake" in self._settings else {}
             command = ["env", *(f"{name}={value}" for name, value in added.items())]
-            command += [sys.executable, "-m", "attnstore_vllm.shared.child"]
+            command += [sys.executable, "-I", "-c", _CHILD, os.pathsep.join(_import_path())]
             command += map(str, (os.getpid(), self._memory, *theirs))
             try:
                 self._child = subprocess.Popen(

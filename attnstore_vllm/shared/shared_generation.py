@@ -17,18 +17,20 @@ of other weights.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
 
+from attnstore_vllm.own_files import read_own, replace_own
+
 MAGIC = b"ASGEN001"
 GENERATION_BYTES = 16
 LEFT_MAX = 256
 """Generations that an engine remembers to have left. With more it keeps out for good."""
 FILE_NAME = "shared-generation.json"
+FILE_BYTES_MAX = 1 << 20
 
 
 def name_of(namespace: bytes) -> bytes:
@@ -137,27 +139,17 @@ def load(directory: Path) -> SharedGeneration:
     """As the last process of this directory left it. A file that cannot be read makes everything
     that is there a thing of before."""
     try:
-        said = json.loads((directory / FILE_NAME).read_text())
+        said = json.loads(read_own(directory / FILE_NAME, FILE_BYTES_MAX))
         left = [bytes.fromhex(one) for one in said["left"]]
         # What NVMe has is of this one. If others were reset meanwhile, it may not join them.
         mine = said["mine"]
         return SharedGeneration(left, bool(said["renew"]), mine and bytes.fromhex(mine))
     except FileNotFoundError:
         return SharedGeneration()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return SharedGeneration(must_renew=True)
 
 
 def save(directory: Path, text: str) -> None:
     """Durable when it returns. Raises OSError."""
-    place, new = directory / FILE_NAME, directory / f"{FILE_NAME}.new"
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(place)
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_own(directory / FILE_NAME, text.encode(), durable=True)

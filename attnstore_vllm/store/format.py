@@ -47,6 +47,7 @@ from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.device import CHECKSUM_BYTES
+from attnstore_vllm.plain_text import printable
 from attnstore_vllm.types import KEY_BYTES, TOKEN_BYTES, Key
 
 VERSION = 2
@@ -55,6 +56,13 @@ ENCODED_VERSION = 3
 PAGE_BYTES = 4096
 GENERATION_BYTES = 16
 LABEL_BYTES = 256
+SEGMENT_BYTES_MAX = 1 << 50
+CHUNK_TOKENS_MAX = 1 << 16
+EXPANSION_MAX = 16
+"""A payload has at most so many times the bytes of its place on the disk: a reader must have room
+for it."""
+TIME_MAX = 1 << 37
+"""Unix time, seconds: in the year 6325. Much later ones are none that a calendar can show."""
 CHECKSUM_AT = 16
 PAYLOAD_CHECKSUM_AT = 72
 TENANT_AT = 216
@@ -130,6 +138,11 @@ def _check(where: str, fields: tuple[tuple[str, object, object], ...]) -> None:
             raise CorruptRecordError(where, field, want, got)
 
 
+def _fits(num_bytes: int, most: int) -> bool:
+    """Whether it is whole pages, one at least."""
+    return 0 < num_bytes <= most and num_bytes % PAGE_BYTES == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Root:
     """The page that says what the whole file has in common."""
@@ -151,6 +164,8 @@ class Root:
                 ("magic", ROOT_MAGIC, magic),
                 ("version", VERSION, version),
                 ("checksum", header_checksum(raw), digest),
+                ("whole pages of a segment", True, _fits(segment_bytes, SEGMENT_BYTES_MAX)),
+                ("segment bytes for a header and a record", True, segment_bytes > PAGE_BYTES),
             ),
         )
         return cls(segment_bytes)
@@ -238,11 +253,26 @@ class SegmentHeader:
                 ("segment number", number, found),
             ),
         )
-        text = label.rstrip(b"\0").decode(errors="replace")
+        text = printable(label.rstrip(b"\0").decode(errors="replace"))
         at = _SEGMENT.size
         encoding = Encoding.decode(raw[at : at + _ENCODING.size]) if is_encoded else None
-        return cls(
+        made = cls(
             number, chunk_tokens, payload_bytes, namespace, generation, last_used, text, encoding
+        )
+        _check(where, made._ranges())
+        return made
+
+    def _ranges(self) -> tuple[tuple[str, object, object], ...]:
+        """Fields whose numbers a reader multiplies, allocates or shows."""
+        room, codec = self.payload_bytes, "none"
+        if self.encoding is not None:
+            room, codec = self.encoding.num_bytes, self.encoding.codec
+        return (
+            ("chunk tokens in their range", True, 0 < self.chunk_tokens <= CHUNK_TOKENS_MAX),
+            ("place of a payload in whole pages", True, _fits(room, SEGMENT_BYTES_MAX)),
+            ("payload bytes", True, 0 < self.payload_bytes <= EXPANSION_MAX * room),
+            ("last used in its range", True, self.last_used <= TIME_MAX),
+            ("codec", True, bool(codec) and codec.isascii() and codec.isprintable()),
         )
 
 

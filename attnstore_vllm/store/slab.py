@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnstore_vllm.config import format_size
-from attnstore_vllm.errors import ConfigError, CorruptRecordError
+from attnstore_vllm.errors import ConfigError, CorruptRecordError, MachineError
+from attnstore_vllm.own_files import NotOursError, open_own
 from attnstore_vllm.store.format import (
     GENERATION_BYTES,
     PAGE_BYTES,
@@ -169,7 +170,8 @@ def num_segments_for(capacity_bytes: int, segment_bytes: int) -> int:
 def open_slab(path: Path, capacity_bytes: int, shape: SegmentHeader) -> Slab:
     """Make or reuse the slab file for records of this shape. The caller holds the lock.
 
-    Raises: ConfigError if the capacity holds no record, or the disk does not have it.
+    Raises: ConfigError if the capacity holds no record; MachineError if the disk does not have
+    it, refuses the file, or the file is not this user's.
     """
     assert shape.payload_bytes % PAGE_BYTES == 0
     fresh = segment_bytes_for(capacity_bytes, shape.record_bytes)
@@ -190,8 +192,10 @@ def open_slab(path: Path, capacity_bytes: int, shape: SegmentHeader) -> Slab:
             for header in slab.own.values():
                 os.pwrite(fd, header.encode(), slab.segment_offset(header.number))
             os.fdatasync(fd)
+    except NotOursError as error:
+        raise MachineError(f"nvme.path: {error}") from error
     except OSError as error:
-        raise ConfigError(
+        raise MachineError(
             f"nvme.path: {path} cannot be made ready with nvme.capacity "
             f"{format_size(capacity_bytes)}: {error}; check the disk, or ask for less"
         ) from error
@@ -200,7 +204,7 @@ def open_slab(path: Path, capacity_bytes: int, shape: SegmentHeader) -> Slab:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         yield fd
     finally:

@@ -34,7 +34,7 @@ def missing(kind: str) -> str | None:
     found = importlib.util.find_spec("mooncake")
     if found is None:
         return "pip install attnstore-vllm[mooncake]"
-    probe = [sys.executable, "-c", "import mooncake.store"]
+    probe = [sys.executable, "-I", "-c", "import mooncake.store"]
     if subprocess.run(probe, check=False, capture_output=True, timeout=60).returncode:
         return "mooncake.store cannot be loaded (libibverbs1, libnl-3-200, libnl-route-3-200)"
     return None
@@ -122,7 +122,7 @@ class NetworkStore:
     def start_owner(self) -> None:
         """One more of Mooncake's: with its part of the memory, and empty."""
         address = f"127.0.0.1:{self.port}"
-        self._run(sys.executable, "-c", SEGMENT, str(self._memory // self._owners), address)
+        self._run(sys.executable, "-I", "-c", SEGMENT, str(self._memory // self._owners), address)
         owner = self.processes[-1]
         assert owner.stdout is not None
         assert owner.stdout.readline().strip(), "the segment's owner does not start"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import mmap
 import os
 import struct
@@ -25,8 +26,11 @@ from typing import Any
 
 from blake3 import blake3
 
+from attnstore_vllm.own_files import NotOursError
 from attnstore_vllm.preflight import SHM_DIR
 from attnstore_vllm.transfer import region
+
+logger = logging.getLogger(__name__)
 
 BOARD_BYTES = 64 * 1024
 PERIOD_S = 1.0
@@ -92,6 +96,8 @@ class BoardReader:
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, list[float]] = {}
         self._numbers: dict[str, int] = {}
+        self._refused: set[Path] = set()
+        """Boards that are no engine's of this user; said once."""
 
     def take(self) -> dict[str, Any] | None:
         """As StepStats.data, what is new; None if nothing is, or another process reads."""
@@ -102,7 +108,13 @@ class BoardReader:
         text = self._page[_HEAD.size : _HEAD.size + length]
         if not length or zlib.crc32(text) != checksum:
             return None  # nothing yet, or half of it: the next look has it
-        counters, gauges, observed = json.loads(text)
+        try:
+            counters, gauges, observed = _figures(text)
+        except (ValueError, RecursionError) as error:
+            logger.warning("figures stand still while the engine is idle: %s", error)
+            self._paths = []
+            self.close()
+            return None
         found = {
             "counters": _grown(counters, self._counters),
             "gauges": {k: v for k, v in gauges.items() if self._gauges.get(k) != v},
@@ -118,7 +130,13 @@ class BoardReader:
 
     def _open(self) -> bool:
         for path in self._paths:
-            fd = region.find(path)
+            try:
+                fd = region.find(path)
+            except NotOursError as error:
+                if path not in self._refused:
+                    self._refused.add(path)
+                    logger.warning("figures stand still while the engine is idle: %s", error)
+                continue
             if fd is None:
                 continue
             try:
@@ -137,6 +155,36 @@ class BoardReader:
             self._page.close()
             os.close(self._fd)
             self._page = None
+
+
+def _figures(
+    text: bytes,
+) -> tuple[dict[str, float], dict[str, list[float]], dict[str, tuple[int, list[float]]]]:
+    """Counters, gauges and observed values of a board. Raises: ValueError for another content."""
+    found = json.loads(text)
+    match found:
+        case [dict(counters), dict(gauges), dict(observed)] if (
+            all(map(_is_number, counters.values()))
+            and all(map(_is_pair, gauges.values()))
+            and all(map(_is_observed, observed.values()))
+        ):
+            return counters, gauges, observed
+    raise ValueError("the board has other content than figures")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _is_observed(value: object) -> bool:
+    match value:
+        case [int(), list(values)]:
+            return all(map(_is_number, values))
+    return False
 
 
 def _grown(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:

@@ -25,6 +25,8 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
+from attnstore_vllm.own_files import read_given
+
 logger = logging.getLogger(__name__)
 
 KIB = 1024
@@ -112,7 +114,7 @@ def find_rules(device: str, driver_version: int, path: Path | None = None) -> Ru
     """
     path = rules_path() if path is None else path
     try:
-        found = json.loads(path.read_text()).get(device)
+        found = json.loads(read_given(path)).get(device)
         if found is not None:
             rules = rules_of(found)
             logger.info("copies on %s go by the rules measured there, from %s", device, path)
@@ -137,7 +139,7 @@ def keep_rules(device: str, rules: Rules, path: Path | None = None) -> Path:
     """Write a device's measured table into the file, beside those of others; the file's path."""
     path = rules_path() if path is None else path
     try:
-        every = json.loads(path.read_text())
+        every = json.loads(read_given(path))
         assert isinstance(every, dict)
     except (OSError, ValueError, AssertionError):
         every = {}

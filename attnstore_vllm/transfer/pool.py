@@ -29,7 +29,8 @@ from typing import Any
 from blake3 import blake3
 
 from attnstore_vllm.config import format_size
-from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.errors import ConfigError, MachineError
+from attnstore_vllm.own_files import NotOursError
 from attnstore_vllm.preflight import SHM_DIR, lacks_memory, shared_memory
 from attnstore_vllm.transfer import region
 from attnstore_vllm.transfer.pool_files import cut, map_side_by_side, stretches_of
@@ -78,7 +79,7 @@ class SharedPool:
 
     Lifetime: `buffer` and every view of it are valid until close().
     Raises: ConfigError if the machine has less shared memory than that, or if another start
-    uses the name.
+    or another user uses the name.
     """
 
     def __init__(
@@ -104,8 +105,17 @@ class SharedPool:
         self._part = part
         self.slot_bytes = slot_bytes if part is None else slot_bytes // num_parts
         self._leave: list[Callable[[], Any]] = []
-        fds = self._fds = self._create_or_open(near)
-        self.buffer = map_side_by_side(fds, list(stretches_of(self._files, SLOTS_AT, part)))
+        try:
+            fds = self._fds = self._create_or_open(near)
+            self.buffer = map_side_by_side(fds, list(stretches_of(self._files, SLOTS_AT, part)))
+        except NotOursError as error:
+            self._give_up()
+            raise MachineError(f"{error}, or start the server with another engine_id") from error
+        except OSError as error:
+            self._give_up()
+            raise MachineError(
+                f"the DRAM tier cannot be shared at {self._path}: {error}"
+            ) from error
         self._join(num_ranks, member)
 
     @property
@@ -234,6 +244,8 @@ class SharedPool:
         except FileExistsError as error:
             self._give_up()
             raise ConfigError(f"{error}; {_ANOTHER_START}") from error
+        except NotOursError:
+            raise
         except OSError as error:
             self._give_up()
             size = self._size_bytes

@@ -15,22 +15,22 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from attnstore_vllm.own_files import open_own
+
 logger = logging.getLogger(__name__)
 
 PREFIX = "attnstore-"
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def create(path: Path) -> int | None:
     """The descriptor of a new, empty region with this process's lock; None if the name is taken."""
     while True:
         try:
-            fd = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return None
         if lock(fd):
@@ -41,7 +41,7 @@ def create(path: Path) -> int | None:
 def create_anew(path: Path) -> int:
     """The descriptor of a new, empty region under a name that a dead one may have.
 
-    Raises: FileExistsError if a living process holds the region of that name.
+    Raises: FileExistsError if a living process holds the region of that name; NotOursError.
     """
     while True:
         fd = create(path)
@@ -56,9 +56,12 @@ def create_anew(path: Path) -> int:
 
 
 def find(path: Path) -> int | None:
-    """The descriptor of a region, without a lock; None if there is none of that name."""
+    """The descriptor of a region, without a lock; None if there is none of that name.
+
+    Raises: NotOursError if another user, or no regular file, has the name; OSError.
+    """
     try:
-        return os.open(path, _FLAGS)
+        return open_own(path, os.O_RDWR)
     except FileNotFoundError:
         return None
 
@@ -112,13 +115,11 @@ def _ours(directory: Path) -> Iterator[tuple[Path, int]]:
     """This user's regions, each with a descriptor that is closed when the next is asked for."""
     for path in directory.glob(f"{PREFIX}*"):
         try:
-            fd = os.open(path, _FLAGS)
+            fd = open_own(path, os.O_RDWR)
         except OSError:  # gone meanwhile, a link, or another user's
             continue
         try:
-            found = os.fstat(fd)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                yield path, fd
+            yield path, fd
         finally:
             os.close(fd)
 

@@ -18,9 +18,13 @@ from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.store.format import (
+    CHUNK_TOKENS_MAX,
     PAGE_BYTES,
     SECONDS_MAX,
+    SEGMENT_BYTES_MAX,
+    TIME_MAX,
     VERSION,
+    Encoding,
     Header,
     Root,
     SegmentHeader,
@@ -154,12 +158,12 @@ def test_headers_round_trip(header: Header, record: int) -> None:
 segments = st.builds(
     SegmentHeader,
     number=st.integers(0, 2**64 - 1),
-    chunk_tokens=st.integers(0, 2**32 - 1),
-    payload_bytes=st.integers(0, 2**64 - 1),
+    chunk_tokens=st.integers(1, CHUNK_TOKENS_MAX),
+    payload_bytes=st.integers(1, SEGMENT_BYTES_MAX // PAGE_BYTES).map(PAGE_BYTES.__mul__),
     namespace=KEYS,
     generation=st.binary(min_size=16, max_size=16),
-    last_used=st.integers(0, 2**64 - 1),
-    label=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60),
+    last_used=st.integers(0, TIME_MAX),
+    label=st.text(st.characters(exclude_categories=["C", "Z"]), max_size=60),
 )
 
 
@@ -176,9 +180,41 @@ def test_a_long_label_is_cut_between_characters() -> None:
     assert SegmentHeader.decode(long.encode(), 3, "here").label == "x" + "\u00e9" * 127
 
 
-@given(st.integers(0, 2**64 - 1))
+@given(st.integers(2, SEGMENT_BYTES_MAX // PAGE_BYTES).map(PAGE_BYTES.__mul__))
 def test_roots_round_trip(segment_bytes: int) -> None:
     assert Root.decode(Root(segment_bytes).encode(), "here") == Root(segment_bytes)
+
+
+@pytest.mark.parametrize("segment_bytes", [0, 1, 4095, 4096, 4097, 2**50 + 4096, 2**60, 2**63])
+def test_a_root_whose_segments_cannot_be(segment_bytes: int) -> None:
+    with pytest.raises(CorruptRecordError, match="segment"):
+        Root.decode(Root(segment_bytes).encode(), "here")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunk_tokens": 0},
+        {"chunk_tokens": 2**31},
+        {"payload_bytes": 0},
+        {"payload_bytes": 4097},
+        {"payload_bytes": 2**60},
+        {"last_used": 2**63},
+        {"encoding": Encoding("lossless", 1, 0)},
+        {"encoding": Encoding("lossless", 1, 2**60)},
+        {"encoding": Encoding("lossless", 1, 4096), "payload_bytes": 2**40},
+        {"encoding": Encoding("\x1b[2J", 1, 4096)},
+    ],
+)
+def test_a_segment_whose_numbers_cannot_be(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptRecordError):
+        SegmentHeader.decode(replace(SEGMENT, **change).encode(), 3, "here")
+
+
+def test_a_label_is_shown_without_what_moves_a_cursor_or_turns_the_line() -> None:
+    label = "a\x1b[2Jb\nc\u202ed \u00e9\u4e2d"
+    found = SegmentHeader.decode(replace(SEGMENT, label=label).encode(), 3, "here").label
+    assert found == "a\\x1b[2Jb\\nc\\u202ed \u00e9\u4e2d"
 
 
 def test_golden_bytes() -> None:

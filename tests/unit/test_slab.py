@@ -254,7 +254,7 @@ def test_a_reset_changes_every_generation_and_keeps_what_follows_from_the_next_s
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "slab").symlink_to(tmp_path / "victim")
-    with pytest.raises(ConfigError, match=r"nvme\.path: .*slab cannot be made ready"):
+    with pytest.raises(ConfigError, match=r"nvme\.path: .*slab is a link"):
         opened(tmp_path)
     assert not (tmp_path / "victim").exists()
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import fcntl
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +29,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from attnstore_vllm.connector import connector as connector_module
 from attnstore_vllm.connector.connector import AttnStoreConnector
 from attnstore_vllm.connector.support import KV_TYPES, reason_of_layers, reason_to_idle
+from attnstore_vllm.errors import MachineError
 from attnstore_vllm.scheduler.vllm_view import ResetWatch
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.engine import Answer, Engine, EngineSpec, store_settings
@@ -123,6 +127,33 @@ def test_a_vllm_with_another_cache_manager(
     assert connector.scheduler is None and closed
     assert "AttnStore is idle" in caplog.text
     assert connector.build_connector_meta(None).plan.is_idle
+
+
+def test_a_directory_that_cannot_be_locked_is_no_trait_of_the_model(
+    with_store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on NFS without a lock daemon: the start is refused, and says where."""
+
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(MachineError, match=r"nvme.path is .*store.*cannot be locked"):
+        AttnStoreConnector(with_store, KVConnectorRole.SCHEDULER, groups(FULL))
+    assert "idle" not in caplog.text
+
+
+def test_a_fault_of_ours_is_not_told_as_the_models(
+    with_store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def planted(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "planted")
+
+    monkeypatch.setattr(connector_module, "build_scheduler", planted)
+    connector = AttnStoreConnector(with_store, KVConnectorRole.SCHEDULER, groups(FULL))
+    assert connector.scheduler is None
+    assert "AttnStore is idle" in caplog.text and "it failed while it began: OSError" in caplog.text
+    assert "this model cannot" not in caplog.text
 
 
 MANAGER = "--disable-hybrid-kv-cache-manager"
@@ -284,7 +315,8 @@ def test_a_worker_that_fails_makes_both_sides_idle(tmp_path: Path) -> None:
         "kv_connector_module_path": "tests.vllm.refusing",
     }
     answers, log = serve(tmp_path, connector, max_model_len=1024)
-    assert IDLE in log and "rank 0 cannot: RuntimeError: planted" in log
+    assert IDLE in log and "rank 0 cannot: it failed while it began: RuntimeError: planted" in log
+    assert "this model cannot" not in log
     assert answers[0].content == answers[1].content
     assert answers[1].cached_tokens == 0
 

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text that files give, before it goes to a log or a terminal."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """The text with an escape, as \\x1b, in place of each character that prints nothing by itself.
+
+    Those are controls of terminals, ends of lines, and marks that turn the direction of writing.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
