@@ -17,12 +17,23 @@ TRIAL_NAME = b"attnstore doctor".ljust(32, b"\0")
 
 
 def check_client(shared: SharedConfig) -> None:
-    """Raises ConfigError if the client is not installed, or the password cannot be read."""
+    """Raises ConfigError if the client is not installed, or the password or the secret cannot be
+    read."""
     if shared.kind == "mooncake" and importlib.util.find_spec("mooncake") is None:
         raise ConfigError(
             "shared.mooncake needs Mooncake's client; run: pip install 'attnstore-vllm[mooncake]'"
         )
     shared.for_client()
+    shared.keys()
+
+
+def without_secret(shared: SharedConfig) -> str:
+    """What a start and `attnstore doctor` say where there is no secret."""
+    return (
+        f"there is no shared.secret_file. Who can write to {shared.where} can have forged KV "
+        "served to any tenant. Who can read there reads KV, and can test guesses of prompts by "
+        "names alone. Give all servers one secret, or close that network"
+    )
 
 
 def make_shared(
@@ -30,6 +41,7 @@ def make_shared(
 ) -> MakeShared:
     return MakeShared(
         shared.for_client(),
+        keys=shared.keys(),
         namespace=namespace,
         where=shared.where,
         chunk_tokens=chunk_tokens,
