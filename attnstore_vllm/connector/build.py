@@ -47,7 +47,7 @@ from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S
 from attnstore_vllm.scheduler.request import MediaNames
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
-from attnstore_vllm.shared.start import check_client, make_shared, without_secret
+from attnstore_vllm.shared.start import check_client, make_shared
 from attnstore_vllm.store.format import LABEL_BYTES, Encoding, SegmentHeader, pages
 from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
@@ -383,8 +383,6 @@ def _shared_tier(config: StoreConfig, geometry: Geometry, namespace: bytes) -> S
         )
         return ()
     check_client(shared)
-    if shared.secret_file is None:
-        logger.warning("shared: %s", without_secret(shared))
     return (make_shared(shared, geometry.chunk_tokens, namespace, config.nvme.path),)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from attnstore_vllm.shared.helper import Helper
 from attnstore_vllm.shared.lanes import Lanes
 from attnstore_vllm.shared.shared_io import MakeShared
 from attnstore_vllm.shared.shared_settings import SharedConfig
+
+logger = logging.getLogger(__name__)
 
 TRIAL_NAME = b"attnstore doctor".ljust(32, b"\0")
 
@@ -39,6 +42,9 @@ def without_secret(shared: SharedConfig) -> str:
 def make_shared(
     shared: SharedConfig, chunk_tokens: int, namespace: bytes, directory: Path
 ) -> MakeShared:
+    """Raises ConfigError if the password or the secret cannot be read."""
+    if shared.secret_file is None:
+        logger.warning("shared: %s", without_secret(shared))
     return MakeShared(
         shared.for_client(),
         keys=shared.keys(),
