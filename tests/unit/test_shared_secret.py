@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,29 @@ def test_doctor_says_whether_there_is_one(tmp_path: Path, mode: int | None) -> N
     else:
         assert found["shared tier"].state == "bad" and "mode 0444" in found["shared tier"].found
         assert "shared secret" not in found
+
+
+def test_other_threads_run_while_a_payload_is_digested() -> None:
+    """With a switch interval without an end: what runs meanwhile was let run by the digest."""
+    keys, payload = SharedKeys.of(SECRET), memoryview(bytearray(16 << 20))
+    go_on, came = threading.Lock(), list[int]()
+    go_on.acquire()
+
+    def wait() -> None:
+        with go_on:
+            came.append(1)
+
+    thread = threading.Thread(target=wait)
+    before = sys.getswitchinterval()
+    thread.start()
+    try:
+        sys.setswitchinterval(1e5)
+        go_on.release()
+        for _ in range(200):
+            if came:
+                break
+            keys.digest(payload)
+        assert came
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
