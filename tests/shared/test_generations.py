@@ -360,3 +360,23 @@ def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
 def test_a_file_with_what_is_none_leaves_whatever_is_there(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE_NAME).write_text(text)
     assert load(tmp_path).must_renew
+
+
+def test_who_knew_none_joins_none_that_was_there_before() -> None:
+    """The value is back at an old one while it renews: the next one has been in use, too."""
+    store = Shared()
+    one = started(store)
+    first, used = store.value, list[GenerationId | None]()
+    for _ in range(5):
+        reset_and_join(store, one)
+        used.append(store.value)
+    late = SharedGeneration()
+    late.reset()
+    late.weights_seen(True)
+    store.value = first
+    store.look(late)
+    assert late.usable is not None and late.mine not in used
+    for value in used:
+        store.value = value
+        store.look(late)
+        assert late.usable is not None and late.mine == store.value

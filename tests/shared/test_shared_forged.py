@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.index.keys import tenant_hash
+from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.shared.backend import open_backend
 from attnstore_vllm.shared.record import HEADER_BYTES, RecordNames
 from attnstore_vllm.shared.secret import SharedKeys
 from attnstore_vllm.shared.shared_generation import decode, encode, name_of
 from attnstore_vllm.testing.network_stores import NetworkStore
-from tests.helpers import Rig, conversation
+from tests.helpers import Rig, conversation, payload_of
 from tests.shared.rigs import (
     NO_KEYS,
     NUM_TOKENS,
@@ -35,7 +36,7 @@ KEYS, OTHERS = SharedKeys.of(SECRET), SharedKeys.of(SECRET[::-1])
 
 
 def forge(
-    rig: Rig, stranger: Stranger, tokens: list[int], salt: str | None, keys: SharedKeys
+    rig: Rig, stranger: Stranger, tokens: list[int], salt: str | None, keys: SharedKeys | None
 ) -> None:
     """Change the first record's payload, and take anew all that can be taken with these keys."""
     io, chunk = io_of(rig), whole_chunks(tokens, salt)[0]
@@ -43,19 +44,24 @@ def forge(
     place = stored_names(rig, tokens, salt)[0]
     payload = bytearray(stranger.get(place)[HEADER_BYTES:])
     payload[5] ^= 1
+    if keys is None:
+        header = stranger.get(place)[:HEADER_BYTES]
+        return stranger.put(place, header + bytes(payload))
     digest = keys.digest(memoryview(payload))
     names = RecordNames(io.namespace, io.generation.usable, keys)
     stranger.put(place, names.header(place, chunk, len(payload), digest) + bytes(payload))
 
 
-@pytest.mark.parametrize("keys", [NO_KEYS, OTHERS], ids=["no secret", "another secret"])
+@pytest.mark.parametrize(
+    "keys", [NO_KEYS, OTHERS, None], ids=["no secret", "another secret", "the right header"]
+)
 @pytest.mark.parametrize("salt", [None, "alice"])
 def test_a_payload_that_a_stranger_has_changed_is_a_miss(
     server: NetworkStore,
     open_shared: OpenShared,
     stranger: Stranger,
     caplog: pytest.LogCaptureFixture,
-    keys: SharedKeys,
+    keys: SharedKeys | None,
     salt: str | None,
 ) -> None:
     one, two = (open_shared(server, keys=KEYS) for _ in range(2))
@@ -118,6 +124,19 @@ def test_records_under_other_names_are_misses(
     stranger.put(written[1][0], stranger.get(written[0][2]))
     assert fetch(two, first) == fetch(two, first, "alice") == 0
     assert counts(two)["shared_corrupt"] == 3
+
+
+def test_a_digest_with_a_key_is_not_taken_for_a_checksum(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    """Siblings compare the checksum of what is in DRAM with that of their copy."""
+    one, two = (open_shared(server, keys=KEYS) for _ in range(2))
+    tokens = conversation(1, NUM_TOKENS)
+    write(one, tokens)
+    assert fetch(two, tokens) == WHOLE
+    for rig in (one, two):
+        for name in whole_chunks(tokens, None):
+            assert rig.chunk(name).dram.checksum in (b"", checksum(payload_of(name)))
 
 
 def test_servers_with_and_without_the_secret_do_not_meet(
