@@ -202,7 +202,7 @@ def _shared(config: StoreConfig) -> Iterator[Check]:
     else:
         yield Check("shared tier", "ok", f"{where} answers in {1000 * seconds:.1f} ms")
     if config.shared.secret_file is None:
-        yield Check("shared secret", "warn", without_secret(config.shared))
+        yield Check("shared secret", "warn", f"there is none: {without_secret(config.shared)}")
 
 
 def _disk(path: Path, config: StoreConfig) -> Iterator[Check]:

@@ -23,7 +23,7 @@ from attnstore_vllm.io.checksum import checksum, copy_checksums
 SECRET_BYTES_MIN, SECRET_BYTES_MAX = 32, 4096
 SEAL_BYTES = 32
 _CONTEXT = "attnstore_vllm 2026-11-28 shared tier: "
-"""What keys are derived for, by the rules of BLAKE3's derive_key: fixed for all time."""
+"""The beginning of each key's context, by the rules of BLAKE3's derive_key: it never changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class SharedKeys:
         return hmac.compare_digest(given, self.seal(*parts))
 
     def digest(self, payload: memoryview) -> bytes:
-        """What a seal has of a payload. The GIL is released. Cost: a core for 2 to 4 GB/s
+        """A payload as its seal has it. The GIL is released. Cost: a core for 2 to 4 GB/s
         with a secret (docs/design.md); without one XXH3-128, a third of it."""
         if not self.is_secret:
             return checksum(payload)

@@ -31,11 +31,11 @@ def check_client(shared: SharedConfig) -> None:
 
 
 def without_secret(shared: SharedConfig) -> str:
-    """What a start and `attnstore doctor` say where there is no secret."""
+    """Text of a start and of `attnstore doctor`, where there is no secret."""
     return (
-        f"there is no shared.secret_file. Who can write to {shared.where} can have forged KV "
+        f"who can write to {shared.where} can have forged KV "
         "served to any tenant. Who can read there reads KV, and can test guesses of prompts by "
-        "names alone. Give all servers one secret, or close that network"
+        "names alone. Give all servers one shared.secret_file, or close that network"
     )
 
 
@@ -44,7 +44,7 @@ def make_shared(
 ) -> MakeShared:
     """Raises ConfigError if the password or the secret cannot be read."""
     if shared.secret_file is None:
-        logger.warning("shared: %s", without_secret(shared))
+        logger.warning("shared: there is no secret: %s", without_secret(shared))
     return MakeShared(
         shared.for_client(),
         keys=shared.keys(),

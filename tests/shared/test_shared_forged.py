@@ -13,7 +13,7 @@ from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.shared.backend import open_backend
 from attnstore_vllm.shared.record import HEADER_BYTES, RecordNames
 from attnstore_vllm.shared.secret import SharedKeys
-from attnstore_vllm.shared.shared_generation import decode, encode, name_of
+from attnstore_vllm.shared.shared_generation import GenerationId, decode, encode, name_of
 from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation, payload_of
 from tests.shared.rigs import (
@@ -191,7 +191,7 @@ def test_a_generation_that_a_stranger_writes_makes_nobody_leave(
     one.until(lambda: io.generation.usable is not None)
     mine = io.generation.mine
     assert mine is not None and mine != before
-    forged = mine._replace(count=mine.count + 1)
+    forged = GenerationId(mine.anchor, mine.count + 1)
     small = Small(server, name)
     values = {
         "forged": encode(forged, name, OTHERS),
