@@ -43,12 +43,12 @@ _BODY = struct.Struct(f"<8s{ANCHOR_BYTES}sQ")
 
 class GenerationId(NamedTuple):
     anchor: bytes
-    count: int
+    number: int
 
     @property
     def raw(self) -> bytes:
         """As names of records have it."""
-        return self.anchor + self.count.to_bytes(8, "little")
+        return self.anchor + self.number.to_bytes(8, "little")
 
 
 def name_of(namespace: bytes, keys: SharedKeys) -> bytes:
@@ -116,7 +116,7 @@ class SharedGeneration:
         """The store has this generation now, or none that can be believed. Returns what it is to
         have instead, if that is ours to say; see() is called again then."""
         if theirs is not None and not self._has_left(theirs):
-            self._leave(theirs._replace(count=theirs.count - 1))  # so no old one can be put back
+            self._leave(theirs._replace(number=theirs.number - 1))  # so no old one can be put back
         if self.is_behind:
             return None
         if self.has_changed:  # KV of these weights may be there, under the names of the files'
@@ -129,7 +129,7 @@ class SharedGeneration:
             self._leave(theirs)
             self.must_renew = False
             self.mine = self._next(theirs.anchor, 1 + secrets.randbits(JUMP_BITS))
-            self._leave(self.mine._replace(count=self.mine.count - 1))
+            self._leave(self.mine._replace(number=self.mine.number - 1))
             return self.mine
         if self._has_left(theirs):
             return self.mine or self._next(theirs.anchor)
@@ -148,11 +148,11 @@ class SharedGeneration:
         return GenerationId(anchor, count)
 
     def _has_left(self, generation: GenerationId) -> bool:
-        return generation.count <= self.left.get(generation.anchor, -1)
+        return generation.number <= self.left.get(generation.anchor, -1)
 
     def _leave(self, generation: GenerationId) -> None:
         before = self.left.pop(generation.anchor, -1)
-        self.left[generation.anchor] = max(before, generation.count)
+        self.left[generation.anchor] = max(before, generation.number)
         while len(self.left) > LEFT_MAX:
             del self.left[next(iter(self.left))]
 
@@ -164,7 +164,7 @@ class SharedGeneration:
     # ---- over a restart ----------------------------------------------------------------
 
     def to_json(self) -> str:
-        mine = [self.mine.anchor.hex(), self.mine.count] if self.mine is not None else None
+        mine = [self.mine.anchor.hex(), self.mine.number] if self.mine is not None else None
         left = {anchor.hex(): count for anchor, count in self.left.items()}
         return json.dumps(
             {"left": left, "renew": self.must_renew, "mine": mine, "behind": self.is_behind}

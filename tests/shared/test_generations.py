@@ -313,7 +313,7 @@ def test_counts_that_end_begin_anew() -> None:
     one = started(store)
     reset_and_join(store, one)
     assert one.usable is not None and one.mine is not None
-    assert one.mine.anchor != bytes(16) and one.mine.count == 0
+    assert one.mine.anchor != bytes(16) and one.mine.number == 0
 
 
 def test_a_generation_that_was_put_back_is_written_over() -> None:

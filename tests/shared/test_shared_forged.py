@@ -113,7 +113,8 @@ def test_records_under_other_names_are_misses(
     for engine in (one, two):
         engine.store.reset()
         see_weights(engine, same=True)
-        engine.until(lambda engine=engine: io_of(engine).generation.usable is not None)
+    one.until(lambda: io_of(one).generation.usable is not None)
+    two.until(lambda: io_of(two).generation.usable is not None)
     assert stored_names(two, second)[0] not in of_second
     stranger.put(stored_names(two, second)[0], old)
     assert fetch(two, second) == 0
@@ -191,7 +192,7 @@ def test_a_generation_that_a_stranger_writes_makes_nobody_leave(
     one.until(lambda: io.generation.usable is not None)
     mine = io.generation.mine
     assert mine is not None and mine != before
-    forged = GenerationId(mine.anchor, mine.count + 1)
+    forged = GenerationId(mine.anchor, mine.number + 1)
     small = Small(server, name)
     values = {
         "forged": encode(forged, name, OTHERS),
