@@ -406,13 +406,14 @@ def _shared(given: object, nvme: NvmeConfig) -> SharedConfig | None:
     check_keys("shared.", given, shared.KEYS, set())
     for key in sorted(shared.REDIS_KEYS & given.keys()) if kind == "mooncake" else ():
         raise ConfigError(f"shared.{key} is for Redis: Mooncake has neither passwords nor TLS")
-    is_redis, password = kind == "redis", given.get("password_file")
+    is_redis = kind == "redis"
     bandwidth, writes = given.get("bandwidth", False), given.get("daily_writes", False)
     options = shared.redis_options(given) if is_redis else shared.mooncake_options(given[kind])
     return SharedConfig(
         kind=kind,
         options=tuple(sorted(options.items())),
-        password_file=None if password is None else shared.password_file_of(password),
+        password_file=shared.file_of("password_file", given),
+        secret_file=shared.file_of("secret_file", given),
         deadline_ms=_integer("shared.deadline_ms", given.get("deadline_ms", 500), 10, 10_000),
         bandwidth_bytes=_off_or_size("shared.bandwidth", bandwidth, SIZE_MIN, "MiB"),
         daily_writes_bytes=_off_or_size("shared.daily_writes", writes, SIZE_MIN, "GiB"),

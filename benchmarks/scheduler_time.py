@@ -33,6 +33,7 @@ from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.messages import Seen, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
+from attnstore_vllm.shared.secret import SharedKeys
 from attnstore_vllm.shared.shared_io import MakeShared
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
@@ -200,6 +201,7 @@ def measure_shared(num_tokens: int, rounds: int) -> dict[str, Times]:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         tier = MakeShared(
             network.settings,
+            keys=SharedKeys.of(None),
             namespace=bytes(32),
             where="the benchmark's Redis",
             chunk_tokens=256,

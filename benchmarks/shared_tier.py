@@ -39,6 +39,7 @@ from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.shared.backend import open_backend
 from attnstore_vllm.shared.record import HEADER_BYTES
+from attnstore_vllm.shared.secret import SharedKeys
 from attnstore_vllm.shared.shared_io import MakeShared, SharedIo
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import open_slab
@@ -155,6 +156,7 @@ def our_tier(store: NetworkStore, directory: Path) -> Iterator[SharedIo]:
     device, _ = open_device(slab.path, 8, "auto")
     tier = MakeShared(
         store.settings,
+        keys=SharedKeys.of(None),
         namespace=secrets.token_bytes(32),
         where="the benchmark's store",
         chunk_tokens=CHUNK_TOKENS,

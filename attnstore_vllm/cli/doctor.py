@@ -26,7 +26,7 @@ from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.io.codec import NONE
 from attnstore_vllm.io.device import ALIGNMENT_BYTES
 from attnstore_vllm.io.disk_node import disk_numa_node
-from attnstore_vllm.shared.start import try_store
+from attnstore_vllm.shared.start import try_store, without_secret
 from attnstore_vllm.sim.model_shape import shape_of
 from attnstore_vllm.store.format import SegmentHeader
 from attnstore_vllm.store.slab import NO_RESERVE, fallocate
@@ -201,6 +201,8 @@ def _shared(config: StoreConfig) -> Iterator[Check]:
         yield Check("shared tier", "warn", f"{where}: {error}; a server would go on without it")
     else:
         yield Check("shared tier", "ok", f"{where} answers in {1000 * seconds:.1f} ms")
+    if config.shared.secret_file is None:
+        yield Check("shared secret", "warn", f"there is none: {without_secret(config.shared)}")
 
 
 def _disk(path: Path, config: StoreConfig) -> Iterator[Check]:

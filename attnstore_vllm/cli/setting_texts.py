@@ -219,6 +219,13 @@ SETTINGS = (
         "Rather than a password in the URL, which vLLM writes to its log.",
     ),
     Setting(
+        "shared.secret_file", "none", "absolute path",
+        "A file with the servers' secret, 32 bytes or more, that its owner alone may read. Records "
+        "and their names are made with it: what a stranger writes to the store is a miss.",
+        "Always, and the same at all servers. Without one who can write to the store can have "
+        "forged KV served.",
+    ),
+    Setting(
         "shared.ca", "the system's", "absolute path",
         "Certificates that Redis's own is checked against.",
         "With a CA of your own.",

@@ -4,6 +4,7 @@ is doing."""
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
@@ -15,6 +16,8 @@ from attnstore_vllm.policy.breaker import Breaker
 from attnstore_vllm.transfer.page_tables import Unmapped
 from attnstore_vllm.transfer.pool import SLOTS_AT
 from attnstore_vllm.transfer.pool_files import PoolFile, cut
+
+logger = logging.getLogger(__name__)
 
 SHAPE = struct.Struct("<QQQ")
 """Slots that the pool's files have room for, bytes of a slot, parts of it that lie apart."""
@@ -48,8 +51,12 @@ class PeerPool:
 
 
 def _checked(fd: int, file: PoolFile) -> int:
-    """The bytes to map. A shorter file would end this process when it is read."""
-    if os.fstat(fd).st_size < file.file_bytes:
+    """The bytes to map. A shorter file would end this process when it is read, and what is in
+    another user's he may change."""
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid():
+        raise WireError(f"a file of a pool is of user {found.st_uid}")
+    if found.st_size < file.file_bytes:
         raise WireError("a file of a pool is too short")
     return file.file_bytes
 
@@ -64,6 +71,7 @@ class Sibling:
         self.wire: Wire | None = None
         self.pool: PeerPool | None = None
         self.breaker = Breaker()
+        self._said = ""
 
     @property
     def is_ready(self) -> bool:
@@ -75,8 +83,11 @@ class Sibling:
             self.wire = connect(self.directory)
             if self.wire is not None:
                 self.wire.send(MessageKind.HELLO, 0, [self._hello])
-        except WireError:
+        except WireError as error:
             self.close()
+            if str(error) != self._said:
+                self._said = str(error)
+                logger.warning("%s is no sibling: %s", self.directory, error)
         return self.wire is not None
 
     def welcome(self, message: Message) -> None:

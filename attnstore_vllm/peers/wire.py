@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between engines of one host, over a Unix socket that only their user may open.
+"""Messages between engines of one host, over a Unix socket that only their user may open. Each end
+looks at the other's user, and who connects at the socket's.
 
     frame    length u32 | kind u8 | number u64 | fields: each length u32 | bytes
 
@@ -199,8 +200,12 @@ def connect(directory: Path) -> Wire | None:
     try:
         connection.setblocking(False)
         with _address(directory) as address:
+            owner = os.stat(address, follow_symlinks=False).st_uid
             connection.connect(address)
     except OSError:  # also: its queue of connections is full
         connection.close()
         return None
+    if owner != os.geteuid():
+        connection.close()
+        raise WireError(f"its socket is of user {owner}")
     return Wire(connection)

@@ -52,11 +52,12 @@ def delete_tenant(shared: SharedConfig, salt: str, *, is_dry: bool) -> Deletion:
     """Find a tenant's records, and delete them unless `is_dry`.
 
     Args:
+        shared: with the servers' secret, if they have one: without it names are others.
         salt: the cache_salt of its requests.
     Raises: ConfigError; DeviceError if the store cannot be asked, or does not let us.
     """
     check_client(shared)
-    prefix = shared.prefix + tenant_tag(tenant_hash(salt)).hex()
+    prefix = shared.prefix + tenant_tag(tenant_hash(salt), shared.keys()).hex()
     with _opened(shared) as backend:
         found = backend.count(prefix)
         records, num_bytes = found if found is not None else (None, None)

@@ -6,7 +6,7 @@
     store    EXIST -> header and payload copied into the bounce buffer -> PUT
 
 The bounce buffer may be written by others at any time: a payload is verified where it was copied
-to, and its checksum taken where it was copied from. Nothing here runs on the scheduler's thread:
+to, and its digest taken where it was copied from. Nothing here runs on the scheduler's thread:
 one thread asks, two load, two store, each with a lane of the child process. Of two, one copies and
 verifies while the other's values are under way.
 """
@@ -30,7 +30,6 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.tier import TierBehind
-from attnstore_vllm.io.checksum import checksum, copy_checksums
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.eviction.departures import Departures
@@ -40,7 +39,8 @@ from attnstore_vllm.shared.backend import FAILED, MISSING, WRONG_SIZE
 from attnstore_vllm.shared.books import PAUSE_S, SharedBooks
 from attnstore_vllm.shared.helper import Helper, LateError
 from attnstore_vllm.shared.lanes import LaneOp, Lanes
-from attnstore_vllm.shared.record import HEADER_BYTES, RecordNames, check_header, place_bytes, seal
+from attnstore_vllm.shared.record import HEADER_BYTES, RecordNames, place_bytes
+from attnstore_vllm.shared.secret import SharedKeys
 from attnstore_vllm.shared.shared_reset import SharedReset
 from attnstore_vllm.store.asking import AskedIo
 from attnstore_vllm.store.context import Context
@@ -70,6 +70,8 @@ BANDWIDTH_BURST_S, DAILY_BURST_S = 1.0, 3600.0
 
 class _LoadJob(NamedTuple):
     chunk: Chunk
+    names: RecordNames | None
+    """None: there is no generation."""
     name: bytes
     payload: memoryview
     done: Loaded
@@ -77,6 +79,8 @@ class _LoadJob(NamedTuple):
 
 class _StoreJob(NamedTuple):
     chunk: Chunk
+    names: RecordNames | None
+    """None: there is no generation."""
     name: bytes
     payload: memoryview
     done: Stored
@@ -90,6 +94,7 @@ class SharedIo(AskedIo):
 
     Args:
         settings: see Helper.
+        keys: that all servers of the group have, or have none.
         where: the store's address, for the log.
         directory: that remembers which generations were left; None: for tests.
         write_rates: bytes a second that may be written, by burst in seconds.
@@ -105,6 +110,7 @@ class SharedIo(AskedIo):
         books: SharedBooks,
         settings: Mapping[str, Any],
         *,
+        keys: SharedKeys,
         namespace: bytes,
         where: str,
         deadline_s: float,
@@ -127,6 +133,8 @@ class SharedIo(AskedIo):
             event=SHARED,
         )
         self._where = where
+        self.keys = keys
+        self.sums_payloads = not keys.is_secret  # else its digests are no checksums
         self.namespace = namespace
         self.generation = (
             generations.load(directory) if directory is not None else generations.SharedGeneration()
@@ -135,6 +143,7 @@ class SharedIo(AskedIo):
         self._saved = self.generation.to_json()
         self._saving = threading.Lock()
         self._said_out: str | None = None
+        self._said_forged = False
         self._budgets = [
             Budget(rate, burst, is_new=burst < DAILY_BURST_S)  # a start adds nothing to a day's
             for burst, rate in write_rates.items()
@@ -174,7 +183,7 @@ class SharedIo(AskedIo):
     def _names(self) -> RecordNames | None:
         """Locked."""
         usable = self.generation.usable
-        return None if usable is None else RecordNames(self.namespace, usable)
+        return None if usable is None else RecordNames(self.namespace, usable, self.keys)
 
     def gauges_now(self) -> dict[tuple[str, str], float]:
         joined = self.generation.usable is not None
@@ -244,7 +253,7 @@ class SharedIo(AskedIo):
     ) -> None:
         names = self._names()
         name = _named(chunk, names)
-        self._loads.append(_LoadJob(chunk, name, payload, done))
+        self._loads.append(_LoadJob(chunk, names, name, payload, done))
         self._num_loading += 1
 
     def submit(self) -> None:
@@ -305,20 +314,17 @@ class SharedIo(AskedIo):
         """Copy the records out of the bounce buffer, and then verify the copies."""
         places = {n: self.helper.lanes.place(self.helper.buffer, lane, n) for n in come}
         headers = {number: bytes(place[:HEADER_BYTES]) for number, place in places.items()}
-        digests = copy_checksums(
+        digests = self.keys.copy_digests(
             [(load.payload, [places[number][HEADER_BYTES:]]) for number, load in come.items()]
         )
         found: dict[int, CorruptRecordError | None] = {}
-        for (number, load), got in zip(come.items(), digests, strict=True):
-            found[number] = None
-            size = len(load.payload)
+        for (number, load), digest in zip(come.items(), digests, strict=True):
+            found[number], size = None, len(load.payload)
+            assert load.names is not None
             try:
-                want = check_header(headers[number], load.chunk.name, self.namespace, size)
+                load.names.check(headers[number], load.name, load.chunk.name, size, digest)
             except CorruptRecordError as error:
                 found[number] = error
-                continue
-            if got != want:
-                found[number] = CorruptRecordError(self._where, "payload", want.hex(), got.hex())
         return found
 
     def _end_load(
@@ -351,7 +357,7 @@ class SharedIo(AskedIo):
             budget.take(now, self.record_bytes)
         # Named now: what is in DRAM before a reset must not get a name of after it.
         name = _named(chunk, names)
-        self._stores.append(_StoreJob(chunk, name, payload, done))
+        self._stores.append(_StoreJob(chunk, names, name, payload, done))
         self._num_storing += 1
 
     def _store_all(self, lane: int) -> None:
@@ -408,9 +414,9 @@ class SharedIo(AskedIo):
         digests = []
         for number, store in enumerate(stores):
             place = self.helper.lanes.place(self.helper.buffer, lane, number)
-            digest = checksum(store.payload)
-            size = len(store.payload)
-            place[:HEADER_BYTES] = seal(store.chunk.name, self.namespace, size, digest)
+            digest, size = self.keys.digest(store.payload), len(store.payload)
+            assert store.names is not None
+            place[:HEADER_BYTES] = store.names.header(store.name, store.chunk.name, size, digest)
             _copy(place[HEADER_BYTES:], store.payload)
             digests.append(digest)
         names = [store.name for store in stores]
@@ -452,16 +458,21 @@ class SharedIo(AskedIo):
         self.context.wake()
 
     def _see_generation(self) -> None:
-        name = generations.name_of(self.namespace)
-        for _ in range(4):
+        name = generations.name_of(self.namespace, self.keys)
+        for attempt in range(4):
             value = self.helper.read(name, self._deadline_s)
+            theirs = generations.decode(value or b"", name, self.keys)
+            self._note_forged(value is not None and theirs is None)
             with self.context.progress:
-                order = self.generation.see(value)
+                order = self.generation.see(theirs)
                 why_out = self.generation.why_out
                 self._books.open_to(self.generation.usable is not None)
             if order is None:
                 break
-            self.helper.write(name, order.value, self._deadline_s, overwrite=order.overwrite)
+            # What is too large to be read is nothing, and there all the same.
+            is_there = value is not None or attempt > 0
+            made = generations.encode(order, name, self.keys)
+            self.helper.write(name, made, self._deadline_s, overwrite=is_there)
         if why_out is not None and why_out != self._said_out:
             logger.warning("the shared tier is not used: %s", why_out)
         self._said_out = why_out
@@ -469,6 +480,15 @@ class SharedIo(AskedIo):
             self.save_generation()
         except OSError as error:
             logger.warning("what was left of the shared tier cannot be noted: %s", error)
+
+    def _note_forged(self, is_forged: bool) -> None:
+        if is_forged:
+            with self.context.progress:
+                self.context.residency.counts[f"{self.events}corrupt"] += 1
+        if is_forged and not self._said_forged:
+            what = self.keys.not_ours
+            logger.warning("the generation in %s is %s; it is written over", self._where, what)
+        self._said_forged = is_forged
 
     def save_generation(self) -> None:
         """Durable when it returns. Raises OSError."""
@@ -537,6 +557,7 @@ class MakeShared:
         self,
         settings: Mapping[str, Any],
         *,
+        keys: SharedKeys,
         namespace: bytes,
         where: str,
         chunk_tokens: int,
@@ -551,6 +572,7 @@ class MakeShared:
         self._io = partial(
             SharedIo,
             settings=settings,
+            keys=keys,
             namespace=namespace,
             where=where,
             deadline_s=deadline_s,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`shared`: settings of the shared tier.
 
-shared: {redis: "rediss://user@cache:6379/0", password_file: /run/secrets/redis}
-shared: {mooncake: {master: "10.0.0.1:50051"}}
+shared: {redis: "rediss://user@cache:6379/0", password_file: /run/secrets/redis,
+         secret_file: /run/secrets/attnstore}
+shared: {mooncake: {master: "10.0.0.1:50051"}, secret_file: /run/secrets/attnstore}
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.shared.secret import SharedKeys, read_secret
 
 REDIS_KEYS = {"password_file", "ca", "cert", "key"}
 MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
-COMMON_KEYS = {"deadline_ms", "bandwidth", "daily_writes", "prefix"}
+COMMON_KEYS = {"secret_file", "deadline_ms", "bandwidth", "daily_writes", "prefix"}
 KEYS = COMMON_KEYS | REDIS_KEYS | {"redis", "mooncake"}
 _HOST_PORT = re.compile(r"\S+:\d{1,5}")
 _PREFIX = re.compile(r"[\x21-\x7e]{0,64}")
@@ -34,6 +36,7 @@ class SharedConfig:
     options: tuple[tuple[str, str], ...] = field(repr=False)
     """By name: settings are compared, and kept in sets."""
     password_file: Path | None = None
+    secret_file: Path | None = None
     deadline_ms: int = 500
     bandwidth_bytes: int | None = None
     daily_writes_bytes: int | None = None
@@ -59,8 +62,12 @@ class SharedConfig:
             daily_writes_bytes=part(self.daily_writes_bytes),
         )
 
+    def keys(self) -> SharedKeys:
+        """Cost: the secret's file is read. Raises ConfigError."""
+        return SharedKeys.of(None if self.secret_file is None else read_secret(self.secret_file))
+
     def for_client(self) -> dict[str, Any]:
-        """See shared/backend.py. Has the password. Raises ConfigError."""
+        """See shared/backend.py. Has the password, and never the secret. Raises ConfigError."""
         options: dict[str, Any] = dict(self.options)
         if self.kind == "redis":
             options["timeout_s"] = self.deadline_ms / 1000
@@ -136,5 +143,6 @@ def _file(key: str, value: object) -> str:
     raise ConfigError(f"{key} is {value!r}; it must be the absolute path of a file")
 
 
-def password_file_of(value: object) -> Path:
-    return Path(_file("shared.password_file", value))
+def file_of(key: str, given: Mapping[str, Any]) -> Path | None:
+    """`password_file` or `secret_file`, None where it is not given. Raises ConfigError."""
+    return Path(_file(f"shared.{key}", given[key])) if given.get(key) is not None else None

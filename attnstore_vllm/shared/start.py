@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import time
 from pathlib import Path
 
@@ -13,23 +14,40 @@ from attnstore_vllm.shared.lanes import Lanes
 from attnstore_vllm.shared.shared_io import MakeShared
 from attnstore_vllm.shared.shared_settings import SharedConfig
 
+logger = logging.getLogger(__name__)
+
 TRIAL_NAME = b"attnstore doctor".ljust(32, b"\0")
 
 
 def check_client(shared: SharedConfig) -> None:
-    """Raises ConfigError if the client is not installed, or the password cannot be read."""
+    """Raises ConfigError if the client is not installed, or the password or the secret cannot be
+    read."""
     if shared.kind == "mooncake" and importlib.util.find_spec("mooncake") is None:
         raise ConfigError(
             "shared.mooncake needs Mooncake's client; run: pip install 'attnstore-vllm[mooncake]'"
         )
     shared.for_client()
+    shared.keys()
+
+
+def without_secret(shared: SharedConfig) -> str:
+    """Text of a start and of `attnstore doctor`, where there is no secret."""
+    return (
+        f"who can write to {shared.where} can have forged KV "
+        "served to any tenant. Who can read there reads KV, and can test guesses of prompts by "
+        "names alone. Give all servers one shared.secret_file, or close that network"
+    )
 
 
 def make_shared(
     shared: SharedConfig, chunk_tokens: int, namespace: bytes, directory: Path
 ) -> MakeShared:
+    """Raises ConfigError if the password or the secret cannot be read."""
+    if shared.secret_file is None:
+        logger.warning("shared: there is no secret: %s", without_secret(shared))
     return MakeShared(
         shared.for_client(),
+        keys=shared.keys(),
         namespace=namespace,
         where=shared.where,
         chunk_tokens=chunk_tokens,

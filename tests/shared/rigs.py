@@ -10,10 +10,13 @@ from typing import Any
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.shared.record import RecordNames
+from attnstore_vllm.shared.secret import SharedKeys
 from attnstore_vllm.shared.shared_io import MakeShared, SharedIo
 from attnstore_vllm.store.asking import is_asked
 from tests.helpers import CHUNK_TOKENS, Rig, memory_rig, name_of, payload_of, sequence_of
 
+NO_KEYS = SharedKeys.of(None)
+"""Servers without a secret."""
 DEADLINE_S = 3.0
 """Other things may be going on on this machine. Tests of deadlines have their own."""
 NUM_TOKENS = 49
@@ -22,6 +25,7 @@ NUM_TOKENS = 49
 
 def make(settings: dict[str, Any], namespace: bytes, **options: Any) -> MakeShared:
     given: dict[str, Any] = {"deadline_s": DEADLINE_S, "directory": None, "pause_s": 0.05}
+    given["keys"] = NO_KEYS
     return MakeShared(
         settings,
         namespace=namespace,
@@ -81,7 +85,7 @@ def write(rig: Rig, tokens: list[int], salt: str | None = None) -> list[bytes]:
 def stored_names(rig: Rig, tokens: list[int], salt: str | None = None) -> list[bytes]:
     io = io_of(rig)
     assert io.generation.usable is not None
-    names = RecordNames(io.namespace, io.generation.usable)
+    names = RecordNames(io.namespace, io.generation.usable, io.keys)
     return [names.of(name.key, name.tenant) for name in whole_chunks(tokens, salt)]
 
 

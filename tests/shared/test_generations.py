@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,22 +11,36 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from attnstore_vllm.shared.shared_generation import FILE_NAME, MAGIC, SharedGeneration, load, save
+from attnstore_vllm.shared.secret import SharedKeys
+from attnstore_vllm.shared.shared_generation import (
+    COUNT_MAX,
+    FILE_NAME,
+    LEFT_MAX,
+    GenerationId,
+    SharedGeneration,
+    decode,
+    encode,
+    from_json,
+    load,
+    name_of,
+    save,
+)
+
+KEYS = SharedKeys.of(32 * b"k")
 
 
 class Shared:
     """The one value of a store that engines look at, each when it likes."""
 
     def __init__(self) -> None:
-        self.value: bytes | None = None
+        self.value: GenerationId | None = None
 
     def look(self, engine: SharedGeneration) -> None:
         for _ in range(4):
             order = engine.see(self.value)
             if order is None:
                 return
-            if order.overwrite or self.value is None:
-                self.value = order.value
+            self.value = order
         raise AssertionError("an engine and the store do not agree")
 
 
@@ -101,9 +116,16 @@ def test_a_store_that_lost_everything_is_used_again_by_all() -> None:
 
 
 def test_a_value_that_is_none_is_written_over() -> None:
-    store = Shared()
-    store.value = b"what is this"
-    assert started(store).usable is not None
+    name = name_of(bytes(32), KEYS)
+    made = encode(GenerationId(bytes(16), 1), name, KEYS)
+    assert decode(made, name, KEYS) == (bytes(16), 1)
+    too_high = encode(GenerationId(bytes(16), COUNT_MAX + 1), name, KEYS)
+    for value in (b"", b"what is this", made[:-1], made + b"x", made[:20] + b"x" + made[21:]):
+        assert decode(value, name, KEYS) is None
+    assert decode(too_high, name, KEYS) is None
+    assert decode(made, name_of(bytes([1] * 32), KEYS), KEYS) is None
+    assert decode(made, name, SharedKeys.of(32 * b"o")) is None
+    assert started(Shared()).usable is not None
 
 
 def test_what_was_left_is_left_over_a_restart(tmp_path: Path) -> None:
@@ -153,12 +175,27 @@ class Engines(RuleBasedStateMachine):
         super().__init__()
         self.store = Shared()
         self.engines = [SharedGeneration() for _ in range(3)]
-        self.forbidden: list[set[bytes]] = [set() for _ in range(3)]
-        self.written: set[bytes] = set()
+        self.forbidden: list[set[GenerationId]] = [set() for _ in range(3)]
+        self.kept: list[GenerationId] = []
+        """Sealed values that a stranger has read, and can put back."""
 
     @rule(which=st.integers(0, 2))
     def look(self, which: int) -> None:
         self.store.look(self.engines[which])
+        self.keep()
+
+    def keep(self) -> None:
+        if self.store.value is not None:
+            self.kept.append(self.store.value)
+
+    @precondition(lambda self: self.store.value is not None)
+    @rule(which=st.integers(0, 1 << 20))
+    def put_back(self, which: int) -> None:
+        """An old one of this store. Of one that a store had before it lost all, an engine that has
+        not seen it knows nothing."""
+        assert self.store.value is not None
+        same = [one for one in self.kept if one.anchor == self.store.value.anchor]
+        self.store.value = same[which % len(same)] if same else self.store.value
 
     @rule(which=st.integers(0, 2))
     def see_weights(self, which: int) -> None:
@@ -166,10 +203,9 @@ class Engines(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2))
     def write(self, which: int) -> None:
-        usable = self.engines[which].usable
-        if usable is not None:
-            assert usable not in self.forbidden[which], "it meets what was there before its reset"
-            self.written.add(usable)
+        engine = self.engines[which]
+        if engine.usable is not None:
+            assert engine.mine not in self.forbidden[which], "it meets what was before its reset"
 
     @rule(which=st.integers(0, 2))
     def reset(self, which: int) -> None:
@@ -179,7 +215,7 @@ class Engines(RuleBasedStateMachine):
         if used is not None:
             self.forbidden[which].add(used)
         elif self.store.value is not None and not was_behind:
-            self.forbidden[which].add(self.store.value[len(MAGIC) :])
+            self.forbidden[which].add(self.store.value)
 
     @rule(which=st.integers(0, 2))
     def reset_and_join(self, which: int) -> None:
@@ -187,6 +223,7 @@ class Engines(RuleBasedStateMachine):
         self.see_weights(which)
         self.look(which)
         self.write(which)
+        self.keep()
 
     @precondition(lambda self: self.store.value is not None)
     @rule()
@@ -196,7 +233,7 @@ class Engines(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def restart(self, which: int) -> None:
         before = self.engines[which]
-        self.engines[which] = SharedGeneration(list(before.left), before.must_renew)
+        self.engines[which] = from_json(before.to_json())
 
 
 TestEngines = Engines.TestCase
@@ -216,3 +253,130 @@ def test_a_restart_does_not_join_a_generation_that_came_meanwhile(tmp_path: Path
     store.look(again)
     assert two.usable is not None
     assert again.usable is None and again.is_behind
+
+
+def test_who_was_behind_is_behind_after_a_restart(tmp_path: Path) -> None:
+    """Also if it has seen that others were reset: its disk has what it had."""
+    store = Shared()
+    one, two = started(store), started(store)
+    reset_and_join(store, two)
+    store.look(one)
+    assert one.is_behind
+    save(tmp_path, one.to_json())
+    again = load(tmp_path)
+    again.weights_seen(True)
+    store.look(again)
+    assert again.usable is None and again.is_behind
+    reset_and_join(store, again)
+    assert again.usable == two.usable is not None
+
+
+def reset_and_join(store: Shared, engine: SharedGeneration) -> None:
+    engine.reset()
+    engine.weights_seen(True)
+    store.look(engine)
+
+
+def test_the_tier_is_in_use_after_any_number_of_resets() -> None:
+    store = Shared()
+    one, two = started(store), started(store)
+    for number in range(1000):
+        for engine in (one, two):
+            engine.reset()
+            if number % 5 == 0:
+                engine.reset()  # twice before it looks: it knows none then
+            engine.weights_seen(True)
+        for engine in (one, two):
+            store.look(engine)
+        reset_and_join(store, one)  # it is out if the other one has renewed after it
+        assert one.usable is not None and one.why_out is None
+    assert len(one.left) == 1, "an anchor and a count"
+    assert len(one.to_json()) < 200
+
+
+def test_stores_that_are_new_again_and_again_take_no_more_memory() -> None:
+    store = Shared()
+    one = started(store)
+    for _ in range(2 * LEFT_MAX):
+        store.value = None
+        fresh = started(store)
+        store.look(one)
+        assert one.is_behind
+        reset_and_join(store, one)
+        assert one.usable == fresh.usable is not None
+    assert len(one.left) == LEFT_MAX
+
+
+def test_counts_that_end_begin_anew() -> None:
+    store = Shared()
+    store.value = GenerationId(bytes(16), COUNT_MAX)
+    one = started(store)
+    reset_and_join(store, one)
+    assert one.usable is not None and one.mine is not None
+    assert one.mine.anchor != bytes(16) and one.mine.number == 0
+
+
+def test_a_generation_that_was_put_back_is_written_over() -> None:
+    """A stranger who has kept old values, which are sealed as they should be."""
+    store = Shared()
+    one = started(store)
+    old = [store.value]
+    for _ in range(3):
+        reset_and_join(store, one)
+        old.append(store.value)
+    two = started(store)  # it has never been reset, and has seen the last one alone
+    for engine in (one, two):
+        for value in old[:-1]:
+            store.value = value
+            store.look(engine)
+            assert engine.usable is not None
+            assert store.value == engine.mine == old[-1]
+
+
+def test_who_is_behind_notes_what_it_may_not_join_later() -> None:
+    store = Shared()
+    one, two = started(store), started(store)
+    reset_and_join(store, two)
+    store.look(one)
+    second = store.value
+    reset_and_join(store, two)
+    store.look(one)
+    last, store.value = store.value, second  # put back, while `one` is reset
+    reset_and_join(store, one)
+    assert one.usable is not None and one.mine not in (second, None)
+    assert last is not None and one.mine == last
+
+
+def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
+    for left, mine, renews in (([], None, False), ([], "aa", False), (["aa"], None, True)):
+        text = json.dumps({"left": left, "renew": False, "mine": mine})
+        (tmp_path / FILE_NAME).write_text(text)
+        assert load(tmp_path) == SharedGeneration(must_renew=renews)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"left": {"aa": 1}, "renew": false, "mine": null, "behind": false}']
+)
+def test_a_file_with_what_is_none_leaves_whatever_is_there(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    assert load(tmp_path).must_renew
+
+
+def test_who_knew_none_joins_none_that_was_there_before() -> None:
+    """The value is back at an old one while it renews: the next one has been in use, too."""
+    store = Shared()
+    one = started(store)
+    first, used = store.value, list[GenerationId | None]()
+    for _ in range(5):
+        reset_and_join(store, one)
+        used.append(store.value)
+    late = SharedGeneration()
+    late.reset()
+    late.weights_seen(True)
+    store.value = first
+    store.look(late)
+    assert late.usable is not None and late.mine not in used
+    for value in used:
+        store.value = value
+        store.look(late)
+        assert late.usable is not None and late.mine == store.value

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.shared.lanes import LaneOp
+from attnstore_vllm.shared.shared_generation import GenerationId
 from attnstore_vllm.testing.network_stores import NetworkStore
 from tests.helpers import NAMESPACE, Rig, conversation, memory_rig, names_of, sequence_of
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, make, see_weights, write
@@ -141,7 +142,7 @@ def test_a_question_that_nobody_is_asked_shows_nothing_of_the_store() -> None:
     rig = memory_rig(more_tiers=(make(nowhere, NAMESPACE),), threaded=False)
     io = io_of(rig)
     with io.context.progress:
-        io.generation.mine = bytes(16)
+        io.generation.mine = GenerationId(bytes(16), 0)
         io.generation.weights_seen(True)
         now = io.context.clock()
         io.health.reads.failure(now - 60.0, hung=True)

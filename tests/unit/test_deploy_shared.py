@@ -80,7 +80,12 @@ def test_a_compose_file_shares_by_the_store_that_it_starts(name: str) -> None:
         assert stores == {"cache"} and options["url"] == "redis://kv@cache:6379"
         assert ACL in services["cache"]["command"][-1].replace("$$", "$")
         assert str(shared.password_file) == "/run/secrets/redis"
-        assert all(services[one]["secrets"] == ["redis"] for one in ("one", "two", "cache"))
+        assert services["cache"]["secrets"] == ["redis"], "what it keeps it cannot seal"
+        assert "redis" in services["one"]["secrets"]
+    assert str(shared.secret_file) == "/run/secrets/attnstore"
+    assert all("attnstore" in services[one]["secrets"] for one in ("one", "two"))
+    assert compose["secrets"]["attnstore"] == {"file": "/etc/attnstore-secret"}
+    assert not any("attnstore" in services[one].get("secrets", ()) for one in stores)
 
 
 def test_one_version_of_the_client_of_mooncake_is_everywhere() -> None:
@@ -113,8 +118,11 @@ def test_servers_of_a_cluster_share_by_the_store_that_is_there(store: str) -> No
         mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
         assert set(mounts.values()) <= named
         assert str(config.nvme.path.parent) in mounts
-        for path in (shared.password_file, dict(shared.options).get("ca")):
+        assert shared.secret_file is not None
+        for path in (shared.secret_file, shared.password_file, dict(shared.options).get("ca")):
             assert path is None or str(Path(path).parent) in mounts
+    (secret,) = (one["secret"] for one in pod["volumes"] if one["name"] == "secret")
+    assert secret == {"secretName": "attnstore-secret", "defaultMode": 0o400}
     jobs = yaml.safe_load(made["ConfigMap", "attnstore-prometheus"]["data"]["prometheus.yml"])
     (name,) = jobs["scrape_configs"][0]["dns_sd_configs"][0]["names"]
     assert made["Service", name]["spec"]["clusterIP"] == "None"

@@ -242,6 +242,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "tempfile.TemporaryFile": NO_NAME,
     },
     "shared/child.py": {"lane.open": NO_FILE},
+    "shared/secret.py": {
+        "os.open": "a secret that the user names: its owner and mode are looked at"
+    },
     "shared/shared_settings.py": {"path.read_text": GIVEN},
     "sim/formats.py": {"path.read_bytes": GIVEN},
     "sim/hardware.py": {"path.read_text": GIVEN},

@@ -41,13 +41,13 @@ def test_engines_share_what_may_be_written() -> None:
 
 
 def test_a_password_is_in_no_message_and_in_no_text_of_the_settings() -> None:
-    config = parsed({"redis": "rediss://kv:secret@cache:6380/1"})
-    assert "secret" not in repr(config)
+    config = parsed({"redis": "rediss://kv:hidden@cache:6380/1"})
+    assert "hidden" not in repr(config)
     assert config.where == "Redis at cache:6380"
-    for wrong in ({"redis": "http://kv:secret@cache"}, {"redis": "redis://:secret@h:99999"}):
+    for wrong in ({"redis": "http://kv:hidden@cache"}, {"redis": "redis://:hidden@h:99999"}):
         with pytest.raises(ConfigError) as refused:
             parsed(wrong)
-        assert "secret" not in str(refused.value)
+        assert "hidden" not in str(refused.value)
 
 
 def test_a_password_file_is_read_for_the_client_alone(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The secret of a group of servers, and what is made with it: names, seals, digests of payloads.
+
+With a secret, a stranger who reads and writes the store can neither make a record that is taken
+for ours nor test a guess of a prompt by its name. Without one the keys are known to all: a seal
+then finds damage, and no forger. KV is encrypted in neither case.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.io.checksum import checksum, copy_checksums
+
+SECRET_BYTES_MIN, SECRET_BYTES_MAX = 32, 4096
+SEAL_BYTES = 32
+_CONTEXT = "attnstore_vllm 2026-11-28 shared tier: "
+"""The beginning of each key's context, by the rules of BLAKE3's derive_key: it never changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """Keys of 32 bytes, one for each use. None is in a repr, a log or the child process."""
+
+    is_secret: bool
+    _names: bytes = field(repr=False)
+    _seals: bytes = field(repr=False)
+    _payloads: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, secret: bytes | None) -> SharedKeys:
+        """Args: secret: None: there is none, and anyone can make the same keys."""
+
+        def derived(use: str) -> bytes:
+            return blake3(secret or b"", derive_key_context=_CONTEXT + use).digest()
+
+        return cls(secret is not None, derived("names"), derived("seals"), derived("payloads"))
+
+    def name(self, *parts: bytes) -> bytes:
+        """A hash of 32 bytes. All uses with one first part have parts of the same lengths."""
+        return blake3(b"".join(parts), key=self._names).digest()
+
+    def seal(self, *parts: bytes) -> bytes:
+        """A MAC of SEAL_BYTES. As for names."""
+        return blake3(b"".join(parts), key=self._seals).digest()
+
+    def is_seal(self, given: bytes, *parts: bytes) -> bool:
+        """In a time that says nothing about where they differ."""
+        return hmac.compare_digest(given, self.seal(*parts))
+
+    def digest(self, payload: memoryview) -> bytes:
+        """A payload as its seal has it. The GIL is released. Cost: a core for 2 to 4 GB/s
+        with a secret (docs/design.md); without one XXH3-128, a third of it."""
+        if not self.is_secret:
+            return checksum(payload)
+        return blake3(payload, key=self._payloads).digest()
+
+    def copy_digests(
+        self, copies: Sequence[tuple[memoryview, Sequence[memoryview]]]
+    ) -> list[bytes]:
+        """Fill each first buffer, as copy_checksums() does. Returns the digest of each copy: what
+        was copied may change meanwhile."""
+        checksums = copy_checksums(copies)
+        return [self.digest(to) for to, _ in copies] if self.is_secret else checksums
+
+    @property
+    def not_ours(self) -> str:
+        """Why a seal is not what it should be. Never the right one: it would help a forger."""
+        if self.is_secret:
+            return "damaged, forged or another secret's"
+        return "damaged, or another record's"
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file: all its bytes but white space at its ends. Raises ConfigError.
+
+    Links are followed, since Kubernetes mounts a Secret by way of some: what is verified is the
+    file that was opened.
+    """
+    what = f"shared.secret_file is {str(path)!r}, which"
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"{what} cannot be read: {error.strerror}; give the server's user the right to, or "
+            "name another file"
+        ) from error
+    try:
+        found = os.fstat(opened)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{what} is no regular file; name a file that has the secret")
+        if found.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"{what} belongs to user {found.st_uid}, who can change it; it must belong to the "
+                f"server's user ({os.geteuid()}) or to root"
+            )
+        mode = stat.S_IMODE(found.st_mode)
+        if mode & 0o077:
+            raise ConfigError(
+                f"{what} has mode {mode:04o}: group or others may read or change it; run chmod 400 "
+                "on it (defaultMode: 0400 in Kubernetes), and make a new secret if others may have "
+                "read this one"
+            )
+        secret = os.read(opened, SECRET_BYTES_MAX + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror}; name another file") from error
+    finally:
+        os.close(opened)
+    if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
+        raise ConfigError(
+            f"{what} has a secret of {len(secret)} bytes; it must have {SECRET_BYTES_MIN} to "
+            f"{SECRET_BYTES_MAX}, as `openssl rand -hex 32` writes them"
+        )
+    return secret
