@@ -146,7 +146,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help="write the pages anew")
     args = parser.parse_args()
-    bad = []
+    bad: list[str] = []
     for page in sorted({figure.page for figure in FIGURES}):
         path = ROOT / page
         text = path.read_text(encoding="utf-8")
