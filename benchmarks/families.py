@@ -45,6 +45,7 @@ from attnstore_vllm.testing.family_models import DRAFTS, FAMILIES
 from benchmarks.family_parts import child, registry
 from benchmarks.family_parts.child import drift
 from benchmarks.family_parts.table import render
+from benchmarks.quick import RESULTS, destination
 
 ROOT: Final = Path(__file__).parent.parent
 LIMIT_S: Final = 180
@@ -182,10 +183,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="COMMIT",
         help="only those without a result of this commit in the file (default: HEAD)",
     )
-    parser.add_argument("--json", type=Path, default=ROOT / "results" / "families.json")
+    parser.add_argument(
+        "--json", type=Path, help="(results/families.json; of --quick, .cache/quick)"
+    )
     parser.add_argument("--models", type=Path, default=ROOT / ".cache" / "families")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md, run nothing")
     args = parser.parse_args(argv)
+    args.json = destination(
+        RESULTS / "families.json", args.json, is_quick=args.quick and not args.docs
+    )
     before: Mapping[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
     if not args.docs:
         known = dict(before.get("families", {}))

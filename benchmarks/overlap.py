@@ -29,8 +29,7 @@ from attnstore_vllm.bench.environment import machine
 from attnstore_vllm.bench.summary import table
 from benchmarks.overlap_parts import block_reuse, hits, loads, picture, throughput
 from benchmarks.overlap_parts.common import Line, Settings, say
-
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.quick import RESULTS, destination
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,10 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=list(PARTS), action="append", help="may be repeated")
     parser.add_argument("--quick", action="store_true", help="only to see that it works")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "overlap.json")
+    parser.add_argument("--out", type=Path, help="(results/overlap.json; of --quick, .cache/quick)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     args = parser.parse_args()
+    args.out = destination(RESULTS / "overlap.json", args.out, is_quick=args.quick)
     report = json.loads(args.out.read_text()) if args.out.exists() else {}
     done = {}
     for name in args.only or list(PARTS):

@@ -20,9 +20,9 @@ from typing import Any, Final
 from attnstore_vllm.bench.environment import machine
 from benchmarks.data import is_papers
 from benchmarks.experiments.picture import plot
-from benchmarks.experiments.spec import Experiment, Metric, read_all
+from benchmarks.experiments.spec import Experiment, Goal, Metric, read_all
 
-__all__ = ["machine", "main", "render"]
+__all__ = ["ending", "machine", "main", "render"]
 
 ROOT: Final = Path(__file__).parent.parent
 PAPER: Final = "paper"
@@ -33,6 +33,7 @@ MARKS: Final = {
     "CPU": "**measured on a CPU**",
     "GPU": "**measured on a GPU**",
 }
+QUICKLY: Final = "none: a quick run shows that it runs, and nothing else"
 HEAD: Final = """\
 # Results
 
@@ -90,6 +91,40 @@ def _section(
     if experiment.notes:
         yield f"\n{experiment.notes.strip()}"
     yield f"\n![{experiment.question}]({pictures}/{experiment.name}.png)\n"
+
+
+def ending(experiment: Experiment, result: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that a run ends with: its tables, its goals, and a verdict on each."""
+    for metric in experiment.metrics:
+        yield from _table(metric, result["values"][metric.name])
+        yield ""
+    for metric in experiment.metrics:
+        if metric.goal is not None:
+            goal = f"{metric.goal.system}: {metric.goal.words(metric.unit)}"
+            yield f"goal: {metric.words}, {goal}"
+            yield f"verdict: {_verdict(metric, metric.goal, result)}"
+    if not any(metric.goal for metric in experiment.metrics):
+        yield "goal: none is set"
+        yield f"verdict: {QUICKLY if result['quick'] else 'none; the tables are what was found'}"
+
+
+def _verdict(metric: Metric, goal: Goal, result: Mapping[str, Any]) -> str:
+    if result["quick"]:
+        return QUICKLY
+    by_point = result["values"][metric.name]
+    found = {label: values.get(goal.system) for label, values in by_point.items()}
+    singles = {k: v[0] if isinstance(v, Sequence) else v for k, v in found.items()}
+    missed = [
+        f"{label} has {cell(value, metric.unit)}"
+        for label, value in singles.items()
+        if value is not None and not goal.is_met(value)
+    ]
+    absent = [label for label, value in singles.items() if value is None]
+    unknown = f"; not measured: {', '.join(absent)}" if absent else ""
+    if missed:
+        return f"missed: {'; '.join(missed)}{unknown}"
+    met = len(singles) - len(absent)
+    return f"met at {met} of {len(singles)} points{unknown}" if met else "not measured"
 
 
 def _about(result: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -122,29 +123,80 @@ def digest(*paths: str, extra: str = "") -> str:
     return hasher.hexdigest()
 
 
+HEADERS = ("xxhash.h", "liburing.h")
+"""Parts of the extension are built where these are (setup.py)."""
+ADDS_HEADERS = "apt-get install -y liburing-dev libxxhash-dev"
+
+
+def headers() -> str:
+    """A digest of what the compiler finds: what came or went builds the extension anew."""
+    compiler = os.environ.get("CXX") or ("c++" if shutil.which("c++") else "g++")
+    hasher = hashlib.sha256()
+    for name in HEADERS:
+        found = subprocess.run(
+            [*shlex.split(compiler), "-x", "c++", "-E", "-"],
+            input=f"#include <{name}>\n",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        hasher.update(f"{name} {found.stdout if found.returncode == 0 else 'absent'}".encode())
+    return hasher.hexdigest()
+
+
+def built_without() -> str | None:
+    """What the extension in .venv was built without, and what adds it; None if it has all."""
+    asked = subprocess.run(
+        [str(PYTHON), "-c", _LACKS], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    lacks = asked.stdout.strip()
+    if not lacks:
+        return None
+    return (
+        f"built without {lacks}: it works, more slowly, and what needs them is not tested.\n"
+        f"To add them: {ADDS_HEADERS} && make setup"
+    )
+
+
+_LACKS = """
+from attnstore_vllm import _native
+has = {
+    "io_uring": _native.has_uring,
+    "native checksums": hasattr(_native, "page_checksums"),
+}
+print(" and ".join(what for what, is_there in has.items() if not is_there))
+"""
+
+
+def project_steps() -> list[tuple[str, Callable[[], None], str]]:
+    """(what is installed, how, a digest of all that it depends on), in their order."""
+    native = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file())
+    here = f"{platform.python_version()} {os.fspath(ROOT)}"
+    return [
+        ("PyTorch", install_torch, digest(extra=TORCH + here)),
+        ("vLLM's CPU build", install_vllm,
+         digest("tools/vllm_metadata/pyproject.toml", extra=VLLM + here)),
+        ("attnstore_vllm, its extension and the tools", install_project,
+         digest("pyproject.toml", "setup.py", *native, extra=here + headers())),
+    ]  # fmt: skip
+
+
 def main() -> None:
     started = time.monotonic()
     check_machine()
     if not PYTHON.exists():
         print("making .venv ...", flush=True)
         venv.create(VENV, with_pip=True)
-    native = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file())
-    here = f"{platform.python_version()} {os.fspath(ROOT)}"
-    steps: list[tuple[str, Callable[[], None], str]] = [
-        ("PyTorch", install_torch, digest(extra=TORCH + here)),
-        ("vLLM's CPU build", install_vllm,
-         digest("tools/vllm_metadata/pyproject.toml", extra=VLLM + here)),
-        ("attnstore_vllm, its extension and the tools", install_project,
-         digest("pyproject.toml", "setup.py", *native, extra=here)),
-    ]  # fmt: skip
     stamps: dict[str, str] = json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
-    for name, install, wanted in steps:
+    for name, install, wanted in project_steps():
         if stamps.get(name) == wanted:
             continue
         print(f"installing {name} ...", flush=True)
         install()
         stamps[name] = wanted
         STAMPS.write_text(json.dumps(stamps))
+    if lacks := built_without():
+        print(lacks)
     print(f"ready: .venv ({time.monotonic() - started:.0f} s)")
 
 

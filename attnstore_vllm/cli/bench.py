@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from attnstore_vllm.bench.conversations import Conversation, read_conversations
 from attnstore_vllm.bench.gaps import read_gaps
 from attnstore_vllm.bench.schedule import THINK_FORMS, Load, Think, parse_think
 from attnstore_vllm.bench.summary import summary_text
+from attnstore_vllm.cli.main import ends_on_the_spot
 from attnstore_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -214,7 +216,9 @@ def run(args: argparse.Namespace) -> int:
     key = args.api_key_file.read_text().strip() if args.api_key_file else None
     asking = replace(settings(args, args.model), usage=not args.no_usage, api_key=key)
     conversations = read_conversations(args.data)
-    outcome = asyncio.run(_replay(args, conversations, wanted, asking))
+    # An event loop that an interrupt leaves half made prints a traceback when it is deleted.
+    with ends_on_the_spot("attnstore bench") as is_made:
+        outcome = asyncio.run(_replay(args, conversations, wanted, asking, is_made))
     result = outcome.to_json() | {"options": options(args)}
     print(json.dumps(result) if args.json else summary_text(result))
     if outcome.trouble:
@@ -230,7 +234,9 @@ async def _replay(
     conversations: list[Conversation],
     wanted: Load,
     asking: RequestSettings,
+    begun: Callable[[], None],
 ) -> ReplayOutcome:
+    begun()
     from attnstore_vllm.bench.client import server_root  # noqa: PLC0415  want aiohttp
     from attnstore_vllm.bench.replay import replay  # noqa: PLC0415
     from attnstore_vllm.bench.tokens import as_ids, check_server, fitting  # noqa: PLC0415

@@ -11,7 +11,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 
 from attnstore_vllm.errors import AttnStoreError
@@ -58,20 +59,36 @@ def _commands() -> ModuleType:
     An interrupt ends the process on the spot: an exception would pass through modules that are half
     imported, and some of Python's own callbacks print it and go on.
     """
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_default:  # one that is ignored stays so, as in a script's background
-        signal.signal(signal.SIGINT, _end)
-    try:
+    with ends_on_the_spot("attnstore"):
         from attnstore_vllm.cli import commands  # noqa: PLC0415  see above
-    finally:
-        if is_default:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
     return commands
 
 
-def _end(number: int, frame: object) -> None:
-    os.write(2, b"attnstore: interrupted\n")
-    os._exit(EXIT_INTERRUPTED)
+@contextmanager
+def ends_on_the_spot(name: str) -> Iterator[Callable[[], None]]:
+    """An interrupt ends the process, without an exception: for what must not be left half made.
+
+    Gives what ends this sooner than the block's end.
+
+    Args:
+        name: of the command, as it is told.
+    """
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, f"{name}: interrupted\n".encode())
+        os._exit(EXIT_INTERRUPTED)
+
+    def is_over() -> None:
+        if signal.getsignal(signal.SIGINT) is end:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    # One that is ignored stays so, as in a script's background.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield is_over
+    finally:
+        is_over()
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ class AiofilesDevice:
             raise DeviceError(f"{path}: {error}") from error
         self._completions: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
         self._executor = DaemonPool(depth, "attnstore-io")
-        self._loop = asyncio.new_event_loop()
-        self._tags: asyncio.Queue[int | None] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop
+        self._tags: asyncio.Queue[int | None]
         self._waiting: dict[int, IoRequest] = {}  # by tag, until a worker takes it
         self._moving: dict[int, IoRequest] = {}
         self._closed = False
@@ -188,6 +188,15 @@ class AiofilesDevice:
         self._completions.put(Completion(request.tag, error, digest))
 
     def _run(self, depth: int, started: queue.SimpleQueue[OSError | None]) -> None:
+        # Made here, not by the caller: Ctrl-C comes to the main thread alone, and a loop that it
+        # leaves half made prints a traceback when it is deleted.
+        try:
+            self._loop = asyncio.new_event_loop()
+        except OSError as error:
+            self._executor.shutdown()
+            started.put(error)
+            return
+        self._tags = asyncio.Queue()
         try:
             self._loop.run_until_complete(self._serve(depth, started))
         finally:

@@ -35,7 +35,9 @@ FACTS: Final = (
     r"GPU KV cache size: [\d,]+ tokens",
     r"CPU KV cache size: [\d,]+ tokens",
     r"CUDA kernels: \S+",
-    r"AttnStore keeps .*",
+    r"AttnStore \S+: a token takes .*",
+    r"DRAM: [\d,]+ tokens in .*",
+    r"NVMe: [\d,]+ tokens in .*",
 )
 """Lines of a log that say what this server really is."""
 PREFIX: Final = re.compile(r"^.*?(?:INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ (?:\[[^\]]*\] )?")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run experiments of the paper's evaluation; each writes results/experiments/NAME.json and .png.
+"""Run experiments of the paper's evaluation; each writes results/experiments/NAME.json and .png,
+and ends with its tables, its goals and a verdict. What is run quickly is written to .cache/quick.
 
 python -m benchmarks.experiments                       what there is
 python -m benchmarks.experiments hit_rate ttft         some
@@ -24,9 +25,10 @@ from benchmarks.experiments import scripted, served, simulated
 from benchmarks.experiments.picture import plot
 from benchmarks.experiments.spec import Experiment, Kind, SpecError, read_all
 from benchmarks.placement import DATASETS
+from benchmarks.quick import RESULTS, destination
+from benchmarks.report import ending
 
-ROOT: Final = Path(__file__).parent.parent.parent
-RESULTS: Final = ROOT / "results" / "experiments"
+PUBLISHED: Final = RESULTS / "experiments"
 EXIT_OK, EXIT_ERROR = 0, 2
 HOW: Final[Mapping[Kind, str]] = {
     "simulate": "simulated",
@@ -48,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name not in experiments:
                 raise SpecError(f"{name!r} is unknown; there are {', '.join(experiments)}")
         data = args.data or next(path for path in DATASETS if path.exists())
+        args.out = destination(PUBLISHED, args.out, is_quick=args.quick)
         for name in names:
             experiment = experiments[name].quickly() if args.quick else experiments[name]
             _run(experiment, data, args)
@@ -73,7 +76,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, help="conversations in ShareGPT format")
     parser.add_argument("--model", help="for real servers, as for vllm serve (a small one is made)")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="(results/experiments; of --quick, .cache/quick)"
+    )
     return parser.parse_args(argv)
 
 
@@ -105,6 +110,7 @@ def _run(experiment: Experiment, data: Path, args: argparse.Namespace) -> None:
     path = args.out / f"{experiment.name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     plot(experiment, result, path.with_suffix(".png"))
+    print("\n".join(ending(experiment, result)))
     print(f"{experiment.name}: {path}", file=sys.stderr)
 
 

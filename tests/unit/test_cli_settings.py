@@ -31,6 +31,7 @@ from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.sim.hardware import Machine
 from attnstore_vllm.store.slab import NO_RESERVE
 from attnstore_vllm.transfer.region import PREFIX
+from benchmarks.sample import SAMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "attnstore_vllm.cli.main"]
@@ -440,6 +441,43 @@ def test_ctrl_c_is_a_sentence(settings: Path) -> None:
     _, said = running.communicate(timeout=60)
     assert (running.returncode, said) == (130, "attnstore doctor: interrupted\n")
     assert not list(settings.parent.glob(".attnstore-doctor-*"))
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench"])
+def test_ctrl_c_while_an_event_loop_is_made(tmp_path: Path, command: str) -> None:
+    """A part of it is slow here, so that it is certain when the interrupt comes."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import socket, sys, time\n"
+        "from attnstore_vllm.cli.main import main\n"
+        "real = socket.socketpair\n"
+        "def slow(*given, **named):\n"
+        "    print('makes', flush=True)\n"
+        "    time.sleep(0.5)\n"
+        "    return real(*given, **named)\n"
+        "socket.socketpair = slow\n"
+        "sys.exit(main())\n"
+    )
+    if command == "doctor":
+        nvme = f"{{path: {tmp_path}/kv, capacity: 1MiB, io: aiofiles}}"
+        (tmp_path / "attnstore.yaml").write_text(f"dram: 1MiB\nnvme: {nvme}\n")
+        words = ["doctor", str(tmp_path / "attnstore.yaml")]
+    else:
+        nowhere = "http://127.0.0.1:9"
+        words = ["bench", "replay", "--model", "m", "--data", str(SAMPLE), "--base-url", nowhere]
+    running = subprocess.Popen(
+        [sys.executable, str(program), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "makes\n"
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (130, f"attnstore {command}: interrupted\n")
+    assert not list(tmp_path.glob(".attnstore-doctor-*"))
 
 
 def test_a_locale_without_the_letters(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import benchmarks.quick
 from attnstore_vllm.sim.outcome import Outcome
 from benchmarks import report
 from benchmarks.compare.command import parser
@@ -20,6 +22,7 @@ from benchmarks.experiments.intervals import interval
 from benchmarks.experiments.spec import Experiment, Goal, SpecError, parse, read_all
 from benchmarks.sample import SAMPLE
 
+ROOT = Path(__file__).parent.parent.parent
 ALL = read_all()
 SIMULATED = [e for e in ALL.values() if e.kind == "simulate"]
 SERVED = [e for e in ALL.values() if e.kind == "serve"]
@@ -308,6 +311,77 @@ def test_a_run_writes_json_and_a_picture(quick: Path) -> None:
     assert found["body"]["sessions"] == 12
     assert found["machine"]["cores"] >= 1
     assert (quick / "x.png").stat().st_size > 1000
+
+
+def test_a_run_ends_with_tables_goals_and_a_verdict(
+    capsys: pytest.CaptureFixture[str], quick: Path
+) -> None:
+    said = capsys.readouterr().out
+    result = json.loads((quick / "missed.json").read_text())
+    assert said.count("| what was found, % ") == 2 and "\ngoal: none is set\n" in said
+    assert "\ngoal: what was found, attnstore: at least 150\nverdict: none: a quick run" in said
+    spec = changed("metrics/found/goal", {"system": "attnstore", "at_least": 0.9})
+    judged = parse("judged", spec)
+    result |= {"quick": False, "values": {"found": {}}}
+    values = result["values"]["found"]
+    values |= {"small": {"attnstore": 0.91}, "large": {"attnstore": 0.95}}
+    assert list(report.ending(judged, result))[-1] == "verdict: met at 2 of 2 points"
+    values["large"] = {"attnstore": 0.5}
+    assert list(report.ending(judged, result))[-1] == "verdict: missed: large has 50.0"
+    values["small"] = {"recompute": 0.5}
+    assert list(report.ending(judged, result))[-1].endswith("; not measured: small")
+    values["large"] = {}
+    assert list(report.ending(judged, result))[-1] == "verdict: not measured"
+
+
+@pytest.mark.parametrize("experiment", ALL.values(), ids=lambda e: e.name)
+def test_a_quick_run_leaves_what_is_published(
+    experiment: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each with its own points and metrics; one number stands for all that a run finds."""
+    found = {
+        metric.name: {label: {"attnstore": 0.5} for label in experiment.body["points"]}
+        for metric in experiment.metrics
+    }
+    made = {"values": found, "data": "none", "model": "tiny"}
+    for kind in (simulated, served, scripted):
+        monkeypatch.setattr(kind, "run", lambda *_, **__: dict(made))
+    monkeypatch.setattr(benchmarks.quick, "CACHE", tmp_path)
+    published = [ROOT / "results/experiments" / f"{experiment.name}.{e}" for e in ("json", "png")]
+    before = [path.read_bytes() for path in published]
+    assert runner.main([experiment.name, "--quick", "--data", str(SAMPLE)]) == 0
+    assert [path.read_bytes() for path in published] == before
+    assert (tmp_path / "experiments" / f"{experiment.name}.json").is_file()
+    said = capsys.readouterr().out
+    for metric in experiment.metrics:
+        assert f"| {metric.words}" in said
+    assert "\ngoal: " in said and "\nverdict: " in said
+
+
+def test_a_quick_run_is_not_published_on_demand_either(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = (ROOT / "results/experiments/slow_disk.json").read_bytes()
+    args = ["slow_disk", "--quick", "--out", str(ROOT / "results/experiments")]
+    assert runner.main(args) == 2
+    assert "--quick writes nothing in results/" in capsys.readouterr().err
+    assert (ROOT / "results/experiments/slow_disk.json").read_bytes() == before
+
+
+def test_every_quick_run_has_its_own_place() -> None:
+    """Of all benchmarks: who takes --quick asks benchmarks/quick.py where to write."""
+    quick = [
+        path
+        for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+        if 'add_argument("--quick"' in path.read_text(encoding="utf-8")
+    ]
+    assert len(quick) >= 3
+    for path in quick:
+        text = path.read_text(encoding="utf-8")
+        assert re.search(r"destination\([^)]*is_quick=args\.quick", text), path
 
 
 def test_names_are_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
