@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
+from attnstore_vllm import _native
 from attnstore_vllm.config import TruncationConfig
 from attnstore_vllm.index import keys
 from attnstore_vllm.policy.eviction.by_return import ByReturn
@@ -131,7 +132,7 @@ class StepWorld:
 
             monkeypatch.setattr(owner, name, call)
 
-        chain = keys.native_chain_keys
+        chain = _native.chain_keys
 
         def chain_keys(parent: Key, chunks: tuple[bytes, ...], *more: Any) -> list[Key]:
             self.counts["chunks hashed"] += len(chunks)

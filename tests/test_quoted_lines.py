@@ -50,6 +50,9 @@ NO_LINES = {
     "capabilities: {add: [IPC_LOCK]}",
     "ttft_ms turn 1",
     "a fifth of share",
+    "chmod go-w DIR",
+    "chown -R USER DIR",
+    "chmod go-w FILE",
 }
 """Spans that read like a line, and are none."""
 COMMANDS = (

@@ -137,15 +137,12 @@ class Scheduler:
         board: Board | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.store, self._lock = store, lock
-        self.geometry = geometry
-        self._order = geometry.order
-        self.names = names
+        self.store, self._lock, self.names = store, lock, names
+        self.geometry, self._order = geometry, geometry.order
         self.adapters = Adapters(geometry.num_ranks, clock)
         self._watch = ResetWatch(self.adapters.hbm_is_empty)
         self._has_adapters = False  # no request has had one
-        self._has_prefix_cache = has_prefix_cache
-        self._serves_adapters = serves_adapters
+        self._has_prefix_cache, self._serves_adapters = has_prefix_cache, serves_adapters
         self._alive: set[str] = set()  # also those that the store does not serve
         self.requests: dict[str, RequestState] = {}
         self._recent = RecentPrompts()

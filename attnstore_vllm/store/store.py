@@ -366,7 +366,7 @@ class Store:
         with self._lock:
             self.residency.now = self._clock()
             for piece in pieces:
-                has_expired = self._has_leases and self.residency.has_expired(piece.chunk)
+                has_expired = self._context.has_leases and self.residency.has_expired(piece.chunk)
                 if has_expired or not _is_ready(piece.chunk):
                     return False
             self.residency.hold(*(piece.chunk for piece in pieces))

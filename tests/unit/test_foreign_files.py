@@ -153,8 +153,9 @@ def test_a_pipe_in_the_place_of_a_generation_hangs_no_start(tmp_path: Path, name
 def test_generations_of_another_user(tmp_path: Path, monkeypatch: Fixture) -> None:
     own = Generation(tmp_path, tmp_path).value
     assert Generation(tmp_path, tmp_path).value == own
-    generations.save(tmp_path, generations.SharedGeneration(mine=bytes(16)).to_json())
-    assert generations.load(tmp_path).mine == bytes(16)
+    mine = generations.GenerationId(bytes(16), 7)
+    generations.save(tmp_path, generations.SharedGeneration(mine=mine).to_json())
+    assert generations.load(tmp_path).mine == mine
     for name in (GENERATION, generations.FILE_NAME):
         give_away(tmp_path / name, monkeypatch)
     assert Generation(tmp_path, tmp_path).value != own, "it shares with who wrote that"

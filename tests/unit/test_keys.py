@@ -161,7 +161,7 @@ def test_native_keys_are_those_of_the_package(size: int) -> None:
     chunks = tuple(random.randbytes(4 * size) for _ in range(5))
     for extras in ((), tuple(random.randbytes(number) for number in (0, 32, 0, 5, 64))):
         parent = Key(random.randbytes(32))
-        keys = []
+        keys: list[Key] = []
         for chunk, extra in zip(chunks, extras or 5 * (b"",), strict=True):
             keys.append(chunk_key(keys[-1] if keys else parent, extra, chunk))
         assert _native.chain_keys(parent, chunks, extras) == keys

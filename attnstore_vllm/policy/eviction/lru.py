@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from heapq import heapify, heappop, heappush
+from functools import partial
 from typing import Generic
 
 from attnstore_vllm.policy.eviction.base import K
+from attnstore_vllm.policy.lazy_heap import LazyHeap
 
 RANK_FACTOR = 1e9
 """Between what keys of two ranks are worth: more than age makes of it."""
@@ -39,28 +40,31 @@ class Lru(Generic[K]):
         self.clear()
 
     def clear(self) -> None:
-        self._entries: dict[K, tuple[float, int, K]] = {}
-        """The one that counts of each key; others in the heaps are passed over."""
-        self._oldest: dict[int, list[tuple[float, int, K]]] = {}
-        """By rank, a heap."""
-        self._newest: dict[int, list[tuple[float, int, K]]] = {}
-        """By rank, a heap of the same with times and numbers negated."""
+        self._entries: dict[K, tuple[float, int, int]] = {}
+        """When each key was used last, as was known when it came here, its number and its rank."""
+        self._oldest: dict[int, LazyHeap[K]] = {}
+        """By rank."""
+        self._newest: dict[int, LazyHeap[K]] = {}
+        """By rank, the same with times and numbers negated."""
 
     def add(self, key: K) -> None:
         self._count += 1
-        entry = self._entries[key] = (self._since(key), self._count, key)
-        rank = self._rank(key)
-        oldest = self._oldest.setdefault(rank, [])
-        newest = self._newest.setdefault(rank, [])
-        heappush(oldest, entry)
-        heappush(newest, (-entry[0], -entry[1], key))
-        most = 2 * len(self._entries) + LOOK_MAX
-        if len(oldest) > most or len(newest) > most:  # most of it is outdated
-            live = [entry for key, entry in self._entries.items() if self._rank(key) == rank]
-            newest[:] = [(-since, -number, key) for since, number, key in live]
-            oldest[:] = live
-            heapify(oldest)
-            heapify(newest)
+        since, rank = self._since(key), self._rank(key)
+        self._entries[key] = since, self._count, rank
+        if rank not in self._oldest:
+            self._oldest[rank] = LazyHeap(partial(self._age, rank))
+            self._newest[rank] = LazyHeap(partial(self._youth, rank))
+        self._oldest[rank].push((since, self._count), key)
+        self._newest[rank].push((-since, -self._count), key)
+
+    def _age(self, rank: int, key: K) -> tuple[float, int] | None:
+        """Its place among the oldest of a rank. It may have been used since it came."""
+        entry = self._entries.get(key)
+        return (self._since(key), entry[1]) if entry is not None and entry[2] == rank else None
+
+    def _youth(self, rank: int, key: K) -> tuple[float, int] | None:
+        entry = self._entries.get(key)
+        return (-entry[0], -entry[1]) if entry is not None and entry[2] == rank else None
 
     def add_oldest(self, keys: Iterable[K]) -> None:
         """Their age says it."""
@@ -79,36 +83,12 @@ class Lru(Generic[K]):
     def victim(self, now: float, can_go: Callable[[K], bool]) -> K | None:
         """See Order. Among the LOOK_MAX oldest of each rank. Cost: O(log keys) for each that is
         looked at, amortized."""
-        for rank in sorted(self._oldest):
-            heap, aside = self._oldest[rank], list[tuple[float, int, K]]()
-            found = None
-            while heap and found is None and len(aside) < LOOK_MAX:
-                since, _, key = entry = heap[0]
-                if self._entries.get(key) is not entry:
-                    heappop(heap)
-                elif self._since(key) > since:  # used since it came
-                    heappop(heap)
-                    self.add(key)
-                elif can_go(key):
-                    found = key
-                else:
-                    aside.append(heappop(heap))
-            for entry in aside:
-                heappush(heap, entry)
-            if found is not None:
-                return found
-        return None
+        found = (self._oldest[rank].find(can_go, LOOK_MAX) for rank in sorted(self._oldest))
+        return next((key for key in found if key is not None), None)
 
     def last(self, now: float) -> K | None:
-        for rank in sorted(self._newest, reverse=True):
-            heap = self._newest[rank]
-            while heap:
-                _, number, key = heap[0]
-                entry = self._entries.get(key)
-                if entry is not None and entry[1] == -number:
-                    return key
-                heappop(heap)
-        return None
+        found = (self._newest[rank].first() for rank in sorted(self._newest, reverse=True))
+        return next((key for key in found if key is not None), None)
 
     def worth(self, key: K, now: float) -> float:
         """As if returns fell with age as 1/t, which is what makes this order a good one."""
