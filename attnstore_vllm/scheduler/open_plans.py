@@ -169,9 +169,7 @@ class OpenPlans:
 
     def comes_first(self, request_id: str) -> None:
         """Read what is planned of this request before the step begins. Only with has_rows()."""
-        saves = self._plan.saves
-        self._plan.saves_before += [plan for plan in saves if plan.request_id == request_id]
-        self._plan.saves = [plan for plan in saves if plan.request_id != request_id]
+        self._plan.saves_before += self._new_saves.pop(request_id, ())
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Their blocks are others' in the step that is being planned."""
