@@ -91,12 +91,14 @@ def problems(
         yield MachineError(f"nvme.path cannot be looked at: {error}")
         return
     parts = [engine.nvme for engine in engines]
-    there = [part for part in parts if os.path.isdir(part.named_path.parent)]
+    refused = set[Path]()
+    for path in dict.fromkeys(part.named_path for part in parts):
+        for error in _failures(partial(_check_directory, "nvme.path", path)):
+            refused.add(path)
+            yield error
+    # Of a directory that is refused nothing more is said: all else would fail for the same reason.
+    fine = [part for part in parts if part.named_path not in refused]
     for check in (
-        *(
-            partial(_check_directory, "nvme.path", path)
-            for path in dict.fromkeys(part.named_path for part in parts)
-        ),
         *(
             partial(_check_directory, "trace.path", engine.trace.path)
             for engine in engines
@@ -104,15 +106,23 @@ def problems(
         ),
         *([_check_driver] if pins_memory else ()),
         partial(_check_memory, config, engines, pins_memory=pins_memory),
-        *(partial(_check_disk, config, those) for those in disks),
-        *(partial(_check_locks, part) for part in there),
+        *(
+            partial(_check_disk, config, those)
+            for those in disks
+            if all(part in fine for part in those)
+        ),
+        *(partial(_check_locks, part) for part in fine),
     ):
-        try:
-            check()
-        except ConfigError as error:
-            yield error
-        except OSError as error:
-            yield MachineError(f"this machine cannot be looked at: {error}")
+        yield from _failures(check)
+
+
+def _failures(check: Callable[[], None]) -> Iterator[ConfigError]:
+    try:
+        check()
+    except ConfigError as error:
+        yield error
+    except OSError as error:
+        yield MachineError(f"this machine cannot be looked at: {error}")
 
 
 def _engines(config: StoreConfig, ranks: Sequence[int] | None) -> list[StoreConfig]:

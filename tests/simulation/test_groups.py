@@ -28,7 +28,7 @@ SEEDS_OF_A_FAULT = 40
 
 @pytest.mark.parametrize("model", MODELS)
 def test_seeds_of_groups(model: str) -> None:
-    counts = run_groups(model, 0, 2, 250)
+    counts = run_groups(model, 0, 3, 250)
     assert counts["served"] > 10
     assert counts["tokens"] > 1000
     beside = {group.reach for group in MODELS[model][1:]}
