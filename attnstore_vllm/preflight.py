@@ -109,7 +109,7 @@ def problems(
         *(
             partial(_check_disk, config, those)
             for those in disks
-            if all(part in fine for part in those)
+            if any(part in fine for part in those)
         ),
         *(partial(_check_locks, part) for part in fine),
     ):
