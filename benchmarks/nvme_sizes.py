@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a server with NVMe ever worse than one without? A simulated sweep over its size and speed.
 
-    python -m benchmarks.nvme_sizes [--quick]
+    python -m benchmarks.nvme_sizes [--conversations 60]
 
 Conversations that think, grow and end come to a server that makes 0.7 GB of KV a second, which is
 more than the slow ones of these disks can write. For each order of eviction, and each size (times
@@ -82,8 +82,8 @@ def sweep(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer conversations")
-    trace = conversations(60 if parser.parse_args().quick else 150)
+    parser.add_argument("--conversations", type=int, default=150)
+    trace = conversations(parser.parse_args().conversations)
     worst = 0.0
     for policy in POLICIES:
         without, more = sweep(trace, policy, SIZES, SPEEDS)

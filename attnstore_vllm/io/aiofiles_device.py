@@ -25,7 +25,7 @@ from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.checksum import check, checksum, seal
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.io.device import ALIGNMENT_BYTES, Completion, IoRequest, Op
-from attnstore_vllm.own_files import open_own
+from attnstore_vllm.own_files import NotOursError, open_own
 
 _left_behind: list[object] = []
 """Requests that a disk did not give back: their buffers stay as long as the process."""
@@ -36,6 +36,8 @@ def direct_flag(path: Path) -> int:
     flag = getattr(os, "O_DIRECT", 0)
     try:
         fd = open_own(path, os.O_RDONLY | flag)
+    except NotOursError:
+        raise
     except OSError:
         return 0
     try:

@@ -196,7 +196,8 @@ assert device.close(10)
 """
     for parent in (path.parent, *path.parent.parents[:3]):
         parent.chmod(parent.stat().st_mode | 0o711)
-    path.chmod(0o666)
+    if limit:
+        os.chown(path, 65534, -1)
     answer = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )

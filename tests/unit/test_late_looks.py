@@ -36,7 +36,11 @@ class _Engine:
         self.scheduler = Scheduler(rig.store, geometry, _Names(), 0.2, -1)
         self.pool = SimpleNamespace(cached_block_hash_to_block=object())
         state: Any = SimpleNamespace(
-            is_at_once=False, load_failed=True, offered=None, computing=Computing()
+            is_at_once=False,
+            load_failed=True,
+            offered=None,
+            computing=Computing(),
+            media=SimpleNamespace(waits=lambda: False),
         )
         self.scheduler.requests["one"] = state
         self.scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=self.pool))
