@@ -167,9 +167,19 @@ class OpenPlans:
         has_rows = self._rows is None or self._saving_blocks + num_blocks <= self._rows
         return self._gives_blocks_away and has_rows
 
-    def comes_first(self, request_id: str) -> None:
-        """Read what is planned of this request before the step begins. Only with has_rows()."""
-        self._plan.saves_before += self._new_saves.pop(request_id, ())
+    def num_new(self, request_id: str) -> int:
+        """Saves of the request in the step that is being planned."""
+        return len(self._new_saves.get(request_id, ()))
+
+    def comes_first(self, request_id: str, since: int = 0) -> None:
+        """Read what is planned of this request before the step begins. Only with has_rows().
+
+        Args:
+            since: num_new() of before: not those saves, which may be of another of its name.
+        """
+        new = self._new_saves.get(request_id, [])
+        self._plan.saves_before += new[since:]
+        del new[since:]
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Their blocks are others' in the step that is being planned."""

@@ -125,13 +125,15 @@ class Rests:
         number = self._saving.first_missing(state)
         there = self._chunks_there(rest, number)
         stop = min(there, number + self._with_rows(min(most, there - number)))
+        request_id = state.request.request_id
+        before = self._plans.num_new(request_id)
         self._saving.save_spine(state, number, stop, rest.block_ids)
         if computing.chunks_seen == there < num_chunks:
             self._end(rest)  # vLLM has given the next one's blocks away
         elif computing.chunks_seen == num_chunks:
             self._rests.remove(rest)
             self._save_tail(rest)
-        self._plans.comes_first(state.request.request_id)
+        self._plans.comes_first(request_id, before)
         return computing.chunks_seen - number
 
     def _with_rows(self, most: int) -> int:
