@@ -294,7 +294,8 @@ class Scheduler:
                 return (None if waits and not state.is_at_once else 0), False
         if state.visit is None:
             if not self._lookups.is_asked(request):
-                return (0 if state.is_at_once else None), False
+                waits = not state.is_at_once and self._lookups.may_wait()
+                return (None if waits else 0), False
             self._look_up(state)
         found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats)
         if found is not None and self.store.needs:
