@@ -367,9 +367,9 @@ class RequestMedia:
         """
         if self._num_decided < len(self._inputs):
             return True
-        if self._names.left <= 0 and not at_once:
-            return True  # to name blocks anew costs a hash each, and how many come is for clients
         renamed = [one for one in self._inputs[self._num_claimed :] if not self._names.is_its(one)]
+        if renamed and self._names.left <= 0 and not at_once:
+            return True  # to name blocks anew costs a hash each, and how many come is for clients
         self._num_claimed = len(self._inputs)
         if renamed:
             self._rename(renamed)
