@@ -75,7 +75,8 @@ COUNTERS = {
         "Work on the engine's own thread that was beyond a step's budget (step_budget). Done in a "
         "later step: look-ups of requests (lookup), prefetches (prefetch), chunks of requests that "
         "go on, once for each step they wait (save), and the books of requests that were aborted "
-        "while they waited (leave). Not done: prefetches beyond the line (prefetch_dropped), and "
+        "while they waited (leave). Not done: look-ups of more requests than a step lets wait "
+        "(lookup_dropped), prefetches beyond the line (prefetch_dropped), and "
         "chunks of requests that ended (save_dropped), which cost a prefill.",
     ),
     "group_saved_bytes": (
@@ -164,7 +165,15 @@ LABELS: dict[str, tuple[str, ...]] = {
     "bytes": tuple(flow.value for flow in Flow),
     "recomputations": ("deadline", "slower", "lost", "copy_failed"),
     "hints": ("applied", "ignored"),
-    "put_off": ("lookup", "prefetch", "prefetch_dropped", "save", "save_dropped", "leave"),
+    "put_off": (
+        "lookup",
+        "lookup_dropped",
+        "prefetch",
+        "prefetch_dropped",
+        "save",
+        "save_dropped",
+        "leave",
+    ),
     "group_saved_bytes": _KINDS,
     "group_loaded_bytes": _KINDS,
     "shortened_hits": _KINDS,

@@ -24,6 +24,9 @@ K = TypeVar("K", bound=Hashable)
 
 STALE_MAX = 16
 """The heap is tidied when it has more than these and twice what it had after the last time."""
+SETTLED_MAX = 1024
+"""Entries that one find() puts right. How many have gone stale since the last one is not for its
+caller to say: requests by the hundred may leave between two."""
 
 
 class LazyHeap(Generic[K]):
@@ -86,11 +89,17 @@ class LazyHeap(Generic[K]):
         Args:
             looks: keys that are asked about, at most.
             before: the rank is lower than this.
+        Returns None also where SETTLED_MAX entries did not count: the next call goes on.
         """
         found: K | None = None
         aside: list[tuple[Any, K]] = []
-        while len(aside) < looks and (key := self.first()) is not None:
-            if before is not None and not self._heap[0][0] < before:
+        settled = 0
+        while self._heap and len(aside) < looks and settled < SETTLED_MAX:
+            if not self._settle():
+                settled += 1
+                continue
+            rank, key = self._heap[0]
+            if before is not None and not rank < before:
                 break
             if can_go(key):
                 found = key

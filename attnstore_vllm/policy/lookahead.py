@@ -186,12 +186,11 @@ class LookAhead(Generic[C]):
         Returns what nobody wants any more.
         """
         unwanted: list[C] = []
-        for request_id in list(self.wanted_by.get(chunk, ())):
+        for request_id, at in list(self.wanted_by.get(chunk, {}).items()):
             waiting = self._waiting[request_id]
-            at = waiting.wants.index(chunk)
             gone, waiting.wants = waiting.wants[at:], waiting.wants[:at]
             unwanted += self._unwant(request_id, gone)
-            if not any(c in self._absent for c in waiting.wants):
+            if _has(self._missing, waiting.order) and self._absent.isdisjoint(waiting.wants):
                 _discard(self._missing, waiting.order)
         return unwanted
 

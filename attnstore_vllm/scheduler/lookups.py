@@ -21,6 +21,9 @@ STEP_TOKENS = 1 << 17
 """Tokens that are looked up in a step, unless the settings say otherwise."""
 LOOK_TOKENS = 1 << 10
 """A look-up costs about as much as so many tokens more."""
+UNKNOWN_MAX = 512
+"""Requests that hear "not known yet" in one step. vLLM looks at its own cache for each of them
+first, and would go through all of its queue."""
 ORDERS_MAX = 64
 """Prefetches in line. One beyond them is dropped."""
 
@@ -41,6 +44,7 @@ class Lookups:
 
     def __init__(self, step_tokens: int = STEP_TOKENS) -> None:
         self.budget = StepBudget(step_tokens)
+        self._num_unknown = 0
         self._line: dict[str, None] = {}
         self._orders: deque[PrefetchOrder] = deque()
         self.put_off = Counter[str]()
@@ -59,6 +63,15 @@ class Lookups:
             self._line.pop(request.request_id, None)
             return True
         self._wait(request)
+        return False
+
+    def may_wait(self) -> bool:
+        """Whether a request that is not looked up now is asked for again. Else it is computed:
+        then vLLM comes to the end of its step."""
+        self._num_unknown += 1
+        if self._num_unknown <= UNKNOWN_MAX:
+            return True
+        self.put_off["lookup_dropped"] += 1
         return False
 
     def _wait(self, request: Request) -> None:
@@ -102,6 +115,7 @@ class Lookups:
             if not self.budget.take(look_tokens(len(self._orders[0].token_ids))):
                 break
             yield self._orders.popleft()
+        self._num_unknown = 0
         self.budget.begin_step()
 
 

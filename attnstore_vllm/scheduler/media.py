@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -34,6 +35,8 @@ STEP_BYTES = 256 << 10
 """Bytes that one step digests on the scheduler's thread, all requests together."""
 LOOK_BYTES = 2 << 10
 """Bytes that a look at an input counts for, whatever is digested of it."""
+NAME_BYTES = 1 << 10
+"""Bytes that a block counts for whose name vLLM makes anew."""
 JOBS_MAX = 256
 """Inputs that the thread has before it. What comes meanwhile waits to be given to it."""
 DEADLINE_S = 2.0
@@ -245,7 +248,8 @@ class RequestMedia:
         self._names = names
         self.request = request
         self._inputs: list[_Input] = []
-        self._num_claimed = 0
+        self._num_decided = self._num_claimed = 0
+        """Leading inputs that are not pending, and those whose names are claimed."""
         self._until: float | None = None
         self._reads = True
         """No input was left alone so far."""
@@ -261,8 +265,8 @@ class RequestMedia:
 
     @property
     def is_pending(self) -> bool:
-        """Whether something of it is still to be read."""
-        return any(one.is_pending for one in self._inputs[self._num_claimed :])
+        """Whether something of it is still to be read, or to be named."""
+        return self._num_claimed < len(self._inputs)
 
     def begin(self, *, at_once: bool = False) -> None:
         """The request has come: vLLM has looked up nothing of it.
@@ -280,7 +284,7 @@ class RequestMedia:
         if self._num_claimed == len(self.request.mm_features):
             return False
         self._advance()
-        if self.is_pending:
+        if self._num_decided < len(self._inputs):
             now = self._names.clock()
             self._until = self._until or now + DEADLINE_S
             if now < self._until:
@@ -288,11 +292,15 @@ class RequestMedia:
             self._give_up(f"it was not read within {DEADLINE_S} s. {_UNREAD}")
         return self._claim()  # vLLM has looked up its old names: it is to look again
 
-    def leave_alone(self) -> None:
-        """The store does not serve the request: nothing of it is read."""
+    def leave_alone(self, *, at_once: bool) -> None:
+        """The store does not serve the request: nothing of it is read.
+
+        Args:
+            at_once: vLLM does not let it wait, whatever it is told.
+        """
         self._reads = False
         self._advance()
-        self._claim()
+        self._claim(at_once=at_once)
 
     def scheduled(self) -> set[bytes]:
         """vLLM has scheduled it, with all its inputs. What a session has brought since the last
@@ -331,22 +339,37 @@ class RequestMedia:
 
     def _advance(self) -> None:
         self._see()
-        for one in self._inputs[self._num_claimed :]:
+        for one in islice(self._inputs, self._num_decided, None):
             if one.is_pending and self._reads:
                 self._names.advance(one)
             if one.is_left_alone or not self._reads:  # and so is what follows
                 one.is_left_alone, self._reads = True, False
+            if one.is_pending and one.job is None:
+                break  # there is no more time for it in this step, nor for what follows
+        self._count_decided()
+
+    def _count_decided(self) -> None:
+        rest = islice(self._inputs, self._num_decided, None)
+        self._num_decided += len(list(takewhile(lambda one: not one.is_pending, rest)))
 
     def _give_up(self, why: str) -> None:
-        for one in self._inputs:
+        for one in islice(self._inputs, self._num_decided, None):
             if one.is_pending:
                 self._names.leave_alone(one, why)
+        self._count_decided()
 
-    def _claim(self) -> bool:
-        """Claim the names of all that is decided. Returns whether some had to be renamed."""
-        if self.is_pending:
-            return False
+    def _claim(self, *, at_once: bool = False) -> bool:
+        """Claim the names of all inputs, once all are decided and the step has time for it. Returns
+        whether vLLM is to ask again: not all are claimed, or some had to be renamed.
+
+        Args:
+            at_once: whatever the step has time for.
+        """
+        if self._num_decided < len(self._inputs):
+            return True
         renamed = [one for one in self._inputs[self._num_claimed :] if not self._names.is_its(one)]
+        if renamed and self._names.left <= 0 and not at_once:
+            return True  # to name blocks anew costs a hash each, and how many come is for clients
         self._num_claimed = len(self._inputs)
         if renamed:
             self._rename(renamed)
@@ -360,6 +383,7 @@ class RequestMedia:
             one.name = media_name(one.feature.identifier)
         request = self.request
         request.mm_features = [one.feature for one in self._inputs]
+        self._names.left -= NAME_BYTES * len(request.block_hashes)
         request.block_hashes.clear()  # they are made of the names
         request.update_block_hashes()
 

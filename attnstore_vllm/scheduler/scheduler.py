@@ -209,7 +209,7 @@ class Scheduler:
         state = self._begin(request, namespace, media)
         if state is None:
             if request.mm_features:
-                media.leave_alone()
+                media.leave_alone(at_once=request.skip_reading_prefix_cache)
         elif self._queue is not None and state.adapter is not None and not media.is_pending:
             if self._lookups.comes(request):
                 self._look_up(state)
@@ -273,7 +273,8 @@ class Scheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         state = self.requests.get(request.request_id)
-        if state is not None and state.media.waits():
+        media = self._media_of.get(request.request_id)
+        if media is not None and media.waits():
             return None, False
         if state is not None and self._watch.must_wait():
             return (0 if state.is_at_once else None), False
@@ -293,7 +294,8 @@ class Scheduler:
                 return (None if waits and not state.is_at_once else 0), False
         if state.visit is None:
             if not self._lookups.is_asked(request):
-                return (0 if state.is_at_once else None), False
+                waits = not state.is_at_once and self._lookups.may_wait()
+                return (None if waits else 0), False
             self._look_up(state)
         found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats)
         if found is not None and self.store.needs:

@@ -83,7 +83,8 @@ def read_secret(path: Path) -> bytes:
     """The secret in a file: all its bytes but white space at its ends. Raises ConfigError.
 
     Links are followed, since Kubernetes mounts a Secret by way of some: what is verified is the
-    file that was opened.
+    file that was opened. Its group may read it where its directory has the setgid bit: so does
+    `fsGroup` give a Secret to a pod whose user is not root.
     """
     what = f"shared.secret_file is {str(path)!r}, which"
     try:
@@ -103,7 +104,7 @@ def read_secret(path: Path) -> bytes:
                 f"server's user ({os.geteuid()}) or to root"
             )
         mode = stat.S_IMODE(found.st_mode)
-        if mode & 0o077:
+        if mode & (0o037 if _is_given_to_group(path) else 0o077):
             raise ConfigError(
                 f"{what} has mode {mode:04o}: group or others may read or change it; run chmod 400 "
                 "on it (defaultMode: 0400 in Kubernetes), and make a new secret if others may have "
@@ -120,3 +121,7 @@ def read_secret(path: Path) -> bytes:
             f"{SECRET_BYTES_MAX}, as `openssl rand -hex 32` writes them"
         )
     return secret
+
+
+def _is_given_to_group(path: Path) -> bool:
+    return bool(os.stat(path.resolve().parent).st_mode & stat.S_ISGID)

@@ -173,7 +173,7 @@ class SharedGeneration:
 
 
 def from_json(text: str) -> SharedGeneration:
-    """Raises ValueError, LookupError, TypeError, AttributeError."""
+    """Raises ValueError, LookupError, TypeError, AttributeError, OverflowError."""
     said = json.loads(text)
     if isinstance(said["left"], list):
         # Of format 1, whose records have other names. After a reset whatever is there is of before.
@@ -196,7 +196,9 @@ def load(directory: Path) -> SharedGeneration:
         return from_json(read_own(directory / FILE_NAME, FILE_BYTES_MAX).decode())
     except FileNotFoundError:
         return SharedGeneration()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return SharedGeneration(must_renew=True)
+    except (OverflowError, RecursionError):
         return SharedGeneration(must_renew=True)
 
 

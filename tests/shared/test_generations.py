@@ -355,7 +355,13 @@ def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"left": {"aa": 1}, "renew": false, "mine": null, "behind": false}']
+    "text",
+    [
+        "[]",
+        "{}",
+        '{"left": {"aa": 1}, "renew": false, "mine": null, "behind": false}',
+        '{"left": {"aa": 1e999}, "renew": false, "mine": null, "behind": false}',
+    ],
 )
 def test_a_file_with_what_is_none_leaves_whatever_is_there(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE_NAME).write_text(text)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.policy.lazy_heap import STALE_MAX, LazyHeap
+from attnstore_vllm.policy.lazy_heap import SETTLED_MAX, STALE_MAX, LazyHeap
 
 STEPS = st.lists(
     st.tuples(st.sampled_from("srrgtf"), st.integers(0, 6), st.integers(0, 20)), max_size=80
@@ -99,3 +99,26 @@ def test_a_key_with_two_entries_is_taken_once() -> None:
     assert heap.take(9.0, 10) == [1]
     del ends[1]
     assert heap.first() is None
+
+
+def test_a_search_puts_a_few_entries_right() -> None:
+    """All but one of many keys have left since the last search. Each search goes on."""
+    looks, ranks = 0, {key: float(key) for key in range(5 * SETTLED_MAX)}
+
+    def rank(key: int) -> float | None:
+        nonlocal looks
+        looks += 1
+        return ranks.get(key)
+
+    heap = LazyHeap[int](rank)
+    for key, first in ranks.items():
+        heap.push(first, key)
+    last = max(ranks)
+    ranks = {last: ranks[last]}
+    looks, searches, found = 0, 0, None
+    while found is None and searches < 10:
+        looks = 0
+        found = heap.find(lambda _: True, 64)
+        assert looks <= SETTLED_MAX + 64
+        searches += 1
+    assert found == last

@@ -141,6 +141,31 @@ def test_what_is_lost_ends_what_is_wanted_behind_it() -> None:
     assert queue.farthest(None, anything) == "a"
 
 
+class _Counted(int):
+    """A chunk that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Counted.compared += 1
+        return self is other
+
+    __hash__ = int.__hash__
+
+
+def test_what_many_want_is_lost_without_a_search() -> None:
+    """A tail that a longer chunk takes the place of, while `n` children of one prompt wait."""
+    chunks, children = [_Counted(n) for n in range(200)], 50
+    queue = LookAhead[Any]()
+    for child in range(children):
+        queue.append(str(child))
+        queue.want(str(child), chunks, [])
+    _Counted.compared = 0
+    assert queue.lost(chunks[-1]) == [chunks[-1]]
+    assert _Counted.compared <= 4 * children
+    assert len(queue.wants_of("7")) == len(chunks) - 1
+
+
 def test_of_all_the_farthest_gives_up_its_deepest_chunk_wherever_it_is() -> None:
     queue = queue_of({"1": "ab", "2": "cd", "3": "aef"})
     queue.has_come("e")

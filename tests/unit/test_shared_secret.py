@@ -47,6 +47,22 @@ def test_links_are_followed_as_kubernetes_makes_them(tmp_path: Path) -> None:
     assert read_secret(tmp_path / "secret") == SECRET
 
 
+@pytest.mark.parametrize(("mode", "is_read"), [(0o440, True), (0o460, False), (0o444, False)])
+def test_a_secret_that_fs_group_gives_to_a_pods_user(
+    tmp_path: Path, mode: int, is_read: bool
+) -> None:
+    """Kubernetes gives a Secret to `fsGroup`: root's, 0440, in a directory with the setgid bit."""
+    directory = tmp_path / "..data"
+    directory.mkdir()
+    directory.chmod(0o2770)
+    (tmp_path / "secret").symlink_to(secret_file(directory, mode=mode))
+    if is_read:
+        assert read_secret(tmp_path / "secret") == SECRET
+        return
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}"):
+        read_secret(tmp_path / "secret")
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
     [

@@ -16,7 +16,7 @@ from attnstore_vllm.index import prefix
 from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key
 from attnstore_vllm.policy.runs import NUM_KINDS, Run
-from attnstore_vllm.scheduler.lookups import LOOK_TOKENS, ORDERS_MAX
+from attnstore_vllm.scheduler.lookups import LOOK_TOKENS, ORDERS_MAX, UNKNOWN_MAX
 from attnstore_vllm.scheduler.saving import SAVE_TOKENS
 from attnstore_vllm.types import Key
 from tests.helpers import NAMESPACE, name_of, sequence_of, tokens_of
@@ -75,6 +75,19 @@ def test_children_that_come_at_once(world: StepWorld, length: int) -> None:
     answered = _ask_all(world, children)
     assert [child for told in answered for child in told] == children, "in their order"
     assert world.put_off("lookup") == 0, "each is counted once"
+
+
+def test_a_step_says_not_known_so_often_and_no_more(world: StepWorld) -> None:
+    """To each who hears it vLLM has looked at its own cache, and it goes on to the next: a queue
+    of thousands would be gone through in each step."""
+    prompt = tokens_of(1, 25 * CHUNK)
+    children = [world.request(str(n), prompt) for n in range(UNKNOWN_MAX + MANY)]
+    world.come(*children)
+    for _ in range(3):
+        answers = [world.ask(child) for child in children]
+        assert answers.count(None) == UNKNOWN_MAX
+        world.end_step()
+    assert world.put_off("lookup_dropped") > 0
 
 
 def test_children_are_hashed_once(world: StepWorld) -> None:
