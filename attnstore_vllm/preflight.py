@@ -93,9 +93,9 @@ def problems(
     parts = [engine.nvme for engine in engines]
     refused = set[Path]()
     for path in dict.fromkeys(part.named_path for part in parts):
-        for error in _failures(partial(_check_directory, "nvme.path", path)):
+        for failure in _failures(partial(_check_directory, "nvme.path", path)):
             refused.add(path)
-            yield error
+            yield failure
     # Of a directory that is refused nothing more is said: all else would fail for the same reason.
     fine = [part for part in parts if part.named_path not in refused]
     for check in (
