@@ -14,6 +14,7 @@ content="$content content/content_anchors.cpp index/prefix_index_sketch.cpp"
 codec="tests/test_codec.cpp codec/lossless.cpp codec/packed.cpp codec/planes.cpp"
 codec="$codec codec/prefix_code.cpp"
 quantized="tests/test_quantized.cpp codec/quantized.cpp"
+keys="tests/test_chunk_keys.cpp index/chunk_keys.cpp index/blake3.cpp"
 words="tests/test_page_words.cpp copy/page_runs.cpp cuda/copy_jobs.cpp"
 rotator="rotate/page_rotator.cpp rotate/moved_tokens.cpp copy/page_runs.cpp copy/omp_team.cpp"
 rotator="$rotator rotate/rotate_block.cpp rotate/rotate_block_avx2.cpp"
@@ -63,6 +64,9 @@ for kind in ${*:-address,undefined thread}; do
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $codec -o "$out/codec"
   "$out/codec" "${ATTNSTORE_CODEC_INPUTS:-20000}"
+  # shellcheck disable=SC2086
+  "$CXX" $flags -fsanitize="$kind" $recover $keys -o "$out/keys"
+  "$out/keys"
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $quantized -o "$out/quantized"
   "$out/quantized" "${ATTNSTORE_CODEC_INPUTS:-20000}"
