@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings. Read once, here, at start; everything else takes a typed object.
 
+It is long since each part of the settings has its type and its parser here.
+
     # attnstore.yaml: everything has a default but these two
     dram: 64GiB
     nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}

@@ -40,7 +40,7 @@ class NotOursError(OSError):
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """The descriptor of a regular file, whoever it belongs to; the caller's. Not for what is
+    """The descriptor of a regular file of any owner; the caller closes it. Not for what is
     believed.
 
     Args:

@@ -4,7 +4,7 @@
 vLLM's engine core is a child of the API server. When that is killed alone, vLLM's engine lives on:
 nothing can reach it, it keeps the accelerator's memory and owns the store's directory, and every
 restart is refused. So a thread of ours waits for the parent's end. Then it writes back what is
-dirty and ends the process, whatever the engine does just then.
+dirty and ends the process, also in the middle of a step.
 """
 
 from __future__ import annotations

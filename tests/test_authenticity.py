@@ -40,7 +40,7 @@ WHY = {
     "testing/devices.py": "a disk in memory",
     "testing/dict_tier.py": "a tier in memory",
 }
-"""By file: why who could forge its bytes is nobody but us."""
+"""By file: why only this server could forge its bytes."""
 
 
 def takes(path: Path) -> set[str]:

@@ -230,7 +230,8 @@ class NvmeTier(TierBehind):
 
         Args:
             headers: one valid header page of format version 2 a slot, one after another.
-            ends: [len(slots)] when each expires that nobody uses; infinite: never. None: none does.
+            ends: [len(slots)] when each expires that is not used till then; infinite: never.
+                None: none does.
         Cost: about 3 us a record.
         """
         if ends is not None:

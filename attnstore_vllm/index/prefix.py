@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which stored chunks continue a prefix: by key for whole chunks, by tokens inside one.
 
+It is long since the rules of where a hit may end stand beside the code that keeps them.
+
 Chunks that continue the same prefix are siblings. The native index keeps of each a *sketch*, a
 hash of each eighth of its tokens (csrc/index/prefix_index_sketch.h), and siblings in the order of
 their sketches: the one that shares most leading eighths with a given one stands beside its place.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where every chunk is, and what may happen to it next.
 
+It is long since all moves of a chunk keep the invariants below, which are checked together.
+
 Invariants, checked by check_integrity():
 - a slot belongs to at most one chunk; free slots + owned slots == capacity, in each tier;
 - a chunk is in the index exactly when it is not dropped and some tier has or is getting it;
@@ -248,7 +250,7 @@ class Residency:
             waits: the caller asks again where there is no room now.
             yields: nothing that would be lost makes room for it.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
-        there is no room (counted as dropped if it is nowhere else, and nobody waits for room).
+        there is no room (counted as dropped if it is nowhere else, and no request waits for room).
         """
         known = self.index.get(name.key)
         if known is not None and stays:

@@ -33,7 +33,7 @@ class LazyHeap(Generic[K]):
     """See the module. Cost of a call: O(log keys), amortized. Keys of one rank are compared.
 
     Args:
-        rank: of a key now; None: it has left. Whoever lowers one, or lets a key come, pushes it.
+        rank: of a key now; None: it has left. The owner pushes a key that comes or falls.
     """
 
     def __init__(self, rank: Callable[[K], Any]) -> None:

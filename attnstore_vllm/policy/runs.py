@@ -291,7 +291,7 @@ class Fit:
     coefficients: Array
     """Coefficients of the regression."""
     worths: Array
-    """[kind, age] returns a second. Of all kinds: whoever evicts has no time to work one out."""
+    """[kind, age] returns a second. Of all kinds: an eviction has no time to work one out."""
 
 
 @cache

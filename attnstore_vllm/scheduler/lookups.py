@@ -48,7 +48,7 @@ class Lookups:
         self._line: dict[str, None] = {}
         self._orders: deque[PrefetchOrder] = deque()
         self.put_off = Counter[str]()
-        """By kind of work, since somebody has taken them."""
+        """By kind of work, since they were last taken."""
 
     def comes(self, request: Request) -> bool:
         """Whether a request that has come is looked up at once; else it stands in line."""

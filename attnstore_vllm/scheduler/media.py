@@ -34,7 +34,7 @@ ALL_TOKENS = 1 << 60
 STEP_BYTES = 256 << 10
 """Bytes that one step digests on the scheduler's thread, all requests together."""
 LOOK_BYTES = 2 << 10
-"""Bytes that a look at an input counts for, whatever is digested of it."""
+"""Bytes that a look at an input counts for beside the bytes that are digested."""
 NAME_BYTES = 1 << 10
 """Bytes that a block counts for whose name vLLM makes anew."""
 JOBS_MAX = 256
@@ -296,7 +296,7 @@ class RequestMedia:
         """The store does not serve the request: nothing of it is read.
 
         Args:
-            at_once: vLLM does not let it wait, whatever it is told.
+            at_once: vLLM does not let it wait.
         """
         self._reads = False
         self._advance()
@@ -363,7 +363,7 @@ class RequestMedia:
         whether vLLM is to ask again: not all are claimed, or some had to be renamed.
 
         Args:
-            at_once: whatever the step has time for.
+            at_once: also beyond what the step has time for.
         """
         if self._num_decided < len(self._inputs):
             return True

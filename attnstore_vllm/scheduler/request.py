@@ -325,7 +325,7 @@ class RequestState:
         self.moved = moved
 
     def forget_matches(self) -> None:
-        """Nobody looks again before it has lost its blocks."""
+        """It is looked up again only when it has lost its blocks."""
         for keys in (self._sequence, self._other[1]):
             if keys is not None:
                 keys.matched = ()

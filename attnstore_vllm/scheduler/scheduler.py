@@ -2,6 +2,8 @@
 """The scheduler side: translates vLLM's hooks into questions to the store, and its answers
 into plans for the workers.
 
+It is long since each of vLLM's hooks has its method here.
+
 The tokens of one request, as a step is planned:
 
     [0, local)        in HBM already (vLLM's own prefix cache)

@@ -136,7 +136,7 @@ class Truncation:
     # ---- vLLM's prefix cache -----------------------------------------------------------
 
     def _hide(self, request: Request, first: int) -> None:
-        """Name the blocks from `first` on, also those to come, so that nobody else finds them."""
+        """Name the blocks from `first` on, also those to come, so that no other finds them."""
         if request.request_id in self._hidden:
             return
         names = self._kept.pop(request.request_id, None)

@@ -250,7 +250,7 @@ class HiddenNames:
         self.hide(request)
 
     def hide(self, request: Request) -> bool:
-        """Name the blocks from `first` on, also those to come, so that nobody else finds them.
+        """Name the blocks from `first` on, also those to come, so that no other finds them.
 
         Returns False where vLLM names them otherwise than before; then nothing has changed.
         Cost: one hash for each block that is new.
@@ -294,7 +294,7 @@ class HiddenNames:
 
 
 def hide_blocks(request: Request, first: int, key: bytes | None = None) -> HiddenNames | None:
-    """Name the blocks from `first` on, also those to come, so that nobody else finds them.
+    """Name the blocks from `first` on, also those to come, so that no other finds them.
 
     Args:
         key: shared by requests that may find each other's blocks; None: there are none.

@@ -9,7 +9,7 @@ has neither token ids, a key nor a tenant's name, and nothing of it is believed 
 verified in memory that is ours alone. Its seal is over its name, all that the name stands for, the
 header and the payload. Names and seals are made with the servers' secret (secret.py).
 
-The tag is a hash of the salt: by it a tenant's records can be deleted, and whoever lists the store
+The tag is a hash of the salt: by it a tenant's records can be deleted, and a reader of the names
 sees which belong together.
 """
 
@@ -96,7 +96,7 @@ class RecordNames:
         """See that a record's header is the one that it must have. Raises CorruptRecordError.
 
         Args:
-            found: a copy that nobody else can write; `digest` is of one too.
+            found: a copy that no other process can write; `digest` is of one too.
         """
         if not hmac.compare_digest(found, self.header(name, chunk, payload_bytes, digest)):
             want = "one by this server's secret" if self.keys.is_secret else "that of its bytes"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared tier: chunks in a network store that several servers read and write.
 
+It is long since questions, loads and stores share a child, its lanes and its health.
+
     look-up ends early -> EXIST of all that follows -> entries in the index
     load     GET into the bounce buffer -> copied into the slot of DRAM -> verified there
     store    EXIST -> header and payload copied into the bounce buffer -> PUT

@@ -53,7 +53,7 @@ class Context:
     ttl_s: float | None = None
     """After so long without use a chunk is not found; None: only by its own request's terms."""
     has_leases: bool = field(init=False)
-    """Whether anything may expire: what costs nothing where nobody asks for it."""
+    """Whether anything may expire: no look-up pays for it where no request asks for it."""
     moved_bytes: Counter[Flow] = field(default_factory=Counter)
     found: Callable[[memoryview, int], None] | None = None
     """Told of the headers that recovery enters, and of how many bytes one has."""

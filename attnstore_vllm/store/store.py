@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiered store: one owner of DRAM and the tiers behind it, on the scheduler side.
 
+It is long since all that is done under its one lock stands here.
+
 Two threads meet here, under one short lock that nobody holds across I/O:
 - the scheduler's: looks up, holds, begins and finishes saves. Never waits, except where a
   method says so, and then with a deadline;

@@ -71,7 +71,7 @@ def test_what_is_made_is_for_its_user_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT])
 def test_what_is_no_regular_file(tmp_path: Path, file: Path, flags: int) -> None:
-    """A pipe whose other end nobody opens must not be waited for."""
+    """A pipe that no writer opens must not be waited for."""
     link, dangling, pipe, plug = (tmp_path / name for name in ("link", "lost", "pipe", "socket"))
     link.symlink_to(file)
     dangling.symlink_to(tmp_path / "victim")
