@@ -82,7 +82,8 @@ def shape_of_family(name: str) -> KvShape:
     tokens a block of states has follows from the bytes of a token."""
     family = FAMILIES[name]
     config = {**family.config(), "dtype": family.dtype}
-    return shape_of(config, name, block_tokens=CPU_BLOCK_TOKENS)
+    of_state = 4 if family.options.get("mamba_ssm_cache_dtype") == "float32" else None
+    return shape_of(config, name, block_tokens=CPU_BLOCK_TOKENS, state_dtype_bytes=of_state)
 
 
 def conversations(path: Path) -> Trace:

@@ -24,7 +24,6 @@ from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.prefix import kept_end
 from attnstore_vllm.policy.hit_curve import SAMPLED_MAX, HitCurve, LookedUp, NewChunk, mark_of
 from attnstore_vllm.scheduler.saving import MIN_TAIL_TOKENS
-from attnstore_vllm.sim.model_shape import read_shape
 from attnstore_vllm.sim.trace import Trace, TraceRequest
 from attnstore_vllm.types import TOKEN_BYTES
 
@@ -58,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="CONFIG", help="the config.json whose KV a trace means"
     )
-    parser.add_argument(
-        "--kv-dtype-bytes", type=int, help="of an element of KV, if not the model's"
-    )
+    simulate.add_dtype_arguments(parser)
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -90,7 +87,7 @@ def _of_file(args: argparse.Namespace) -> list[Point]:
     capacities = sorted(simulate.capacities(args.capacity))
     chunk_bytes = None
     if args.model is not None:
-        shape = read_shape(args.model, args.kv_dtype_bytes, trace.chunk_tokens)
+        shape = simulate.read_model_shape(args, trace.chunk_tokens)
         chunk_bytes = shape.geometry.slot_bytes / shape.geometry.chunk_tokens * trace.chunk_tokens
     shares = shares_of(trace, capacities)
     return [

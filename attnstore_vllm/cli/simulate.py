@@ -45,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="CONFIG", help="the config.json whose KV is stored"
     )
-    parser.add_argument(
-        "--kv-dtype-bytes", type=int, help="of an element of KV, if not the model's"
-    )
+    add_dtype_arguments(parser)
     parser.add_argument(
         "--machine", type=Path, metavar="YAML", help="simulate the server too, with its tiers"
     )
@@ -56,6 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (matplotlib)")
     add_trace_arguments(parser)
+
+
+def add_dtype_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes that a config.json does not tell, since vLLM's settings choose them."""
+    parser.add_argument(
+        "--kv-dtype-bytes", type=int, metavar="N", help="of an element of KV, if not the model's"
+    )
+    parser.add_argument(
+        "--state-dtype-bytes",
+        type=int,
+        metavar="N",
+        help="of an element of a recurrent state, if not the model's (--mamba-ssm-cache-dtype)",
+    )
+
+
+def read_model_shape(args: argparse.Namespace, chunk_tokens: int) -> KvShape:
+    """The shape that --model names. Raises: ConfigError, OSError."""
+    return read_shape(args.model, args.kv_dtype_bytes, chunk_tokens, args.state_dtype_bytes)
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +118,7 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
 
 
 def _simulate_model(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
-    shape = read_shape(args.model, args.kv_dtype_bytes, args.chunk_tokens)
+    shape = read_model_shape(args, args.chunk_tokens)
     policies = (args.policy or MODEL_POLICIES).split(",")
     for name in policies:
         if name not in MODEL_POLICIES.split(","):

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from attnstore_vllm.cli.simulate import read_model_shape
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.model_shape import read_shape
 from attnstore_vllm.sim.one_pool import replay
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import POLICIES, Server
@@ -66,7 +66,7 @@ def read_machine(args: argparse.Namespace, trace: Trace) -> Machine:
     """With the model of --model, if it is given. Raises: ConfigError."""
     machine = Machine.read(args.machine)
     if args.model is not None:
-        return machine.with_model(read_shape(args.model, args.kv_dtype_bytes, args.chunk_tokens))
+        return machine.with_model(read_model_shape(args, args.chunk_tokens))
     return replace(machine, chunk_tokens=trace.chunk_tokens)
 
 

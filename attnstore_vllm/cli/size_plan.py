@@ -17,11 +17,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_vllm.cli import simulate
 from attnstore_vllm.config import SIZE_MIN, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.model_shape import KvShape, read_shape
+from attnstore_vllm.sim.model_shape import KvShape
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace
@@ -52,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="that smaller sizes may cost in time for prompts and in TTFT (%(default)s)",
     )
-    parser.add_argument(
-        "--kv-dtype-bytes", type=int, help="of an element of KV, if not the model's"
-    )
+    simulate.add_dtype_arguments(parser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,7 @@ class Conversation:
         }
 
 
-def read_model(path: Path, dtype_bytes: int | None, trace: Trace) -> Conversation:
-    """Raises: ConfigError."""
-    shape = read_shape(path, dtype_bytes, trace.chunk_tokens)
+def conversation_of(shape: KvShape, trace: Trace) -> Conversation:
     tokens = [request.num_tokens for request in trace.requests]
     return Conversation(shape, max(1, sum(tokens) // max(1, len(tokens))))
 
@@ -110,7 +107,7 @@ def plan(args: argparse.Namespace, trace: Trace) -> tuple[Conversation, list[Opt
             )
     if not 0 <= args.tolerance < 1:
         raise ConfigError(f"--tolerance is {args.tolerance}; expected a share, as 0.02")
-    model = read_model(args.model, args.kv_dtype_bytes, trace)
+    model = conversation_of(simulate.read_model_shape(args, trace.chunk_tokens), trace)
     machine = Machine.read(args.machine).with_model(model.shape)
     with tqdm(total=len(SPLITS) * len(trace.requests), unit="request", disable=None) as bar:
 

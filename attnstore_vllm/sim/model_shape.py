@@ -98,7 +98,12 @@ class KvShape:
         return sum(self.records(num_tokens).values()) * self.record_bytes
 
 
-def read_shape(path: Path, dtype_bytes: int | None = None, chunk_tokens: int = 256) -> KvShape:
+def read_shape(
+    path: Path,
+    dtype_bytes: int | None = None,
+    chunk_tokens: int = 256,
+    state_dtype_bytes: int | None = None,
+) -> KvShape:
     """The shape that a file tells; see shape_of(). Raises: ConfigError, OSError."""
     try:
         config = json.loads(path.read_text())
@@ -106,7 +111,13 @@ def read_shape(path: Path, dtype_bytes: int | None = None, chunk_tokens: int = 2
         raise ConfigError(f"{path}: not JSON: {error}") from error
     if not isinstance(config, Mapping):
         raise ConfigError(f"{path}: {type(config).__name__} was found; expected a config.json")
-    return shape_of(config, str(path), dtype_bytes, chunk_tokens=chunk_tokens)
+    return shape_of(
+        config,
+        str(path),
+        dtype_bytes,
+        chunk_tokens=chunk_tokens,
+        state_dtype_bytes=state_dtype_bytes,
+    )
 
 
 def _held_tokens(kind: LayerKind, num_tokens: int) -> int:
@@ -123,6 +134,7 @@ def shape_of(
     *,
     block_tokens: int = BLOCK_TOKENS,
     chunk_tokens: int = 256,
+    state_dtype_bytes: int | None = None,
 ) -> KvShape:
     """The shape that a config.json tells.
 
@@ -130,6 +142,9 @@ def shape_of(
         dtype_bytes: of an element of KV, if not the model's: 1 with fp8.
         block_tokens: vLLM's --block-size.
         chunk_tokens: of the store's settings; rounded up to whole blocks of all groups.
+        state_dtype_bytes: of an element of a delta net's state, if neither the model's nor said by
+            mamba_ssm_dtype: vLLM's --mamba-ssm-cache-dtype. vLLM takes float32 by itself on CPUs
+            with AVX-512 BF16, and there alone (platforms/cpu.py).
     Raises: ConfigError, with what was found, for models that it does not know.
     """
     config = config.get("text_config") or config
@@ -139,7 +154,7 @@ def shape_of(
                 f"{where}: {key} is set: {what}, whose bytes are not known here; a server's log "
                 "says what the store keeps a token"
             )
-    kinds = _kinds(config, where, dtype_bytes)
+    kinds = _kinds(config, where, dtype_bytes, state_dtype_bytes)
     if not any(kind.reach is Reach.FULL for kind in kinds):
         raise ConfigError(
             f"{where}: no layer attends to all tokens; AttnStore does not serve such a model, "
@@ -155,12 +170,18 @@ def shape_of(
     return KvShape(kinds, Geometry(1, regions, groups, chunk))
 
 
-def _kinds(config: Mapping[str, Any], where: str, dtype_bytes: int | None) -> Counter[LayerKind]:
+def _kinds(
+    config: Mapping[str, Any],
+    where: str,
+    dtype_bytes: int | None,
+    state_dtype_bytes: int | None,
+) -> Counter[LayerKind]:
     name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if name not in DTYPE_BYTES and dtype_bytes is None:
         raise ConfigError(f"{where}: torch_dtype is {name!r}; say --kv-dtype-bytes")
     of_model = DTYPE_BYTES.get(name, 2)
     element = dtype_bytes or of_model
+    of_state = state_dtype_bytes or DTYPE_BYTES.get(config.get("mamba_ssm_dtype") or name, of_model)
     found = Counter[LayerKind]()
     own = {int(i): of_layer for i, of_layer in (config.get("per_layer_config") or {}).items()}
     for i, reach in enumerate(_reaches(config, where)):
@@ -172,7 +193,7 @@ def _kinds(config: Mapping[str, Any], where: str, dtype_bytes: int | None) -> Co
         elif reach is Reach.LOCAL:
             tokens = count_of(config, where, "attention_chunk_size")
         num_bytes = (
-            _state_bytes(of_layer, where, of_model)
+            _state_bytes(of_layer, where, of_model, of_state)
             if reach is Reach.STATE
             else _token_bytes(of_layer, where, reach) * element
         )
@@ -234,7 +255,7 @@ def _token_bytes(config: Mapping[str, Any], where: str, reach: Reach) -> int:
     return 2 * int(kv_heads) * int(head)
 
 
-def _state_bytes(config: Mapping[str, Any], where: str, element: int) -> int:
+def _state_bytes(config: Mapping[str, Any], where: str, element: int, of_state: int) -> int:
     """The state of a recurrent layer: a gated delta net's, or a short convolution's."""
     if config.get("linear_num_value_heads"):
         key = count_of(config, where, "linear_num_key_heads") * count_of(
@@ -244,7 +265,7 @@ def _state_bytes(config: Mapping[str, Any], where: str, element: int) -> int:
         value = count_of(config, where, "linear_value_head_dim")
         kernel = int(config.get("linear_conv_kernel_dim") or 4)
         convolution = (2 * key + value_heads * value) * (kernel - 1) * element
-        return convolution + value_heads * value * config["linear_key_head_dim"] * 4  # float32
+        return convolution + value_heads * value * config["linear_key_head_dim"] * of_state
     if config.get("conv_L_cache"):
         width = config.get("conv_dim") or count_of(config, where, "hidden_size")
         return int(width) * (count_of(config, where, "conv_L_cache") - 1) * element

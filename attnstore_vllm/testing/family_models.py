@@ -42,6 +42,8 @@ NO_HEAD_DIM: Final = {name: value for name, value in COMMON.items() if name != "
 HYBRID_OFF: Final = {"disable_hybrid_kv_cache_manager": True}
 CACHED: Final = {"enable_prefix_caching": True}
 """vLLM leaves it off for recurrent models unless told."""
+FLOAT_STATES: Final = {**CACHED, "mamba_ssm_cache_dtype": "float32"}
+"""vLLM takes that by itself where the CPU has AVX-512 BF16; blocks shall be the same anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,9 +311,10 @@ _GDN: Final[Config] = {
 _family("qwen3_next", "Qwen3-Next: gated delta nets and full attention", config_of(
     "qwen3_next", "Qwen3NextForCausalLM", **_GDN, num_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=64, shared_expert_intermediate_size=64, decoder_sparse_step=1,
-), edges=(256, 384, 768), dtype="bfloat16", options=CACHED)  # fmt: skip
+), edges=(256, 384, 768), dtype="bfloat16", options=FLOAT_STATES)  # fmt: skip
 _family("qwen3_5", "Qwen3.5, text", config_of("qwen3_5_text", "Qwen3_5ForCausalLM", **_GDN),
-        needs_images=True, edges=(256, 384, 768), dtype="bfloat16", options=CACHED)  # fmt: skip
+        needs_images=True, edges=(256, 384, 768), dtype="bfloat16",
+        options=FLOAT_STATES)  # fmt: skip
 _family("lfm2", "LFM2: short convolutions", _changed(config_of(
     "lfm2", "Lfm2ForCausalLM", **NO_HEAD_DIM, num_hidden_layers=6,
     layer_types=2 * ["conv", "conv", "full_attention"], conv_bias=False, conv_L_cache=3,

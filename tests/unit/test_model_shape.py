@@ -69,6 +69,14 @@ GEMMA4_31B = {
     "layer_types": 10 * [*5 * ["sliding_attention"], "full_attention"],
 }  # fmt: skip
 
+FLOAT_STATES = "groups: full/1056" + 3 * " state/1056"
+
+
+def test_states_have_the_dtype_that_vllm_gives_them() -> None:
+    told = shape_of(QWEN3_NEXT, "c", state_dtype_bytes=4)
+    assert told == shape_of(QWEN3_NEXT | {"mamba_ssm_dtype": "float32"}, "c")
+    assert groups_text(told.geometry.groups) == FLOAT_STATES
+
 
 def test_bytes_of_a_token() -> None:
     def full(config: dict[str, Any], dtype_bytes: int | None = None) -> int:
@@ -91,7 +99,8 @@ def test_bytes_of_a_token() -> None:
         (GEMMA3_27B, 1.31, "groups: full/16" + 6 * " window:1024/16"),
         (GEMMA4_31B, 2.62, "groups: full/32" + 5 * " window:1024/16"),
         (LLAMA4_SCOUT, 0.79, "groups: full/16" + 3 * " local:8192/16"),
-        (QWEN3_NEXT, 25.95, "groups: full/1056" + 3 * " state/1056"),
+        (QWEN3_NEXT, 13.37, "groups: full/544" + 3 * " state/544"),
+        (QWEN3_NEXT | {"mamba_ssm_dtype": "float32"}, 25.95, FLOAT_STATES),
     ],
 )
 def test_groups_are_those_of_vllm(config: dict[str, Any], block_mb: float, groups: str) -> None:
@@ -106,7 +115,7 @@ def test_a_conversation_of_gemma3() -> None:
     assert shape.records(10_000) == {"full": 40, "window": 6 * 5}
     assert shape.record_bytes == 4096 + 256 * 10 * 2 * 16 * 128 * 2
     assert shape.conversation_bytes(10_000) == 70 * shape.record_bytes
-    assert shape_of(QWEN3_NEXT, "c").records(10_000) == {"full": 10, "state": 3}
+    assert shape_of(QWEN3_NEXT, "c").records(10_000) == {"full": 19, "state": 3}
 
 
 @pytest.mark.parametrize(

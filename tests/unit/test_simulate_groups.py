@@ -297,7 +297,7 @@ def test_the_command_takes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["simulate", str(trace), *model, "--capacity", "20GB,1.0"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert {run["policy"] for run in runs} == {"attnstore", "lru", "fifo", "infinite"}
-    assert runs[0]["num_slots"] == 20_000_000_000 // 25_952_256
+    assert runs[0]["num_slots"] == 20_000_000_000 // 13_373_440
     assert main(["simulate", str(trace), *model, "--machine", str(machine)]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert "belady" not in {run["policy"] for run in runs}

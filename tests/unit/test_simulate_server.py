@@ -16,8 +16,8 @@ import pytest
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.cli.size_plan import (
     Option,
+    conversation_of,
     most_bytes,
-    read_model,
     rounded_up,
     show_model,
     shrunk,
@@ -27,7 +27,7 @@ from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.policy.runs import answered, kind_of
 from attnstore_vllm.sim.formats import Arrivals, read_trace
 from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.model_shape import shape_of
+from attnstore_vllm.sim.model_shape import read_shape, shape_of
 from attnstore_vllm.sim.outcome import Outcome
 from attnstore_vllm.sim.server import Server
 from attnstore_vllm.sim.trace import Trace, TraceRequest, at_speed, make_trace
@@ -443,7 +443,7 @@ def test_plan_says_what_several_groups_keep(
         )
     )
     trace = read_trace(files[0], Arrivals())
-    found = read_model(model, None, trace)
+    found = conversation_of(read_shape(model), trace)
     show_model(found)
     out = capsys.readouterr().out
     assert "groups: full/16 window:64/16 " in out

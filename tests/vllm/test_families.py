@@ -163,7 +163,8 @@ def test_config_json_tells_the_bytes(family: str, engine: EngineHost, models: Pa
         pytest.skip(f"{family}: config.json does not say it")
     config = json.loads((models / "families" / FAMILIES[family].name / "config.json").read_text())
     element = 1 if "fp8" in family else {"float32": 4, "bfloat16": 2}[FAMILIES[family].dtype]
-    shape = shape_of(config, family, element, block_tokens=128)
+    of_state = 4 if "mamba_ssm_cache_dtype" in FAMILIES[family].options else None
+    shape = shape_of(config, family, element, block_tokens=128, state_dtype_bytes=of_state)
     assert engine.call(cut_of_engine) == cut_of(shape.geometry)
 
 
