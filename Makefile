@@ -2,6 +2,13 @@
 # make setup | demo | test | check | lint-files | package | sanitize | docs | docs-serve | bench
 # make gpu-check | gpu-e2e
 PYTHON := .venv/bin/python
+# Tests run in so many processes, each file in one. Those of vLLM come behind the others: vLLM sets
+# variables and loggers of the process that imports it.
+WORKERS ?= 2
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile
+# What `make test` runs of tests/vllm: vLLM's scheduler with scripted models, and one real engine.
+CORE := aborts async_stops bytes client_names copy_races leaks lora media media_content namespace \
+  requests rests save_races streaming truncation weight_names
 CXX_FILES := $(foreach end,cpp cu h,$(wildcard csrc/*/*.$(end)))
 # The one that has PyTorch for CUDA and this package; .venv has PyTorch for the CPU.
 GPU_PYTHON ?= python3
@@ -16,9 +23,16 @@ demo: setup
 	@$(PYTHON) -m benchmarks.demo $(ARGS)
 
 test: setup
+ifdef ARGS
 	@$(PYTHON) -m pytest $(ARGS)
+else
+	@$(PYTEST) tests --ignore=tests/vllm
+	@$(PYTEST) $(CORE:%=tests/vllm/test_%.py)
+endif
 
-check: lint test
+check: lint
+	@$(PYTEST) tests --ignore=tests/vllm
+	@$(PYTEST) tests/vllm
 
 lint: setup
 	@.venv/bin/ruff check .

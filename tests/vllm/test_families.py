@@ -68,8 +68,9 @@ CHUNK_TOKENS = 256
 RECURRENT = {"qwen3_next": 384, "qwen3_5": 384, "lfm2": 128}
 """Tokens of a block. A hit ends where a state was kept: at the end of a block where a step of the
 prompt ended, and at the end of the answer. That need not be where a prompt branches off."""
-BY_DEFAULT = ("gemma3", "qwen3_next", "mistral_window")
+BY_DEFAULT = ("gemma3", "qwen3_next")
 AT_LEISURE = (
+    "mistral_window",
     "gpt_oss", "llama4",
     "llama", "llama_fp8", "gemma2", "gemma3_hybrid_off", "gemma3n", "gemma4", "mimo_v2", "cohere2",
     "gpt_oss_hybrid_off", "phi3_window", "qwen3_5", "lfm2", "nemotron_nas", "llama_fp8_skip",
