@@ -484,8 +484,7 @@ class Run:
 
     def touch(self, now: float) -> None:
         """A request uses it, or saves for it. What is before it is newer, and leaves after it."""
-        if now > self.used_at:
-            self.used_at = now
+        self.used_at = max(self.used_at, now)
         before = self.before
         if before is not None and now >= before.used_at:
             before.used_at = math.nextafter(now, math.inf)
