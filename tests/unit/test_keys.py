@@ -174,12 +174,17 @@ def test_many_keys_are_hashed_without_the_lock() -> None:
 
 
 def test_what_is_no_list_of_whole_chunks_raises() -> None:
-    assert _native.encode_chunks([1, -1, 2**40 + 5, 7], 2) == [
+    ids = [1, -1, 2**40 + 5, 2**30 + 7, 0]
+    chunks = _native.encode_chunks(ids, 2, 0, 2)
+    assert chunks == [
         b"\x00\x00\x00\x01\xff\xff\xff\xff",
-        b"\x00\x00\x00\x05\x00\x00\x00\x07",
+        b"\x00\x00\x00\x05\x40\x00\x00\x07",
     ]
-    with pytest.raises(ValueError, match="whole chunks"):
-        _native.encode_chunks([1, 2, 3], 2)
+    assert _native.encode_chunks(ids, 2, 1, 2) == chunks[1:]
+    assert _native.encode_tokens(ids) == b"".join(chunks) + bytes(4)
+    for size, first, stop in ((2, 0, 3), (2, 1, 0), (2, -1, 1), (0, 0, 0), (6, 0, 1)):
+        with pytest.raises(ValueError, match="whole chunks"):
+            _native.encode_chunks(ids, size, first, stop)
     with pytest.raises(TypeError, match="no int"):
         _native.encode_tokens([1, "2"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="one extra"):
