@@ -148,7 +148,7 @@ class DramTier(Tier):
             self.num_openings += 1
         by_age = sorted(slots_of.items(), key=lambda found: found[0][1].since)
         for (order, run), slots in by_age:  # who was used meanwhile is the newest
-            order.add_all(slots, run)
+            order.add_all(slots, run, [self.owned[slot].name.end for slot in slots])
 
     def _order_for(self, chunk: Chunk) -> Departures | None:
         """Where a chunk stands that is here. None: it is not to leave now."""
@@ -175,7 +175,7 @@ class DramTier(Tier):
             before.remove(slot)
             del self._order_of[slot]
         if order is not None:
-            order.add(slot, run)
+            order.add(slot, run, chunk.name.end)
             self._order_of[slot] = order
             self.num_openings += 1
 

@@ -3,13 +3,16 @@
 
 The slots stand in groups: those that a run (policy/runs.py) was the last to use. An order says
 which run gives up a slot; of its group the deepest chunk goes first, for without it the others
-are still a prefix. Before all others goes a run whose lease has expired, whatever the order; those
+are still a prefix. Chunks may come into a group in another order: one is written at once, another
+is refused, and its slot waits for that no longer. So where their depths are said, a slot is put
+where its depth is. Before all others goes a run whose lease has expired, whatever the order; those
 are found by a heap of the times to look.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +59,7 @@ class _Group:
 
 class Departures:
     """The owners of one tier's slots, and the order in which they leave. A slot is added once. Some
-    20 bytes a slot.
+    20 bytes a slot, and 4 more where depths are said.
 
     Args:
         order: of runs.
@@ -78,6 +81,8 @@ class Departures:
         self._length = 0
         self._opened = 0
         self._group_of = array("q", [-1]) * self._num_slots
+        self._depth_of: array[int] | None = None
+        """By slot. None: no depth was ever said."""
         self.groups: dict[int, _Group] = {}
         self._by_run: dict[Run, _Group] = {}
         self.leases = LazyHeap[int](self._end_of)
@@ -89,17 +94,28 @@ class Departures:
         group = self.groups.get(self._group_of[slot])
         return group.run if group is not None else None
 
-    def add(self, slot: int, run: Run) -> None:
-        """The slot was filled, for this run."""
-        self.add_all((slot,), run)
+    def add(self, slot: int, run: Run, depth: int | None = None) -> None:
+        """The slot was filled, for this run.
 
-    def add_all(self, slots: Sequence[int], run: Run) -> None:
+        Args:
+            depth: of its chunk in the prompt; in all calls or in none. None: it comes behind those
+                of its run that are here.
+        Cost: O(1); O(log) of the run's slots, and moving them, where it is not the deepest.
+        """
+        self.add_all((slot,), run, None if depth is None else (depth,))
+
+    def add_all(self, slots: Sequence[int], run: Run, depths: Sequence[int] | None = None) -> None:
         """These were filled for this run, the first of them first."""
         group, group_of = self._group(run), self._group_of
+        if depths is not None:
+            if self._depth_of is None:
+                self._depth_of = array("i", [0]) * self._num_slots
+            for slot, depth in zip(slots, depths, strict=True):
+                self._depth_of[slot] = depth
+        self._put(group, slots)
         for slot in slots:
             assert group_of[slot] < 0
             group_of[slot] = group.number
-        group.slots.extend(slots)
         group.num_left += len(slots)
         self._length += len(slots)
 
@@ -116,14 +132,13 @@ class Departures:
             return
         group, left = self._group(run), dict[int, _Group]()
         number = group.number
-        for slot in here:
-            before = group_of[slot]
-            if before != number:
-                left[before] = old = self.groups[before]
-                old.num_left -= 1
-                group_of[slot] = number
-                group.slots.append(slot)
-                group.num_left += 1
+        moved = [slot for slot in here if group_of[slot] != number]
+        self._put(group, moved)
+        for slot in moved:
+            left[group_of[slot]] = old = self.groups[group_of[slot]]
+            old.num_left -= 1
+            group_of[slot] = number
+        group.num_left += len(moved)
         for old in left.values():
             self._tidy(old)
 
@@ -265,6 +280,25 @@ class Departures:
         ours = (slot for slot in reversed(slots) if group_of[slot] == number)
         return next((slot for slot in islice(ours, 1, SLOTS_MAX) if can_go(slot)), None)
 
+    def _put(self, group: _Group, slots: Sequence[int]) -> None:
+        """Enter slots that are not of the group yet, in the order of depth, where they belong."""
+        depths = self._depth_of
+        if depths is None or not (slots and group.num_left):
+            group.slots.extend(slots)
+            return
+        ours, group_of, number = group.slots, self._group_of, group.number
+        while group_of[ours[-1]] != number:
+            ours.pop()
+        if depths[slots[0]] >= depths[ours[-1]]:
+            ours.extend(slots)
+            return
+        if len(ours) != group.num_left:  # what has left would be out of order
+            self._sweep(group)
+        for slot in slots:
+            place = bisect_right(group.slots, depths[slot], key=depths.__getitem__)
+            group.slots.insert(place, slot)
+            group.first = min(group.first, place)
+
     def _group(self, run: Run) -> _Group:
         group = self._by_run.get(run)
         if group is None:
@@ -287,8 +321,12 @@ class Departures:
             self.expired.pop(group.number, None)
             self._order.remove(group.run)
         elif len(group.slots) > 2 * group.num_left + STALE_MAX:
-            left = dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)
-            group.slots, group.first = array("i", left), 0
+            self._sweep(group)
+
+    def _sweep(self, group: _Group) -> None:
+        """Let the group forget what has left it. Cost: its slots."""
+        left = dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)
+        group.slots, group.first = array("i", left), 0
 
 
 def departures(name: str, num_slots: int, estimator: ReturnEstimator) -> Departures:
