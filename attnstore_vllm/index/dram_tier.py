@@ -5,6 +5,7 @@ for first, then the farthest in the queue."""
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -51,6 +52,9 @@ class DramTier(Tier):
         self.pins = pins
         self.free = list(range(num_slots - 1, -1, -1))
         self.owned: dict[int, Chunk] = {}
+        self.depth_of = array("i", [0]) * num_slots
+        """By slot, where its chunk ends in its prompt."""
+        clean.depth_of = dirty.depth_of = self.depth_of
         self._order_of: dict[int, Departures] = {}
         """By slot; of those that stand in one."""
         self._left: dict[Chunk, None] = {}
@@ -81,6 +85,7 @@ class DramTier(Tier):
         slot = self.free.pop()
         assert slot not in self.owned
         self.owned[slot] = chunk
+        self.depth_of[slot] = chunk.name.end
         chunk.dram = InTier(state, slot, uses=1)
         if state is State.SAVING:
             self._grows[chunk] = chunk.run
@@ -148,7 +153,7 @@ class DramTier(Tier):
             self.num_openings += 1
         by_age = sorted(slots_of.items(), key=lambda found: found[0][1].since)
         for (order, run), slots in by_age:  # who was used meanwhile is the newest
-            order.add_all(slots, run, [self.owned[slot].name.end for slot in slots])
+            order.add_all(slots, run)
 
     def _order_for(self, chunk: Chunk) -> Departures | None:
         """Where a chunk stands that is here. None: it is not to leave now."""
@@ -175,7 +180,7 @@ class DramTier(Tier):
             before.remove(slot)
             del self._order_of[slot]
         if order is not None:
-            order.add(slot, run, chunk.name.end)
+            order.add(slot, run)
             self._order_of[slot] = order
             self.num_openings += 1
 

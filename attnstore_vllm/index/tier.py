@@ -210,7 +210,7 @@ class TierBehind(Tier):
         may_wait, slot = is_here and self.name not in chunk.behind, chunk.dram.slot
         waits = may_wait and self.name not in chunk.refused_by
         if waits and slot not in self.waiting:
-            self.waiting.add(slot, chunk.run, chunk.name.end)
+            self.waiting.add(slot, chunk.run)
         elif not waits:
             self.left_dram(slot)
         if may_wait and not waits and chunk.if_room:

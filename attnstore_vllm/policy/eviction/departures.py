@@ -4,8 +4,8 @@
 The slots stand in groups: those that a run (policy/runs.py) was the last to use. An order says
 which run gives up a slot; of its group the deepest chunk goes first, for without it the others
 are still a prefix. Chunks may come into a group in another order: one is written at once, another
-is refused, and its slot waits for that no longer. So where their depths are said, a slot is put
-where its depth is. Before all others goes a run whose lease has expired, whatever the order; those
+is refused, and its slot waits for that no longer. So where depths are known, a slot is put where
+its depth is. Before all others goes a run whose lease has expired, whatever the order; those
 are found by a heap of the times to look.
 """
 
@@ -59,11 +59,15 @@ class _Group:
 
 class Departures:
     """The owners of one tier's slots, and the order in which they leave. A slot is added once. Some
-    20 bytes a slot, and 4 more where depths are said.
+    20 bytes a slot.
 
     Args:
         order: of runs.
     """
+
+    depth_of: Sequence[int] | None = None
+    """By slot, how deep its chunk is in its prompt: kept by who fills the slots, and set before the
+    first is added. None: of a run, who came or was used last is the deepest."""
 
     def __init__(self, num_slots: int, order: Order[Run]) -> None:
         self._order = order
@@ -81,8 +85,6 @@ class Departures:
         self._length = 0
         self._opened = 0
         self._group_of = array("q", [-1]) * self._num_slots
-        self._depth_of: array[int] | None = None
-        """By slot. None: no depth was ever said."""
         self.groups: dict[int, _Group] = {}
         self._by_run: dict[Run, _Group] = {}
         self.leases = LazyHeap[int](self._end_of)
@@ -94,24 +96,14 @@ class Departures:
         group = self.groups.get(self._group_of[slot])
         return group.run if group is not None else None
 
-    def add(self, slot: int, run: Run, depth: int | None = None) -> None:
-        """The slot was filled, for this run.
+    def add(self, slot: int, run: Run) -> None:
+        """The slot was filled, for this run. Cost: O(1); where it is not the deepest of its run,
+        O(log) of the run's slots, and moving them."""
+        self.add_all((slot,), run)
 
-        Args:
-            depth: of its chunk in the prompt; in all calls or in none. None: it comes behind those
-                of its run that are here.
-        Cost: O(1); O(log) of the run's slots, and moving them, where it is not the deepest.
-        """
-        self.add_all((slot,), run, None if depth is None else (depth,))
-
-    def add_all(self, slots: Sequence[int], run: Run, depths: Sequence[int] | None = None) -> None:
-        """These were filled for this run, the first of them first."""
+    def add_all(self, slots: Sequence[int], run: Run) -> None:
+        """These were filled for this run, in the order of depth."""
         group, group_of = self._group(run), self._group_of
-        if depths is not None:
-            if self._depth_of is None:
-                self._depth_of = array("i", [0]) * self._num_slots
-            for slot, depth in zip(slots, depths, strict=True):
-                self._depth_of[slot] = depth
         self._put(group, slots)
         for slot in slots:
             assert group_of[slot] < 0
@@ -132,7 +124,7 @@ class Departures:
             return
         group, left = self._group(run), dict[int, _Group]()
         number = group.number
-        moved = [slot for slot in here if group_of[slot] != number]
+        moved = [*dict.fromkeys(slot for slot in here if group_of[slot] != number)]
         self._put(group, moved)
         for slot in moved:
             left[group_of[slot]] = old = self.groups[group_of[slot]]
@@ -282,7 +274,7 @@ class Departures:
 
     def _put(self, group: _Group, slots: Sequence[int]) -> None:
         """Enter slots that are not of the group yet, in the order of depth, where they belong."""
-        depths = self._depth_of
+        depths = self.depth_of
         if depths is None or not (slots and group.num_left):
             group.slots.extend(slots)
             return
@@ -294,10 +286,13 @@ class Departures:
             return
         if len(ours) != group.num_left:  # what has left would be out of order
             self._sweep(group)
-        for slot in slots:
-            place = bisect_right(group.slots, depths[slot], key=depths.__getitem__)
-            group.slots.insert(place, slot)
+        if len(slots) == 1:
+            place = bisect_right(group.slots, depths[slots[0]], key=depths.__getitem__)
+            group.slots.insert(place, slots[0])
             group.first = min(group.first, place)
+        else:
+            group.slots = array("i", sorted([*group.slots, *slots], key=depths.__getitem__))
+            group.first = 0
 
     def _group(self, run: Run) -> _Group:
         group = self._by_run.get(run)
@@ -325,7 +320,9 @@ class Departures:
 
     def _sweep(self, group: _Group) -> None:
         """Let the group forget what has left it. Cost: its slots."""
-        left = dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)
+        left = [*dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)]
+        if self.depth_of is not None:  # a slot that came back may stand where it stood before
+            left.sort(key=self.depth_of.__getitem__)
         group.slots, group.first = array("i", left), 0
 
 
