@@ -124,7 +124,7 @@ class Departures:
             return
         group, left = self._group(run), dict[int, _Group]()
         number = group.number
-        moved = [*dict.fromkeys(slot for slot in here if group_of[slot] != number)]
+        moved = list(dict.fromkeys([slot for slot in here if group_of[slot] != number]))
         self._put(group, moved)
         for slot in moved:
             left[group_of[slot]] = old = self.groups[group_of[slot]]
