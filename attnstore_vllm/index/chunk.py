@@ -49,6 +49,11 @@ class ChunkName:
     tokens: bytes
     """Its token ids, big-endian uint32; empty while they are not known."""
 
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.position + self.num_tokens
+
 
 @dataclass(slots=True, eq=False)
 class InTier:

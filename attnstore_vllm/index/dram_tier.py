@@ -5,6 +5,7 @@ for first, then the farthest in the queue."""
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -51,6 +52,9 @@ class DramTier(Tier):
         self.pins = pins
         self.free = list(range(num_slots - 1, -1, -1))
         self.owned: dict[int, Chunk] = {}
+        self.depth_of = array("i", [0]) * num_slots
+        """By slot, where its chunk ends in its prompt."""
+        clean.depth_of = dirty.depth_of = self.depth_of
         self._order_of: dict[int, Departures] = {}
         """By slot; of those that stand in one."""
         self._left: dict[Chunk, None] = {}
@@ -81,6 +85,7 @@ class DramTier(Tier):
         slot = self.free.pop()
         assert slot not in self.owned
         self.owned[slot] = chunk
+        self.depth_of[slot] = chunk.name.end
         chunk.dram = InTier(state, slot, uses=1)
         if state is State.SAVING:
             self._grows[chunk] = chunk.run

@@ -96,6 +96,8 @@ class Residency:
         ]
         """All tiers behind DRAM, nearest first."""
         self.dram.behind = self.behind
+        for tier in self.behind:
+            tier.waiting.depth_of = self.dram.depth_of
         self._asked = {tier.name for tier in self.behind if tier.is_asked}
         self._tiers = [self.dram, *self.behind]
         behind = [order for tier in self.behind for order in tier.orders()]

@@ -8,15 +8,17 @@ import pytest
 from benchmarks.nvme_sizes import conversations, sweep
 
 SIZES, SPEEDS = (0.1, 0.5, 2.0), (0.1, 1.0, 5.0)
-LOSS_MAX = {"lru-ahead": 1.0, "attnstore": 5.0, "fifo": 5.0}
-"""Points. The goal is 1.0 for all. attnstore and fifo do not meet it, and why is not known:
-docs/faults.md. What holds them here is that they get no worse."""
+DRAWS = 3
+"""What one draw finds may change by some points where DRAM has a slot more."""
+LOSS_MAX = 1.0
+"""Points, of the mean."""
 
 
-@pytest.mark.parametrize("policy", LOSS_MAX)
+@pytest.mark.parametrize("policy", ["lru-ahead", "attnstore", "fifo"])
 def test_nvme_is_never_worse_than_none(policy: str) -> None:
-    without, more = sweep(conversations(30), policy, SIZES, SPEEDS)
+    draws = [conversations(30, seed) for seed in range(1, 1 + DRAWS)]
+    without, more = sweep(draws, policy, SIZES, SPEEDS)
     assert without > 30
     worst = min(points for row in more.values() for points in row)
-    assert worst >= -LOSS_MAX[policy], more
+    assert worst >= -LOSS_MAX, more
     assert more[5.0][-1] > 5, "a large and quick one is of use"

@@ -144,3 +144,32 @@ def test_what_recovery_found_goes_before_all_others(make: Callable[[int], Depart
         gone.append(slot)
         order.remove(slot)
     assert gone == [3, 1, 0]
+
+
+STEP = st.tuples(st.sampled_from(["add", "remove", "use"]), st.integers(0, 7), st.integers(0, 99))
+
+
+@given(st.lists(STEP, max_size=60))
+def test_a_run_gives_up_its_deepest_slot_however_they_came(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    """Slots come to and leave two runs in any order, each time at another depth."""
+    policy, runs = lru(8), [unknown_run(0.0), unknown_run(1.0)]
+    here, depths = dict[int, Run](), [0] * 8
+    policy.depth_of = depths
+    for what, slot, depth in steps:
+        run = runs[depth % 2]
+        if what == "add" and slot not in here:
+            here[slot], depths[slot] = run, depth
+            policy.add(slot, run)
+        elif what == "remove" and slot in here:
+            policy.remove(slot)
+            del here[slot]
+        elif what == "use":
+            used = sorted((s for s in here if depths[s] <= depth), key=lambda s: depths[s])
+            policy.use(used, run)
+            here.update(dict.fromkeys(used, run))
+        for run in runs:
+            last = policy.last_of(run, everything)
+            deepest = max((depths[s] for s in here if here[s] is run), default=None)
+            assert (None if last is None else depths[last]) == deepest

@@ -93,6 +93,26 @@ def test_a_read_takes_what_is_clean_and_unwanted_and_the_oldest_of_it(tiers: Tie
     assert [chunk.dram.state for chunk in (*clean, *dirty)] == [State.ABSENT, *[State.READY] * 3]
 
 
+def test_the_deepest_of_a_run_leaves_first_whichever_was_written_first(tiers: Tiers) -> None:
+    """The first is written for long, and the others are refused meanwhile. It comes last into the
+    order of what may leave, and all behind it are nothing without it."""
+    sequence, run = sequence_of(tokens_of(1, SLOTS * CHUNK_TOKENS)), unknown_run(0.0)
+    saved = [tiers.begin_save(name_of(sequence, index), run) for index in range(SLOTS)]
+    chunks = [chunk for chunk in saved if chunk is not None]
+    for chunk in chunks:
+        tiers.finish_save(chunk)
+    assert [tiers.begin_store(tiers.nvme) for _ in range(SLOTS)] == chunks
+    for chunk in chunks[1:]:
+        tiers.finish_store(tiers.nvme, chunk, StoreFailure.FAILED)
+    tiers.finish_store(tiers.nvme, chunks[0], CHECKSUM)
+    left = []
+    for number in range(20, 20 + SLOTS):
+        here = [chunk for chunk in chunks if chunk.dram.slot >= 0]
+        tiers.save(number)
+        left += [chunks.index(chunk) for chunk in here if chunk.dram.slot < 0]
+    assert left == [*reversed(range(SLOTS))]
+
+
 def test_a_read_does_not_take_what_is_nowhere_else(tiers: Tiers) -> None:
     cold = [tiers.cold(n) for n in range(3)]
     tiers.wait("a", *cold[:2])

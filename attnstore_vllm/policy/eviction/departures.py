@@ -3,13 +3,16 @@
 
 The slots stand in groups: those that a run (policy/runs.py) was the last to use. An order says
 which run gives up a slot; of its group the deepest chunk goes first, for without it the others
-are still a prefix. Before all others goes a run whose lease has expired, whatever the order; those
+are still a prefix. Chunks may come into a group in another order: one is written at once, another
+is refused, and its slot waits for that no longer. So where depths are known, a slot is put where
+its depth is. Before all others goes a run whose lease has expired, whatever the order; those
 are found by a heap of the times to look.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,6 +65,10 @@ class Departures:
         order: of runs.
     """
 
+    depth_of: Sequence[int] | None = None
+    """By slot, how deep its chunk is in its prompt: kept by who fills the slots, and set before the
+    first is added. None: of a run, who came or was used last is the deepest."""
+
     def __init__(self, num_slots: int, order: Order[Run]) -> None:
         self._order = order
         self._num_slots = num_slots
@@ -90,16 +97,17 @@ class Departures:
         return group.run if group is not None else None
 
     def add(self, slot: int, run: Run) -> None:
-        """The slot was filled, for this run."""
+        """The slot was filled, for this run. Cost: O(1); where it is not the deepest of its run,
+        O(log) of the run's slots, and moving them."""
         self.add_all((slot,), run)
 
     def add_all(self, slots: Sequence[int], run: Run) -> None:
-        """These were filled for this run, the first of them first."""
+        """These were filled for this run, in the order of depth."""
         group, group_of = self._group(run), self._group_of
+        self._put(group, slots)
         for slot in slots:
             assert group_of[slot] < 0
             group_of[slot] = group.number
-        group.slots.extend(slots)
         group.num_left += len(slots)
         self._length += len(slots)
 
@@ -116,14 +124,13 @@ class Departures:
             return
         group, left = self._group(run), dict[int, _Group]()
         number = group.number
-        for slot in here:
-            before = group_of[slot]
-            if before != number:
-                left[before] = old = self.groups[before]
-                old.num_left -= 1
-                group_of[slot] = number
-                group.slots.append(slot)
-                group.num_left += 1
+        moved = list(dict.fromkeys([slot for slot in here if group_of[slot] != number]))
+        self._put(group, moved)
+        for slot in moved:
+            left[group_of[slot]] = old = self.groups[group_of[slot]]
+            old.num_left -= 1
+            group_of[slot] = number
+        group.num_left += len(moved)
         for old in left.values():
             self._tidy(old)
 
@@ -265,6 +272,28 @@ class Departures:
         ours = (slot for slot in reversed(slots) if group_of[slot] == number)
         return next((slot for slot in islice(ours, 1, SLOTS_MAX) if can_go(slot)), None)
 
+    def _put(self, group: _Group, slots: Sequence[int]) -> None:
+        """Enter slots that are not of the group yet, in the order of depth, where they belong."""
+        depths = self.depth_of
+        if depths is None or not (slots and group.num_left):
+            group.slots.extend(slots)
+            return
+        ours, group_of, number = group.slots, self._group_of, group.number
+        while group_of[ours[-1]] != number:
+            ours.pop()
+        if depths[slots[0]] >= depths[ours[-1]]:
+            ours.extend(slots)
+            return
+        if len(ours) != group.num_left:  # what has left would be out of order
+            self._sweep(group)
+        if len(slots) == 1:
+            place = bisect_right(group.slots, depths[slots[0]], key=depths.__getitem__)
+            group.slots.insert(place, slots[0])
+            group.first = min(group.first, place)
+        else:
+            group.slots = array("i", sorted([*group.slots, *slots], key=depths.__getitem__))
+            group.first = 0
+
     def _group(self, run: Run) -> _Group:
         group = self._by_run.get(run)
         if group is None:
@@ -287,8 +316,14 @@ class Departures:
             self.expired.pop(group.number, None)
             self._order.remove(group.run)
         elif len(group.slots) > 2 * group.num_left + STALE_MAX:
-            left = dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)
-            group.slots, group.first = array("i", left), 0
+            self._sweep(group)
+
+    def _sweep(self, group: _Group) -> None:
+        """Let the group forget what has left it. Cost: its slots."""
+        left = [*dict.fromkeys(s for s in group.slots if self._group_of[s] == group.number)]
+        if self.depth_of is not None:  # a slot that came back may stand where it stood before
+            left.sort(key=self.depth_of.__getitem__)
+        group.slots, group.first = array("i", left), 0
 
 
 def departures(name: str, num_slots: int, estimator: ReturnEstimator) -> Departures:
