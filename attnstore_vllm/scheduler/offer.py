@@ -125,15 +125,19 @@ class Costs:
         return self._steps.seconds(start, stop) if is_weighed else None
 
     def num_that_pay(self, state: RequestState, pieces: Sequence[Piece]) -> int:
-        """How many of the pieces that were found are worth waiting for; those that are in DRAM
-        are. Cost: a look at each."""
-        ready = list(takewhile(lambda p: p.chunk.dram.state is State.READY, pieces))
-        coming = pieces[len(ready) :]
-        arrivals = self._store.arrivals(state.request.request_id, coming)
-        if not (coming and self._computes_if_sooner and self._steps.is_known and arrivals):
+        """How many of these pieces, more than DRAM has room for, are worth waiting for; those that
+        are in DRAM are. Cost: a look at each."""
+        near, beyond = pieces[: self._store.num_slots], pieces[self._store.num_slots :]
+        ready = list(takewhile(lambda p: p.chunk.dram.state is State.READY, near))
+        arrivals = self._store.arrivals(state.request.request_id, near[len(ready) :])
+        beyond_s = self._store.read_s(len(beyond))
+        is_weighed = self._computes_if_sooner and self._steps.is_known
+        if not is_weighed or arrivals is None or beyond_s is None:
             return len(pieces)
-        start, stops = pieces[0].start, [piece.stop for piece in coming]
-        start = ready[-1].stop if ready else start
+        near_s = arrivals[-1] if arrivals else 0.0
+        arrivals += [near_s + beyond_s * n / len(beyond) for n in range(1, len(beyond) + 1)]
+        start = ready[-1].stop if ready else pieces[0].start
+        stops = [piece.stop for piece in pieces[len(ready) :]]
         return len(ready) + pieces_to_wait_for(start, stops, arrivals, self._steps)
 
     def count_loaded(

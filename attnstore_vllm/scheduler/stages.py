@@ -10,7 +10,7 @@ not come (it was evicted, it is damaged, the disk is late), the blocks from it o
 missing with the last part, and vLLM computes them.
 
 One load at a time is in parts: two would wait for each other's room. The chunks that it is to load
-are wanted before all that the queue wants. So DRAM takes nothing for other requests before them,
+next are wanted before all that the queue wants: DRAM takes nothing for other requests before them,
 and NVMe keeps them as it keeps what a request waits for.
 
 Only for requests of which KV of all tokens in their places is loaded: not for models with windows
@@ -90,6 +90,8 @@ class Stages:
         self._name = f"load in parts {secrets.token_hex(16)}"
         """Stands in the queue of what is wanted. No client can guess it."""
         self._part = max(1, store.num_slots // PARTS)
+        # All that is wanted of it must find room beside the part that is being copied.
+        self._window = max(1, store.num_slots - store.num_slots // FIRST)
         self._load: _Load | None = None
         self.offered: RequestState | None = None
         """A request that is offered such a load."""
@@ -98,6 +100,16 @@ class Stages:
     def is_open(self) -> bool:
         """Whether a load has parts that are not planned yet."""
         return self._load is not None
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether parts of this request's load are not planned yet."""
+        return self._load is not None and self._load.state.request.request_id == request_id
+
+    def blocks_left(self, request_id: str) -> int:
+        """Blocks of this request that no planned part fills."""
+        if self._load is None or not self.is_loading(request_id):
+            return 0
+        return -(-(self._load.stop - self._load.rest[0].start) // self._geometry.block_tokens)
 
     @property
     def names(self) -> list[str]:
@@ -139,7 +151,7 @@ class Stages:
     def ended(self, request_id: str) -> None:
         """The request has ended. If its load has parts left, vLLM keeps its blocks till we say so:
         with a last part that is empty, once what is being copied is."""
-        if self._load is not None and self._load.state.request.request_id == request_id:
+        if self._load is not None and self.is_loading(request_id):
             self._load.has_ended = True
 
     def go_on(self, stats: StepStats) -> Sequence[Piece]:
@@ -169,7 +181,8 @@ class Stages:
         return ()
 
     def _want(self, load: _Load) -> None:
-        self._store.want_part(self._name, [p.chunk for p in load.rest if not p.chunk.dropped])
+        near = load.rest[: self._window]
+        self._store.want_part(self._name, [p.chunk for p in near if not p.chunk.dropped])
 
     def _comes(self, chunk: Chunk) -> bool:
         """Whether it is on its way, or will be."""

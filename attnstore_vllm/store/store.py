@@ -318,7 +318,8 @@ class Store:
         if self.walks:  # the tail that it seems to have, be the window before it there or not
             at = max(start, sequence.spine_stop // size * size)
         ends = residency.index.ends_like(sequence, at // size, stop) if at < stop else []
-        is_known = residency.is_wanted_so(request_id, pieces, visit)
+        near = pieces[: self.num_slots]  # what is beyond is wanted once there may be room
+        is_known = residency.is_wanted_so(request_id, near, visit)
         used = [] if is_known else no_ends(pieces, residency.index.grain)
         if visit is None:
             residency.renew([*(piece.chunk for piece in used), *ends])
@@ -332,7 +333,7 @@ class Store:
             if is_known:
                 residency.use_again(visit.shared, visit.own)
                 return
-        chunks = [piece.chunk for piece in pieces]
+        chunks = [piece.chunk for piece in near]
         if request_id is not None and request_id in residency.look_ahead:
             residency.dram.want(request_id, chunks)
         else:
