@@ -119,9 +119,9 @@ def damage(engine: ScriptedEngine, number: int) -> None:
         chunk = next(c for c in store.residency.index if c.name.position == number * CHUNK)
         assert chunk.dram.state is State.ABSENT, "it is in DRAM, where it is right"
         slot = chunk.at("nvme").slot
-    slab = nvme._slab
-    with open(slab.path, "r+b") as file:
-        file.seek(slab.offset(slot) + slab.shape.record_bytes // 2)
+    slab = nvme._disk.slab
+    with slab.path.open("r+b") as file:
+        file.seek(slab.payload_offset(slot) + 100)
         before = file.read(64)
         file.seek(-64, 1)
         file.write(bytes(byte ^ 0xFF for byte in before))
@@ -216,7 +216,7 @@ def test_whatever_comes_together(start: Start, depth: int, seed: int) -> None:
             parts += engine.ours.stages.is_open
         if random.random() < 0.15:
             engine.abort(str(random.randrange(number + 1)))
-        if random.random() < 0.1:
+        if random.random() < 0.4:
             engine.scheduler.reset_prefix_cache()
         if random.random() < 0.1:
             chunks = list(engine.ours.store.residency.index)
