@@ -81,7 +81,7 @@ class Costs:
     ) -> None:
         self._clock = clock
         self._store = store
-        self._load_deadline_s = load_deadline_s
+        self.load_deadline_s = load_deadline_s
         self._computes_if_sooner = computes_if_sooner
         self._steps = StepCost()
         self.times = StepTimes(self._steps, clock)
@@ -206,7 +206,7 @@ class Costs:
     def deadline(self, state: RequestState, now: float) -> float:
         """Until when the request waits at most, from when it was first asked for."""
         if state.waiting.deadline is None:
-            state.waiting.deadline = now + self._load_deadline_s
+            state.waiting.deadline = now + self.load_deadline_s
         return state.waiting.deadline
 
     def why_not_wait(

@@ -181,19 +181,8 @@ class Scheduler:
         self._empty_step_wait_s = empty_step_wait_s
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, empty_step_wait_s)
-        self.stages = Stages(
-            store,
-            geometry,
-            plans,
-            load_deadline_s,
-            costs.num_that_pay,
-            costs.count_loaded,
-            is_allowed=is_alone,
-            clock=clock,
-        )
-        self._offers = Offers(
-            store, geometry, costs, waits, plans, moved, saving.counts, self.stages
-        )
+        stages = self.stages = stages_of(store, geometry, plans, costs, is_alone, clock)
+        self._offers = Offers(store, geometry, costs, waits, plans, moved, saving.counts, stages)
         self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -591,6 +580,19 @@ class Scheduler:
         assert not any(state.offered for state in self.requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0
+
+
+def stages_of(
+    store: Store,
+    geometry: Geometry,
+    plans: OpenPlans,
+    costs: Costs,
+    is_alone: bool,
+    clock: Clock,
+) -> Stages:
+    pays, count = costs.num_that_pay, costs.count_loaded
+    deadline_s = costs.load_deadline_s
+    return Stages(store, geometry, plans, deadline_s, pays, count, is_allowed=is_alone, clock=clock)
 
 
 def prefetch(

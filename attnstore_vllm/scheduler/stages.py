@@ -41,7 +41,7 @@ PARTS = 16
 
 
 @dataclass(slots=True)
-class _Load:
+class _Parts:
     state: RequestState
     plan_id: int
     """Of the part that was planned last."""
@@ -92,24 +92,24 @@ class Stages:
         self._part = max(1, store.num_slots // PARTS)
         # All that is wanted of it must find room beside the part that is being copied.
         self._window = max(1, store.num_slots - store.num_slots // FIRST)
-        self._load: _Load | None = None
+        self.current: _Parts | None = None
         self.offered: RequestState | None = None
         """A request that is offered such a load."""
 
     @property
     def is_open(self) -> bool:
         """Whether a load has parts that are not planned yet."""
-        return self._load is not None
+        return self.current is not None
 
     def is_loading(self, request_id: str) -> bool:
         """Whether parts of this request's load are not planned yet."""
-        return self._load is not None and self._load.state.request.request_id == request_id
+        return self.current is not None and self.current.state.request.request_id == request_id
 
     def blocks_left(self, request_id: str) -> int:
         """Blocks of this request that no planned part fills."""
-        if self._load is None or not self.is_loading(request_id):
+        if self.current is None or not self.is_loading(request_id):
             return 0
-        return -(-(self._load.stop - self._load.rest[0].start) // self._geometry.block_tokens)
+        return -(-(self.current.stop - self.current.rest[0].start) // self._geometry.block_tokens)
 
     @property
     def names(self) -> list[str]:
@@ -119,7 +119,7 @@ class Stages:
     def is_free(self, state: RequestState) -> bool:
         """Whether this request may have its KV in parts now."""
         is_plain = not (state.finds_moved or state.request.resumable or state.request.lora_request)
-        is_first = self._load is None and self.offered in (None, state)
+        is_first = self.current is None and self.offered in (None, state)
         return self._store.loads_in_parts and is_first and is_plain and not state.is_at_once
 
     def split(self, state: RequestState, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
@@ -144,20 +144,20 @@ class Stages:
         stop: int,
     ) -> None:
         """vLLM has taken what was offered, up to token `stop`, and the first part is planned."""
-        assert self._load is None, "two loads in parts would wait for each other's room"
-        self._load = _Load(state, plan_id, rest, block_ids, stop)
-        self._want(self._load)
+        assert self.current is None, "two loads in parts would wait for each other's room"
+        self.current = _Parts(state, plan_id, rest, block_ids, stop)
+        self._want(self.current)
 
     def ended(self, request_id: str) -> None:
         """The request has ended. If its load has parts left, vLLM keeps its blocks till we say so:
         with a last part that is empty, once what is being copied is."""
-        if self._load is not None and self.is_loading(request_id):
-            self._load.has_ended = True
+        if self.current is not None and self.is_loading(request_id):
+            self.current.has_ended = True
 
     def go_on(self, stats: StepStats) -> Sequence[Piece]:
         """A step is planned. Returns what is waited for. Cost: a look at the pieces of a part; at
         all that are left, once a part."""
-        load = self._load
+        load = self.current
         if load is None or self._plans.is_open(load.plan_id):
             return ()
         if load.has_ended:
@@ -180,7 +180,7 @@ class Stages:
         self._plan(load, held, (), stats)
         return ()
 
-    def _want(self, load: _Load) -> None:
+    def _want(self, load: _Parts) -> None:
         near = load.rest[: self._window]
         self._store.want_part(self._name, [p.chunk for p in near if not p.chunk.dropped])
 
@@ -189,7 +189,7 @@ class Stages:
         is_queued = self._store.has_missing(self._name)  # first: it may be taken from the queue now
         return not chunk.dropped and (is_queued or chunk.dram.state is not State.ABSENT)
 
-    def _give_up(self, load: _Load, num_held: int, cause: str, stats: StepStats) -> None:
+    def _give_up(self, load: _Parts, num_held: int, cause: str, stats: StepStats) -> None:
         """Only so many of the next pieces have come: vLLM computes what is behind them."""
         held, lost = load.rest[:num_held], load.rest[num_held:]
         start, state = lost[0].start, load.state
@@ -206,7 +206,7 @@ class Stages:
         self._plan(load, held, missing, stats)
 
     def _plan(
-        self, load: _Load, held: Sequence[Piece], missing: tuple[int, ...], stats: StepStats
+        self, load: _Parts, held: Sequence[Piece], missing: tuple[int, ...], stats: StepStats
     ) -> None:
         """Load these next; with what is missing, or with nothing left, the request is received."""
         size, has_more = self._geometry.block_tokens, bool(load.rest) and not load.has_ended
@@ -228,5 +228,5 @@ class Stages:
             missing=missing,
         )
         if not has_more:
-            self._load = None
+            self.current = None
             self._store.want_part(self._name, ())

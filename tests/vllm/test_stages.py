@@ -69,7 +69,7 @@ def to_a_later_part(engine: ScriptedEngine) -> None:
     """Until the first part of a load is over, and others are not planned."""
     for _ in range(2000):
         engine.step()
-        load = engine.ours.stages._load
+        load = engine.ours.stages.current
         if load is not None and not engine.ours.plans.is_open(load.plan_id):
             return
     raise AssertionError("no load in parts was begun")
@@ -119,7 +119,7 @@ def damage(engine: ScriptedEngine, number: int) -> None:
         chunk = next(c for c in store.residency.index if c.name.position == number * CHUNK)
         assert chunk.dram.state is State.ABSENT, "it is in DRAM, where it is right"
         slot = chunk.at("nvme").slot
-    slab = nvme._disk.slab
+    slab = nvme.disk_slab
     with slab.path.open("r+b") as file:
         file.seek(slab.payload_offset(slot) + 100)
         before = file.read(64)
@@ -191,7 +191,7 @@ def test_a_chunk_that_leaves_nvme_between_two_parts(start: Start) -> None:
     loaded(engine)
     engine.add("again", prompt, 2)
     to_a_later_part(engine)
-    load = engine.ours.stages._load
+    load = engine.ours.stages.current
     assert load is not None
     lost = load.rest[-2]
     engine.ours.store.drop([lost.chunk])
