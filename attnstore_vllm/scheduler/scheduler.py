@@ -181,8 +181,9 @@ class Scheduler:
         self._empty_step_wait_s = empty_step_wait_s
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, empty_step_wait_s)
-        stages = self.stages = stages_of(store, geometry, plans, costs, is_alone, clock)
-        self._offers = Offers(store, geometry, costs, waits, plans, moved, saving.counts, stages)
+        self.stages = stages_of(store, geometry, plans, costs, is_alone, clock)
+        given = (store, geometry, costs, waits, plans, moved, saving.counts, self.stages)
+        self._offers = Offers(*given)
         self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:

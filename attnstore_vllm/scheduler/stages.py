@@ -44,7 +44,7 @@ PARTS = 16
 class _Parts:
     state: RequestState
     plan_id: int
-    """Of the part that was planned last."""
+    """The plan of the part that was planned last."""
     rest: list[Piece]
     """Pieces that no part has had."""
     block_ids: Sequence[int]

@@ -117,7 +117,7 @@ class Store:
         )
         self.num_slots = pool.num_slots
         self.loads_in_parts = False
-        """What waiting requests find may be longer than DRAM (scheduler/stages.py)."""
+        """Whether a waiting request may find more than DRAM has room for (scheduler/stages.py)."""
         self.ahead = ahead
         self.needs = tuple(replace(need, ahead=ahead) for need in needs)
         self.walks = walks(needs)

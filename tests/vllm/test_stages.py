@@ -15,9 +15,10 @@ from random import Random
 import pytest
 
 from attnstore_vllm.index.chunk import State
+from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
-from tests.vllm.scripted_worker import BLOCK, VOCAB
+from tests.vllm.scripted_worker import BLOCK, VOCAB, extend_kv, in_layer
 from tests.vllm.test_async_scheduling import check_stored, wait_until_quiet
 
 DRAM_CHUNKS = 6
@@ -113,18 +114,19 @@ def test_two_at_once(start: Start) -> None:
 
 def damage(engine: ScriptedEngine, number: int) -> None:
     """The record of the prompt's chunk of this number has other bytes from now on."""
-    store = engine.ours.store
-    (nvme,) = store.thread.tiers
-    with store._lock:
-        chunk = next(c for c in store.residency.index if c.name.position == number * CHUNK)
-        assert chunk.dram.state is State.ABSENT, "it is in DRAM, where it is right"
-        slot = chunk.at("nvme").slot
-    slab = nvme.disk_slab
-    with slab.path.open("r+b") as file:
-        file.seek(slab.payload_offset(slot) + 100)
-        before = file.read(64)
-        file.seek(-64, 1)
-        file.write(bytes(byte ^ 0xFF for byte in before))
+    index = engine.ours.store.residency.index
+    chunk = next(c for c in index if c.name.position == number * CHUNK)
+    assert chunk.dram.state is State.ABSENT, "it is in DRAM, where it is right"
+    kv: list[bytes] = []
+    extend_kv(kv, tokens(0)[: (number + 1) * CHUNK])
+    wanted = in_layer(kv[number * CHUNK :], 0).tobytes()
+    transfer = engine.scheduler.vllm_config.kv_transfer_config
+    assert transfer is not None
+    path = Path(transfer.kv_connector_extra_config["nvme"]["path"]) / SLAB_NAME
+    at = path.read_bytes().index(wanted)
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(byte ^ 0xFF for byte in wanted[:64]))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
