@@ -165,14 +165,9 @@ class Scheduler:
         self._kv_cache_manager: KVCacheManager | None = None
         lookups = self._lookups = Lookups(step_budget)
         self._queue = VllmQueue(store, lookups, by_priority=by_priority) if looks_ahead else None
-        costs = self.costs = Costs(
-            store,
-            load_deadline_s,
-            computes_if_sooner,
-            ahead_layers=geometry.num_layers if rows is not None else 0,
-            step_tokens=step_tokens,
-            clock=clock,
-        )
+        layers = geometry.num_layers if rows is not None else 0
+        sizes = {"ahead_layers": layers, "step_tokens": step_tokens}
+        costs = self.costs = Costs(store, load_deadline_s, computes_if_sooner, **sizes, clock=clock)
         plans, moved = self.plans, self._truncation
         saving = self._saving = Saving(
             store, geometry, plans, moved, costs, states_every, step_tokens, step_budget

@@ -123,7 +123,7 @@ class Stages:
         return self._store.loads_in_parts and is_first and is_plain and not state.is_at_once
 
     def split(self, state: RequestState, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-        """What is to be in DRAM before a load begins, and what comes in parts after it. Cost: a
+        """The pieces to be in DRAM before a load begins, and those that come in parts. Cost: a
         look at each piece, where there are more than DRAM has room for."""
         most = self._store.num_slots
         if len(pieces) <= most:
