@@ -34,7 +34,7 @@ def model(models: Path) -> Path:
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Iterator[Start]:
-    engines = []
+    engines: list[ScriptedEngine] = []
 
     def begin(depth: int = 1, num_blocks: int = 90, **options: int) -> ScriptedEngine:
         engines.append(
