@@ -290,6 +290,7 @@ def _scheduler(
         rows=None if None in rows else min(row for row in rows if row is not None),
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
         gives_blocks_away=not zeroes and (None in rows or all(r.is_alone for r in ranks)),
+        is_alone=all(r.is_alone for r in ranks),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         step_budget=config.step_budget,
         empty_step_wait_s=LOCKSTEP_WAIT_S if _is_in_lockstep(vllm_config) else EMPTY_STEP_WAIT_S,

@@ -306,7 +306,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self.scheduler is None:
             return
-        if connector_output.invalid_block_ids:
+        invalid = connector_output.invalid_block_ids
+        if invalid and not self.scheduler.plans.are_missing(invalid):
             # Beside us in MultiConnector somebody's load has failed; ours names requests.
             self.scheduler.on_failed_load()
         if connector_output.failed_recving:

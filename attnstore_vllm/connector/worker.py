@@ -336,17 +336,19 @@ class Worker:
         return self._freed, *self.loads.take_received()
 
     def failed_blocks(self) -> set[int]:
-        """Blocks with KV of an adapter that was another one when the step began."""
+        """Blocks with KV of an adapter that was another one when the step began; and those that
+        the loads of take_finished() have not filled."""
         checks, self._plan.checks = self._plan.checks, []
+        missing = self.loads.take_missing()
         if not checks:
-            return set()
+            return missing
         now = self.adapters.tell(check.lora_id for check in checks)
         failed: set[int] = set()
         for check in checks:
             wanted = check.digests[self.rank] if check.digests else None
             if wanted is None or now.get(check.lora_id) != wanted:
                 failed.update(check.block_ids)
-        return failed
+        return failed | missing
 
     def take_report(self) -> StepReport:
         """After take_finished()."""

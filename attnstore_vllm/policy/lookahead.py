@@ -95,7 +95,7 @@ class LookAhead(Generic[C]):
             self._first -= 1
             self._enter((self._first, 0.0, request_id))
 
-    def insert(self, request_id: str, priority: int, arrival_s: float) -> None:
+    def insert(self, request_id: str, priority: float, arrival_s: float) -> None:
         """A request has come or was preempted; the queue is ordered by priority, then arrival."""
         self._enter((float(priority), arrival_s, request_id))
 

@@ -189,7 +189,10 @@ class ObservedScheduler(Scheduler):
         facts: Facts = {f"{tier}_tokens": n for tier, n in state.counted.sources.items()}
         facts |= {
             "tokens": num_external_tokens,
-            "bytes": blocks * geometry.num_ranks // geometry.replicas * geometry.block_bytes,
+            "bytes": (blocks + self.stages.blocks_left(request.request_id))
+            * geometry.num_ranks
+            // geometry.replicas
+            * geometry.block_bytes,
             "computing_forecast_s": self.costs.saved_s(stop - num_external_tokens, stop),
         }
         seen.loads = time.time_ns(), facts
@@ -197,9 +200,12 @@ class ObservedScheduler(Scheduler):
 
     def on_report(self, report: StepReport) -> None:
         super().on_report(report)
-        over = [name for name in self._loading if not self.plans.is_loading(name)]
+        over = [name for name in self._loading if not self._is_loading(name)]
         for request_id in over:
             _end_load(self._loading.pop(request_id))
+
+    def _is_loading(self, request_id: str) -> bool:
+        return self.plans.is_loading(request_id) or self.stages.is_loading(request_id)
 
     def on_failed_requests(self, request_ids: Collection[str]) -> None:
         super().on_failed_requests(request_ids)

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys
@@ -33,6 +34,7 @@ from attnstore_vllm.scheduler.figures import GroupCounts, StepStats
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
+from attnstore_vllm.scheduler.stages import Stages
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.untaken import Untaken
 from attnstore_vllm.scheduler.vllm_types import Tables
@@ -79,7 +81,7 @@ class Costs:
     ) -> None:
         self._clock = clock
         self._store = store
-        self._load_deadline_s = load_deadline_s
+        self.load_deadline_s = load_deadline_s
         self._computes_if_sooner = computes_if_sooner
         self._steps = StepCost()
         self.times = StepTimes(self._steps, clock)
@@ -121,6 +123,32 @@ class Costs:
         where all that is stored is waited for. From any thread."""
         is_weighed = self._computes_if_sooner and self._steps.is_known
         return self._steps.seconds(start, stop) if is_weighed else None
+
+    def num_that_pay(self, state: RequestState, pieces: Sequence[Piece]) -> int:
+        """How many of these pieces, more than DRAM has room for, are worth waiting for; those that
+        are in DRAM are. Cost: a look at each."""
+        near, beyond = pieces[: self._store.num_slots], pieces[self._store.num_slots :]
+        ready = list(takewhile(lambda p: p.chunk.dram.state is State.READY, near))
+        arrivals = self._store.arrivals(state.request.request_id, near[len(ready) :])
+        beyond_s = self._store.read_s(len(beyond))
+        is_weighed = self._computes_if_sooner and self._steps.is_known
+        if not is_weighed or arrivals is None or beyond_s is None:
+            return len(pieces)
+        near_s = arrivals[-1] if arrivals else 0.0
+        arrivals += [near_s + beyond_s * n / len(beyond) for n in range(1, len(beyond) + 1)]
+        start = ready[-1].stop if ready else pieces[0].start
+        stops = [piece.stop for piece in pieces[len(ready) :]]
+        return len(ready) + pieces_to_wait_for(start, stops, arrivals, self._steps)
+
+    def count_loaded(
+        self, stats: StepStats, pieces: Sequence[Piece], start: int, stop: int
+    ) -> Counter[str]:
+        """A load of tokens [start, stop) is planned. Returns them by the tier they were in."""
+        sources, saved_s = self._store.tiers(pieces, start), self.saved_s(start, stop)
+        for tier, tokens in sources.items():
+            stats.add("loaded_tokens", tier, tokens)
+            stats.add("prefill_seconds_saved", tier, saved_s * tokens / (stop - start))
+        return sources
 
     def saved_s(self, start: int, stop: int) -> float:
         """Seconds that loaded KV of these tokens saves; 0 before that is known."""
@@ -178,7 +206,7 @@ class Costs:
     def deadline(self, state: RequestState, now: float) -> float:
         """Until when the request waits at most, from when it was first asked for."""
         if state.waiting.deadline is None:
-            state.waiting.deadline = now + self._load_deadline_s
+            state.waiting.deadline = now + self.load_deadline_s
         return state.waiting.deadline
 
     def why_not_wait(
@@ -268,7 +296,7 @@ class Waits:
             return False
         if state.waiting.since is None:
             state.waiting.since = now
-        self._note(state.waiting.coming)
+        self.note(state.waiting.coming)
         return True
 
     def answered(self, state: RequestState) -> None:
@@ -281,7 +309,7 @@ class Waits:
     def add(self, state: RequestState, pieces: Sequence[Piece]) -> None:
         """It was worked out that the request should wait for these."""
         state.waiting.is_answered, state.waiting.coming = False, pieces
-        self._note(pieces)
+        self.note(pieces)
 
     def awaits(self, state: RequestState) -> bool:
         """Whether the request waits for a tier's answer to what it has."""
@@ -296,7 +324,8 @@ class Waits:
             self._asked.append(state.sequence)
         return True
 
-    def _note(self, pieces: Sequence[Piece]) -> None:
+    def note(self, pieces: Sequence[Piece]) -> None:
+        """These are waited for: a step that computes nothing waits till one of them may come."""
         if len(self._for) < WAITS_MAX:
             self._for.append(pieces)
 
@@ -337,7 +366,11 @@ class Waits:
 
 
 class Offers:
-    """See the module. All methods run on the scheduler's thread."""
+    """See the module. All methods run on the scheduler's thread.
+
+    Args:
+        stages: of loads that are longer than DRAM; None: there are none.
+    """
 
     def __init__(
         self,
@@ -348,7 +381,9 @@ class Offers:
         plans: OpenPlans,
         truncation: Truncation,
         counts: GroupCounts,
+        stages: Stages | None = None,
     ) -> None:
+        self._stages = stages
         self._needs = {need.group: need for need in store.needs}
         self.untaken = Untaken(store, geometry.block_tokens)
         self._store = store
@@ -369,9 +404,12 @@ class Offers:
         Args:
             local: tokens that are in HBM already.
         """
+        last = state.untaken
+        if last is not None and last.rest and not (self._stages and self._stages.is_free(state)):
+            state.untaken = None  # another load is in parts by now
         held = self.untaken.again(state, local)
-        if held is not None:
-            return self._offer(state, held, local)
+        if last is not None and held is not None:
+            return self._offer(state, held, last.rest, local)
         answer: tuple[int | None, bool] = (None, False)
         if self._waits.goes_on(state):
             if state.waiting.coming:  # else it has not had a look yet
@@ -397,10 +435,12 @@ class Offers:
             return None, False
         state.expect(pieces)
         count_wanted(stats, state, pieces)
+        pieces, rest = self._stages.split(state, pieces) if self._stages else (pieces, [])
         held = self._store.hold_ready(pieces, sequence, stop, local)
         ready_stop = held[-1].stop if held else local
         cause = "lost"
         if not has_all(held, pieces):
+            rest = []
             coming = still_coming(held, pieces, local, walks=self._store.walks)
             late = self._costs.why_not_wait(state, ready_stop, coming)
             if late is None:
@@ -410,6 +450,7 @@ class Offers:
             cause = late
         self._costs.end_wait(state, stats)
         self._waits.answered(state)
+        ready_stop = rest[-1].stop if rest else ready_stop
         num_tokens = ready_stop - local
         ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
         if held and not self._costs.copy_pays(local, ready_stop, ahead_s):
@@ -427,7 +468,7 @@ class Offers:
             for group in sequence.short_of:
                 self._counts.add("shortened_hits", group, 1)
             offers = num_tokens >= MIN_LOAD_TOKENS
-            offered = self._store.tiers(held if offers else (), local)
+            offered = self._store.tiers([*held, *rest] if offers else (), local)
             for source, number in {
                 "hbm": local,
                 **offered,
@@ -436,21 +477,25 @@ class Offers:
                 stats.add("prompt_tokens", source, number)
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
-            held = []
-        self.untaken.note(state, local, held)
-        return self._offer(state, held, local)
+            held, rest = [], []
+        self.untaken.note(state, local, held, rest)
+        return self._offer(state, held, rest, local)
 
-    def _offer(self, state: RequestState, held: list[Piece], local: int) -> tuple[int | None, bool]:
-        """The answer to vLLM: it may take what is held."""
+    def _offer(
+        self, state: RequestState, held: list[Piece], rest: list[Piece], local: int
+    ) -> tuple[int | None, bool]:
+        """The answer to vLLM: it may take what is held, and `rest` in parts."""
         if not held:
             return 0, False
         if state.finds_moved:
             spine = [piece for piece in held if piece.group == 0]
             self._truncation.offer(state, spine, self.untaken.kv_cache_manager)
         layers_before = self._layers_before(state, held)
-        state.offered = Offered(held, local, layers_before)
+        if self._stages and rest:
+            layers_before, self._stages.offered = self._geometry.num_layers, state
+        state.offered = Offered(held, local, layers_before, rest)
         self._open.append(state)
-        return held[-1].stop - local, layers_before > 0
+        return [*held, *rest][-1].stop - local, layers_before > 0
 
     def _layers_before(self, state: RequestState, held: Sequence[Piece]) -> int:
         """How many layers are loaded before the request's first step."""
@@ -489,15 +534,17 @@ class Offers:
         start, stop = offered.start, offered.start + num_tokens
         sections = [piece for piece in offered.pieces if piece.group]
         spine = offered.pieces[: len(offered.pieces) - len(sections)]
-        used = [piece for piece in spine if piece.start < stop]
-        assert used and used[-1].stop >= stop, "vLLM takes more than was offered"
+        rest = [piece for piece in offered.rest if piece.start < stop]
+        now = rest[0].start if rest else stop  # the others are loaded in parts
+        used = [piece for piece in spine if piece.start < now]
+        assert used and [*used, *rest][-1].stop >= stop, "vLLM takes more than was offered"
         assert not self._needs or used[-1].stop == stop, "sections back no shorter hit"
         states = [piece for piece in sections if self._needs[piece.group].reach is Reach.STATE]
         sections = [piece for piece in sections if piece not in states]
-        planned = plan_groups([*used, *sections], tables, stop, self._geometry)
+        planned = plan_groups([*used, *sections], tables, now, self._geometry)
         copies, num_partial = last_blocks_last(
             [
-                (copies, stop % self._geometry.groups[group].block_tokens != 0 and not moved)
+                (copies, now % self._geometry.groups[group].block_tokens != 0 and not moved)
                 for group, (copies, moved) in planned.items()
             ]
         )
@@ -506,23 +553,25 @@ class Offers:
             self._store.release(piece.chunk for piece in spine[len(used) :])
         if self._needs:
             self._count_loaded((*used, *sections, *states), stop)
-        state.counted.sources = self._store.tiers(used, start)
-        saved_s = self._costs.saved_s(start, stop)
-        for tier, tokens in state.counted.sources.items():
-            stats.add("loaded_tokens", tier, tokens)
-            stats.add("prefill_seconds_saved", tier, saved_s * tokens / num_tokens)
+        sources = self._costs.count_loaded(stats, used, start, now)
+        state.counted.sources = dict(sources + self._store.tiers(rest, now))
         if moved:  # tokens count once, in whatever groups
             stats.add("moved_tokens", DRAM, sum(run.num_tokens for run in planned[0][1]))
         if not offered.layers_before:
             self._costs.times.load_tokens += num_tokens
-        self._plans.load(
+        plan_id = self._plans.load(
             state.request.request_id,
             [piece.chunk for piece in (*used, *sections, *states)],
             (*plan_states(states, tables, self._geometry), *copies) if states else copies,
             tuple(moved),
             num_partial=num_partial,
             layers_before=offered.layers_before,
+            has_more=bool(rest),
         )
+        if self._stages and offered.rest:
+            self._stages.offered = None
+            if rest:
+                self._stages.begin(state, plan_id, rest, tables[0], stop)
         state.waiting.deadline, state.computing.first = None, stop
         state.untaken = None
         state.forget_matches()
@@ -552,11 +601,14 @@ class Offers:
         """The offer is not taken, or asked for anew."""
         assert state.offered is not None
         self._store.release(piece.chunk for piece in state.offered.pieces)
+        if self._stages and state.offered.rest:
+            self._stages.offered = None
         state.offered = None
         self._truncation.withdraw(state)
 
-    def end_schedule(self, *, is_empty: bool) -> None:
-        """A step is planned: what vLLM has not taken by now it does not take.
+    def end_schedule(self, stats: StepStats, *, is_empty: bool) -> None:
+        """A step is planned: what vLLM has not taken by now it does not take. A load in parts goes
+        on.
 
         Args:
             is_empty: it computes nothing.
@@ -565,6 +617,8 @@ class Offers:
             if state.offered is not None:
                 self.withdraw(state)
         self._open.clear()
+        if self._stages and (waited_for := self._stages.go_on(stats)):
+            self._waits.note(waited_for)
         self._waits.end_step(is_empty=is_empty)
 
 

@@ -48,6 +48,8 @@ class _Open:
     """In a save: the adapter that its KV is said to be computed with."""
     is_void: bool = False
     """In a save: its request has lost the blocks, and may have others by now."""
+    missing: tuple[int, ...] = ()
+    """In a load: see LoadPlan."""
 
 
 class OpenPlans:
@@ -100,13 +102,32 @@ class OpenPlans:
         *,
         num_partial: int,
         layers_before: int,
-    ) -> None:
-        """The held `chunks` are loaded; released when all ranks have done so."""
+        has_more: bool = False,
+        missing: tuple[int, ...] = (),
+    ) -> int:
+        """The held `chunks` are loaded; released when all ranks have done so. Returns the plan's
+        number.
+
+        Args:
+            has_more, missing: see LoadPlan.
+        """
         self.load_is_void(request_id)  # a former one, of blocks that it has lost
-        plan = LoadPlan(next(self._ids), request_id, copies, num_partial, layers_before, moves)
+        plan = LoadPlan(
+            next(self._ids),
+            request_id,
+            copies,
+            num_partial,
+            layers_before,
+            moves,
+            has_more=has_more,
+            missing=missing,
+        )
         self._plan.loads.append(plan)
-        self._loading_blocks += self._add(plan, Flow.LOAD, chunks).num_blocks
+        found = self._add(plan, Flow.LOAD, chunks)
+        found.missing = missing
+        self._loading_blocks += found.num_blocks
         self._loading[request_id] = plan.plan_id
+        return plan.plan_id
 
     def save(
         self,
@@ -281,6 +302,15 @@ class OpenPlans:
     def any_open(self) -> bool:
         """Whether workers still have to copy or report: the engine must go on stepping."""
         return bool(self._open) or bool(self._kept)
+
+    def is_open(self, plan_id: int) -> bool:
+        """Whether not all ranks have completed the plan."""
+        return plan_id in self._open
+
+    def are_missing(self, block_ids: Collection[int]) -> bool:
+        """Whether all of these are missing in loads that are open: no wrong KV is in them."""
+        missing = set(chain.from_iterable(o.missing for o in self._open.values()))
+        return missing.issuperset(block_ids)
 
     def is_loading(self, request_id: str) -> bool:
         """Whether a load of the request is open, of blocks that it still has."""

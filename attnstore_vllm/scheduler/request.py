@@ -78,6 +78,8 @@ class Offered:
     start: int
     layers_before: int
     """How many layers are in HBM before its first step; 0: loaded in it."""
+    rest: list[Piece] = field(default_factory=list)
+    """Pieces behind the held ones, which are loaded in parts (stages.py)."""
 
 
 @dataclass(slots=True)
@@ -92,6 +94,8 @@ class Answered:
     """That vLLM had."""
     pieces: list[Piece]
     """That were offered; none: it was to be computed."""
+    rest: list[Piece] = field(default_factory=list)
+    """As in Offered."""
 
 
 @dataclass(slots=True)

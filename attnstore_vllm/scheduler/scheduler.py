@@ -40,6 +40,7 @@ from attnstore_vllm.scheduler.request import (
 )
 from attnstore_vllm.scheduler.rests import Rests
 from attnstore_vllm.scheduler.saving import Saving
+from attnstore_vllm.scheduler.stages import Stages
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput, Tables
 from attnstore_vllm.scheduler.vllm_view import (
@@ -89,6 +90,7 @@ class Scheduler:
         rows: of each worker's write buffer, in blocks; None where copies do not run beside the
             model.
         gives_blocks_away: what finished requests leave is saved from blocks that are free.
+        is_alone: no other connector is beside this one.
         step_tokens: what a step computes of one prompt, at most.
         step_budget: tokens that are looked up in a step (lookups.py).
         empty_step_wait_s: how long a step that computes nothing may wait for KV.
@@ -125,6 +127,7 @@ class Scheduler:
         hints: HintReader | None = None,
         rows: int | None = None,
         gives_blocks_away: bool = True,
+        is_alone: bool = True,
         step_tokens: int = 1 << 30,
         step_budget: int = STEP_TOKENS,
         empty_step_wait_s: float = EMPTY_STEP_WAIT_S,
@@ -162,14 +165,9 @@ class Scheduler:
         self._kv_cache_manager: KVCacheManager | None = None
         lookups = self._lookups = Lookups(step_budget)
         self._queue = VllmQueue(store, lookups, by_priority=by_priority) if looks_ahead else None
-        costs = self.costs = Costs(
-            store,
-            load_deadline_s,
-            computes_if_sooner,
-            ahead_layers=geometry.num_layers if rows is not None else 0,
-            step_tokens=step_tokens,
-            clock=clock,
-        )
+        layers = geometry.num_layers if rows is not None else 0
+        sizes = {"ahead_layers": layers, "step_tokens": step_tokens}
+        costs = self.costs = Costs(store, load_deadline_s, computes_if_sooner, **sizes, clock=clock)
         plans, moved = self.plans, self._truncation
         saving = self._saving = Saving(
             store, geometry, plans, moved, costs, states_every, step_tokens, step_budget
@@ -178,7 +176,9 @@ class Scheduler:
         self._empty_step_wait_s = empty_step_wait_s
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, empty_step_wait_s)
-        self._offers = Offers(store, geometry, costs, waits, plans, moved, saving.counts)
+        self.stages = stages_of(store, geometry, plans, costs, is_alone, clock)
+        given = (store, geometry, costs, waits, plans, moved, saving.counts, self.stages)
+        self._offers = Offers(*given)
         self._hints = hints or HintReader()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -323,7 +323,7 @@ class Scheduler:
     # ---- a step ------------------------------------------------------------------------
 
     def build_step(self, output: SchedulerOutput) -> StepPlan:
-        self._offers.end_schedule(is_empty=not output.num_scheduled_tokens)
+        self._offers.end_schedule(self._stats, is_empty=not output.num_scheduled_tokens)
         if self._queue is not None:
             self._queue.on_step(output, self.requests)
         if output.preempted_req_ids:
@@ -385,7 +385,7 @@ class Scheduler:
 
     def any_open(self) -> bool:
         """Whether the engine must go on stepping though no request is there."""
-        return self.plans.any_open() or bool(self.rests)
+        return self.plans.any_open() or bool(self.rests) or self.stages.is_open
 
     def _on_preempted(self, request_ids: Collection[str], scheduled: Collection[str]) -> None:
         # Also of those that have ended since a reset took their blocks.
@@ -521,6 +521,7 @@ class Scheduler:
             self.rests.note(state, stop, tables)
         if state.finds_moved:
             self._truncation.finished(state)
+        self.stages.ended(request.request_id)
         keeps = self.plans.finished(request.request_id)
         said = {SECTION: state.report()} if state.hints.report else None
         return keeps, said
@@ -571,9 +572,23 @@ class Scheduler:
     def check_quiet(self) -> None:
         """Assert that nothing is held or in flight. For tests, after the last request."""
         assert not self.plans.any_open()
+        assert not self.stages.is_open
         assert not any(state.offered for state in self.requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0
+
+
+def stages_of(
+    store: Store,
+    geometry: Geometry,
+    plans: OpenPlans,
+    costs: Costs,
+    is_alone: bool,
+    clock: Clock,
+) -> Stages:
+    pays, count = costs.num_that_pay, costs.count_loaded
+    deadline_s = costs.load_deadline_s
+    return Stages(store, geometry, plans, deadline_s, pays, count, is_allowed=is_alone, clock=clock)
 
 
 def prefetch(

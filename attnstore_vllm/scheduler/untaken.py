@@ -27,13 +27,13 @@ class Untaken:
         self._store = store
         self._block_tokens = block_tokens
 
-    def note(self, state: RequestState, local: int, held: list[Piece]) -> None:
+    def note(self, state: RequestState, local: int, held: list[Piece], rest: list[Piece]) -> None:
         """vLLM is told that so much is offered; it may have no room."""
         manager, request = self.kv_cache_manager, state.request
         if manager is None or request.resumable:  # a session's next input is another request
             return
         free_blocks = manager.block_pool.get_num_free_blocks()
-        state.untaken = Answered(request.num_tokens, local, free_blocks, held)
+        state.untaken = Answered(request.num_tokens, local, free_blocks, held, rest)
 
     def again(self, state: RequestState, local: int) -> list[Piece] | None:
         """Pieces that are held and offered once more; None: it has to be looked up.
@@ -45,7 +45,8 @@ class Untaken:
             return None
         is_same = (last.num_tokens, last.local) == (state.request.num_tokens, local)
         free_blocks = manager.block_pool.get_num_free_blocks()
-        wanted = last.pieces[-1].stop - local if last.pieces else 0
+        offered = last.rest or last.pieces
+        wanted = offered[-1].stop - local if offered else 0
         has_room = free_blocks > last.free_blocks and free_blocks * self._block_tokens >= wanted
         if is_same and not has_room and self._store.hold_again(last.pieces):
             return last.pieces

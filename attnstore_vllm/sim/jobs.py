@@ -62,6 +62,10 @@ class Job(Plain):
     """The scheduler side has said what of it is stored."""
     ready_tokens: int = 0
     """Tokens whose KV was in DRAM then."""
+    is_received: bool = False
+    """Its KV was loaded before its first step."""
+    local_tokens: int = 0
+    """Tokens that were in HBM before that."""
     stuck_s: float | None = None
     """Since when it waits for KV."""
     num_prompt_tokens: int = field(init=False)

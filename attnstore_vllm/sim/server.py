@@ -81,6 +81,8 @@ class Server:
             self._scheduler.bind_kv_cache_manager(self._hbm)
         self._waiting: dict[str, Job] = {}
         self._running: list[Job] = []
+        self._loading: dict[str, Job] = {}
+        """Requests that have blocks, and wait for their KV to be received."""
         self._later: dict[int, deque[tuple[int, TraceRequest]]] = defaultdict(deque)
         self._arrivals: list[tuple[float, int, TraceRequest, int]] = []
         self._warmup = warmup
@@ -116,6 +118,8 @@ class Server:
             step = self._schedule()
             plan = self._scheduler.build_step(Output(step)) if self._scheduler else StepPlan()
             if step.is_empty:
+                if plan.loads:
+                    yield from self._pass_until(self.now + self._loading_s(plan))
                 if not self._report(plan) and self._is_live:
                     turn = self.now + SPIN_S if self.is_busy else float("inf")
                     yield from self._wait_until(turn)
@@ -142,7 +146,7 @@ class Server:
     @property
     def is_busy(self) -> bool:
         """Whether a request is here, or a transfer of one."""
-        return bool(self._waiting or self._running) or self._has_transfers()
+        return bool(self._waiting or self._running or self._loading) or self._has_transfers()
 
     def _has_transfers(self) -> bool:
         return self._scheduler is not None and self._scheduler.any_open()
@@ -210,18 +214,21 @@ class Server:
             if is_full or budget < least:
                 break
             local, job.shared_prefix_boundary = self._hbm.cached_tokens(job), 0
-            found = self._ask(job, local)
+            found, is_ahead = (0, False) if job.is_received else self._ask(job, local)
             if found is None:
                 continue
-            is_full = not self._hbm.take(job)
+            is_full = not job.is_received and not self._hbm.take(job)
             if is_full:
                 break
+            if is_ahead:
+                self._place(job, local, found)
+                continue
             self._start(job, local, found, step)
             left = self._num_prompt_tokens(job, budget)
             step.prompts.append((job, left))
             budget -= left
-        for job in step.started:
-            del self._waiting[job.request_id]
+        for job in (*step.started, *self._loading.values()):
+            self._waiting.pop(job.request_id, None)
         if not step.prompts and step.generating and (is_full or not self._waiting):
             step.num_repeats = self._repeats(step, is_full=is_full)
         return step
@@ -233,14 +240,15 @@ class Server:
         junction = job.shared_prefix_boundary
         return step_stop(start, stop, job.num_prompt_tokens, self._state_tokens, junction) - start
 
-    def _ask(self, job: Job, local: int) -> int | None:
-        """Tokens that the store offers, behind those in HBM; None: not yet."""
+    def _ask(self, job: Job, local: int) -> tuple[int | None, bool]:
+        """Tokens that the store offers, behind those in HBM; None: not yet. And whether they are
+        loaded before the job's first step."""
         if self._scheduler is None:
-            return 0
-        found, _ = self._scheduler.get_num_new_matched_tokens(job, local)
+            return 0, False
+        found, is_ahead = self._scheduler.get_num_new_matched_tokens(job, local)
         said = {} if job.was_asked else self._figures()
         self._counting.asked(job, local, found, said, self.now)
-        return found
+        return found, is_ahead
 
     def _figures(self) -> Mapping[str, float]:
         """The scheduler side's counters since the last call."""
@@ -249,14 +257,42 @@ class Server:
         self._counting.by_group(said)
         return said
 
+    def _place(self, job: Job, local: int, found: int) -> None:
+        """The job has its blocks, and waits until what is found is received."""
+        assert self._scheduler is not None
+        tables = self._hbm.tables(job, local + found)
+        self._scheduler.update_state_after_alloc(job, tables, found)
+        job.num_computed_tokens, job.local_tokens = local + found, local
+        self._loading[job.request_id] = job
+
+    def _loading_s(self, plan: StepPlan) -> float:
+        """Seconds that the plan's loads take, where no step hides them."""
+        block_tokens = self._machine.geometry.block_tokens
+        num_tokens = block_tokens * sum(load.num_blocks for load in plan.loads)
+        return self._machine.held_bytes(num_tokens) / self._machine.hbm_bandwidth
+
+    def _receive(self, plan: StepPlan) -> None:
+        """Jobs whose last part is loaded go on before all that waits, as far as it was loaded."""
+        ends = [load for load in plan.loads if load.layers_before and not load.has_more]
+        for load in ends:
+            job = self._loading.pop(load.request_id)
+            if load.missing:
+                (blocks, *_) = self._hbm.get_block_ids(job.request_id)
+                size = self._machine.geometry.block_tokens
+                job.num_computed_tokens = list(blocks).index(load.missing[0]) * size
+            job.is_received = True
+            self._waiting = {job.request_id: job, **self._waiting}
+
     def _start(self, job: Job, local: int, found: int, step: EngineStep) -> None:
-        if self._scheduler is not None:
+        if job.is_received:
+            local, found = job.local_tokens, job.num_computed_tokens - job.local_tokens
+        elif self._scheduler is not None:
             tables = self._hbm.tables(job, local + found)
             self._scheduler.update_state_after_alloc(job, tables, found)
         job.num_computed_tokens = local + found
         self._running.append(job)
         step.started.append(job)
-        step.loaded_bytes += self._machine.held_bytes(found)
+        step.loaded_bytes += 0 if job.is_received else self._machine.held_bytes(found)
         self._counting.started(job, local, found)
 
     def _repeats(self, step: EngineStep, *, is_full: bool) -> int:
@@ -305,6 +341,7 @@ class Server:
         self._scheduler.on_report(
             StepReport(plan.number, Counter(done), load_wait_s=load_wait_s, weights=weights)
         )
+        self._receive(plan)
         return bool(done) or plan.looks_at_weights
 
     def _end(self, step: EngineStep) -> None:

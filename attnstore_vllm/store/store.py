@@ -15,6 +15,7 @@ is ever READY.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections import Counter
@@ -114,7 +115,9 @@ class Store:
             pin_shares=pin_shares,
             more=more_tiers,
         )
-        self._pieces_max = pool.num_slots
+        self.num_slots = pool.num_slots
+        self.loads_in_parts = False
+        """Whether a waiting request may find more than DRAM has room for (scheduler/stages.py)."""
         self.ahead = ahead
         self.needs = tuple(replace(need, ahead=ahead) for need in needs)
         self.walks = walks(needs)
@@ -173,7 +176,7 @@ class Store:
         with self._lock:
             now = self.residency.now = self._clock()
             self._curve.news.append(used_by(sequence, marks, num_tokens))
-            pieces = self._match(sequence, 0, stop, min_tokens)
+            pieces = self._match(sequence, 0, stop, min_tokens, request_id)
             last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
             self._context.has_leases |= terms.ttl_s is not None
@@ -217,7 +220,7 @@ class Store:
         sequence.keys(0, stop // sequence.chunk_tokens)  # the costly part, before the lock
         with self._lock:
             self.residency.now = self._clock()
-            pieces = self._match(sequence, start, stop, min_tokens)
+            pieces = self._match(sequence, start, stop, min_tokens, request_id)
             self._want(request_id, pieces, visit, sequence, start, stop)
         if self.asking is not None:
             self.asking.look(sequence, pieces, start, stop, request_id)
@@ -228,12 +231,19 @@ class Store:
         if State.ABSENT in [piece.chunk.dram.state for piece in pieces]:
             self.thread.reader.start()
 
-    def _match(self, sequence: SequenceKeys, start: int, stop: int, min_tokens: int) -> list[Piece]:
+    def _match(
+        self,
+        sequence: SequenceKeys,
+        start: int,
+        stop: int,
+        min_tokens: int,
+        request_id: str | None,
+    ) -> list[Piece]:
         """Locked."""
         if self.walks:
             pieces = self._walk(sequence, start, stop, self._comes)
             is_enough = pieces and pieces[-1].stop - start >= min_tokens
-            return pieces if is_enough and len(pieces) <= self._pieces_max else []
+            return pieces if is_enough and len(pieces) <= self.num_slots else []
         pieces = self.residency.index.match(sequence, start, stop)
         if sequence.finds_moved:
             pieces = self._moved.go_on(pieces, sequence, start, stop)
@@ -241,7 +251,9 @@ class Store:
             pieces = self.residency.unexpired(pieces)
         if not all(io.health.reads.in_use and not io.tier.is_asked for io in self.thread.tiers):
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
-        pieces = pieces[: self._pieces_max]  # more can never be in DRAM at once
+        waits = request_id is not None and request_id in self.residency.look_ahead
+        if not (self.loads_in_parts and waits) or sequence.finds_moved:
+            pieces = pieces[: self.num_slots]  # more can never be in DRAM at once
         pieces = settle(pieces, self.residency.index.grain)
         if self.ahead:
             pieces = proven(pieces, self.ahead, self.residency.index.grain)
@@ -253,7 +265,7 @@ class Store:
         sequence.short_of = set()
         pieces = self._fit(sequence, pieces, start, self._comes, sequence.short_of)
         is_enough = pieces and pieces[-1].stop - start >= min_tokens
-        return pieces if is_enough and len(pieces) <= self._pieces_max else []
+        return pieces if is_enough and len(pieces) <= self.num_slots else []
 
     def _walk(
         self, sequence: SequenceKeys, start: int, stop: int, is_there: Callable[[Chunk], bool]
@@ -306,7 +318,8 @@ class Store:
         if self.walks:  # the tail that it seems to have, be the window before it there or not
             at = max(start, sequence.spine_stop // size * size)
         ends = residency.index.ends_like(sequence, at // size, stop) if at < stop else []
-        is_known = residency.is_wanted_so(request_id, pieces, visit)
+        near = pieces[: self.num_slots]  # what is beyond is wanted once there may be room
+        is_known = residency.is_wanted_so(request_id, near, visit)
         used = [] if is_known else no_ends(pieces, residency.index.grain)
         if visit is None:
             residency.renew([*(piece.chunk for piece in used), *ends])
@@ -320,7 +333,7 @@ class Store:
             if is_known:
                 residency.use_again(visit.shared, visit.own)
                 return
-        chunks = [piece.chunk for piece in pieces]
+        chunks = [piece.chunk for piece in near]
         if request_id is not None and request_id in residency.look_ahead:
             residency.dram.want(request_id, chunks)
         else:
@@ -416,6 +429,23 @@ class Store:
         """Whether a waiting request wants something that is not even on its way. Cost: a few us."""
         with self._lock:
             return self.residency.look_ahead.has_missing(request_id)
+
+    def want_part(self, name: str, chunks: Sequence[Chunk]) -> None:
+        """A load in parts goes on with these: they are read before all that the queue wants, and
+        kept. None: it is over. Cost: that of LookAhead.want().
+
+        Args:
+            name: no request's.
+        """
+        with self._lock:
+            look_ahead, dram = self.residency.look_ahead, self.residency.dram
+            if not chunks:
+                dram.leave_queue(name)
+                return
+            if name not in look_ahead:
+                look_ahead.insert(name, -math.inf, 0.0)
+            dram.want(name, chunks)
+        self.thread.reader.start()
 
     def read_s(self, num_reads: int) -> float | None:
         """Seconds that so many reads take from the nearest tier behind DRAM, if that is known."""

@@ -139,9 +139,14 @@ class LoadPlan(TransferPlan):
     """0: for this step's forward pass. Else ahead of it: received when so many layers are there."""
     moves: tuple[MovedRun, ...] = ()
     """Token by token, after the copies; complete before the forward pass."""
+    has_more: bool = False
+    """Ahead: a part of a load; the request is received with its last part."""
+    missing: tuple[int, ...] = ()
+    """In a last part: the blocks that no part has filled. vLLM computes them."""
 
     def __post_init__(self) -> None:
-        assert self.copies or self.moves, "an empty plan is a caller's bug: do not send it"
+        is_end = self.layers_before and not self.has_more
+        assert self.copies or self.moves or is_end, "an empty plan is a caller's bug"
 
 
 def pages(copies: Iterable[ChunkCopy]) -> npt.NDArray[np.int64]:

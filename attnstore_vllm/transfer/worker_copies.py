@@ -67,6 +67,9 @@ class Loads:
         """The point that loads ahead of this step come after."""
         self._received: set[str] = set()
         self._failed: set[str] = set()
+        self._missing: set[int] = set()
+        self._broken: set[str] = set()
+        """Requests of which a part has failed, and the last part has not come."""
         self._finished: list[int] = []
         self._host_wait_s = 0.0
 
@@ -105,7 +108,10 @@ class Loads:
             if whole:
                 self._engine.model_waits(load.layers[-1])
         for plan in plans:
-            if plan.layers_before:
+            if plan.layers_before and not plan.num_blocks:  # no more comes, and all is over
+                self._report(plan)
+                self._finished.append(plan.plan_id)
+            elif plan.layers_before:
                 load = _Load([plan])
                 self._open.append(load)
                 mark = mark or self._engine.mark()
@@ -131,6 +137,12 @@ class Loads:
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()
         return received, failed
+
+    def take_missing(self) -> set[int]:
+        """Blocks of requests that are received, which no part of their loads has filled. To be
+        taken with take_received()."""
+        missing, self._missing = self._missing, set()
+        return missing
 
     def take_finished(self) -> list[int]:
         """Plans whose slots are not read any more, each once."""
@@ -202,9 +214,18 @@ class Loads:
         One whose request is gone is reported when it is over: its blocks are free then.
         """
         (plan,) = load.plans
+        if plan.has_more:
+            return
         if is_over or (early and not load.has_ended and load.is_there(plan.layers_before)):
             load.is_told = load.gates = True
-            self._received.add(plan.request_id)
+            self._report(plan)
+
+    def _report(self, plan: LoadPlan) -> None:
+        """With this plan its request is received; or failed, if a part before it has."""
+        is_broken = plan.request_id in self._broken
+        self._broken.discard(plan.request_id)
+        (self._failed if is_broken else self._received).add(plan.request_id)
+        self._missing.update(plan.missing)
 
     def _fail(self, load: _Load, error: CopyError) -> None:
         """Nobody has read the blocks of a load ahead that was not told: vLLM computes them. Of any
@@ -219,7 +240,9 @@ class Loads:
                 continue
         (plan,) = load.plans
         load.is_told = True
-        self._failed.add(plan.request_id)
+        self._broken.add(plan.request_id)
+        if not plan.has_more:  # else with the last part: other ranks tell of it then too
+            self._report(plan)
         logger.error("the load of request %s failed and is computed: %s", plan.request_id, error)
 
 

@@ -126,6 +126,30 @@ def test_a_prompt_of_twice_dram(policy: str, speed: int) -> None:
     assert found >= 0.9 * 28
 
 
+@pytest.mark.parametrize("speed", [20, 200, 2000])
+def test_a_prompt_of_twice_dram_that_is_asked_again(speed: int) -> None:
+    """All of it is loaded where the disk has the time: in parts, since DRAM has room for half. The
+    prompt is computed at 310 chunks a second, so from a slow disk less is waited for."""
+    machine = MACHINE.with_sizes(nvme_write=RECORD * speed, nvme_read=RECORD * speed)
+    requests = [prompt(0.0, 0, 28 * CHUNK), prompt(60.0, 0, 28 * CHUNK)]
+    server = serve(make_trace("again", CHUNK, requests), machine)
+    out = server.end()
+    found = out.nvme_tokens + out.dram_tokens
+    if speed >= 200:
+        assert found >= 0.9 * 28 * CHUNK
+    assert found <= 28 * CHUNK
+
+
+def test_two_prompts_of_twice_dram_at_once() -> None:
+    """One is loaded in parts, the other as far as DRAM has room; neither waits for the other."""
+    sizes = [prompt(0.0, 0, 28 * CHUNK), prompt(30.0, 1, 28 * CHUNK)]
+    again = [prompt(60.0 + n / 100, n, 28 * CHUNK) for n in range(2)]
+    server = serve(make_trace("two", CHUNK, [*sizes, *again]), MACHINE)
+    out = server.end()
+    assert len(out.ttft_s) == 4
+    assert out.nvme_tokens + out.dram_tokens >= 0.9 * 28 * CHUNK
+
+
 def test_many_long_prompts_at_once_on_a_slow_disk() -> None:
     """What is stored is beginnings; and all that the disk has written is of use."""
     machine = MACHINE.with_sizes(nvme_write=RECORD * 40, nvme_read=RECORD * 40)

@@ -22,7 +22,7 @@ def check_queue(theirs: Any, ours: Scheduler) -> set[str]:
     assert view is not None
     waiting, holding = _queues(theirs)
     running = {request.request_id: request for request in theirs.running}
-    assert list(ours.store.residency.look_ahead) == waiting
+    assert list(ours.store.residency.look_ahead) == [*ours.stages.names, *waiting]
     assert view._running.keys() - holding == running.keys()
     assert [name for name in view._running if name in running] == list(running)
     assert view._waiting.keys() | view._running.keys() == {*waiting, *holding, *running}

@@ -207,10 +207,11 @@ class ScriptedWorker:
         )
 
     def _report(self) -> KVConnectorOutput:
-        (freed, received, failed), report = self.side.take_finished(), self.side.take_report()
+        freed, received, failed = self.side.take_finished()
+        missing, report = self.side.failed_blocks(), self.side.take_report()
         return KVConnectorOutput(
             finished_sending=freed, finished_recving=received | failed, failed_recving=failed,
-            invalid_block_ids=self._refused,
+            invalid_block_ids=self._refused | missing,
             kv_connector_worker_meta=None if report is None else ReportEnvelope(report),
         )  # fmt: skip
 
