@@ -224,6 +224,12 @@ def _outer() -> KVTransferConfig | None:
     return config.kv_transfer_config if config is not None else None
 
 
+def _computes_again(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM computes what a load did not bring; else the request fails."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_load_failure_policy == "recompute"
+
+
 def _is_alone() -> bool:
     """Whether no MultiConnector has made us."""
     transfer = _outer()
@@ -290,7 +296,7 @@ def _scheduler(
         rows=None if None in rows else min(row for row in rows if row is not None),
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
         gives_blocks_away=not zeroes and (None in rows or all(r.is_alone for r in ranks)),
-        is_alone=all(r.is_alone for r in ranks),
+        loads_in_parts=_computes_again(vllm_config) and all(r.is_alone for r in ranks),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         step_budget=config.step_budget,
         empty_step_wait_s=LOCKSTEP_WAIT_S if _is_in_lockstep(vllm_config) else EMPTY_STEP_WAIT_S,

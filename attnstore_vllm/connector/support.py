@@ -91,9 +91,8 @@ def check_start(vllm_config: VllmConfig) -> None:
             )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
-        # Every load of ours comes from verified bytes in DRAM and cannot fail; another
-        # connector beside us, or a later version, may need it. Inside MultiConnector the
-        # outer setting is not visible here.
+        # Adapters that changed and another connector beside us need it. Loads in parts do, too:
+        # there are none without it. Inside MultiConnector the outer setting is not visible here.
         logger.warning(
             "kv_load_failure_policy is %r; set it to 'recompute', so that a failed load costs a "
             "prefill and not the request",

@@ -90,7 +90,7 @@ class Scheduler:
         rows: of each worker's write buffer, in blocks; None where copies do not run beside the
             model.
         gives_blocks_away: what finished requests leave is saved from blocks that are free.
-        is_alone: no other connector is beside this one.
+        loads_in_parts: vLLM computes what a part does not bring, and no other connector is there.
         step_tokens: what a step computes of one prompt, at most.
         step_budget: tokens that are looked up in a step (lookups.py).
         empty_step_wait_s: how long a step that computes nothing may wait for KV.
@@ -127,7 +127,7 @@ class Scheduler:
         hints: HintReader | None = None,
         rows: int | None = None,
         gives_blocks_away: bool = True,
-        is_alone: bool = True,
+        loads_in_parts: bool = True,
         step_tokens: int = 1 << 30,
         step_budget: int = STEP_TOKENS,
         empty_step_wait_s: float = EMPTY_STEP_WAIT_S,
@@ -176,7 +176,7 @@ class Scheduler:
         self._empty_step_wait_s = empty_step_wait_s
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, empty_step_wait_s)
-        self.stages = stages_of(store, geometry, plans, costs, is_alone, clock)
+        self.stages = stages_of(store, geometry, plans, costs, loads_in_parts, clock)
         given = (store, geometry, costs, waits, plans, moved, saving.counts, self.stages)
         self._offers = Offers(*given)
         self._hints = hints or HintReader()
@@ -583,12 +583,14 @@ def stages_of(
     geometry: Geometry,
     plans: OpenPlans,
     costs: Costs,
-    is_alone: bool,
+    is_allowed: bool,
     clock: Clock,
 ) -> Stages:
     pays, count = costs.num_that_pay, costs.count_loaded
     deadline_s = costs.load_deadline_s
-    return Stages(store, geometry, plans, deadline_s, pays, count, is_allowed=is_alone, clock=clock)
+    return Stages(
+        store, geometry, plans, deadline_s, pays, count, is_allowed=is_allowed, clock=clock
+    )
 
 
 def prefetch(

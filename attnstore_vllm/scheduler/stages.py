@@ -61,7 +61,8 @@ class Stages:
     """All methods run on the scheduler's thread.
 
     Args:
-        is_allowed: no other connector has requests or blocks of its own.
+        is_allowed: vLLM computes what a part does not bring; and no other connector has requests or
+            blocks of its own.
         deadline_s: how long a part may take to come up.
         pays: how many of the pieces that were found are worth waiting for.
         count: counts a load of these pieces, from the first token to the second.
