@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from attnstore_vllm.config import LEAST, StoreConfig, load_yaml
+from attnstore_vllm.config.settings import LEAST, StoreConfig, load_yaml
 from attnstore_vllm.errors import AttnStoreError, ConfigError, MachineError, UnsupportedError
 from attnstore_vllm.preflight import SHM_DIR, check_machine
 from attnstore_vllm.transfer.region import sweep_at_exit

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from attnstore_vllm.bench.records import Step, Token, TurnRecord
+from attnstore_lab.bench.records import Step, Token, TurnRecord
 
 # The bound on rounding is the largest change measured times this: the run that is judged has
 # more positions than the one that was measured.

@@ -24,13 +24,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.config import format_size, parse_size
+from attnstore_vllm.config.settings import format_size, parse_size
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
-from attnstore_vllm.store.format import SegmentHeader
-from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.nvme.format import SegmentHeader
+from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.transfer.pool import SharedPool
 
 ROOT = Path(__file__).resolve().parent.parent

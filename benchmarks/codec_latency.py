@@ -28,17 +28,17 @@ from typing import Any
 
 import numpy as np
 
-from attnstore_vllm.bench.summary import table
+from attnstore_lab.bench.summary import table
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, NONE
 from attnstore_vllm.io.device import Completion, Device, IoRequest
 from attnstore_vllm.policy.codec_cost import CodecCost
-from attnstore_vllm.store.format import Encoding, SegmentHeader, pages
-from attnstore_vllm.store.nvme_io import NvmeIo
-from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.nvme.format import Encoding, SegmentHeader, pages
+from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
+from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import NVME
 from benchmarks.report import machine

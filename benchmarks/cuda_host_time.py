@@ -32,8 +32,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from attnstore_vllm.bench.environment import machine
-from attnstore_vllm.bench.summary import table
+from attnstore_lab.bench.environment import machine
+from attnstore_lab.bench.summary import table
 from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_tables
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.geometry import Geometry

@@ -26,16 +26,16 @@ from typing import Final
 
 import aiohttp
 
-from attnstore_vllm.bench.client import RequestError, RequestSettings, open_http
-from attnstore_vllm.bench.closed_loop import take_turns
-from attnstore_vllm.bench.conversations import Conversation, DatasetError, read_conversations
-from attnstore_vllm.bench.environment import machine
-from attnstore_vllm.bench.records import TurnRecord, failures
-from attnstore_vllm.bench.server_metrics import Metrics
-from attnstore_vllm.bench.talk import Talk
-from attnstore_vllm.bench.tokens import fitting
-from attnstore_vllm.bench.traffic import traffic
-from attnstore_vllm.testing.tiny_model import SMALL, make_model
+from attnstore_lab.bench.client import RequestError, RequestSettings, open_http
+from attnstore_lab.bench.closed_loop import take_turns
+from attnstore_lab.bench.conversations import Conversation, DatasetError, read_conversations
+from attnstore_lab.bench.environment import machine
+from attnstore_lab.bench.records import TurnRecord, failures
+from attnstore_lab.bench.talk import Talk
+from attnstore_lab.bench.tokens import fitting
+from attnstore_lab.bench.traffic import traffic
+from attnstore_lab.testing.tiny_model import SMALL, make_model
+from attnstore_vllm.prometheus import Metrics
 from benchmarks.agreement import compare, gap_changes, rounding_bound
 from benchmarks.demo_report import (
     Side,

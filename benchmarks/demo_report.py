@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from attnstore_vllm.bench.records import TurnRecord, failures
-from attnstore_vllm.bench.summary import percentile, table
-from attnstore_vllm.bench.traffic import Traffic
+from attnstore_lab.bench.records import TurnRecord, failures
+from attnstore_lab.bench.summary import percentile, table
+from attnstore_lab.bench.traffic import Traffic
 from benchmarks.agreement import Agreement
 
 MIB: Final = 1 << 20

@@ -3,7 +3,7 @@
 
     python -m benchmarks.families [--quick] [--only NAME ...] [--json FILE] [--docs]
 
-Small models of the families (attnstore_vllm/testing/family_models.py), and one for each other
+Small models of the families (attnstore_lab/testing/family_models.py), and one for each other
 architecture of vLLM's registry whose configuration transformers can make small. Each runs twice,
 in a process of its own with a time limit: one prompt, the same again, one that shares 1,500 tokens
 with it, the next turn; with the store vLLM's own cache is emptied before each. What may come of it:
@@ -40,8 +40,8 @@ from unittest import mock
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.environment import machine
-from attnstore_vllm.testing.family_models import DRAFTS, FAMILIES
+from attnstore_lab.bench.environment import machine
+from attnstore_lab.testing.family_models import DRAFTS, FAMILIES
 from benchmarks.family_parts import child, registry
 from benchmarks.family_parts.child import drift
 from benchmarks.family_parts.table import render

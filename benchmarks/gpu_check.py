@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnstore_vllm
-from attnstore_vllm.bench.summary import table
+from attnstore_lab.bench.summary import table
 
 if TYPE_CHECKING:
     from benchmarks.gpu.rig import Row

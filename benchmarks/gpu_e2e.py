@@ -31,9 +31,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from attnstore_vllm.bench.environment import machine
-from attnstore_vllm.bench.summary import table
-from attnstore_vllm.testing.tiny_model import make_model
+from attnstore_lab.bench.environment import machine
+from attnstore_lab.bench.summary import table
+from attnstore_lab.testing.tiny_model import make_model
 from benchmarks import gpu_check
 from benchmarks.e2e.answers import Answers, NotHere, Prompted, Tried, Wrong
 from benchmarks.e2e.cases import CASES, LLAMA_1B, ON_CPU, ON_GPU, SWITCHED

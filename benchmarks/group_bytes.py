@@ -40,8 +40,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def measure(name: str, num_tokens: int) -> dict[str, Any]:
     """In a process of its own."""
-    from attnstore_vllm.testing.family_models import FAMILIES as MODELS  # noqa: PLC0415
-    from attnstore_vllm.testing.tiny_model import TINY  # noqa: PLC0415
+    from attnstore_lab.testing.family_models import FAMILIES as MODELS  # noqa: PLC0415
+    from attnstore_lab.testing.tiny_model import TINY  # noqa: PLC0415
     from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415
 
     random = Random(name)

@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from attnstore_vllm.testing.family_models import FAMILIES, Family
+from attnstore_lab.testing.family_models import FAMILIES, Family
 from benchmarks.family_parts.alone import measured
 
 NAMES = ("llama", "gemma3", "gpt_oss", "qwen3_next")
@@ -61,7 +61,7 @@ def deep(family: Family) -> Family:
 
 def measure(name: str, rounds: int) -> dict[int, dict[str, Any]]:
     """In a process of its own."""
-    from attnstore_vllm.testing.tiny_model import TINY  # noqa: PLC0415
+    from attnstore_lab.testing.tiny_model import TINY  # noqa: PLC0415
     from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.bench.conversations import Conversation, Piece, read_conversations
+from attnstore_lab.bench.conversations import Conversation, Piece, read_conversations
 from benchmarks.family_parts.alone import measured
 from benchmarks.sample import SAMPLE
 
@@ -67,8 +67,8 @@ def tokens_of(piece: Piece) -> list[int]:
 
 def replay(name: str, talks: Sequence[Conversation], dram: str, nvme: str) -> dict[str, Any]:
     """In a process of its own."""
-    from attnstore_vllm.testing.family_models import FAMILIES  # noqa: PLC0415
-    from attnstore_vllm.testing.tiny_model import TINY  # noqa: PLC0415
+    from attnstore_lab.testing.family_models import FAMILIES  # noqa: PLC0415
+    from attnstore_lab.testing.tiny_model import TINY  # noqa: PLC0415
     from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415
 
     histories = [tokens_of(talk.system or "") for talk in talks]

@@ -14,9 +14,9 @@ import argparse
 import json
 from pathlib import Path
 
-from attnstore_vllm.cli import simulate, simulate_hosts
-from attnstore_vllm.sim.hosts import conversations
-from attnstore_vllm.sim.trace import Trace, make_trace
+from attnstore_lab.cli import simulate, simulate_hosts
+from attnstore_lab.sim.hosts import conversations
+from attnstore_lab.sim.trace import Trace, make_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = ROOT / "configs" / "machines" / "llama2-70b-4xa100.yaml"

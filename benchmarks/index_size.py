@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.policy.eviction.departures import Departures, departures
-from attnstore_vllm.policy.runs import ReturnEstimator
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME, Key
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,10 +23,10 @@ from statistics import fmean
 
 import numpy as np
 
-from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.server import Server
-from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
+from attnstore_lab.sim.formats import Arrivals, read_trace
+from attnstore_lab.sim.hardware import Machine
+from attnstore_lab.sim.server import Server
+from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
 
 CHUNK = 64
 KV = 1_000_000

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.bench.environment import machine
-from attnstore_vllm.bench.summary import table
+from attnstore_lab.bench.environment import machine
+from attnstore_lab.bench.summary import table
 from benchmarks.overlap_parts import block_reuse, hits, loads, picture, throughput
 from benchmarks.overlap_parts.common import Line, Settings, say
 from benchmarks.quick import RESULTS, destination

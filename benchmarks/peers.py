@@ -30,8 +30,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.testing.tiny_model import SMALL, TINY, ModelShape, make_model
+from attnstore_lab.testing.tiny_model import SMALL, TINY, ModelShape, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.server import VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,11 +28,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.outcome import Outcome
-from attnstore_vllm.sim.server import Server
-from attnstore_vllm.sim.trace import Trace
+from attnstore_lab.sim.formats import Arrivals, read_trace
+from attnstore_lab.sim.hardware import Machine
+from attnstore_lab.sim.outcome import Outcome
+from attnstore_lab.sim.server import Server
+from attnstore_lab.sim.trace import Trace
 from benchmarks.data import FOLDER, SOURCES
 from benchmarks.hit_latency import ROOT
 

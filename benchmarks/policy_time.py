@@ -25,8 +25,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_lab.testing.tiny_model import SMALL, make_model
 from attnstore_vllm.index.keys import SequenceKeys, root_key
-from attnstore_vllm.testing.tiny_model import SMALL, make_model
 from benchmarks.hit_latency import ROOT
 from tests.vllm.scripted import Limits, ScriptedEngine
 from tests.vllm.scripted_worker import VOCAB

@@ -28,9 +28,9 @@ from tqdm import tqdm
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import chunk_key, encode_tokens
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.store.format import PAGE_BYTES, Header, Root, SegmentHeader
-from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, Header, Root, SegmentHeader
+from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Key
 

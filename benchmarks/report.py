@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from attnstore_vllm.bench.environment import machine
+from attnstore_lab.bench.environment import machine
 from benchmarks.data import is_papers
 from benchmarks.experiments.picture import plot
 from benchmarks.experiments.spec import Experiment, Goal, Metric, read_all

@@ -24,14 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.bench.client import RequestSettings
-from attnstore_vllm.bench.closed_loop import take_turns
-from attnstore_vllm.bench.conversations import Conversation, read_conversations
-from attnstore_vllm.bench.records import failures
-from attnstore_vllm.bench.server_metrics import Metrics, total
-from attnstore_vllm.bench.tokens import fitting
-from attnstore_vllm.bench.traffic import Traffic, traffic
-from attnstore_vllm.testing.tiny_model import SMALL, make_model
+from attnstore_lab.bench.client import RequestSettings
+from attnstore_lab.bench.closed_loop import take_turns
+from attnstore_lab.bench.conversations import Conversation, read_conversations
+from attnstore_lab.bench.records import failures
+from attnstore_lab.bench.tokens import fitting
+from attnstore_lab.bench.traffic import Traffic, traffic
+from attnstore_lab.testing.tiny_model import SMALL, make_model
+from attnstore_vllm.prometheus import Metrics, total
 from benchmarks.sample import SAMPLE
 from benchmarks.server import VllmServer
 

@@ -29,9 +29,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.testing.network_stores import KINDS, NetworkStore, missing
-from attnstore_vllm.testing.tiny_model import SMALL, make_model
+from attnstore_lab.testing.network_stores import KINDS, NetworkStore, missing
+from attnstore_lab.testing.tiny_model import SMALL, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.peers import PROMPT_TOKENS, SETTLED_S, complete
 from benchmarks.server import VllmServer
 from benchmarks.shared_tier import CHUNK_TOKENS, settings_of

@@ -28,17 +28,17 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from attnstore_vllm.connector.weights import Weights
+from attnstore_lab.testing.network_stores import NetworkStore
+from attnstore_vllm.identity.weights import Weights
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.messages import Seen, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
-from attnstore_vllm.shared.secret import SharedKeys
-from attnstore_vllm.shared.shared_io import MakeShared
-from attnstore_vllm.store.format import SegmentHeader
-from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.testing.network_stores import NetworkStore
+from attnstore_vllm.tiers.nvme.format import SegmentHeader
+from attnstore_vllm.tiers.nvme.slab import open_slab
+from attnstore_vllm.tiers.shared.secret import SharedKeys
+from attnstore_vllm.tiers.shared.shared_io import MakeShared
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool
 

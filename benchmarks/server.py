@@ -26,8 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from attnstore_vllm.bench.server_metrics import Metrics, parse_metrics
 from attnstore_vllm.errors import AttnStoreError
+from attnstore_vllm.prometheus import Metrics, parse_metrics
 
 START_DEADLINE_S: Final = 900.0
 STOP_DEADLINE_S: Final = 30.0

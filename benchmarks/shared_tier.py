@@ -33,19 +33,19 @@ from typing import Any
 
 import numpy as np
 
-from attnstore_vllm.bench.server_metrics import total
+from attnstore_lab.testing.network_stores import KINDS, NetworkStore, missing
+from attnstore_lab.testing.tiny_model import make_model
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.shared.backend import open_backend
-from attnstore_vllm.shared.record import HEADER_BYTES
-from attnstore_vllm.shared.secret import SharedKeys
-from attnstore_vllm.shared.shared_io import MakeShared, SharedIo
-from attnstore_vllm.store.format import SegmentHeader
-from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.prometheus import total
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.testing.network_stores import KINDS, NetworkStore, missing
-from attnstore_vllm.testing.tiny_model import make_model
+from attnstore_vllm.tiers.nvme.format import SegmentHeader
+from attnstore_vllm.tiers.nvme.slab import open_slab
+from attnstore_vllm.tiers.shared.backend import open_backend
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES
+from attnstore_vllm.tiers.shared.secret import SharedKeys
+from attnstore_vllm.tiers.shared.shared_io import MakeShared, SharedIo
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Key
 from benchmarks.hit_latency import ARGUMENTS, CASES, DEV, LOADED, Client

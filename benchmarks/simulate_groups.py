@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from attnstore_vllm.bench.conversations import read_conversations
-from attnstore_vllm.config import parse_size
-from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.model_shape import KvShape, read_shape, shape_of
-from attnstore_vllm.sim.one_pool import replay_model
-from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
-from attnstore_vllm.testing.family_models import FAMILIES
+from attnstore_lab.bench.conversations import read_conversations
+from attnstore_lab.sim.formats import Arrivals, read_trace
+from attnstore_lab.sim.one_pool import replay_model
+from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
+from attnstore_lab.testing.family_models import FAMILIES
+from attnstore_vllm.config.settings import parse_size
+from attnstore_vllm.model_shape import KvShape, read_shape, shape_of
 from benchmarks.group_replay import ANSWER_TOKENS, CONTEXT_TOKENS, NAMES, tokens_of
 
 MODELS = Path(__file__).resolve().parents[1] / "configs" / "models"

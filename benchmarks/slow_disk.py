@@ -26,8 +26,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.testing.tiny_model import SMALL, make_model
+from attnstore_lab.testing.tiny_model import SMALL, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.hit_latency import CASES, ROOT, Client
 from benchmarks.server import VllmServer
 

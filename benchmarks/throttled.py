@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from attnstore_lab.testing.slow_device import SlowDevice
 from attnstore_vllm.connector import AttnStoreConnector, build
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.testing.slow_device import SlowDevice
 from benchmarks.slow_disk import RATE
 
 __all__ = ["AttnStoreConnector"]

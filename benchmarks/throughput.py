@@ -22,8 +22,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.testing.tiny_model import make_model
+from attnstore_lab.testing.tiny_model import make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.hit_latency import CASES, Client
 from benchmarks.server import VllmServer
 

@@ -22,11 +22,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.environment import machine
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.bench.summary import table
+from attnstore_lab.bench.environment import machine
+from attnstore_lab.bench.summary import table
+from attnstore_lab.testing.tiny_model import MEDIUM, make_model
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
-from attnstore_vllm.testing.tiny_model import MEDIUM, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.hit_latency import DEV, Client
 from benchmarks.server import VllmServer
 

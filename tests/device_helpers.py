@@ -14,17 +14,17 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import attnstore_vllm._native as native
-from attnstore_vllm.errors import DeviceError
-from attnstore_vllm.io.aiofiles_device import AiofilesDevice
-from attnstore_vllm.io.device import Completion, Device, IoRequest, Op, Seal
-from attnstore_vllm.io.uring_device import UringDevice, UringUnavailableError
-from attnstore_vllm.testing.devices import (
+from attnstore_lab.testing.devices import (
     SECTOR_BYTES,
     FailingDevice,
     MemoryDevice,
     PowerLossDevice,
     SlowDevice,
 )
+from attnstore_vllm.errors import DeviceError
+from attnstore_vllm.io.aiofiles_device import AiofilesDevice
+from attnstore_vllm.io.device import Completion, Device, IoRequest, Op, Seal
+from attnstore_vllm.io.uring_device import UringDevice, UringUnavailableError
 
 SIZE = 16 * SECTOR_BYTES
 DEADLINE_S = 30.0

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnstore_vllm.testing.memory_engine import MemoryEngine, Stream
+from attnstore_lab.testing.memory_engine import MemoryEngine, Stream
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine
 from attnstore_vllm.transfer.geometry import SLOT_ALIGNMENT_BYTES, Geometry
 from attnstore_vllm.transfer.layout import describe

@@ -9,10 +9,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from attnstore_vllm.index.announced import Name, NamedBlocks, Removed, Stored
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.announced import Name, NamedBlocks, Removed, Stored
 from attnstore_vllm.types import DRAM, NVME, TOKEN_BYTES, Key
 from tests.helpers import NAMESPACE
 

@@ -18,22 +18,22 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
+from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
 from attnstore_vllm.io.choose import DeviceKind, open_device
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import Departures, departures
-from attnstore_vllm.policy.runs import ReturnEstimator
-from attnstore_vllm.store.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
-from attnstore_vllm.store.slab import (
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
+from attnstore_vllm.tiers.nvme.slab import (
     Slab,
     new_generation,
     num_segments_for,
     open_slab,
     segment_bytes_for,
 )
-from attnstore_vllm.store.store import Store
-from attnstore_vllm.testing.devices import MemoryDevice
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import NVME
 

@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.config import StoreConfig
+from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.peers.asker import PeersIo
-from attnstore_vllm.peers.peers_tier import peers_of
-from attnstore_vllm.peers.wire import MessageKind, Wire
-from attnstore_vllm.policy.runs import Terms
-from attnstore_vllm.store.asking import is_asked
+from attnstore_vllm.policy.returns import Terms
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.testing.devices import MemoryDevice
+from attnstore_vllm.tiers.peers.asker import PeersIo
+from attnstore_vllm.tiers.peers.peers_tier import peers_of
+from attnstore_vllm.tiers.peers.wire import MessageKind, Wire
+from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.types import PEERS
 from tests.helpers import (
     CHUNK_TOKENS,

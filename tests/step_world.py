@@ -14,7 +14,7 @@ import pytest
 from blake3 import blake3
 
 from attnstore_vllm import _native
-from attnstore_vllm.config import TruncationConfig
+from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index import keys
 from attnstore_vllm.policy.eviction.by_return import ByReturn
 from attnstore_vllm.scheduler import vllm_view

@@ -22,23 +22,23 @@ UNKEYED = {
 WHY = {
     "io/checksum.py": "defines them",
     "io/codec.py": "compares what it has decoded, of a record that was verified, with its encoding",
-    "store/format.py": "headers of the slab: a file in this engine's own directory",
-    "store/recovery.py": "the same",
+    "tiers/nvme/format.py": "headers of the slab: a file in this engine's own directory",
+    "tiers/nvme/recovery.py": "the same",
     "cli/slab_file.py": "the same, for `attnstore verify` and its like",
-    "peers/owner.py": "of this engine's own pool",
-    "peers/asker.py": "siblings' pools: socket, peer and pool's files are of our user (wire.py)",
-    "shared/secret.py": "where there is no secret, as a warning says; with one BLAKE3 has a key",
-    "io/aiofiles_device.py": "takes one where a disk's request asks for it (store/format.py)",
+    "tiers/peers/owner.py": "of this engine's own pool",
+    "tiers/peers/asker.py": "siblings' pools: socket, peer and pool's files are of our user (wire.py)",
+    "tiers/shared/secret.py": "where there is no secret, as a warning says; with one BLAKE3 has a key",
+    "io/aiofiles_device.py": "takes one where a disk's request asks for it (tiers/nvme/format.py)",
     "transfer/board.py": "figures for metrics, no KV: a forged board may show wrong ones",
-    "weight_files.py": "kept digests of weights, in this engine's own directory",
-    "testing/family_models.py": "names of test models",
-    "testing/tiny_model.py": "names of test models",
+    "identity/weight_files.py": "kept digests of weights, in this engine's own directory",
+    "attnstore_lab/testing/family_models.py": "names of test models",
+    "attnstore_lab/testing/tiny_model.py": "names of test models",
     "policy/tails.py": "an estimate's own memory: two texts of one sum cost no answer",
-    "connector/live_model.py": "of weights in this process's memory, against its own last look",
-    "sim/disk.py": "a disk in memory",
-    "testing/asked_dict.py": "a tier in memory",
-    "testing/devices.py": "a disk in memory",
-    "testing/dict_tier.py": "a tier in memory",
+    "identity/live_model.py": "of weights in this process's memory, against its own last look",
+    "attnstore_lab/sim/disk.py": "a disk in memory",
+    "attnstore_lab/testing/asked_dict.py": "a tier in memory",
+    "attnstore_lab/testing/devices.py": "a disk in memory",
+    "attnstore_lab/testing/dict_tier.py": "a tier in memory",
 }
 """By file: why only this server could forge its bytes."""
 
@@ -63,7 +63,7 @@ def test_each_unkeyed_checksum_has_a_reason() -> None:
     new = {name: sorted(found[name]) for name in sorted(files - WHY.keys())}
     assert not new, (
         "these take a checksum without a key. Who else can write what it is of? Use SharedKeys of "
-        f"shared/secret.py, or give the reason above: {new}"
+        f"tiers/shared/secret.py, or give the reason above: {new}"
     )
     assert not WHY.keys() - files, "these take none any more: strike them from the list"
 

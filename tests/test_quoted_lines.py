@@ -190,4 +190,4 @@ def test_it_is_seen_that_a_line_is_gone() -> None:
     assert quoted("Then `" + "` and `".join(gone) + "` come.") == list(gone)
     assert not any(is_printed(line, ours()) or elsewhere(line) is not None for line in gone)
     assert is_printed("allocated 64 GiB of shared memory: ...", ours())
-    assert quoted("`make test`, `truncation: {share: everyone}`, `policy/runs.py: Terms`") == []
+    assert quoted("`make test`, `truncation: {share: everyone}`, `policy/returns.py: Terms`") == []

@@ -199,7 +199,7 @@ def warnings_of(path: Path) -> list[str]:
             found.append(constant(tree, call.args[0]))
         elif (
             name == "self._note" and len(call.args) == 4
-        ):  # store/health.py: what a failed request costs
+        ):  # tiers/health.py: what a failed request costs
             found.append(constant(tree, call.args[3]))
     return [re.sub(r"%[sdr]", "...", text) for text in found]
 

@@ -72,7 +72,7 @@ def users(pattern: str, *left_out: str) -> set[str]:
 
 def test_who_adds_a_tier_is_told_of_all_who_list_tiers() -> None:
     named = row("a tier")
-    who = users(r'\bPEERS\b|"peers"', "peers/", "shared/", "config.py", "cli/setting_texts.py")
+    who = users(r'\bPEERS\b|"peers"', "peers/", "shared/", "config/settings.py", "config/texts.py")
     assert len(who) > 4
     assert not {name for name in who if f"`{name}" not in named}
 

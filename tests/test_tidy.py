@@ -20,7 +20,7 @@ UNFINISHED = "fixme".upper()
 SPDX = "SPDX-License-Identifier: Apache-2.0"
 
 # Decisions and codecs: no clock, no I/O, no threads, no chance, no tensors.
-PURE = ("policy/", "index/", "store/format.py", "transfer/plan.py", "transfer/geometry.py")
+PURE = ("policy/", "index/", "tiers/nvme/format.py", "transfer/plan.py", "transfer/geometry.py")
 EFFECTS = {
     "aiofiles", "asyncio", "ctypes", "datetime", "fcntl", "io", "logging", "mmap",
     "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "shutil", "socket",
@@ -72,8 +72,8 @@ KNOWS = {
 # an executor, which hands every exception to its caller; and a trial of the model's own code.
 MAY_CATCH_ALL = {
     "store/announcer.py": 1,
-    "peers/asker.py": 1,  # the outermost frame of its thread
-    "peers/owner.py": 1,  # the same
+    "tiers/peers/asker.py": 1,  # the outermost frame of its thread
+    "tiers/peers/owner.py": 1,  # the same
     "store/thread.py": 1,
     "io/daemon_pool.py": 1,
     "connector/connector.py": 1,

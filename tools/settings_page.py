@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/configuration.md and configs/attnstore.yaml from attnstore_vllm/cli/setting_texts.py.
+"""Writes docs/configuration.md and configs/attnstore.yaml from attnstore_vllm/config/texts.py.
 
 python3 tools/settings_page.py        (tests/unit/test_setting_texts.py says when it is due)
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from attnstore_vllm.cli import setting_texts  # noqa: E402
+from attnstore_vllm.config import texts as setting_texts  # noqa: E402
 
 EXAMPLE = {"dram": "64GiB", "nvme.path": "/mnt/nvme/attnstore", "nvme.capacity": "2TiB"}
 

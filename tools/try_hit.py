@@ -26,7 +26,7 @@ def main() -> int:
     from vllm import LLM, SamplingParams  # noqa: PLC0415
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
-    from attnstore_vllm.testing.tiny_model import TINY, make_model  # noqa: PLC0415
+    from attnstore_lab.testing.tiny_model import TINY, make_model  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -24,9 +24,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 KERNELS = {"sm_80.cubin", "sm_90.cubin", "sm_100.cubin", "compute_80.ptx"}
 MAY_LACK = {
-    "attnstore_vllm.bench": {"aiohttp"},  # the extra named bench
+    "attnstore_lab.bench": {"aiohttp"},  # the extra named bench
     "attnstore_vllm.connector": {"vllm", "torch", "prometheus_client"},
-    "attnstore_vllm.testing": {"torch", "tokenizers", "safetensors", "transformers"},
+    "attnstore_lab.testing": {"torch", "tokenizers", "safetensors", "transformers"},
     "attnstore_vllm.transfer": {"torch"},
 }
 """Modules of these packages may lack what is not installed with the package."""

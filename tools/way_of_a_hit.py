@@ -52,7 +52,7 @@ class Way:
 
 
 def measure(num_tokens: int) -> Way:
-    from attnstore_vllm.testing.tiny_model import TINY  # noqa: PLC0415
+    from attnstore_lab.testing.tiny_model import TINY  # noqa: PLC0415
     from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415  wants vllm
 
     prompt = [7 + 13 * i % 300 for i in range(num_tokens)]

@@ -21,15 +21,15 @@ from attnstore_vllm import _native, preflight
 from attnstore_vllm.cli.settings_file import read_settings
 from attnstore_vllm.cli.slab_file import opened, slab_files
 from attnstore_vllm.cli.speeds import FILE_BYTES, disk_speed, memory_speed
-from attnstore_vllm.config import StoreConfig, format_size
+from attnstore_vllm.config.settings import StoreConfig, format_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.io.codec import NONE
 from attnstore_vllm.io.device import ALIGNMENT_BYTES
 from attnstore_vllm.io.disk_node import disk_numa_node
-from attnstore_vllm.shared.start import try_store, without_secret
-from attnstore_vllm.sim.model_shape import shape_of
-from attnstore_vllm.store.format import SegmentHeader
-from attnstore_vllm.store.slab import NO_RESERVE, fallocate
+from attnstore_vllm.model_shape import shape_of
+from attnstore_vllm.tiers.nvme.format import SegmentHeader
+from attnstore_vllm.tiers.nvme.slab import NO_RESERVE, fallocate
+from attnstore_vllm.tiers.shared.start import try_store, without_secret
 from attnstore_vllm.transfer import region
 from attnstore_vllm.transfer.cuda_kernels import native_module
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, slab_files
-from attnstore_vllm.config import format_size
+from attnstore_vllm.config.settings import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.preflight import lock_directory
-from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader
-from attnstore_vllm.store.slab import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, SegmentHeader
+from attnstore_vllm.tiers.nvme.slab import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)")
 _SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

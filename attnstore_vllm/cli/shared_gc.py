@@ -11,9 +11,9 @@ import signal
 from pathlib import Path
 
 from attnstore_vllm.cli.settings_file import read_settings
-from attnstore_vllm.config import format_size
+from attnstore_vllm.config.settings import format_size
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.shared.deletion import Deletion, delete_tenant
+from attnstore_vllm.tiers.shared.deletion import Deletion, delete_tenant
 
 
 def delete(file: Path, salt: str, *, is_dry: bool) -> Deletion:

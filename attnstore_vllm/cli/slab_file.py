@@ -21,7 +21,7 @@ from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.codec import CODECS
 from attnstore_vllm.own_files import open_own, open_regular
 from attnstore_vllm.preflight import SLAB_NAME
-from attnstore_vllm.store.format import (
+from attnstore_vllm.tiers.nvme.format import (
     EXPANSION_MAX,
     PAGE_BYTES,
     Header,

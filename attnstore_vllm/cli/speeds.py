@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnstore_vllm.config import NvmeConfig
+from attnstore_vllm.config.settings import NvmeConfig
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.device import Device, IoRequest, Op

@@ -21,9 +21,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnstore_vllm.bench.server_metrics import Metrics, parse_metrics, total
-from attnstore_vllm.config import format_size
+from attnstore_vllm.config.settings import format_size
 from attnstore_vllm.errors import AttnStoreError
+from attnstore_vllm.prometheus import Metrics, parse_metrics, total
 
 TIMEOUT_S = 5.0
 ANSWER_MAX = 64 << 20

@@ -19,28 +19,27 @@ import vllm
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from attnstore_vllm.config import StoreConfig, format_size
-from attnstore_vllm.connector.drafts import drafts_of, tokens_ahead
+from attnstore_vllm.config.settings import StoreConfig, format_size
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.kv_events import KvEvents, VllmTeller, teller_of
-from attnstore_vllm.connector.live_model import LiveWeights, models_of
 from attnstore_vllm.connector.media_data import read_media, why_no_media
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
-from attnstore_vllm.connector.namespace import fingerprint
-from attnstore_vllm.connector.rank import RankDescription
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of, warn_of_order
 from attnstore_vllm.connector.watchers import watchers_of
-from attnstore_vllm.connector.weights import Weights, identify, own_files
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
 from attnstore_vllm.hints import HintReader
+from attnstore_vllm.identity.drafts import drafts_of, tokens_ahead
+from attnstore_vllm.identity.live_model import LiveWeights, models_of
+from attnstore_vllm.identity.namespace import fingerprint
+from attnstore_vllm.identity.rank import RankDescription
+from attnstore_vllm.identity.weights import Weights, identify, own_files
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Codec, PayloadShape, Quantized
 from attnstore_vllm.io.disk_node import warn_if_far
 from attnstore_vllm.parent_watch import end_with_parent, parent_pid
-from attnstore_vllm.peers.peers_tier import peers_of
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory, machine_errors
 from attnstore_vllm.scheduler.approximate import Approximate
@@ -49,11 +48,12 @@ from attnstore_vllm.scheduler.observed import ObservedScheduler
 from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
-from attnstore_vllm.shared.start import check_client, make_shared
-from attnstore_vllm.store.format import LABEL_BYTES, Encoding, SegmentHeader, pages
-from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.store.tier_io import MakeTier
+from attnstore_vllm.tiers.nvme.format import LABEL_BYTES, Encoding, SegmentHeader, pages
+from attnstore_vllm.tiers.nvme.slab import open_slab
+from attnstore_vllm.tiers.peers.peers_tier import peers_of
+from attnstore_vllm.tiers.shared.start import check_client, make_shared
+from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name

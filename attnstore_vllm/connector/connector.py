@@ -31,11 +31,7 @@ from attnstore_vllm.connector.build import (
 )
 from attnstore_vllm.connector.compat import hit_sources
 from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
-from attnstore_vllm.connector.live_facts import check_replicas, live_facts
-from attnstore_vllm.connector.live_lora import LiveAdapters
-from attnstore_vllm.connector.live_model import outermost
 from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
-from attnstore_vllm.connector.rank import REASON_MAX
 from attnstore_vllm.connector.support import (
     check_interface,
     check_start,
@@ -45,6 +41,10 @@ from attnstore_vllm.connector.support import (
 )
 from attnstore_vllm.connector.worker import KindOfLayer, Worker
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
+from attnstore_vllm.identity.live_facts import check_replicas, live_facts
+from attnstore_vllm.identity.live_lora import LiveAdapters
+from attnstore_vllm.identity.live_model import outermost
+from attnstore_vllm.identity.rank import REASON_MAX
 from attnstore_vllm.plugin import check_early, log_as_vllm
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.messages import StepPlan

@@ -23,13 +23,13 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 
-from attnstore_vllm.index.announced import Name, NamedBlocks, Removed, Stored
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.announced import Name, NamedBlocks, Removed, Stored
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.types import DRAM, NVME, TOKEN_BYTES, Key
 

@@ -18,9 +18,9 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
     YaRNScalingRotaryEmbedding,
 )
 
-from attnstore_vllm.connector.rank import KvPage
 from attnstore_vllm.connector.rope_trial import turns
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.identity.rank import KvPage
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.page_content import ContentMap, Write, probe
 from attnstore_vllm.transfer.rope import NO_ROPE, Rope, check_table

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnstore_vllm.connector.drafts import drafts_of, reason_of_drafts
 from attnstore_vllm.connector.groups import groups_of, regions_of
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.identity.drafts import drafts_of, reason_of_drafts
 from attnstore_vllm.preflight import TESTED_VLLM
 
 if TYPE_CHECKING:

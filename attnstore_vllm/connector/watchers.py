@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.scheduler.observed import Watcher
 from attnstore_vllm.scheduler.recorder import Recorder
 from attnstore_vllm.transfer.geometry import Geometry

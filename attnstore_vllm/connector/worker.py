@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from attnstore_vllm.connector.live_lora import LiveAdapters
-from attnstore_vllm.connector.rank import KvFacts, KvPage, RankDescription
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.identity.live_lora import LiveAdapters
+from attnstore_vllm.identity.rank import KvFacts, KvPage, RankDescription
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
@@ -54,7 +54,7 @@ class Worker:
         page: says where K and V are, given such a block of the one group; None: nobody asks.
             Raises UnsupportedError.
         weights: looks at them.
-        own_files: see connector/weights.py.
+        own_files: see identity/weights.py.
     """
 
     def __init__(

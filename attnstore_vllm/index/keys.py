@@ -29,8 +29,8 @@ from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.types import TOKEN_BYTES, Key
 
 if TYPE_CHECKING:
-    from attnstore_vllm.index.asked_tier import Ask
     from attnstore_vllm.index.prefix import Piece
+    from attnstore_vllm.tiers.remote import Ask
 
 CONTENT_BYTES = 32
 _LENGTH = struct.Struct("<Q")
@@ -228,7 +228,7 @@ class SequenceKeys:
         """... and which index it was, since when."""
         self.tenant = bytes(32)
         self.may_ask = False
-        """Tiers that must be asked may be asked for it (store/asking.py), ..."""
+        """Tiers that must be asked may be asked for it (tiers/remote_io.py), ..."""
         self.asked: tuple[Ask, ...] = ()
         self.asked_at = -math.inf
         """... these were, and when."""

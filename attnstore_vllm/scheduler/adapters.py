@@ -2,7 +2,7 @@
 """Which LoRA adapter stands behind an id, as the workers say.
 
 vLLM tells the scheduler side nothing of adapters that are loaded, loaded again or thrown out. So a
-plan asks, and the workers answer with its report (connector/live_lora.py):
+plan asks, and the workers answer with its report (identity/live_lora.py):
 - each step says what its requests' adapters are now. A save under another identity is dropped, and
   nothing more of such a request is saved;
 - before stored KV is offered, an answer of a step that was planned after the request had come is

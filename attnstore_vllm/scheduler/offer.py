@@ -39,8 +39,8 @@ from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.untaken import Untaken
 from attnstore_vllm.scheduler.vllm_types import Tables
 from attnstore_vllm.scheduler.vllm_view import Clock, StepTimes, VllmQueue
-from attnstore_vllm.store.asking import is_asked
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import last_blocks_last
 from attnstore_vllm.types import DRAM, NVME

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-from attnstore_vllm.config import TruncationConfig
+from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_root, root_key
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class Names(Protocol):
-    """Whose KV there is (connector/weights.py)."""
+    """Whose KV there is (identity/weights.py)."""
 
     @property
     def namespace(self) -> bytes | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from attnstore_vllm.config import TruncationConfig
+from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.request import RequestState

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV events: tells routers which blocks DRAM and NVMe have, on the store's thread.
 
-The books are index/announced.py. Events are made here, a few in each turn, and wait for the next
+The books are tiers/announced.py. Events are made here, a few in each turn, and wait for the next
 step of the engine, which takes them along: vLLM publishes in steps alone.
 
 After a restart the chunks that recovery has found are named again: the hash of a block follows from
@@ -15,11 +15,11 @@ import logging
 from collections import deque
 from typing import Any, Protocol
 
-from attnstore_vllm.index.announced import Announced, NamedBlocks, Removed, Stored, media_of
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.store.context import Context
-from attnstore_vllm.store.format import chunk_names
+from attnstore_vllm.tiers.announced import Announced, NamedBlocks, Removed, Stored, media_of
+from attnstore_vllm.tiers.context import Context
+from attnstore_vllm.tiers.nvme.format import chunk_names
 from attnstore_vllm.types import Key
 
 logger = logging.getLogger(__name__)

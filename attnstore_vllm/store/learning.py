@@ -8,8 +8,8 @@ from weakref import ref
 
 from attnstore_vllm.index.keys import SequenceKeys, encode_tokens
 from attnstore_vllm.policy.hit_curve import HitCurve, LookedUp, mark_of
-from attnstore_vllm.policy.runs import ReturnEstimator
-from attnstore_vllm.store.context import Context
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.tiers.context import Context
 
 
 def learn_from(context: Context, estimator: ReturnEstimator, curve: HitCurve) -> None:

@@ -29,22 +29,22 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, marks_of
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, has_come, no_ends, ready_run, settle
-from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
 from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.runs import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
+from attnstore_vllm.policy.returns import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
 from attnstore_vllm.store.announcer import Announcer, Teller
-from attnstore_vllm.store.asking import asking_of, is_asked
-from attnstore_vllm.store.context import Context, Figures, Pool, boot_seconds, unix_seconds
 from attnstore_vllm.store.learning import learn_from, used_by
-from attnstore_vllm.store.nvme_io import NvmeIo
-from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.thread import StoreThread
-from attnstore_vllm.store.tier_io import MakeTier
+from attnstore_vllm.tiers.context import Context, Figures, Pool, boot_seconds, unix_seconds
+from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
+from attnstore_vllm.tiers.nvme.slab import Slab
+from attnstore_vllm.tiers.remote_io import asking_of, is_asked
+from attnstore_vllm.tiers.residency import Residency
+from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.types import DRAM, Key
 
 CHUNK_LOOKS_MAX = 8

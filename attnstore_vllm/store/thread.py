@@ -17,10 +17,10 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.store.context import Context
-from attnstore_vllm.store.reader import Reader
-from attnstore_vllm.store.tier_io import Reset, TierIo
-from attnstore_vllm.store.writer import Writer
+from attnstore_vllm.tiers.context import Context
+from attnstore_vllm.tiers.reader import Reader
+from attnstore_vllm.tiers.tier_io import Reset, TierIo
+from attnstore_vllm.tiers.writer import Writer
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from attnstore_vllm.bench.conversations import read_conversations
-from attnstore_vllm.bench.summary import table
-from attnstore_vllm.cli import bench
-from attnstore_vllm.config import SIZE_MIN, format_size, parse_size
+from attnstore_lab.bench.conversations import read_conversations
+from attnstore_lab.bench.summary import table
+from attnstore_lab.cli import bench
+from attnstore_vllm.config.settings import SIZE_MIN, format_size, parse_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.sim.model_shape import shape_of
+from attnstore_vllm.model_shape import shape_of
 
 if TYPE_CHECKING:
     from benchmarks.compare.run import Comparison, Running
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code. Raises: AttnStoreError, OSError."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("aiohttp is not installed; pip install 'attnstore-vllm[bench]'")
-    from attnstore_vllm.bench.environment import machine  # noqa: PLC0415  runs git
+    from attnstore_lab.bench.environment import machine  # noqa: PLC0415  runs git
     from benchmarks.compare.run import Asked, Comparer  # noqa: PLC0415  want aiohttp
     from benchmarks.compare.systems import SERVED_NAME, chosen, why_not  # noqa: PLC0415
 

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from attnstore_vllm.bench.server_metrics import LoggedStep, Metrics, total
-from attnstore_vllm.bench.summary import percentile
-from attnstore_vllm.bench.traffic import traffic
+from attnstore_lab.bench.summary import percentile
+from attnstore_lab.bench.traffic import traffic
+from attnstore_vllm.prometheus import LoggedStep, Metrics, total
 
 Record = Mapping[str, Any]
 """A line of --records."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from attnstore_vllm.bench.client import RequestError, RequestSettings, open_http
-from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.records import TurnRecord
-from attnstore_vllm.bench.replay import ReplayOutcome, replay
-from attnstore_vllm.bench.schedule import Load
-from attnstore_vllm.bench.server_metrics import Metrics, parse_steps
-from attnstore_vllm.bench.talk import Talk
-from attnstore_vllm.bench.tokens import as_ids, fitting
+from attnstore_lab.bench.client import RequestError, RequestSettings, open_http
+from attnstore_lab.bench.conversations import Conversation
+from attnstore_lab.bench.records import TurnRecord
+from attnstore_lab.bench.replay import ReplayOutcome, replay
+from attnstore_lab.bench.schedule import Load
+from attnstore_lab.bench.talk import Talk
+from attnstore_lab.bench.tokens import as_ids, fitting
+from attnstore_vllm.prometheus import Metrics, parse_steps
 from benchmarks.compare.figures import Figures, figures, ratios
 from benchmarks.compare.systems import System
 from benchmarks.server import ServerError

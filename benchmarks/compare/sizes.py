@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from attnstore_vllm.bench.client import RequestSettings
-from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.schedule import Load, sessions
-from attnstore_vllm.bench.talk import answer_tokens
+from attnstore_lab.bench.client import RequestSettings
+from attnstore_lab.bench.conversations import Conversation
+from attnstore_lab.bench.schedule import Load, sessions
+from attnstore_lab.bench.talk import answer_tokens
 from attnstore_vllm.errors import ConfigError
 
 HBM_SHARE: Final = 0.1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from attnstore_vllm.testing.tiny_model import SMALL, TINY, ModelShape
+from attnstore_lab.testing.tiny_model import SMALL, TINY, ModelShape
 
 EAGER: Final = "eager"
 LAYOUT: Final = "VLLM_KV_CACHE_LAYOUT"

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol
 
-from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.errors import AttnStoreError
+from attnstore_vllm.prometheus import total
 from benchmarks.e2e.cases import Case, Size
 from benchmarks.hit_latency import Client
 from benchmarks.rounding import CANDIDATES, LogProbs

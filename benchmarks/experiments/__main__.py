@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from attnstore_vllm.bench.environment import machine
+from attnstore_lab.bench.environment import machine
 from attnstore_vllm.errors import AttnStoreError
 from benchmarks.experiments import scripted, served, simulated
 from benchmarks.experiments.picture import plot

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, TINY, make_model
+from attnstore_lab.testing.tiny_model import MEDIUM, SMALL, TINY, make_model
 from benchmarks.compare.command import main as compare
 from benchmarks.data import facts as data_facts
 from benchmarks.experiments.intervals import interval, later_turns

@@ -17,12 +17,12 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from attnstore_vllm.cli import simulate_server
-from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.outcome import Outcome
-from attnstore_vllm.sim.server import POLICIES, Server
-from attnstore_vllm.sim.trace import Trace
+from attnstore_lab.cli import simulate_server
+from attnstore_lab.sim.formats import Arrivals, read_trace
+from attnstore_lab.sim.hardware import Machine
+from attnstore_lab.sim.outcome import Outcome
+from attnstore_lab.sim.server import POLICIES, Server
+from attnstore_lab.sim.trace import Trace
 from benchmarks.data import facts as data_facts
 from benchmarks.experiments.spec import Experiment, SpecError
 from benchmarks.placement import pooled

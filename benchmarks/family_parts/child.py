@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from attnstore_vllm.testing.family_models import FAMILIES
+from attnstore_lab.testing.family_models import FAMILIES
 from benchmarks.family_parts import registry
 from tests.vllm.engine import larger_dummies
 from tests.vllm.stand_ins import stand_in_for_torchvision

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from attnstore_vllm.testing.family_models import FAMILIES, VOCAB
+from attnstore_lab.testing.family_models import FAMILIES, VOCAB
 
 SMALL: Final[dict[str, Any]] = {
     "vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,

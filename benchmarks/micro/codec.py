@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from attnstore_lab.bench.summary import table
+from attnstore_lab.testing.tiny_model import MEDIUM, SMALL, make_model
 from attnstore_vllm._native import lossless_bound, lossless_decode, lossless_encode
-from attnstore_vllm.bench.summary import table
 from attnstore_vllm.io.codec import CODECS, PayloadShape, Quantized
-from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL, make_model
 from benchmarks.quality import data
 from benchmarks.report import machine
 

@@ -42,8 +42,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from attnstore_lab.bench.summary import table
 from attnstore_vllm._native import omp_team_size
-from attnstore_vllm.bench.summary import table
 from attnstore_vllm.transfer.engine import CpuEngine, Pages
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe

@@ -44,7 +44,7 @@ import numpy.typing as npt
 from blake3 import blake3
 from tqdm import tqdm
 
-from attnstore_vllm.bench.summary import table
+from attnstore_lab.bench.summary import table
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.index.token_search import ContentIndex

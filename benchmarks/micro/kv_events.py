@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from attnstore_vllm.connector.kv_events import VllmTeller
-from attnstore_vllm.index.announced import Announced
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys, root_key, tenant_hash
+from attnstore_vllm.tiers.announced import Announced
 from attnstore_vllm.types import NVME
 
 CHUNK, BLOCK = 256, 16

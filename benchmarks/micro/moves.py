@@ -28,8 +28,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_lab.bench.summary import table
 from attnstore_vllm._native import PageRotator, PageShape, RotationShape, omp_team_size
-from attnstore_vllm.bench.summary import table
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.page_content import ContentMap, ContentSide
 from attnstore_vllm.transfer.plan import Moved, StoredTokens, moved_table, plan_moves

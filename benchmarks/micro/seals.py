@@ -15,8 +15,8 @@ import statistics
 import time
 from itertools import cycle
 
-from attnstore_vllm.bench.summary import table
-from attnstore_vllm.shared.secret import SharedKeys
+from attnstore_lab.bench.summary import table
+from attnstore_vllm.tiers.shared.secret import SharedKeys
 from benchmarks.report import machine
 
 GOAL = 1e9

@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.testing.tiny_model import SMALL
+from attnstore_lab.testing.tiny_model import SMALL
 from benchmarks.overlap_parts.common import (
     BLOCK_TOKENS,
     Host,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from attnstore_vllm.testing.tiny_model import MEDIUM, SMALL
+from attnstore_lab.testing.tiny_model import MEDIUM, SMALL
 from tests.vllm import host
 from tests.vllm.engine import EngineSpec
 

@@ -26,9 +26,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.bench.summary import table
-from attnstore_vllm.testing.tiny_model import ModelShape, make_model
+from attnstore_lab.bench.summary import table
+from attnstore_lab.testing.tiny_model import ModelShape, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.hit_latency import DEV, LOADED, ROOT, Client
 from benchmarks.overlap_parts.common import BLOCK_TOKENS, SHAPES, Line, Settings, say, spread
 from benchmarks.server import VllmServer

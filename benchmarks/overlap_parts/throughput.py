@@ -32,7 +32,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.testing.tiny_model import SMALL
+from attnstore_lab.testing.tiny_model import SMALL
 from benchmarks.overlap_parts.common import Host, Line, Settings, model_threads, say, spread
 from tests.vllm.engine import Engine, EngineSpec
 from tests.vllm.prompts import random_tokens

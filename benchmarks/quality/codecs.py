@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from attnstore_vllm.bench.summary import table
+from attnstore_lab.bench.summary import table
 from attnstore_vllm.io.codec import CODECS, PayloadShape, Quantized
 from benchmarks.quality.data import load_held_out
 from benchmarks.quality.evaluate import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnstore_vllm.bench.summary import table
+from attnstore_lab.bench.summary import table
 
 RATIO_GOAL = 1.005  # perplexity, CA over TT
 POINTS_GOAL = 2.0  # recall, TT minus CA

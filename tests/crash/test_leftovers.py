@@ -16,7 +16,7 @@ PRIVATE_SHM = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "
 BEGIN = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.preflight import check_machine
 from attnstore_vllm.transfer.pool import SharedPool
 SLOTS = 40
@@ -118,7 +118,7 @@ def test_an_engine_killed_while_it_started_is_swept_by_who_started_it(
     (tmp_path / "served.py").write_text(f"""
 import multiprocessing, sys, time
 from attnstore_vllm.plugin import _check
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.transfer.pool import SharedPool
 
 def engine(made):

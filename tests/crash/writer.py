@@ -20,9 +20,9 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.choose import DeviceKind, open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
-from attnstore_vllm.store.format import PAGE_BYTES
-from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES
+from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.transfer.pool import SharedPool, pool_name
 from attnstore_vllm.types import NVME
 from tests.helpers import (

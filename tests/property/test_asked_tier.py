@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from attnstore_lab.testing.asked_dict import MakeAskedDict, Others
+from attnstore_lab.testing.devices import PowerLossDevice
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.store.asking import is_asked
-from attnstore_vllm.testing.asked_dict import MakeAskedDict, Others
-from attnstore_vllm.testing.devices import PowerLossDevice
+from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.types import Key
 from tests.helpers import payload_of, sequence_of
 from tests.property.test_store_machine import StoreMachine, ends, prefix_name, sequences

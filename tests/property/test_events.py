@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 from hypothesis import settings
 from hypothesis.stateful import invariant, rule
 
-from attnstore_vllm.index.announced import Name, NamedBlocks
+from attnstore_lab.testing.devices import PowerLossDevice
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.store.announcer import Announcer
-from attnstore_vllm.testing.devices import PowerLossDevice
+from attnstore_vllm.tiers.announced import Name, NamedBlocks
 from attnstore_vllm.types import Key
 from tests.event_helpers import Subscriber, TestTeller, content_of
 from tests.property.test_store_machine import StoreMachine

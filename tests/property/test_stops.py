@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
 from attnstore_vllm.index.prefix import confirm, kept_end, whole_blocks
-from attnstore_vllm.index.residency import Residency
+from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME
 from tests.helpers import lru, sequence_of
 

@@ -25,12 +25,12 @@ from hypothesis.stateful import (
     rule,
 )
 
+from attnstore_lab.testing.devices import PowerLossDevice
+from attnstore_lab.testing.dict_tier import MakeDictTier
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.testing.devices import PowerLossDevice
-from attnstore_vllm.testing.dict_tier import MakeDictTier
 from attnstore_vllm.types import NVME, Key
 from tests.helpers import (
     CHUNK_TOKENS,

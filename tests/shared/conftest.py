@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.network_stores import KINDS, NetworkStore, missing
+from attnstore_lab.testing.network_stores import KINDS, NetworkStore, missing
 from tests.helpers import Rig
 from tests.shared import rigs
 from tests.shared.stranger import Stranger

@@ -9,10 +9,10 @@ from typing import Any
 
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import tenant_hash
-from attnstore_vllm.shared.record import RecordNames
-from attnstore_vllm.shared.secret import SharedKeys
-from attnstore_vllm.shared.shared_io import MakeShared, SharedIo
-from attnstore_vllm.store.asking import is_asked
+from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.shared.record import RecordNames
+from attnstore_vllm.tiers.shared.secret import SharedKeys
+from attnstore_vllm.tiers.shared.shared_io import MakeShared, SharedIo
 from tests.helpers import CHUNK_TOKENS, Rig, memory_rig, name_of, payload_of, sequence_of
 
 NO_KEYS = SharedKeys.of(None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.errors import DeviceError
-from attnstore_vllm.shared.helper import Helper
-from attnstore_vllm.shared.lanes import LaneOp, Lanes
-from attnstore_vllm.shared.record import HEADER_BYTES
-from attnstore_vllm.testing.network_stores import NetworkStore
+from attnstore_vllm.tiers.shared.helper import Helper
+from attnstore_vllm.tiers.shared.lanes import LaneOp, Lanes
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES
 from tests.helpers import PAYLOAD_BYTES
 
 

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from attnstore_vllm.shared.secret import SharedKeys
-from attnstore_vllm.shared.shared_generation import (
+from attnstore_vllm.tiers.shared.secret import SharedKeys
+from attnstore_vllm.tiers.shared.shared_generation import (
     COUNT_MAX,
     FILE_NAME,
     LEFT_MAX,

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from attnstore_vllm.testing.network_stores import NetworkStore
+from attnstore_lab.testing.network_stores import NetworkStore
 from tests.helpers import Rig, conversation, names_of, sequence_of
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of
 

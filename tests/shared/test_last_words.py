@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.errors import DeviceError
-from attnstore_vllm.shared.helper import Helper
-from attnstore_vllm.shared.lanes import Lanes
-from attnstore_vllm.shared.last_words import TEXT_MAX, LastWords
+from attnstore_vllm.tiers.shared.helper import Helper
+from attnstore_vllm.tiers.shared.lanes import Lanes
+from attnstore_vllm.tiers.shared.last_words import TEXT_MAX, LastWords
 
 
 def test_a_child_that_ends_has_its_last_words_in_the_error() -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.errors import DeviceError
-from attnstore_vllm.shared.helper import Helper
-from attnstore_vllm.shared.lanes import LaneOp, Lanes
-from attnstore_vllm.shared.record import HEADER_BYTES
-from attnstore_vllm.testing.network_stores import NetworkStore
+from attnstore_vllm.tiers.shared.helper import Helper
+from attnstore_vllm.tiers.shared.lanes import LaneOp, Lanes
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES
 from tests.helpers import Rig, conversation
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, write
 from tests.shared.stranger import Stranger

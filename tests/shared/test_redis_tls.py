@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attnstore_vllm.config import StoreConfig
+from attnstore_lab.testing.network_stores import NetworkStore, no_tls
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.policy.breaker import PAUSE_MIN_S
-from attnstore_vllm.shared.redis_backend import RedisBackend
-from attnstore_vllm.shared.shared_settings import SharedConfig
-from attnstore_vllm.shared.start import try_store
-from attnstore_vllm.testing.network_stores import NetworkStore, no_tls
+from attnstore_vllm.tiers.shared.redis_backend import RedisBackend
+from attnstore_vllm.tiers.shared.start import try_store
 from tests.helpers import Rig, conversation
 from tests.shared import rigs
 from tests.shared.rigs import NUM_TOKENS, fetch, io_of, write
@@ -213,7 +213,7 @@ def test_a_server_that_asks_for_certificates_serves_who_has_one(
     assert fetch(two, conversation(1, NUM_TOKENS)) == WHOLE
 
 
-ASKS = "import json, sys; from attnstore_vllm.shared.redis_backend import RedisBackend; \
+ASKS = "import json, sys; from attnstore_vllm.tiers.shared.redis_backend import RedisBackend; \
 RedisBackend(json.loads(sys.argv[1])).exist(['a'])"
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK, main
-from attnstore_vllm.shared import deletion
-from attnstore_vllm.shared.record import HEADER_BYTES
-from attnstore_vllm.shared.redis_backend import RedisBackend
-from attnstore_vllm.testing.network_stores import NetworkStore
+from attnstore_vllm.tiers.shared import deletion
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES
+from attnstore_vllm.tiers.shared.redis_backend import RedisBackend
 from tests.helpers import PAYLOAD_BYTES, Rig, conversation
 from tests.shared.rigs import NUM_TOKENS, fetch, write
 from tests.shared.stranger import Stranger

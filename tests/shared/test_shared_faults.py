@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.shared.lanes import LaneOp
-from attnstore_vllm.shared.shared_generation import GenerationId
-from attnstore_vllm.testing.network_stores import NetworkStore
+from attnstore_lab.testing.network_stores import NetworkStore
+from attnstore_vllm.tiers.shared.lanes import LaneOp
+from attnstore_vllm.tiers.shared.shared_generation import GenerationId
 from tests.helpers import NAMESPACE, Rig, conversation, memory_rig, names_of, sequence_of
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, make, see_weights, write
 

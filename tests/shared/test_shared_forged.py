@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.io.checksum import checksum
-from attnstore_vllm.shared.backend import open_backend
-from attnstore_vllm.shared.record import HEADER_BYTES, RecordNames
-from attnstore_vllm.shared.secret import SharedKeys
-from attnstore_vllm.shared.shared_generation import GenerationId, decode, encode, name_of
-from attnstore_vllm.testing.network_stores import NetworkStore
+from attnstore_vllm.tiers.shared.backend import open_backend
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES, RecordNames
+from attnstore_vllm.tiers.shared.secret import SharedKeys
+from attnstore_vllm.tiers.shared.shared_generation import GenerationId, decode, encode, name_of
 from tests.helpers import Rig, conversation, payload_of
 from tests.shared.rigs import (
     NO_KEYS,

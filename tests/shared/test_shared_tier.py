@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.io.checksum import copy_checksums
-from attnstore_vllm.shared import secret, shared_io
-from attnstore_vllm.shared.lanes import LaneOp
-from attnstore_vllm.shared.record import HEADER_BYTES, VERSION
-from attnstore_vllm.store.asking import is_asked
-from attnstore_vllm.testing.network_stores import NetworkStore
+from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.shared import secret, shared_io
+from attnstore_vllm.tiers.shared.lanes import LaneOp
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES, VERSION
 from tests.helpers import Rig, conversation, names_of, sequence_of
 from tests.shared.rigs import DEADLINE_S, NUM_TOKENS, counts, fetch, io_of, stored_names, write
 from tests.shared.stranger import Stranger

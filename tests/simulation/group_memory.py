@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from attnstore_vllm.sim.hbm import BlockPool
+from attnstore_lab.sim.hbm import BlockPool
 from attnstore_vllm.transfer.geometry import Geometry, Group
 
 CHUNK_TOKENS = 64

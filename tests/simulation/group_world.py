@@ -16,16 +16,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from attnstore_lab.sim.jobs import Plain, step_stop
+from attnstore_lab.sim.simulated_store import SimulatedStore
+from attnstore_lab.testing.copy_streams import SteppedStream
+from attnstore_lab.testing.memory_engine import MemoryEngine
 from attnstore_vllm.errors import CopyError, CorruptRecordError
 from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
-from attnstore_vllm.sim.jobs import Plain, step_stop
-from attnstore_vllm.sim.simulated_store import SimulatedStore
-from attnstore_vllm.store.format import PAGE_BYTES
-from attnstore_vllm.store.slab import Slab, new_generation
-from attnstore_vllm.testing.copy_streams import SteppedStream
-from attnstore_vllm.testing.memory_engine import MemoryEngine
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES
+from attnstore_vllm.tiers.nvme.slab import Slab, new_generation
 from attnstore_vllm.transfer.geometry import Group
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.pool import SharedPool

@@ -19,8 +19,8 @@ from random import Random
 import pytest
 from tqdm import tqdm
 
-from attnstore_vllm.store.tier_io import MakeTier
-from attnstore_vllm.testing.dict_tier import MakeDictTier
+from attnstore_lab.testing.dict_tier import MakeDictTier
+from attnstore_vllm.tiers.tier_io import MakeTier
 from tests.simulation.group_memory import MODELS
 from tests.simulation.group_world import GroupWorld
 from tests.simulation.world import World

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from attnstore_vllm.testing.asked_dict import MakeAskedDict, Others
+from attnstore_lab.testing.asked_dict import MakeAskedDict, Others
 from tests.helpers import names_of, payload_of, sequence_of
 from tests.simulation.world import World
 

@@ -15,14 +15,14 @@ from random import Random
 import numpy as np
 import pytest
 
+from attnstore_lab.sim.hardware import Machine
+from attnstore_lab.sim.hbm import Hbm
+from attnstore_lab.sim.jobs import Job
+from attnstore_lab.sim.server import Server
+from attnstore_lab.sim.simulated_store import NAMESPACE
+from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER
-from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.hbm import Hbm
-from attnstore_vllm.sim.jobs import Job
-from attnstore_vllm.sim.server import Server
-from attnstore_vllm.sim.simulated_store import NAMESPACE
-from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
 
 CHUNK = 64
 KV = 1000

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from attnstore_vllm.testing.dict_tier import MakeDictTier
+from attnstore_lab.testing.dict_tier import MakeDictTier
 from tests.simulation.run import run
 
 

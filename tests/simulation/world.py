@@ -16,9 +16,9 @@ from random import Random
 
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.store.slab import Slab
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.store.tier_io import MakeTier
+from attnstore_vllm.tiers.nvme.slab import Slab
+from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.transfer.pool import SharedPool
 from tests.helpers import (
     format_image,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.devices import MemoryDevice
+from attnstore_lab.testing.devices import MemoryDevice
 from tests.cuda_helpers import install
 from tests.fake_gpu import FakeGpu
 from tests.helpers import Rig, Rigs, found_slab, memory_rig

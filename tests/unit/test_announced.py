@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.index.announced import Announced, Removed, Stored
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.store.announcer import CHANGES_A_TURN, READY_MAX, Announcer
+from attnstore_vllm.tiers.announced import Announced, Removed, Stored
 from attnstore_vllm.types import DRAM
 from tests.event_helpers import Subscriber, TestTeller
 from tests.helpers import CHUNK_TOKENS, Rig, memory_rig, name_of, sequence_of, tokens_of

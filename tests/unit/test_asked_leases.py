@@ -11,7 +11,13 @@ from functools import cache
 
 import pytest
 
-from attnstore_vllm.index.asked_tier import (
+from attnstore_lab.testing.asked_dict import MakeAskedDict, Others
+from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.moved import MovedKv
+from attnstore_vllm.policy.eviction.departures import departures
+from attnstore_vllm.policy.lazy_heap import STALE_MAX
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.tiers.remote import (
     ENDED_MAX,
     AskedBooks,
     Found,
@@ -19,14 +25,8 @@ from attnstore_vllm.index.asked_tier import (
     enter,
     is_believed,
 )
-from attnstore_vllm.index.chunk import Chunk, ChunkName
-from attnstore_vllm.index.moved import MovedKv
-from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.policy.eviction.departures import departures
-from attnstore_vllm.policy.lazy_heap import STALE_MAX
-from attnstore_vllm.policy.runs import ReturnEstimator
-from attnstore_vllm.store.asking import is_asked
-from attnstore_vllm.testing.asked_dict import MakeAskedDict, Others
+from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.residency import Residency
 from tests.helpers import CHUNK_TOKENS, conversation, memory_rig, names_of, payload_of, sequence_of
 
 ENTRIES = 1000

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.index.asked_tier import Found
+from attnstore_lab.testing.asked_dict import AskedDictIo, MakeAskedDict, Others
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S
 from attnstore_vllm.policy.questions import ASK_MIN_TOKENS, AnswerTime, worth_asking
 from attnstore_vllm.scheduler.request import make_state
-from attnstore_vllm.store.asking import is_asked
-from attnstore_vllm.store.context import boot_seconds
-from attnstore_vllm.testing.asked_dict import AskedDictIo, MakeAskedDict, Others
+from attnstore_vllm.tiers.context import boot_seconds
+from attnstore_vllm.tiers.remote import Found
+from attnstore_vllm.tiers.remote_io import is_asked
 from tests.helpers import (
     NAMESPACE,
     Rig,

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from attnstore_vllm.sim.baselines import (
+from attnstore_lab.sim.baselines import (
     BASELINES,
     Arc,
     Baseline,

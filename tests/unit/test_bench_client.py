@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from attnstore_vllm.bench.client import RequestSettings, server_root
-from attnstore_vllm.bench.closed_loop import take_turns
-from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.records import TurnRecord, failures
-from attnstore_vllm.bench.talk import DEFAULT_ANSWER_TOKENS, Talk, answer_tokens, marked
+from attnstore_lab.bench.client import RequestSettings, server_root
+from attnstore_lab.bench.closed_loop import take_turns
+from attnstore_lab.bench.conversations import Conversation
+from attnstore_lab.bench.records import TurnRecord, failures
+from attnstore_lab.bench.talk import DEFAULT_ANSWER_TOKENS, Talk, answer_tokens, marked
 from attnstore_vllm.errors import ConfigError
 from tests.fake_openai import Fake, Handler, send, serving, stream
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import pytest
 from aiohttp import web
 
-from attnstore_vllm.bench.client import RequestError, RequestSettings
-from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.schedule import Load
-from attnstore_vllm.bench.server_metrics import Metrics, parse_metrics
+from attnstore_lab.bench.client import RequestError, RequestSettings
+from attnstore_lab.bench.conversations import Conversation
+from attnstore_lab.bench.schedule import Load
+from attnstore_vllm.prometheus import Metrics, parse_metrics
 from benchmarks.compare import command as compare_command
 from benchmarks.compare.command import main
 from benchmarks.compare.run import Asked, Comparer

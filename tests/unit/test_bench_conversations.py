@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.bench.conversations import Conversation, DatasetError, read_conversations
+from attnstore_lab.bench.conversations import Conversation, DatasetError, read_conversations
 
 
 def write(tmp_path: Path, value: object) -> Path:

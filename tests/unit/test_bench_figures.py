@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.bench.client import RequestSettings
-from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.schedule import Load
-from attnstore_vllm.bench.server_metrics import LoggedStep, Metrics, parse_metrics, parse_steps
+from attnstore_lab.bench.client import RequestSettings
+from attnstore_lab.bench.conversations import Conversation
+from attnstore_lab.bench.schedule import Load
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.prometheus import LoggedStep, Metrics, parse_metrics, parse_steps
 from benchmarks.compare.figures import figures, ratios, table_rows, unlimited_hits
 from benchmarks.compare.sizes import Sizes, prompt_lengths, sized
 from benchmarks.compare.systems import (

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from attnstore_vllm.bench.client import RequestSettings
-from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.open_loop import OpenLoop
-from attnstore_vllm.bench.records import TurnRecord
-from attnstore_vllm.bench.replay import ReplayOutcome, replay
-from attnstore_vllm.bench.schedule import Load, Think, make_plan, sessions
+from attnstore_lab.bench.client import RequestSettings
+from attnstore_lab.bench.conversations import Conversation
+from attnstore_lab.bench.open_loop import OpenLoop
+from attnstore_lab.bench.records import TurnRecord
+from attnstore_lab.bench.replay import ReplayOutcome, replay
+from attnstore_lab.bench.schedule import Load, Think, make_plan, sessions
 from attnstore_vllm.errors import ConfigError
 from tests.fake_openai import Fake, Handler, serving
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.bench.conversations import Conversation, DatasetError
-from attnstore_vllm.bench.gaps import read_gaps
-from attnstore_vllm.bench.schedule import Load, Session, Think, make_plan, parse_think, sessions
+from attnstore_lab.bench.conversations import Conversation, DatasetError
+from attnstore_lab.bench.gaps import read_gaps
+from attnstore_lab.bench.schedule import Load, Session, Think, make_plan, parse_think, sessions
 from attnstore_vllm.errors import ConfigError
 
 THREE = [Conversation(name, tuple("abc"[:n])) for name, n in (("x", 3), ("y", 1), ("z", 2))]

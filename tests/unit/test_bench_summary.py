@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from attnstore_vllm.bench.records import INTERRUPTED, TurnRecord
-from attnstore_vllm.bench.summary import COLUMNS, Row, Summary, percentile, summary_text, table
+from attnstore_lab.bench.records import INTERRUPTED, TurnRecord
+from attnstore_lab.bench.summary import COLUMNS, Row, Summary, percentile, summary_text, table
 
 
 def record(turn: int = 1, *, ttft_ms: float = 10, warmup: bool = False) -> TurnRecord:

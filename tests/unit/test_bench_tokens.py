@@ -12,9 +12,9 @@ from typing import TypeVar
 import pytest
 from aiohttp import web
 
-from attnstore_vllm.bench.client import RequestError, RequestSettings
-from attnstore_vllm.bench.conversations import Conversation
-from attnstore_vllm.bench.tokens import as_ids, check_server, fitting
+from attnstore_lab.bench.client import RequestError, RequestSettings
+from attnstore_lab.bench.conversations import Conversation
+from attnstore_lab.bench.tokens import as_ids, check_server, fitting
 from tests.fake_openai import Fake, serving
 
 CHAT = RequestSettings(model="m", max_tokens=4, timeout_s=10)
@@ -128,7 +128,7 @@ def test_server_that_is_not_there_is_told() -> None:
 
 
 def test_server_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnstore_vllm.bench.tokens.FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr("attnstore_lab.bench.tokens.FIRST_ANSWER_S", 0.2)
 
     async def models(request: web.Request) -> web.Response:
         await asyncio.sleep(60)

@@ -7,14 +7,14 @@ import errno
 import threading
 from collections import Counter
 
+from attnstore_lab.testing.devices import MemoryDevice, SlowDevice
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S, PAUSE_MIN_S, Breaker
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.store.health import Health
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.testing.devices import MemoryDevice, SlowDevice
+from attnstore_vllm.tiers.health import Health
 from tests.helpers import (
     CHUNK_TOKENS,
     format_device,

@@ -17,7 +17,7 @@ from attnstore_vllm.policy.eviction.departures import (
     Departures,
     departures,
 )
-from attnstore_vllm.policy.runs import (
+from attnstore_vllm.policy.returns import (
     ReturnEstimator,
     Run,
     Visit,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.index.residency import Residency
-from attnstore_vllm.shared.books import PAUSE_S, SharedBooks
+from attnstore_vllm.tiers.residency import Residency
+from attnstore_vllm.tiers.shared.books import PAUSE_S, SharedBooks
 from attnstore_vllm.types import SHARED, StoreFailure
 from tests.helpers import CHUNK_TOKENS, conversation, lru, name_of, sequence_of
 

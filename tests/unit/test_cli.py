@@ -13,7 +13,7 @@ import pytest
 from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.transfer.geometry import Group, groups_in, groups_text
 from attnstore_vllm.types import NVME
 from tests.helpers import NAMESPACE, SHAPE, Rig, capacity_for, name_of, tokens_of

@@ -20,16 +20,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from attnstore_lab.sim.hardware import Machine
 from attnstore_vllm import preflight
 from attnstore_vllm.cli import doctor
 from attnstore_vllm.cli.doctor import examine
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.cli.speeds import DiskSpeed
-from attnstore_vllm.config import StoreConfig, format_size
+from attnstore_vllm.config.settings import StoreConfig, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.preflight import SLAB_NAME
-from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.store.slab import NO_RESERVE
+from attnstore_vllm.tiers.nvme.slab import NO_RESERVE
 from attnstore_vllm.transfer.region import PREFIX
 from benchmarks.sample import SAMPLE
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm import config as config_module
-from attnstore_vllm.config import (
+from attnstore_vllm.config import settings as config_module
+from attnstore_vllm.config.settings import (
     NvmeConfig,
     PinningConfig,
     StoreConfig,

@@ -28,7 +28,7 @@ from attnstore_vllm.cli import commands
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.checksum import checksum
-from attnstore_vllm.store.format import (
+from attnstore_vllm.tiers.nvme.format import (
     CHUNK_TOKENS_MAX,
     EXPANSION_MAX,
     PAGE_BYTES,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.cli.curve import Point, of_server, smallest
+from attnstore_lab.cli.curve import Point, of_server, smallest
 from attnstore_vllm.cli.main import EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.cli.top import TopError
 from attnstore_vllm.policy.hit_curve import CURVE_TIMES

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from attnstore_vllm.bench.conversations import read_conversations
-from attnstore_vllm.bench.records import Step, TurnRecord
-from attnstore_vllm.bench.server_metrics import parse_metrics, total
-from attnstore_vllm.bench.traffic import Traffic, traffic
-from attnstore_vllm.testing.tiny_model import SMALL
-from attnstore_vllm.testing.tiny_tokenizer import build_tokenizer
+from attnstore_lab.bench.conversations import read_conversations
+from attnstore_lab.bench.records import Step, TurnRecord
+from attnstore_lab.bench.traffic import Traffic, traffic
+from attnstore_lab.testing.tiny_model import SMALL
+from attnstore_lab.testing.tiny_tokenizer import build_tokenizer
+from attnstore_vllm.prometheus import parse_metrics, total
 from benchmarks.agreement import compare, gap_changes, rounding_bound
 from benchmarks.demo import ROOT, arguments
 from benchmarks.demo_report import Side, report_table

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from attnstore_vllm.config import StoreConfig, parse_size
-from attnstore_vllm.shared.shared_settings import SharedConfig
+from attnstore_vllm.config.settings import StoreConfig, parse_size
+from attnstore_vllm.config.shared import SharedConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER, KUBERNETES = ROOT / "deploy" / "docker", ROOT / "deploy" / "kubernetes"

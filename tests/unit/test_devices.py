@@ -12,9 +12,9 @@ from random import Random
 import pytest
 from xxhash import xxh3_128_digest
 
+from attnstore_lab.testing.devices import SECTOR_BYTES
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.device import Completion, Device, IoRequest, Op, Seal
-from attnstore_vllm.testing.devices import SECTOR_BYTES
 from tests.device_helpers import (
     KINDS,
     SIZE,

@@ -10,9 +10,7 @@ from random import Random
 import pytest
 from xxhash import xxh3_128_digest
 
-from attnstore_vllm.errors import DeviceError
-from attnstore_vllm.io.device import Completion, IoRequest, Op, Seal
-from attnstore_vllm.testing.devices import (
+from attnstore_lab.testing.devices import (
     SECTOR_BYTES,
     Effect,
     FailingDevice,
@@ -21,6 +19,8 @@ from attnstore_vllm.testing.devices import (
     PowerLossDevice,
     SlowDevice,
 )
+from attnstore_vllm.errors import DeviceError
+from attnstore_vllm.io.device import Completion, IoRequest, Op, Seal
 from tests.device_helpers import SIZE, buffer, contents, finish, finish_all, read, write
 
 # ---- MemoryDevice ----------------------------------------------------------------------

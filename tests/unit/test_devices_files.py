@@ -27,13 +27,13 @@ import pytest
 from xxhash import xxh3_128_digest
 
 import attnstore_vllm._native as native
+from attnstore_lab.testing.devices import SECTOR_BYTES
 from attnstore_vllm.errors import ConfigError, DeviceError
 from attnstore_vllm.io.aiofiles_device import AiofilesDevice
 from attnstore_vllm.io.checksum import checksum, copy_checksums
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.io.uring_device import UringDevice
-from attnstore_vllm.testing.devices import SECTOR_BYTES
 from tests.device_helpers import (
     KINDS,
     SIZE,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from attnstore_vllm.testing.memory_engine import SteppedStream, Stream, ThrottledStream
+from attnstore_lab.testing.memory_engine import SteppedStream, Stream, ThrottledStream
 from tests.engine_helpers import (
     ALL,
     BLOCKS,

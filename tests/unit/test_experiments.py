@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import benchmarks.quick
-from attnstore_vllm.sim.outcome import Outcome
+from attnstore_lab.sim.outcome import Outcome
 from benchmarks import report
 from benchmarks.compare.command import parser
 from benchmarks.experiments import __main__ as runner

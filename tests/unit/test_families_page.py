@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.family_models import DRAFTS, FAMILIES
+from attnstore_lab.testing.family_models import DRAFTS, FAMILIES
 from benchmarks import families
 from benchmarks.families import BUGS, left_to_do
 from benchmarks.family_parts.table import OUTCOMES, kinds_of, render

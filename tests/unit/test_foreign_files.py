@@ -16,17 +16,17 @@ from secrets import token_hex
 import pytest
 
 from attnstore_vllm.errors import ConfigError, DeviceError, MachineError
+from attnstore_vllm.identity.weight_files import Memo, Stamp
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.peers.generation import FILE_NAME as GENERATION
-from attnstore_vllm.peers.generation import Generation
 from attnstore_vllm.preflight import LOCK_NAME, SHM_DIR, check_machine, lock_directory
-from attnstore_vllm.shared import shared_generation as generations
-from attnstore_vllm.shared.helper import Helper
-from attnstore_vllm.shared.lanes import Lanes
-from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.tiers.nvme.slab import open_slab
+from attnstore_vllm.tiers.peers.generation import FILE_NAME as GENERATION
+from attnstore_vllm.tiers.peers.generation import Generation
+from attnstore_vllm.tiers.shared import shared_generation as generations
+from attnstore_vllm.tiers.shared.helper import Helper
+from attnstore_vllm.tiers.shared.lanes import Lanes
 from attnstore_vllm.transfer.board import BOARD_BYTES, Board, BoardReader, board_path
 from attnstore_vllm.transfer.pool import SharedPool
-from attnstore_vllm.weight_files import Memo, Stamp
 from tests.helpers import SHAPE, capacity_for, give_away
 from tests.unit.test_preflight import settings
 
@@ -133,8 +133,8 @@ def test_generations_are_written_through_no_link(tmp_path: Path) -> None:
 PIPES = """
 import sys
 from pathlib import Path
-from attnstore_vllm.peers.generation import Generation
-from attnstore_vllm.shared import shared_generation
+from attnstore_vllm.tiers.peers.generation import Generation
+from attnstore_vllm.tiers.shared import shared_generation
 where = Path(sys.argv[1])
 Generation(where, where)
 assert shared_generation.load(where).must_renew

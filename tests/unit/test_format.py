@@ -17,7 +17,7 @@ from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.io.checksum import checksum
-from attnstore_vllm.store.format import (
+from attnstore_vllm.tiers.nvme.format import (
     CHUNK_TOKENS_MAX,
     PAGE_BYTES,
     SECONDS_MAX,
@@ -38,7 +38,7 @@ from attnstore_vllm.types import Key
 CHUNK_TOKENS = 16
 SEGMENT = SegmentHeader(3, CHUNK_TOKENS, 8192, b"n" * 32, b"g" * 16, 1_700_000_000, "a model")
 KEYS = st.binary(min_size=32, max_size=32)
-FIELDS = {  # name: (first byte, bytes), as the picture in store/format.py says
+FIELDS = {  # name: (first byte, bytes), as the picture in tiers/nvme/format.py says
     "magic": (0, 8),
     "version": (8, 4),
     "number of tokens": (12, 4),

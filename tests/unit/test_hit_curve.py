@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from attnstore_vllm.cli.curve import shares_of
+from attnstore_lab.cli.curve import shares_of
+from attnstore_lab.sim.formats import Arrivals, read_trace
+from attnstore_lab.sim.one_pool import replay
+from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_vllm.policy.hit_curve import HitCurve, LookedUp, NewChunk, mark_of
-from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.one_pool import replay
-from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
 from tests import helpers
 
 CAPACITIES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)

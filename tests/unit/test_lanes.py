@@ -26,7 +26,7 @@ from attnstore_vllm.policy.eviction.by_return import (
     by_return,
 )
 from attnstore_vllm.policy.eviction.departures import Departures, departures
-from attnstore_vllm.policy.runs import (
+from attnstore_vllm.policy.returns import (
     EDGES_S,
     NUM_AGES,
     NUM_KINDS,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, departures
 from attnstore_vllm.policy.lazy_heap import STALE_MAX
-from attnstore_vllm.policy.runs import (
+from attnstore_vllm.policy.returns import (
     ENDED_PRIORITY,
     Lease,
     ReturnEstimator,

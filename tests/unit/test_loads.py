@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from attnstore_vllm.testing.memory_engine import POISON, SteppedStream
+from attnstore_lab.testing.memory_engine import POISON, SteppedStream
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, pages
 from attnstore_vllm.transfer.worker_copies import Loads
 from tests.engine_helpers import ALL, LAYERS, ORDERS, Rig

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.scheduler.figures import StepStats, in_words
 from attnstore_vllm.scheduler.start_log import start_lines
-from attnstore_vllm.store.slab import Slab
+from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from tests.helpers import SHAPE
 

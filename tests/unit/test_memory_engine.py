@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnstore_vllm.errors import CopyError
-from attnstore_vllm.testing.memory_engine import (
+from attnstore_lab.testing.memory_engine import (
     POISON,
     SteppedStream,
     ThrottledStream,
 )
+from attnstore_vllm.errors import CopyError
 from tests.engine_helpers import ALL, BLOCKS, LAYERS, ORDERS, PAGE_BYTES, ROWS, Rig, table
 
 SLACK_S = 0.3  # what a busy machine may be late

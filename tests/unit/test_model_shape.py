@@ -13,7 +13,7 @@ import pytest
 
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.sim.model_shape import shape_of
+from attnstore_vllm.model_shape import shape_of
 from attnstore_vllm.transfer.geometry import groups_text
 
 LLAMA_65B = {

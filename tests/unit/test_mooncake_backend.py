@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.shared.backend import FAILED, BackendError, NoAnswerError
-from attnstore_vllm.shared.mooncake_backend import GONE, TIMED_OUT, TRIES, MooncakeBackend
+from attnstore_vllm.tiers.shared.backend import FAILED, BackendError, NoAnswerError
+from attnstore_vllm.tiers.shared.mooncake_backend import GONE, TIMED_OUT, TRIES, MooncakeBackend
 
 
 class Answers:

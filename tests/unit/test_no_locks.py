@@ -81,11 +81,11 @@ int flock(int fd, int operation) {
 BEGIN = """
 import ctypes, os, sys
 from pathlib import Path
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.errors import ConfigError, MachineError
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import check_machine, lock_directory, machine_errors
-from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.tiers.nvme.slab import open_slab
 from tests.helpers import SHAPE, capacity_for
 shim = ctypes.CDLL(os.environ["SHIM"])
 def shim_int(name):

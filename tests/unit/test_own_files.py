@@ -216,11 +216,11 @@ KERNEL, GIVEN, PACKAGED, NO_FILE, NO_NAME = (
     "a new file, without a name or with one by chance",
 )
 ELSEWHERE: dict[str, dict[str, str]] = {
-    "bench/conversations.py": {"path.read_bytes": GIVEN, "read_bytes": GIVEN},
-    "bench/environment.py": {"info.read_text": KERNEL},
-    "bench/gaps.py": {"read_bytes": GIVEN},
-    "bench/replay.py": {"records.open": "a result, where the user says"},
-    "cli/bench.py": {"args.api_key_file.read_text": GIVEN},
+    "attnstore_lab/bench/conversations.py": {"path.read_bytes": GIVEN, "read_bytes": GIVEN},
+    "attnstore_lab/bench/environment.py": {"info.read_text": KERNEL},
+    "attnstore_lab/bench/gaps.py": {"read_bytes": GIVEN},
+    "attnstore_lab/bench/replay.py": {"records.open": "a result, where the user says"},
+    "attnstore_lab/cli/bench.py": {"args.api_key_file.read_text": GIVEN},
     "cli/doctor.py": {
         "Path.read_text": KERNEL,
         "file.read_text": GIVEN,
@@ -229,28 +229,30 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "cli/main.py": {"os.open": "/dev/null"},
     "cli/speeds.py": {"tempfile.mkstemp": NO_NAME},
     "cli/settings_file.py": {"path.read_text": GIVEN},
-    "connector/live_facts.py": {"Path.read_bytes": GIVEN},
-    "connector/model_files.py": {"file.read_bytes": GIVEN, "Path.read_bytes": GIVEN},
+    "identity/live_facts.py": {"Path.read_bytes": GIVEN},
+    "identity/model_files.py": {"file.read_bytes": GIVEN, "Path.read_bytes": GIVEN},
     "io/aiofiles_device.py": {"aiofiles.open": "with an opener, which is open_own()"},
     "io/disk_node.py": {"next.read_text": KERNEL},
-    "peers/wire.py": {"os.open": "a directory, to name a socket by; the other end's user is asked"},
+    "tiers/peers/wire.py": {
+        "os.open": "a directory, to name a socket by; the other end's user is asked"
+    },
     "plugin.py": {"Path.read_text": GIVEN},
-    "policy/runs.py": {"estimator.open": NO_FILE, "self.touch": NO_FILE},
+    "policy/returns.py": {"estimator.open": NO_FILE, "self.touch": NO_FILE},
     "preflight.py": {
         "Path.read_text": KERNEL,
         "read_text": KERNEL,
         "tempfile.TemporaryFile": NO_NAME,
     },
-    "shared/child.py": {"lane.open": NO_FILE},
-    "shared/secret.py": {
+    "tiers/shared/child.py": {"lane.open": NO_FILE},
+    "tiers/shared/secret.py": {
         "os.open": "a secret that the user names: its owner and mode are looked at"
     },
-    "shared/shared_settings.py": {"path.read_text": GIVEN},
-    "sim/formats.py": {"path.read_bytes": GIVEN},
-    "sim/hardware.py": {"path.read_text": GIVEN},
-    "sim/model_shape.py": {"path.read_text": GIVEN},
-    "store/nvme_io.py": {"self._disk.tier.open": NO_FILE},
-    "store/recovery.py": {"disk.tier.open": NO_FILE},
+    "config/shared.py": {"path.read_text": GIVEN},
+    "attnstore_lab/sim/formats.py": {"path.read_bytes": GIVEN},
+    "attnstore_lab/sim/hardware.py": {"path.read_text": GIVEN},
+    "model_shape.py": {"path.read_text": GIVEN},
+    "tiers/nvme/nvme_io.py": {"self._disk.tier.open": NO_FILE},
+    "tiers/nvme/recovery.py": {"disk.tier.open": NO_FILE},
     "transfer/cuda_kernels.py": {"path.read_bytes": PACKAGED},
     "transfer/cuda_methods.py": {
         "path.parent.mkdir": "the user's own settings",
@@ -264,7 +266,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "_SHMEM_ENABLED.read_text": KERNEL,
         "_NODES_WITH_MEMORY.read_text": KERNEL,
     },
-    "weight_files.py": {"file.open": GIVEN},
+    "identity/weight_files.py": {"file.open": GIVEN},
 }
 """Calls that open or make a file elsewhere, and why each is none of a file of ours by its name."""
 OPENS = {

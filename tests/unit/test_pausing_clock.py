@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from attnstore_vllm.shared.mooncake_backend import child_environment
+from attnstore_vllm.tiers.shared.mooncake_backend import child_environment
 
 POLLS = 3000
 PAUSE_S = 20e-6

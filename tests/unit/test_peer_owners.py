@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.peers.sibling import PeerPool, Sibling
-from attnstore_vllm.peers.wire import SOCKET_NAME, WireError, connect, listen
+from attnstore_vllm.tiers.peers.sibling import PeerPool, Sibling
+from attnstore_vllm.tiers.peers.wire import SOCKET_NAME, WireError, connect, listen
 from attnstore_vllm.transfer.pool import SLOTS_AT
 
 STRANGER = 12345

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.index.asked_tier import AskedBooks
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.checksum import copy_checksums
-from attnstore_vllm.peers import asker, owner
-from attnstore_vllm.peers.generation import FILE_NAME, Generation
-from attnstore_vllm.peers.owner import PIECE
-from attnstore_vllm.peers.wire import (
+from attnstore_vllm.tiers.peers import asker, owner
+from attnstore_vllm.tiers.peers.generation import FILE_NAME, Generation
+from attnstore_vllm.tiers.peers.owner import PIECE
+from attnstore_vllm.tiers.peers.wire import (
     SOCKET_NAME,
     MessageKind,
     Wire,
@@ -31,7 +30,8 @@ from attnstore_vllm.peers.wire import (
     connect,
     listen,
 )
-from attnstore_vllm.store.asking import is_asked
+from attnstore_vllm.tiers.remote import AskedBooks
+from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.types import DRAM, PEERS
 from tests.helpers import conversation, mapped_bytes, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.index import moved as moved_kv
-from attnstore_vllm.index.asked_tier import Ask, Found
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys, encode_tokens, root_key
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.peers import asker
-from attnstore_vllm.peers.owner import MOVABLE
-from attnstore_vllm.peers.wire import WireError
-from attnstore_vllm.store.asking import is_asked
+from attnstore_vllm.tiers.peers import asker
+from attnstore_vllm.tiers.peers.owner import MOVABLE
+from attnstore_vllm.tiers.peers.wire import WireError
+from attnstore_vllm.tiers.remote import Ask, Found
+from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.types import TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, conversation, payload_of
 from tests.peer_engine import PeerEngine, PeerProcess

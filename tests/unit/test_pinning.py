@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from attnstore_vllm.index.chunk import Chunk, State
-from attnstore_vllm.index.tier import ENDED_MAX
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, Departures, departures
 from attnstore_vllm.policy.eviction.lru import LOOK_MAX
-from attnstore_vllm.policy.runs import ReturnEstimator
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.tiers.tier import ENDED_MAX
 from attnstore_vllm.types import NVME, StoreFailure
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 from tests.unit.test_room import CHECKSUM, Tiers

@@ -6,8 +6,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.index.tier import ENDED_MAX, Pin, Pins
 from attnstore_vllm.policy.lazy_heap import STALE_MAX
+from attnstore_vllm.tiers.tier import ENDED_MAX, Pin, Pins
 
 A, B = b"a" * 32, b"b" * 32
 

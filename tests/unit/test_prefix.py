@@ -26,7 +26,7 @@ from attnstore_vllm.index.prefix import (
     stop_in,
     whole_blocks,
 )
-from attnstore_vllm.store.format import Header
+from attnstore_vllm.tiers.nvme.format import Header
 from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, name_of, sequence_of, tokens_of
 

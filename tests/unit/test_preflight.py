@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm import _native_cuda, preflight
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.errors import ConfigError, MachineError
 from attnstore_vllm.preflight import (
     LOCK_NAME,

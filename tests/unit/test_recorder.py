@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from attnstore_vllm.config import TraceConfig
+from attnstore_lab.sim.formats import Arrivals, read_trace
+from attnstore_lab.sim.hardware import Machine
+from attnstore_lab.sim.trace import TraceError
+from attnstore_vllm.config.settings import TraceConfig
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.scheduler import observed
@@ -25,9 +28,6 @@ from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.observed import Watched, Watchers
 from attnstore_vllm.scheduler.recorder import MACHINE, REQUESTS, Ends, Recorder, machine_lines
 from attnstore_vllm.scheduler.request import RequestState
-from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.trace import TraceError
 
 CHUNK = 32
 ROOT = root_key(b"namespace", None, b"")

@@ -11,15 +11,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from attnstore_lab.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
 from attnstore_vllm.index.chunk import ChunkName, State
 from attnstore_vllm.index.keys import chunk_key
-from attnstore_vllm.index.residency import Residency
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Device, Op
-from attnstore_vllm.store import recovery
-from attnstore_vllm.store.format import Header
-from attnstore_vllm.store.slab import Slab
-from attnstore_vllm.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
+from attnstore_vllm.tiers.nvme import recovery
+from attnstore_vllm.tiers.nvme.format import Header
+from attnstore_vllm.tiers.nvme.slab import Slab
+from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME
 from tests.helpers import (
     CHUNK_TOKENS,

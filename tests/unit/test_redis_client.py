@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.shared.backend import BackendError
-from attnstore_vllm.shared.redis_backend import RedisBackend
+from attnstore_vllm.tiers.shared.backend import BackendError
+from attnstore_vllm.tiers.shared.redis_backend import RedisBackend
 
 AT_ONCE = struct.pack("ii", 1, 0)
 """SO_LINGER: close sends a reset."""

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnstore_vllm.cli.setting_texts import SETTINGS
+from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_vllm.config.texts import SETTINGS
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.eviction.departures import departures
-from attnstore_vllm.policy.runs import LEFT_PARTS, ReturnEstimator, Terms, by_end
-from attnstore_vllm.store.format import ages
-from attnstore_vllm.testing.devices import MemoryDevice
+from attnstore_vllm.policy.returns import LEFT_PARTS, ReturnEstimator, Terms, by_end
+from attnstore_vllm.tiers.nvme.format import ages
 from attnstore_vllm.types import NVME
 from tests.helpers import (
     GRAIN,
@@ -180,7 +180,7 @@ def test_a_time_that_has_not_come_counts_as_expired_and_is_said_once(
     kept(rig, 1)
     kept(rig, 2)
     wall.now -= 3600.0
-    with caplog.at_level(logging.WARNING, "attnstore_vllm.store.recovery"):
+    with caplog.at_level(logging.WARNING, "attnstore_vllm.tiers.nvme.recovery"):
         again, _ = open_rig(image=bytes(device.image), wall=wall, ttl_s=60.0)
         again.until_idle()
     assert (found(again, 1), counts(again)["expired"]) == (0, 6)

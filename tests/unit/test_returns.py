@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from attnstore_vllm.policy import runs as returns
-from attnstore_vllm.policy.runs import (
+from attnstore_vllm.policy import returns
+from attnstore_vllm.policy.returns import (
     NUM_KINDS,
     ReturnEstimator,
     age_of,

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from attnstore_lab.testing.memory_engine import SteppedStream
 from attnstore_vllm.errors import CopyError
-from attnstore_vllm.testing.memory_engine import SteppedStream
 from attnstore_vllm.transfer.plan import ChunkCopy, TransferPlan, pages
 from attnstore_vllm.transfer.worker_copies import Saves
 from tests.engine_helpers import ALL, LAYERS, ORDERS, ROWS, Bytes, Rig

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import pytest
 
+from attnstore_lab.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MIN_S
-from attnstore_vllm.store.nvme_io import SCRUB_BURST_S
-from attnstore_vllm.store.scrubber import LOOK_MAX
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
+from attnstore_vllm.tiers.nvme.nvme_io import SCRUB_BURST_S
+from attnstore_vllm.tiers.nvme.scrubber import LOOK_MAX
 from attnstore_vllm.types import NVME, Key
 from tests import helpers
 from tests.helpers import CHUNK_TOKENS, RECORD_BYTES, Rig, found_slab

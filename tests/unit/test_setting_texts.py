@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings in words are those of config.py, with its defaults; the pages are made of them."""
+"""The settings in words are those of config/settings.py, with its defaults; the pages are made of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from attnstore_vllm.cli.setting_texts import SETTINGS, as_yaml
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.texts import SETTINGS, as_yaml
 from attnstore_vllm.errors import ConfigError
 from tools import settings_page
 
@@ -23,7 +23,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 def known_to_config(section: str) -> set[str]:
-    """The keys that config.py names when it is given one that no setting is like."""
+    """The keys that config/settings.py names when it is given one that no setting is like."""
     wrong = {"0000": 1}
     given = {**BARE, **wrong} if not section else {**BARE, section: {**SECTIONS[section], **wrong}}
     with pytest.raises(ConfigError, match="known are") as refused:
@@ -53,7 +53,7 @@ def test_the_defaults_of_pinning_are_those_of_the_parser() -> None:
 
 
 def test_limits_are_those_of_the_parser() -> None:
-    """`unit` names the least and the most that config.py takes."""
+    """`unit` names the least and the most that config/settings.py takes."""
     checked = 0
     for setting in SETTINGS:
         limits = re.search(r"(\d+) to (\d+)$", setting.unit)

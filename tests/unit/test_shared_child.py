@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from attnstore_vllm.shared.backend import Backend
-from attnstore_vllm.shared.child import Lane, locks
-from attnstore_vllm.shared.lanes import LaneOp, Lanes, Turns
+from attnstore_vllm.tiers.shared.backend import Backend
+from attnstore_vllm.tiers.shared.child import Lane, locks
+from attnstore_vllm.tiers.shared.lanes import LaneOp, Lanes, Turns
 
 NAMES = [bytes(32)]
 NUM_LANES = 5

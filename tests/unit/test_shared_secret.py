@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.cli.doctor import examine
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.shared.secret import SECRET_BYTES_MAX, SharedKeys, read_secret
-from attnstore_vllm.shared.shared_settings import SharedConfig
-from attnstore_vllm.shared.start import check_client, make_shared
+from attnstore_vllm.tiers.shared.secret import SECRET_BYTES_MAX, SharedKeys, read_secret
+from attnstore_vllm.tiers.shared.start import check_client, make_shared
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 NOWHERE = {"redis": "redis://127.0.0.1:1", "deadline_ms": 100}

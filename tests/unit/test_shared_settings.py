@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.config import StoreConfig
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.shared.shared_settings import SharedConfig
 
 BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attnstore_lab.sim.formats import Arrivals, read_trace
+from attnstore_lab.sim.one_pool import replay
+from attnstore_lab.sim.pools import POLICIES
+from attnstore_lab.sim.trace import Trace, TraceError, TraceRequest, make_trace
 from attnstore_vllm.cli.main import main
-from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.one_pool import replay
-from attnstore_vllm.sim.pools import POLICIES
-from attnstore_vllm.sim.trace import Trace, TraceError, TraceRequest, make_trace
 
 MOONCAKE = (
     Path(__file__).resolve().parents[3] / "shared/data/traces/mooncake_fast25_conversation.jsonl"

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attnstore_lab.sim.hardware import Machine
+from attnstore_lab.sim.jobs import step_stop
+from attnstore_lab.sim.one_pool import AT_ONCE, distinct_bytes, replay, replay_model
+from attnstore_lab.sim.server import Server
+from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.jobs import step_stop
-from attnstore_vllm.sim.model_shape import KvShape, LayerKind, read_shape
-from attnstore_vllm.sim.one_pool import AT_ONCE, distinct_bytes, replay, replay_model
-from attnstore_vllm.sim.server import Server
-from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
+from attnstore_vllm.model_shape import KvShape, LayerKind, read_shape
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from benchmarks.sample import SAMPLE
 from benchmarks.simulate_groups import replayed, shape_of_family

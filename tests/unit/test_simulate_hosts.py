@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attnstore_lab.sim.hosts import Hosts, HostsOutcome, conversations, one_large
+from attnstore_lab.sim.outcome import Outcome
+from attnstore_lab.sim.server import Server
+from attnstore_lab.sim.shared_tier import Network, SharedTier
+from attnstore_lab.sim.simulated_store import NAMESPACE
+from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
+from attnstore_lab.sim.trace_tokens import TraceTokens
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.device import Op
-from attnstore_vllm.sim.hosts import Hosts, HostsOutcome, conversations, one_large
-from attnstore_vllm.sim.outcome import Outcome
-from attnstore_vllm.sim.server import Server
-from attnstore_vllm.sim.shared_tier import Network, SharedTier
-from attnstore_vllm.sim.simulated_store import NAMESPACE
-from attnstore_vllm.sim.trace import Trace, TraceRequest, make_trace
-from attnstore_vllm.sim.trace_tokens import TraceTokens
 from tests.unit.test_simulate_server import CONFIGS, KV, MACHINE, SIZE, chats
 
 NONE = Network(capacity=0, link=KV * 1e6)

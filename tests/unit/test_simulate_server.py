@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnstore_vllm.cli.main import main
-from attnstore_vllm.cli.size_plan import (
+from attnstore_lab.cli.size_plan import (
     Option,
     conversation_of,
     most_bytes,
@@ -22,16 +21,17 @@ from attnstore_vllm.cli.size_plan import (
     show_model,
     shrunk,
 )
+from attnstore_lab.sim.formats import Arrivals, read_trace
+from attnstore_lab.sim.hardware import Machine
+from attnstore_lab.sim.outcome import Outcome
+from attnstore_lab.sim.server import Server
+from attnstore_lab.sim.trace import Trace, TraceRequest, at_speed, make_trace
+from attnstore_lab.sim.trace_tokens import TraceTokens
+from attnstore_vllm.cli.main import main
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys, root_key
-from attnstore_vllm.policy.runs import answered, kind_of
-from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.hardware import Machine
-from attnstore_vllm.sim.model_shape import read_shape, shape_of
-from attnstore_vllm.sim.outcome import Outcome
-from attnstore_vllm.sim.server import Server
-from attnstore_vllm.sim.trace import Trace, TraceRequest, at_speed, make_trace
-from attnstore_vllm.sim.trace_tokens import TraceTokens
+from attnstore_vllm.model_shape import read_shape, shape_of
+from attnstore_vllm.policy.returns import answered, kind_of
 
 SIZE = 64
 KV = 1000

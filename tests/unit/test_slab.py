@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.store.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
-from attnstore_vllm.store.slab import Slab, num_segments_for, open_slab, overhead_bytes
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
+from attnstore_vllm.tiers.nvme.slab import Slab, num_segments_for, open_slab, overhead_bytes
 from tests.helpers import CHUNK_TOKENS, PAYLOAD_BYTES, RECORD_BYTES, SHAPE, capacity_for
 
 CAPACITY = 1 << 20

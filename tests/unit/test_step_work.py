@@ -13,11 +13,11 @@ import pytest
 
 from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.index import prefix
-from attnstore_vllm.index.dram_tier import DramTier
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key
-from attnstore_vllm.policy.runs import NUM_KINDS, Run
+from attnstore_vllm.policy.returns import NUM_KINDS, Run
 from attnstore_vllm.scheduler.lookups import LOOK_TOKENS, ORDERS_MAX, UNKNOWN_MAX
 from attnstore_vllm.scheduler.saving import SAVE_TOKENS
+from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.types import Key
 from tests.helpers import NAMESPACE, name_of, sequence_of, tokens_of
 from tests.step_world import BLOCK, CHUNK, StepWorld

@@ -24,7 +24,7 @@ from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.codec import CODECS, Lossless
 from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.scheduler.figures import ERROR_EVENTS
-from attnstore_vllm.store.format import (
+from attnstore_vllm.tiers.nvme.format import (
     PAGE_BYTES,
     Encoding,
     Header,
@@ -33,7 +33,7 @@ from attnstore_vllm.store.format import (
     header_checksum,
     judge_headers,
 )
-from attnstore_vllm.store.slab import open_slab
+from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.types import NVME, Key
 from tests.encoded_helpers import Conversations
 from tests.helpers import (

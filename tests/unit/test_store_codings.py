@@ -15,9 +15,9 @@ import pytest
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.io.codec import CODECS, Coders, Lossless
 from attnstore_vllm.policy import codec_cost
-from attnstore_vllm.store.codec_watch import CodecWatch
-from attnstore_vllm.store.format import PAGE_BYTES, Encoding
-from attnstore_vllm.store.nvme_io import NvmeIo
+from attnstore_vllm.tiers.nvme.codec_watch import CodecWatch
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, Encoding
+from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from tests.encoded_helpers import Conversations
 from tests.helpers import PAYLOAD_BYTES, SHAPE, Rig, Start, starting
 

@@ -15,9 +15,9 @@ import pytest
 
 from attnstore_vllm.io.choose import DeviceKind, open_device
 from attnstore_vllm.io.codec import CODECS, NONE
-from attnstore_vllm.store.format import Encoding
-from attnstore_vllm.store.slab import open_slab
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.nvme.format import Encoding
+from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.transfer.pool import SharedPool
 from tests.helpers import GRAIN, SHAPE, names_of, sequence_of, tokens_of
 

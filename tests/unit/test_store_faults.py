@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from attnstore_lab.testing.devices import Effect, FailingDevice, Fault, MemoryDevice, SlowDevice
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.breaker import FAILURES_MAX
-from attnstore_vllm.testing.devices import Effect, FailingDevice, Fault, MemoryDevice, SlowDevice
 from attnstore_vllm.types import NVME, Flow
 from tests.helpers import (
     PAYLOAD_BYTES,

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
+from attnstore_lab.testing.devices import MemoryDevice, SlowDevice
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.store import store as store_module
-from attnstore_vllm.store.format import PAGE_BYTES
-from attnstore_vllm.testing.devices import MemoryDevice, SlowDevice
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES
 from attnstore_vllm.types import DRAM, NVME
 from tests.helpers import (
     SEGMENT_AT,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from attnstore_vllm.bench.conversations import read_conversations
-from attnstore_vllm.testing.tiny_model import SMALL, TINY, make_model
-from attnstore_vllm.testing.tiny_tokenizer import (
+from attnstore_lab.bench.conversations import read_conversations
+from attnstore_lab.testing.tiny_model import SMALL, TINY, make_model
+from attnstore_lab.testing.tiny_tokenizer import (
     END_ID,
     JOINER,
     SPECIAL_TOKENS,

@@ -18,9 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from rich.console import Console
 
-from attnstore_vllm.bench.server_metrics import parse_metrics
 from attnstore_vllm.cli.main import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, main
 from attnstore_vllm.cli.top import figures, metrics_url, table
+from attnstore_vllm.prometheus import parse_metrics
 
 TEXT = """
 # HELP vllm:attnstore_prompt_tokens_total x

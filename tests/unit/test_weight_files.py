@@ -14,8 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm import weight_files
-from attnstore_vllm.weight_files import ENTRIES_MAX, MEMO_NAME, Digest, Memo, Stamp, sampled
+from attnstore_vllm.identity import weight_files
+from attnstore_vllm.identity.weight_files import (
+    ENTRIES_MAX,
+    MEMO_NAME,
+    Digest,
+    Memo,
+    Stamp,
+    sampled,
+)
 
 SIZE = 3 << 20
 

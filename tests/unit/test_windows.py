@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import pytest
 
+from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_vllm.connector.groups import check_chunks
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.policy.runs import Terms
+from attnstore_vllm.policy.returns import Terms
 from attnstore_vllm.scheduler.offer import has_all, still_coming
-from attnstore_vllm.testing.devices import MemoryDevice
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.types import DRAM, NVME
 from tests.helpers import (

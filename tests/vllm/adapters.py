@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from attnstore_vllm.testing.tiny_model import ModelShape
+from attnstore_lab.testing.tiny_model import ModelShape
 
 RANK = 8
 STRENGTH = 0.2

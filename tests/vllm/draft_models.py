@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from attnstore_vllm.testing.family_models import COMMON, VOCAB
+from attnstore_lab.testing.family_models import COMMON, VOCAB
 
 HIDDEN, INTERMEDIATE = 256, 512
 KV_HIDDEN = HIDDEN // 4

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from attnstore_lab.testing.tiny_model import TINY, ModelShape, make_model
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.testing.tiny_model import TINY, ModelShape, make_model
 from benchmarks.rounding import CANDIDATES, LogProbs
 from tests.vllm.queues import check_queue
 from tests.vllm.stand_ins import stand_in_for_torchvision

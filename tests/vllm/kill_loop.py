@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.cli.verify import verify
 from attnstore_vllm.index.prefix import whole_blocks
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm import soak

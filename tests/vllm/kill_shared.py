@@ -28,9 +28,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.testing.network_stores import KINDS, NetworkStore, missing
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.network_stores import KINDS, NetworkStore, missing
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm import soak
@@ -146,7 +146,7 @@ class Cluster:
 
     def kill_child(self, number: int) -> None:
         for process in serving.members(self.servers[number].pid):
-            if "attnstore_vllm.shared.child" in " ".join(process.cmdline()):
+            if "attnstore_vllm.tiers.shared.child" in " ".join(process.cmdline()):
                 process.kill()
 
     def counters(self) -> dict[str, float]:

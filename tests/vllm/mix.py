@@ -22,11 +22,11 @@ from tqdm import tqdm
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData
 
-from attnstore_vllm.connector.live_lora import LiveAdapters
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.identity.live_lora import LiveAdapters
 from attnstore_vllm.index.keys import (
     encode_tokens,
 )
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.mix_parts import (
     FILES,
     LENGTH_MAX,

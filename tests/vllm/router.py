@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from attnstore_vllm.index.announced import Name
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import chunk_key, encode_tokens, root_key
+from attnstore_vllm.tiers.announced import Name
 from attnstore_vllm.types import DRAM, NVME, TOKEN_BYTES, Key
 from tests.event_helpers import Subscriber, content_of
 from tests.vllm.engine import BLOCK, Engine

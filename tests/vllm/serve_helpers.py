@@ -20,11 +20,11 @@ from typing import Any
 
 import psutil
 
-from attnstore_vllm.bench.server_metrics import total
 from attnstore_vllm.cli.slab_file import RecordState, opened
 from attnstore_vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from attnstore_vllm.preflight import SHM_DIR, SLAB_NAME
-from attnstore_vllm.store.format import SegmentHeader, header_bytes
+from attnstore_vllm.prometheus import total
+from attnstore_vllm.tiers.nvme.format import SegmentHeader, header_bytes
 from benchmarks.server import VllmServer, quiet_cpu_environment, vllm_command
 
 DEADLINE_S = 120.0

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attnstore_lab.testing.memory_engine import MemoryEngine, ThrottledStream
 from attnstore_vllm.connector.connector import AttnStoreConnector
 from attnstore_vllm.connector.worker import Worker
-from attnstore_vllm.testing.memory_engine import MemoryEngine, ThrottledStream
 from attnstore_vllm.transfer.layout import LayerLayout
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from attnstore_vllm.testing.family_models import FAMILIES as MODELS
+from attnstore_lab.testing.family_models import FAMILIES as MODELS
 from benchmarks.rounding import CANDIDATES, bound, drift
 from tests.vllm.engine import BLOCK, Answer, Engine, EngineSpec, candidates
 from tests.vllm.host import EngineHost

@@ -18,11 +18,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from attnstore_lab.testing.copy_streams import StreamPiece
+from attnstore_lab.testing.memory_engine import MemoryEngine, SteppedStream
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.vllm_view import ResetWatch
-from attnstore_vllm.testing.copy_streams import StreamPiece
-from attnstore_vllm.testing.memory_engine import MemoryEngine, SteppedStream
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from tests.vllm.scripted import ScriptedEngine

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from attnstore_vllm.config import StoreConfig
+from attnstore_lab.testing.tiny_model import TINY
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.connector.build import _codec
-from attnstore_vllm.connector.rank import KvFacts, KvPage, RankDescription
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.testing.tiny_model import TINY
+from attnstore_vllm.identity.rank import KvFacts, KvPage, RankDescription
 from attnstore_vllm.transfer.geometry import Geometry
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Engine

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.testing.tiny_model import TINY
 from tests.vllm.adapters import make_adapter
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Engine

@@ -18,10 +18,10 @@ from random import Random
 import numpy as np
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, encode_tokens, root_key
 from attnstore_vllm.scheduler.scheduler import Scheduler as OurScheduler
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.types import Key
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV, VOCAB, extend_kv, in_layer

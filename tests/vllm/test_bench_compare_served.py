@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from benchmarks.compare.command import main
 from benchmarks.sample import SAMPLE
 

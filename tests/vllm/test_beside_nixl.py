@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.connector.support import warn_of_order
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer
 from tests.vllm.prompts import random_tokens
 from tests.vllm.serve_helpers import FLAG, MODEL_NAME, count, nudge, post, server, settings

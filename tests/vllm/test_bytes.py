@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.tiny_model import GQA, MHA, MQA, TINY
+from attnstore_lab.testing.tiny_model import GQA, MHA, MQA, TINY
 from tests.vllm.conftest import StartEngine, some_long
 from tests.vllm.engine import BLOCK, Engine
 from tests.vllm.host import EngineHost

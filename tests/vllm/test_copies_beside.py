@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import Limits
 from tests.vllm.stepped import SteppedEngine, leave_to_chance, prompt
 from tests.vllm.test_async_scheduling import CASES, Case, check_stored, drive, wait_until_quiet

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.errors import CopyError
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted_worker import BLOCK, LAYERS
 from tests.vllm.stepped import SteppedEngine, prompt
 from tests.vllm.test_async_scheduling import wait_until_quiet

@@ -19,10 +19,10 @@ from random import Random
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.cli.slab_file import Record, RecordState, SlabFile, opened
 from attnstore_vllm.preflight import SLAB_NAME
-from attnstore_vllm.store.format import PAGE_BYTES, SegmentHeader, header_bytes
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, SegmentHeader, header_bytes
 from benchmarks.server import VllmServer
 from tests.vllm import kill_loop, soak
 from tests.vllm import serve_helpers as serving

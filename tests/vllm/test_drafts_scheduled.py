@@ -14,9 +14,9 @@ from random import Random
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.connector import build
 from attnstore_vllm.scheduler.saving import Saving
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.grouped import GroupedEngine, Kind
 from tests.vllm.scripted import Limits
 from tests.vllm.scripted_worker import VOCAB

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.tiny_model import MHA, MQA
+from attnstore_lab.testing.tiny_model import MHA, MQA
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Engine
 from tests.vllm.host import EngineHost

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from attnstore_lab.testing.family_models import FAMILIES, WINDOW
 from attnstore_vllm.cli.inspect import inspect
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
-from attnstore_vllm.sim.model_shape import shape_of
-from attnstore_vllm.testing.family_models import FAMILIES, WINDOW
+from attnstore_vllm.model_shape import shape_of
 from attnstore_vllm.transfer.geometry import Geometry
 from tests.vllm import family_checks as checks
 from tests.vllm.conftest import StartEngine

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.server import VllmServer
 from tests.vllm import kill_loop, soak
 from tests.vllm import serve_helpers as serving

@@ -18,11 +18,11 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys, encode_tokens, root_key
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end
 from attnstore_vllm.scheduler.offer import Offers
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.types import Key
 from tests.vllm.grouped import PAGE_BYTES, GroupedEngine, GroupedWorker, Kind, layer_of, state_of
 from tests.vllm.scripted import Limits

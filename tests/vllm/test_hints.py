@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.index.prefix import whole_blocks
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.helpers import wait_until
 from tests.vllm.scripted import CHUNK, ScriptedEngine
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from tests.helpers import wait_until
 from tests.vllm.scripted import CHUNK, ScriptedEngine
 from tests.vllm.scripted_worker import VOCAB

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnstore_vllm.connector.live_facts import _digest_code, _digest_module
+from attnstore_vllm.identity.live_facts import _digest_code, _digest_module
 from attnstore_vllm.transfer.layout import describe
 from tests.vllm.engine import Answer, Engine, EngineSpec
 from tests.vllm.host import EngineHost
@@ -106,7 +106,7 @@ class _Layer:
 
 
 def test_the_kernels_order_is_told_by_what_they_write() -> None:
-    from attnstore_vllm.connector.live_facts import _digest_written
+    from attnstore_vllm.identity.live_facts import _digest_written
 
     def written(is_swapped: bool, num_blocks: int) -> str:
         kv = torch.full((num_blocks, 2, 32, 64), 7.0, dtype=torch.bfloat16)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from attnstore_vllm.connector import live_model
-from attnstore_vllm.connector.live_model import LiveWeights, checksum, digest, models_of
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.identity import live_model
+from attnstore_vllm.identity.live_model import LiveWeights, checksum, digest, models_of
 from attnstore_vllm.scheduler.messages import Seen
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnstore_vllm.connector.live_lora import LiveAdapters
+from attnstore_lab.testing.tiny_model import TINY
+from attnstore_vllm.identity.live_lora import LiveAdapters
 from attnstore_vllm.scheduler.adapters import KEPT_MAX, Adapters, Asked
-from attnstore_vllm.testing.tiny_model import TINY
 from tests.vllm.adapters import make_adapter
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Answer, Engine

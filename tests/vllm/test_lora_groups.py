@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.tiny_model import ModelShape
+from attnstore_lab.testing.tiny_model import ModelShape
 from benchmarks.rounding import drift
 from tests.vllm.adapters import make_adapter
 from tests.vllm.conftest import StartEngine

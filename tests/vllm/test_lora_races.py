@@ -13,8 +13,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from attnstore_vllm.connector.live_lora import LiveAdapters
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.identity.live_lora import LiveAdapters
 from tests.vllm.scripted import Limits, ScriptedEngine
 from tests.vllm.scripted_worker import REFUSED
 from tests.vllm.stepped import prompt

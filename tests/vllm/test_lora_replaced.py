@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.tiny_model import TINY
+from attnstore_lab.testing.tiny_model import TINY
 from tests.vllm.adapters import make_adapter
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Answer, Engine

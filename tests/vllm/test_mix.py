@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.index import keys
 from attnstore_vllm.scheduler import adapters, media, request, scheduler
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.mix import play
 
 SEEDS_TO_FIND = 40

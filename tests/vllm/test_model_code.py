@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from tests.vllm.engine import EngineSpec, store_settings
 from tests.vllm.host import ENVIRONMENT
 from tests.vllm.prompts import random_tokens

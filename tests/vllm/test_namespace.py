@@ -24,19 +24,19 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
-from attnstore_vllm.connector.left_out import FIELDS, SECTIONS, VARIABLES  # noqa: E402
-from attnstore_vllm.connector.namespace import facts_of  # noqa: E402
-from attnstore_vllm.connector.rank import KvFacts, RankDescription  # noqa: E402
-from attnstore_vllm.connector.settings import (  # noqa: E402
+from attnstore_lab.testing.tiny_model import TINY, make_model  # noqa: E402
+from attnstore_vllm.connector.worker import Worker  # noqa: E402
+from attnstore_vllm.errors import UnsupportedError  # noqa: E402
+from attnstore_vllm.identity.left_out import FIELDS, SECTIONS, VARIABLES  # noqa: E402
+from attnstore_vllm.identity.namespace import facts_of  # noqa: E402
+from attnstore_vllm.identity.rank import KvFacts, RankDescription  # noqa: E402
+from attnstore_vllm.identity.vllm_settings import (  # noqa: E402
     _plain,
     environment,
     names_left_out,
     settings_of,
 )
-from attnstore_vllm.connector.worker import Worker  # noqa: E402
-from attnstore_vllm.errors import UnsupportedError  # noqa: E402
 from attnstore_vllm.preflight import TESTED_VLLM  # noqa: E402
-from attnstore_vllm.testing.tiny_model import TINY, make_model  # noqa: E402
 from attnstore_vllm.transfer.geometry import Geometry  # noqa: E402
 from attnstore_vllm.transfer.pool import SharedPool  # noqa: E402
 from tests.vllm.draft_models import make_eagle_head  # noqa: E402

@@ -18,8 +18,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from attnstore_lab.testing.tiny_tokenizer import build_tokenizer
 from attnstore_vllm.index.prefix import whole_blocks
-from attnstore_vllm.testing.tiny_tokenizer import build_tokenizer
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine, store_settings
 from tests.vllm.other_process import ask_other_process

@@ -20,8 +20,8 @@ from unittest import mock
 
 import pytest
 
-from attnstore_vllm.testing.memory_engine import SteppedStream
-from attnstore_vllm.testing.tiny_model import TINY
+from attnstore_lab.testing.memory_engine import SteppedStream
+from attnstore_lab.testing.tiny_model import TINY
 from attnstore_vllm.transfer import worker_copies
 from benchmarks.rounding import beyond, bound, drift
 from tests.vllm import splits

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import DEADLINE_S, FLAG, MODEL_NAME, story

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.cli.main import EXIT_OK, main
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tools import dashboard

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.testing.tiny_model import MQA
+from attnstore_lab.testing.tiny_model import MQA
 from tests.vllm.conftest import StartEngine, some_long
 from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.host import EngineHost

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
 from tests.vllm.scripted_worker import VOCAB
 from tests.vllm.test_async_scheduling import check_stored, wait_until_quiet

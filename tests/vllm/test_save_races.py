@@ -20,9 +20,9 @@ from unittest import mock
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.errors import CopyError
 from attnstore_vllm.scheduler import open_plans
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted_worker import LAYERS
 from tests.vllm.stepped import SteppedEngine, prompt
 from tests.vllm.test_async_scheduling import check_stored, wait_until_quiet

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 import attnstore_vllm
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.config import format_size
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.config.settings import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.plugin import expand
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, MODEL_NAME, ask, ask_and_count, ask_and_store, story

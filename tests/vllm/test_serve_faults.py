@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.preflight import SLAB_NAME
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, Answer, ask, ask_and_count, ask_and_store, count, story

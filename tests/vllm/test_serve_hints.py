@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.bench.server_metrics import total
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.index.prefix import whole_blocks
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, MODEL_NAME, ask, ask_and_count, ask_and_store, story

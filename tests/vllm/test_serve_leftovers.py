@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.preflight import SHM_DIR
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.pool import pool_name
 from benchmarks.server import Process, quiet_cpu_environment, unbroken, vllm_command
 from tests.vllm import serve_helpers as serving

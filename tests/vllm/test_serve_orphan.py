@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.errors import MachineError
 from attnstore_vllm.preflight import lock_directory
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, ask, ask_and_count, ask_and_store, story

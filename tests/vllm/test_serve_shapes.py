@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.bench.server_metrics import total
-from attnstore_vllm.config import parse_size
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.config.settings import parse_size
 from attnstore_vllm.preflight import SLAB_NAME
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_vllm.prometheus import total
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, MODEL_NAME, ask, story
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.shared.shared_io import SharedIo
-from attnstore_vllm.testing.network_stores import KINDS, NetworkStore, missing
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.network_stores import KINDS, NetworkStore, missing
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.tiers.shared.shared_io import SharedIo
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Answer, Engine
 from tests.vllm.host import EngineHost

@@ -16,9 +16,9 @@ from random import Random
 
 import pytest
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.preflight import SLAB_NAME
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, VOCAB, extend_kv, in_layer
 from tests.vllm.test_async_scheduling import check_stored, wait_until_quiet

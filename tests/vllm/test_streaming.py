@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.request import RequestState
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, VOCAB, Picture
 from tests.vllm.stepped import prompt

@@ -13,11 +13,11 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from attnstore_vllm.config import TruncationConfig
+from attnstore_lab.testing.tiny_model import TINY
+from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, whole_blocks
 from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.scheduler.truncation import Truncation
-from attnstore_vllm.testing.tiny_model import TINY
 from benchmarks.rounding import beyond, bound
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnstore_lab.testing.family_models import COMMON, FAMILIES, WINDOW
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
-from attnstore_vllm.testing.family_models import COMMON, FAMILIES, WINDOW
 from benchmarks.rounding import drift
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.index.prefix import whole_blocks
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from benchmarks.rounding import beyond, bound
 from tests.vllm.conftest import StartEngine, some_long
 from tests.vllm.engine import Answer, Engine

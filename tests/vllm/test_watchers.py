@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from attnstore_lab.sim.formats import Arrivals, read_trace
+from attnstore_lab.sim.one_pool import replay
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.scheduler.observed import CLOSE_DEADLINE_S, ObservedScheduler, Watched
 from attnstore_vllm.scheduler.recorder import Recorder
 from attnstore_vllm.scheduler.scheduler import Scheduler
-from attnstore_vllm.sim.formats import Arrivals, read_trace
-from attnstore_vllm.sim.one_pool import replay
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from tests.helpers import wait_until
 from tests.vllm.scripted import CHUNK, ScriptedEngine
 

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm import plugin
-from attnstore_vllm.connector.weights import (
+from attnstore_vllm.identity.weight_files import Digest
+from attnstore_vllm.identity.weights import (
     FILE_CLOCK_S,
     Weights,
     _directory,
@@ -25,8 +27,6 @@ from attnstore_vllm.connector.weights import (
     own_files,
     weight_files,
 )
-from attnstore_vllm.testing.tiny_model import TINY, make_model
-from attnstore_vllm.weight_files import Digest
 from tests.vllm.draft_models import make_eagle_head
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -213,7 +213,7 @@ def test_files_that_change_while_vllm_starts(
 
 def test_a_blob_of_the_hub_may_be_young(tmp_path: Path) -> None:
     """This start has downloaded it."""
-    from attnstore_vllm.connector.weights import _check_times
+    from attnstore_vllm.identity.weights import _check_times
 
     plugin._note_start()
     snapshot = make_hub(tmp_path)

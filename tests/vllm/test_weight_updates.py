@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnstore_vllm.testing.tiny_model import TINY, make_model
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.prompts import random_tokens

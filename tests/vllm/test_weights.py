@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnstore_vllm.connector.weights import Weights
-from attnstore_vllm.testing.tiny_model import TINY, make_model
-from attnstore_vllm.weight_files import Digest, Memo
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.identity.weight_files import Digest, Memo
+from attnstore_vllm.identity.weights import Weights
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Answer, Engine
 from tests.vllm.prompts import random_tokens

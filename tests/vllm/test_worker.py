@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.connector import worker as worker_module
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.scheduler.open_plans import KEPT_S
-from attnstore_vllm.testing.tiny_model import TINY, make_model
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import describe

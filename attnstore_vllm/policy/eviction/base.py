@@ -2,7 +2,7 @@
 """The seam of an order of departure: keys in, keys out.
 
 A key stands for slots that were used together, and is compared by its hash. What it is, an order
-need not know: departures.py has runs (policy/runs.py) for keys.
+need not know: departures.py has runs (policy/returns.py) for keys.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm.policy.eviction.base import K
-from attnstore_vllm.policy.runs import (
+from attnstore_vllm.policy.returns import (
     EDGES_S,
     ENDED_PRIORITY,
     ReturnEstimator,

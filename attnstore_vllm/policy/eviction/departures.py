@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose each slot of a tier is, and which leaves next. Pure: time is given.
 
-The slots stand in groups: those that a run (policy/runs.py) was the last to use. An order says
+The slots stand in groups: those that a run (policy/returns.py) was the last to use. An order says
 which run gives up a slot; of its group the deepest chunk goes first, for without it the others
 are still a prefix. Chunks may come into a group in another order: one is written at once, another
 is refused, and its slot waits for that no longer. So where depths are known, a slot is put where
@@ -25,7 +25,7 @@ from attnstore_vllm.policy.eviction.base import Order
 from attnstore_vllm.policy.eviction.by_return import by_return
 from attnstore_vllm.policy.eviction.lru import Fifo, Lru
 from attnstore_vllm.policy.lazy_heap import LazyHeap
-from attnstore_vllm.policy.runs import (
+from attnstore_vllm.policy.returns import (
     EDGES_S,
     ReturnEstimator,
     Run,

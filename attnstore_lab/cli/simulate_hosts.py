@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnstore simulate --hosts`: a trace through many servers, by router and shared tier."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from attnstore_lab.cli.simulate_server import read_machine
+from attnstore_lab.sim.hosts import ROUTERS, Hosts, HostsOutcome, one_large
+from attnstore_lab.sim.server import POLICIES
+from attnstore_lab.sim.shared_tier import Network
+from attnstore_lab.sim.trace import Trace, at_speed
+from attnstore_vllm.config.settings import parse_size
+from attnstore_vllm.errors import ConfigError
+
+ONE = "one-large"
+"""In place of a router: one server with all that the hosts have."""
+HOSTS_MAX = 1000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("many servers, with --machine (docs/hosts.md)")
+    group.add_argument("--hosts", metavar="N,...", help="so many servers, each such a machine")
+    group.add_argument(
+        "--router",
+        default=",".join(ROUTERS),
+        metavar="R,...",
+        help=f"of {','.join(ROUTERS)}; {ONE}: one server with all of it (all but that)",
+    )
+    group.add_argument(
+        "--shared", default="0", metavar="SIZE,...", help="of the tier that they share; 0: none"
+    )
+    group.add_argument(
+        "--network", default="10GB", metavar="SIZE", help="a second, of a host's link (10GB)"
+    )
+    group.add_argument(
+        "--shared-bandwidth", metavar="SIZE", help="a second, of the tier in all (no limit)"
+    )
+    group.add_argument(
+        "--network-latency", type=float, default=0.001, metavar="S", help="of a transfer (0.001)"
+    )
+    group.add_argument(
+        "--per-host", action="store_true", help="let requests come N times as fast for N hosts"
+    )
+
+
+def run(args: argparse.Namespace, trace: Trace) -> None:
+    """Simulate, and print what is asked for. Raises: ConfigError."""
+    outcomes = simulate(args, trace)
+    if args.json:
+        print(json.dumps(as_json(trace, args, outcomes)))
+    else:
+        show(trace, args.machine, outcomes)
+    if args.plot:
+        plot(trace, outcomes, args.plot)
+
+
+def simulate(args: argparse.Namespace, trace: Trace) -> list[HostsOutcome]:
+    """Raises: ConfigError."""
+    if args.machine is None:
+        raise ConfigError("--hosts: the machine of each is missing; add --machine YAML")
+    machine = read_machine(args, trace)
+    if machine.shape is not None:
+        raise ConfigError("--hosts: a shared tier has one KV cache group; leave --model out")
+    policy = args.policy or "attnstore"
+    if policy not in POLICIES:
+        raise ConfigError(f"--policy: {policy!r}; with --hosts it is one of {', '.join(POLICIES)}")
+    if not 0 <= args.warmup < len(trace.requests):
+        raise ConfigError(
+            f"--warmup is {args.warmup}; the trace has {len(trace.requests)} requests"
+        )
+    routers = args.router.split(",")
+    for router in routers:
+        if router not in (*ROUTERS, ONE):
+            raise ConfigError(f"--router: {router!r}; there are {', '.join((*ROUTERS, ONE))}")
+    networks, numbers = list(_networks(args)), list(_numbers(args.hosts))
+    runs = [
+        (number, router, network)
+        for number, router, network in product(numbers, routers, networks)
+        if router != ONE or network is networks[0]
+    ]
+    outcomes = []
+    with tqdm(total=len(runs) * len(trace.requests), unit="request", disable=None) as bar:
+        for number, router, network in runs:
+            bar.set_description(f"{number} {router}")
+            asked = at_speed(trace, number) if args.per_host else trace
+            num_hosts, each, link = number, machine, network
+            if router == ONE:
+                num_hosts, each = 1, one_large(machine, number)
+                link = replace(network, capacity=0)
+            hosts = Hosts(
+                asked,
+                each,
+                num_hosts,
+                ROUTERS[0] if router == ONE else router,
+                link,
+                policy=policy,
+                warmup=args.warmup,
+                step=bar.update,
+            )
+            outcomes.append(replace(hosts.run(), num_hosts=number, router=router))
+    return outcomes
+
+
+def _numbers(text: str) -> Iterator[int]:
+    for number in text.split(","):
+        if not number.isdecimal() or not 0 < int(number) <= HOSTS_MAX:
+            raise ConfigError(f"--hosts: {number!r} was found; expected 1 to {HOSTS_MAX}, as 1,4")
+        yield int(number)
+
+
+def _networks(args: argparse.Namespace) -> Iterator[Network]:
+    if not args.network_latency >= 0:
+        raise ConfigError(f"--network-latency is {args.network_latency}; expected seconds")
+    total = float("inf")
+    if args.shared_bandwidth is not None:
+        total = float(parse_size("--shared-bandwidth", args.shared_bandwidth))
+    for text in args.shared.split(","):
+        yield Network(
+            capacity=0 if text == "0" else parse_size("--shared", text),
+            link=float(parse_size("--network", args.network)),
+            bandwidth=total,
+            latency_s=args.network_latency,
+        )
+
+
+def as_json(
+    trace: Trace, args: argparse.Namespace, outcomes: Sequence[HostsOutcome]
+) -> dict[str, Any]:
+    return {
+        "trace": trace.name,
+        "machine": args.machine.stem,
+        "requests": len(trace.requests),
+        "prompt_tokens": trace.num_tokens,
+        "chunk_tokens": trace.chunk_tokens,
+        "per_host": args.per_host,
+        "network": {
+            "link": parse_size("--network", args.network),
+            "bandwidth": args.shared_bandwidth and parse_size("", args.shared_bandwidth),
+            "latency_s": args.network_latency,
+        },
+        "runs": [
+            {
+                "hosts": out.num_hosts,
+                "router": out.router,
+                "shared": out.network.capacity,
+                "network_read": out.network_read,
+                "network_written": out.network_written,
+                "requests_by_host": [min(out.requests), max(out.requests)],
+                **out.total.as_json(),
+            }
+            for out in outcomes
+        ],
+    }
+
+
+def show(trace: Trace, machine: Path, outcomes: Sequence[HostsOutcome]) -> None:
+    print(
+        f"{trace.name} on {machine.stem}, many of them: {len(trace.requests):,} requests, "
+        f"{trace.num_tokens:,} prompt tokens"
+    )
+    print(
+        f"{'hosts':>6} {'router':<13}{'shared':>9}{'found':>8}{'history':>9}{'TTFT p50':>10}"
+        f"{'p99':>9}{'prefill':>10}{'read':>10}{'written':>10}{'requests a host':>18}"
+    )
+    for out in outcomes:
+        total, shared = out.total, out.network.capacity
+        print(
+            f"{out.num_hosts:>6} {out.router:<13}"
+            f"{f'{shared / 1e12:.2f}TB' if shared else 'none':>9}"
+            f"{total.hit_tokens_share:>8.1%}{total.history_hit_share:>9.1%}"
+            f"{total.ttft(50):>9.3f}s{total.ttft(99):>8.2f}s{total.prefill_s:>9.0f}s"
+            f"{out.network_read / 1e9:>8.1f}GB{out.network_written / 1e9:>8.1f}GB"
+            f"{f'{min(out.requests)} to {max(out.requests)}':>18}"
+        )
+    print("read, written: over the network. found: of all prompt tokens. history: of what a")
+    print("conversation had before. prefill: the accelerators' time for prompts.")
+
+
+def plot(trace: Trace, outcomes: Sequence[HostsOutcome], path: Path) -> None:
+    """Figures by number of hosts. attnstore_lab/cli/simulate.py: check_plot() has said that it can be written."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
+
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    found, ttft, moved = figure.subplots(1, 3)
+    lines = dict.fromkeys((out.router, out.network.capacity) for out in outcomes)
+    routers = list(dict.fromkeys(router for router, _ in lines))
+    for router, shared in lines:
+        mine = [o for o in outcomes if (o.router, o.network.capacity) == (router, shared)]
+        numbers = [out.num_hosts for out in mine]
+        look: dict[str, Any] = {
+            "label": router + (f", {shared / 1e12:g} TB shared" if shared else ""),
+            "color": f"C{routers.index(router)}",
+            "linestyle": "-" if shared else "--",
+            "marker": "o",
+            "markersize": 3,
+        }
+        found.plot(numbers, [100 * out.total.hit_tokens_share for out in mine], **look)
+        ttft.plot(numbers, [out.total.ttft(99) for out in mine], **look)
+        if shared:
+            moved.plot(numbers, [out.network_read / 1e9 for out in mine], **look)
+    found.set(ylabel="prompt tokens found, %", ylim=(0, None))
+    ttft.set(ylabel="TTFT p99, s", yscale="log")
+    moved.set(ylabel="read over the network, GB", ylim=(0, None))
+    for axes in (found, ttft, moved):
+        axes.set(xscale="log", xlabel="hosts")
+        ticks = sorted({out.num_hosts for out in outcomes})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    found.legend(fontsize=7)
+    figure.suptitle(f"{trace.name} (simulated)")
+    figure.savefig(path, dpi=120)
+    print(f"plot: {path}", file=sys.stderr)

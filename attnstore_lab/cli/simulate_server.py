@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnstore simulate --machine`: a trace through a simulated server, by policy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from attnstore_lab.cli.simulate import read_model_shape
+from attnstore_lab.sim.hardware import Machine
+from attnstore_lab.sim.one_pool import replay
+from attnstore_lab.sim.outcome import Outcome
+from attnstore_lab.sim.server import POLICIES, Server
+from attnstore_lab.sim.trace import Trace
+from attnstore_vllm.errors import ConfigError
+
+DEFAULT_POLICIES = "attnstore,lru,fifo,belady,infinite,recompute"
+BOUND = "belady"
+"""One pool of DRAM and NVMe together, whose owner knows the future: a bound for hits alone."""
+
+
+def check_policies(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in (*POLICIES, BOUND):
+            raise ConfigError(
+                f"--policy: {name!r} is unknown; with --machine there are "
+                f"{', '.join((*POLICIES, BOUND))}"
+            )
+    return names
+
+
+def simulate(args: argparse.Namespace, trace: Trace) -> list[Outcome]:
+    """Raises: ConfigError."""
+    machine = read_machine(args, trace)
+    policies = check_policies(args.policy or DEFAULT_POLICIES)
+    if machine.shape is not None and BOUND in policies:
+        if args.policy:
+            raise ConfigError(f"--policy: {BOUND} knows no groups; leave it out with --model")
+        policies.remove(BOUND)
+    if not 0 <= args.warmup < len(trace.requests):
+        raise ConfigError(
+            f"--warmup is {args.warmup}; the trace has {len(trace.requests)} requests"
+        )
+    total = len(policies) * len(trace.requests)
+    outcomes = []
+    with tqdm(total=total, unit="request", unit_scale=True, disable=None) as bar:
+        for policy in policies:
+            bar.set_description(policy)
+            if policy == BOUND:
+                outcomes.append(bound(trace, machine, bar.update))
+                continue
+            server = Server(trace, machine, policy, warmup=args.warmup, step=bar.update)
+            outcomes.append(server.run())
+    return outcomes
+
+
+def read_machine(args: argparse.Namespace, trace: Trace) -> Machine:
+    """With the model of --model, if it is given. Raises: ConfigError."""
+    machine = Machine.read(args.machine)
+    if args.model is not None:
+        return machine.with_model(read_model_shape(args, args.chunk_tokens))
+    return replace(machine, chunk_tokens=trace.chunk_tokens)
+
+
+def bound(trace: Trace, machine: Machine, step: Any = lambda: None) -> Outcome:
+    """The most that could be found, whatever the order of eviction. Nothing takes time in it."""
+    slots = machine.dram / machine.chunk_bytes + machine.nvme / machine.nvme_chunk_bytes
+    share = slots / trace.num_chunks
+    run = replay(trace, BOUND, min(1.0, share), step)
+    return Outcome(
+        BOUND,
+        num_requests=len(trace.requests),
+        prompt_tokens=run.prompt_tokens,
+        dram_tokens=run.hit_tokens,
+    )
+
+
+def as_json(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    return {
+        "trace": trace.name,
+        "machine": machine.stem,
+        "requests": len(trace.requests),
+        "prompt_tokens": trace.num_tokens,
+        "chunk_tokens": trace.chunk_tokens,
+        "distinct_chunks": trace.num_chunks,
+        "runs": [outcome.as_json() for outcome in outcomes],
+    }
+
+
+def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
+    print(
+        f"{trace.name} on {machine.stem}: {len(trace.requests):,} requests, "
+        f"{trace.num_tokens:,} prompt tokens"
+    )
+    print(
+        f"{'':<12}{'found':>8}{'history':>9}{'HBM':>8}{'DRAM':>8}{'NVMe':>8}{'in DRAM':>9}"
+        f"{'waits':>10}{'TTFT p50':>10}{'p99':>10}{'prefill':>10}{'busy':>10}{'read':>9}"
+        f"{'written':>9}"
+    )
+    for out in outcomes:
+        tokens = max(1, out.prompt_tokens)
+        tiers = [n / tokens for n in (out.hbm_tokens, out.dram_tokens, out.nvme_tokens)]
+        line = f"{out.policy:<12}{out.hit_tokens_share:>8.1%}"
+        if out.policy == BOUND:
+            print(line)
+            continue
+        line += f"{out.history_hit_share:>9.1%}" + "".join(f"{share:>8.1%}" for share in tiers)
+        line += f"{out.ready_share:>9.1%}{out.waited_s:>9.1f}s"
+        line += (
+            f"{out.ttft(50):>9.3f}s{out.ttft(99):>9.2f}s{out.prefill_s:>9.0f}s{out.busy_s:>9.0f}s"
+        )
+        print(line + f"{out.bytes_read / 1e12:>7.2f}TB{out.bytes_written / 1e12:>7.2f}TB")
+        if out.by_group:
+            told = (f"{name} {n:,}" for name, n in sorted(out.by_group.items()))
+            print(f"{'':<12}  {', '.join(told)}")
+    print(
+        "found: of all prompt tokens. history: of what a conversation had before. in DRAM: of "
+        "what was stored\nand wanted, when a request was first offered a place. prefill: the "
+        "accelerator's time for prompts."
+    )
+
+
+def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
+    """TTFT by share of requests. attnstore_lab/cli/simulate.py: check_plot() has said that it can be written."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for out in outcomes:
+        if out.ttft_s:
+            share = np.arange(1, len(out.ttft_s) + 1) / len(out.ttft_s)
+            axes.plot(sorted(out.ttft_s), 100 * share, label=out.policy)
+    axes.set(xscale="log", xlabel="TTFT, s", ylabel="requests, %", title=title, ylim=(0, 100))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    print(f"plot: {path}", file=sys.stderr)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`shared`: settings of the shared tier.
+
+shared: {redis: "rediss://user@cache:6379/0", password_file: /run/secrets/redis,
+         secret_file: /run/secrets/attnstore}
+shared: {mooncake: {master: "10.0.0.1:50051"}, secret_file: /run/secrets/attnstore}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.tiers.shared.secret import SharedKeys, read_secret
+
+REDIS_KEYS = {"password_file", "ca", "cert", "key"}
+MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
+COMMON_KEYS = {"secret_file", "deadline_ms", "bandwidth", "daily_writes", "prefix"}
+KEYS = COMMON_KEYS | REDIS_KEYS | {"redis", "mooncake"}
+_HOST_PORT = re.compile(r"\S+:\d{1,5}")
+_PREFIX = re.compile(r"[\x21-\x7e]{0,64}")
+_SCHEMES = ("redis", "rediss", "unix")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedConfig:
+    """One network store. `options` has no secret but the URL's own."""
+
+    kind: str
+    """redis or mooncake."""
+    options: tuple[tuple[str, str], ...] = field(repr=False)
+    """By name: settings are compared, and kept in sets."""
+    password_file: Path | None = None
+    secret_file: Path | None = None
+    deadline_ms: int = 500
+    bandwidth_bytes: int | None = None
+    daily_writes_bytes: int | None = None
+    prefix: str = "as1/"
+
+    @property
+    def where(self) -> str:
+        """For the log: without secrets."""
+        if self.kind == "mooncake":
+            return f"Mooncake's master {dict(self.options)['master']}"
+        url = urlsplit(dict(self.options)["url"])
+        return f"Redis at {url.hostname or url.path}" + (f":{url.port}" if url.port else "")
+
+    def share(self, ranks: int) -> SharedConfig:
+        """One engine's part of what may be written."""
+
+        def part(num_bytes: int | None) -> int | None:
+            return None if num_bytes is None else max(1, num_bytes // ranks)
+
+        return replace(
+            self,
+            bandwidth_bytes=part(self.bandwidth_bytes),
+            daily_writes_bytes=part(self.daily_writes_bytes),
+        )
+
+    def keys(self) -> SharedKeys:
+        """Cost: the secret's file is read. Raises ConfigError."""
+        return SharedKeys.of(None if self.secret_file is None else read_secret(self.secret_file))
+
+    def for_client(self) -> dict[str, Any]:
+        """See tiers/shared/backend.py. Has the password, and never the secret. Raises ConfigError."""
+        options: dict[str, Any] = dict(self.options)
+        if self.kind == "redis":
+            options["timeout_s"] = self.deadline_ms / 1000
+            if self.password_file is not None:
+                options["password"] = read_password(self.password_file)
+        return {"prefix": self.prefix, self.kind: options}
+
+
+def read_password(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"shared.password_file is {str(path)!r}, which cannot be read: {error}; give the "
+            "server's user the right to, or name another file"
+        ) from error
+
+
+def redis_options(given: Mapping[str, Any]) -> dict[str, str]:
+    """Raises ConfigError. No message has the URL: there may be a password in it."""
+    raw = given["redis"]
+    if not (isinstance(raw, str) and _is_redis_url(raw)):
+        raise ConfigError(
+            "shared.redis is no URL of Redis; write one as in redis://host:6379/0, rediss:// for "
+            "TLS, or unix:///run/redis.sock"
+        )
+    options = {"url": raw}
+    for key in sorted(REDIS_KEYS - {"password_file"}):
+        if key in given:
+            options[key] = _file(f"shared.{key}", given[key])
+    return options
+
+
+def _is_redis_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        where = url.path if url.scheme == "unix" else url.hostname
+        return url.scheme in _SCHEMES and bool(where) and (url.port or 1) > 0
+    except ValueError:
+        return False
+
+
+def mooncake_options(given: object) -> dict[str, str]:
+    if not isinstance(given, Mapping) or not set(given) <= MOONCAKE_KEYS or "master" not in given:
+        raise ConfigError(
+            f"shared.mooncake is {given!r}; it must be {{master: host:port}}, and may have "
+            "host, metadata, protocol and devices"
+        )
+    options = {key: str(value) for key, value in given.items()}
+    if not _HOST_PORT.fullmatch(options["master"]):
+        raise ConfigError(
+            f"shared.mooncake.master is {options['master']!r}; it must be host:port, as in "
+            "10.0.0.1:50051"
+        )
+    if options.get("protocol", "tcp") not in ("tcp", "rdma"):
+        raise ConfigError(
+            f"shared.mooncake.protocol is {options['protocol']!r}; it must be tcp or rdma"
+        )
+    return options
+
+
+def prefix_of(value: object) -> str:
+    if isinstance(value, str) and _PREFIX.fullmatch(value):
+        return value
+    raise ConfigError(
+        f"shared.prefix is {value!r}; it must be at most 64 characters of ASCII, without spaces"
+    )
+
+
+def _file(key: str, value: object) -> str:
+    if isinstance(value, str) and Path(value).is_absolute():
+        return value
+    raise ConfigError(f"{key} is {value!r}; it must be the absolute path of a file")
+
+
+def file_of(key: str, given: Mapping[str, Any]) -> Path | None:
+    """`password_file` or `secret_file`, None where it is not given. Raises ConfigError."""
+    return Path(_file(f"shared.{key}", given[key])) if given.get(key) is not None else None

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts that a model's files give beside its weights: how media are made ready for it, above all.
+
+All small files of settings and code that stand in the model's directory count, by content, unless
+it is known that nothing in KV depends on them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from attnstore_vllm.identity.drafts import draft_model_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_SUFFIXES = (".json", ".py", ".yaml", ".yml")
+_LEFT_OUT = (
+    # The model's configuration as vLLM uses it is in the namespace as such.
+    "config.json",
+    "params.json",
+    # They make tokens of text, or choose tokens: the keys are of tokens.
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+    "generation_config.json",
+)
+_LEFT_OUT_OF_TEXT = "tokenizer_config.json"
+"""A file that is left out for text; for a model that takes media it says which processor there
+is."""
+_INDEX = ".index.json"
+"""Ends the name of a file that says which weights are in which file."""
+_MARKS = ("config.json", "params.json", "preprocessor_config.json", "tokenizer_config.json")
+"""Files of which a model of the hub has at least one."""
+_LIBRARIES = ("transformers", "torch", "torchvision", "mistral_common")
+"""They make numbers of media, and models of configurations."""
+
+
+def files_of(vllm_config: VllmConfig) -> dict[str, str]:
+    """Names and digests of the files, and versions of the libraries that read them.
+
+    A model that takes media and whose files are not found gets a random identity: nothing of it
+    is found again after a restart. Cost: reads each file whole, some MB at most, once at start.
+    """
+    model = vllm_config.model_config
+    places = [
+        *_directories(model.model, model.revision, vllm_config.load_config.download_dir),
+        *_directories(str(model.tokenizer), model.tokenizer_revision, None),
+    ]
+    if not places and model.is_multimodal_model:
+        logger.warning(
+            "AttnStore finds no files that say how media are made ready for %s; what it stores now "
+            "will not be used after a restart",
+            model.model,
+        )
+        return {"unknown": secrets.token_hex(16)}
+    if (draft := draft_model_of(vllm_config)) is not None:
+        download_dir = vllm_config.load_config.download_dir
+        places += _directories(draft.model, draft.revision, download_dir)
+    digests: dict[str, set[str]] = {}
+    for place in places:
+        for file in place.iterdir():
+            if _counts(file, model.is_multimodal_model):
+                digests.setdefault(file.name, set()).add(blake3(file.read_bytes()).hexdigest())
+    scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
+    if scales is not None:
+        digests["scales"] = {blake3(Path(scales).read_bytes()).hexdigest()}
+    found = {name: " ".join(sorted(several)) for name, several in digests.items()}
+    return found | {f"version of {name}": _version(name) for name in _LIBRARIES}
+
+
+def _counts(file: Path, takes_media: bool) -> bool:
+    name = file.name
+    known = name in _LEFT_OUT or name.endswith(_INDEX)
+    known = known or (name == _LEFT_OUT_OF_TEXT and not takes_media)
+    return file.suffix in _SUFFIXES and not known and file.is_file()
+
+
+def _directories(model: str, revision: str | None, download_dir: str | None) -> Iterator[Path]:
+    """A model's directory, or its snapshots in the caches of the hub: processors are read from the
+    usual one, also where weights are in another."""
+    if os.path.isdir(model):
+        yield Path(model).resolve()
+        return
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    for cache in (None, download_dir) if download_dir else (None,):
+        for mark in _MARKS:
+            try:
+                found = try_to_load_from_cache(
+                    model, mark, cache_dir=cache, revision=revision or "main"
+                )
+            except ValueError:  # not the name of a hub model
+                return
+            if isinstance(found, str):
+                yield Path(found).parent
+                break
+
+
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

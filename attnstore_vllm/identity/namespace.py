@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The namespace: a fingerprint of everything the bytes of KV depend on.
+
+Two servers with one namespace would compute bytes that the other may read. When in doubt, a
+thing is in: a difference that does not matter costs a prefill, one that is missed the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from attnstore_vllm.identity.drafts import drafts_of
+from attnstore_vllm.identity.model_files import files_of
+from attnstore_vllm.identity.rank import KvFacts
+from attnstore_vllm.identity.vllm_settings import environment, plugins, section_of, settings_of
+from attnstore_vllm.transfer.geometry import Geometry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+FORMAT = 2
+"""Raise it whenever the same namespace would mean other bytes."""
+
+
+def fingerprint(
+    vllm_config: VllmConfig,
+    geometry: Geometry,
+    ranks: Sequence[KvFacts],
+    version: str,
+    weights: str,
+) -> bytes:
+    """32 bytes.
+
+    Args:
+        ranks: what each rank says of its KV tensors.
+        version: vLLM's; its kernels decide the order of bytes within a page.
+        weights: a quick look at them; the keys take in all of them (identity/weights.py).
+    Raises: UnsupportedError for a setting that cannot be told from others.
+    """
+    facts = facts_of(vllm_config, geometry, ranks, version)
+    facts["weights"] = weights
+    return blake3(json.dumps(facts, sort_keys=True).encode()).digest()
+
+
+def facts_of(
+    vllm_config: VllmConfig, geometry: Geometry, ranks: Sequence[KvFacts], version: str
+) -> dict[str, Any]:
+    """All that is in the namespace but the weights, as plain data."""
+    facts = {
+        "format": FORMAT,
+        "vllm": version,
+        "settings": settings_of(vllm_config),
+        "environment": environment(),
+        "plugins": plugins(),
+        "files": files_of(vllm_config),
+        "geometry": geometry.facts(),
+        "ranks": [rank.facts() for rank in ranks],
+    }
+    drafts = drafts_of(vllm_config)
+    return facts if drafts is None else facts | {"drafts": section_of(drafts)}

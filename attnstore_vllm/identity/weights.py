@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose KV it is: the model's weights, by the content of the files that vLLM loads them from.
+
+A quick look at the files is in the namespace, which says whose segments are read. A digest of
+every byte is in the first key of every sequence: so KV of other weights is not found, whatever
+the look has missed. Until the digest is known, nothing is found and nothing is saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from attnstore_vllm.identity.drafts import draft_model_of
+from attnstore_vllm.identity.weight_files import Digest, Memo, sampled
+from attnstore_vllm.plugin import configured_at
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_FROM_FILES = (
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "sharded_state",
+    "bitsandbytes",
+    "gguf",
+)
+_ONLY_SAFETENSORS = ("safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
+_OTHERS = (".bin", ".pt", ".pth", ".gguf", ".npz")
+_HARMLESS = {"enable_multithread_load", "num_threads"}
+"""Keys of --model-loader-extra-config that do not say which weights are loaded."""
+FILE_CLOCK_S = 0.01
+_PART = re.compile(r"(.*)-\d+-of-(\d+)\.gguf")
+
+
+class Weights:
+    """Names for the KV of these weights.
+
+    Args:
+        namespace: of everything else that the bytes depend on.
+        digest: of the weights; a Digest may not know it yet.
+    """
+
+    def __init__(self, namespace: bytes, digest: Digest | bytes) -> None:
+        self._base = namespace
+        self._digest = digest
+
+    @property
+    def namespace(self) -> bytes | None:
+        """The fingerprint that all keys begin with; None: nobody knows yet whose KV it is."""
+        found = self._digest.value if isinstance(self._digest, Digest) else self._digest
+        return None if found is None else blake3(self._base + found).digest()
+
+    def close(self) -> None:
+        if isinstance(self._digest, Digest):
+            self._digest.close()
+
+
+def identify(
+    vllm_config: VllmConfig, own_files: Sequence[str | None], directory: Path
+) -> tuple[str, Digest | bytes]:
+    """(What the namespace takes in, what the keys take in).
+
+    Weights that cannot be told by files get a random identity: nothing of them is found again
+    after a restart. Cost: see weight_files.
+
+    Args:
+        own_files: each rank's (identity/rank.py).
+        directory: the store's; the caller holds its lock.
+    """
+    made_of = _made_of(vllm_config)
+    if all(
+        str(load.load_format) == "dummy" and model.quantization is None for model, load in made_of
+    ):
+        return "dummy", b"dummy"  # made from a fixed seed, and of the shapes that it is asked for
+    try:
+        files = [file for model, load in made_of for file in _files(model, load, own_files)]
+        look, digest = sampled(files), Digest(_weights(files), Memo(directory))
+        try:
+            _check_times(files)  # once more: now a later change is seen by the digest itself
+        except (OSError, ValueError):
+            digest.close()
+            raise
+        return look, digest
+    except (OSError, ValueError) as error:
+        logger.warning(
+            "AttnStore cannot tell the weights of %s: %s. What it stores now is not found again "
+            "after a restart",
+            vllm_config.model_config.model,
+            error,
+        )
+        return secrets.token_hex(16), secrets.token_bytes(16)
+
+
+def _made_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
+    """The model, and the one that makes its drafts if that has files of its own."""
+    load, draft = vllm_config.load_config, draft_model_of(vllm_config)
+    found = [(vllm_config.model_config, load)]
+    if draft is not None:
+        own_load = getattr(vllm_config.speculative_config, "draft_load_config", None)
+        found.append((draft, own_load or load))
+    return found
+
+
+def own_files(model: nn.Module) -> str | None:
+    """Why the files of a rank's model cannot be named from outside. See identity/rank.py."""
+    for name in ("allow_patterns_overrides", "secondary_weights"):
+        if getattr(model, name, None):
+            return f"{type(model).__name__} says itself what it loads ({name})"
+    return None
+
+
+def _files(model: ModelConfig, load: LoadConfig, own: Sequence[str | None]) -> list[Path]:
+    """The files that decide the weights. Raises ValueError if they cannot be named."""
+    load_format = str(load.load_format)
+    for reason in filter(None, own):
+        raise ValueError(reason)
+    if load_format not in _FROM_FILES or getattr(model, "model_weights", None):
+        raise ValueError(f"load format {load_format!r} does not load them from files here")
+    unknown = _unknown_settings(load.model_loader_extra_config)
+    if unknown:
+        raise ValueError(f"--model-loader-extra-config says {unknown}")
+    if os.path.isfile(model.model):
+        files = _parts(Path(model.model))
+    else:
+        directory = _directory(model.model, model.revision, load.download_dir)
+        files = weight_files(directory, load_format)
+    _check_times(files)
+    return files
+
+
+def _unknown_settings(extra: object) -> str:
+    names = extra.keys() if isinstance(extra, Mapping) else [] if extra is None else ["?"]
+    return ", ".join(sorted(str(name) for name in names if name not in _HARMLESS))
+
+
+def weight_files(directory: Path, load_format: str) -> list[Path]:
+    """The files of a directory that vLLM loads, and what says how it is quantized.
+
+    Rather too many than too few: a file that is not loaded makes other copies another model, one
+    that is left out could make other weights the same. Raises ValueError if there are no weights.
+    """
+    found = sorted(file for file in directory.iterdir() if file.is_file())
+    weights = [file for file in found if file.suffix == ".safetensors"]
+    if load_format == "mistral":
+        weights = [file for file in weights if file.name.startswith("consolidated")]
+    if load_format not in _ONLY_SAFETENSORS and (
+        not weights or load_format in ("pt", "npcache", "gguf", "bitsandbytes")
+    ):
+        # All formats: which of them is loaded, the loader decides.
+        weights += [file for file in found if file.suffix in _OTHERS]
+    if not weights:
+        raise ValueError(f"there are none in {directory}")
+    said = [file for file in found if file.suffix == ".json"]
+    return weights + [file for file in said if "quant" in file.name or ".index" in file.name]
+
+
+def _weights(files: Sequence[Path]) -> list[Path]:
+    return [file.resolve() for file in files]
+
+
+def _parts(file: Path) -> list[Path]:
+    """A model of one file; of a GGUF that was split, all its parts."""
+    part = _PART.fullmatch(file.name)
+    if part is None:
+        return [file]
+    stem, count = part.groups()
+    parts = [_PART.fullmatch(other.name) for other in file.parent.iterdir()]
+    return sorted(file.parent / p[0] for p in parts if p and p.groups() == (stem, count))
+
+
+def _directory(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Where the weights lie: the model itself, or the hub's snapshot that was made of it."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from vllm import envs  # noqa: PLC0415
+
+    if os.path.isdir(model):
+        return Path(model)
+    if envs.VLLM_USE_MODELSCOPE:
+        raise ValueError("they come from ModelScope")
+    found = Path(
+        snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True)
+    )
+    branch = found.parent.parent / "refs" / (revision or "main")
+    if branch.is_file() and branch.stat().st_ctime > _begun_at() and not _is_new(found):
+        raise ValueError(f"{branch} has moved to another commit while the server was starting")
+    return found
+
+
+def _is_new(snapshot: Path) -> bool:
+    """Whether this start has downloaded it: then there was no other commit before."""
+    others = [place for place in snapshot.parent.iterdir() if place != snapshot]
+    return not others
+
+
+def _begun_at() -> float:
+    """Before that, by the clock of file systems, which ticks some milliseconds late."""
+    return configured_at() - FILE_CLOCK_S
+
+
+def _check_times(files: Sequence[Path]) -> None:
+    """Raise ValueError for a file that somebody has changed while vLLM may have read it.
+
+    A file of the hub's cache is new where this start has downloaded it, and never changes.
+    """
+    for file in files:
+        changed_s = file.stat().st_ctime
+        is_blob = file.is_symlink() and file.resolve().parent.name == "blobs"
+        if changed_s > _begun_at() and not is_blob:
+            raise ValueError(f"{file} has changed while the server was starting")
+    for place in {place for file in files for place in file.absolute().parents}:
+        if place.is_symlink() and place.lstat().st_ctime > _begun_at():
+            raise ValueError(f"{place} has led to another place since the server began to start")

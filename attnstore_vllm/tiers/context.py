@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Things that the parts of the store share: the residency, the lock, DRAM's slots and the clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from attnstore_vllm.index.moved import MovedKv
+from attnstore_vllm.tiers.residency import Residency
+from attnstore_vllm.types import Flow
+
+if TYPE_CHECKING:
+    from attnstore_vllm.tiers.reader import Reader
+
+
+def boot_seconds() -> float:
+    """For Context.clock. The monotonic clock stands still while the machine is suspended, and a
+    time to live would be longer by that."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def unix_seconds() -> float:
+    """For Context.wall."""
+    return time.time()
+
+
+class Pool(Protocol):
+    """The DRAM tier's slots: transfer/pool.py, or a simulation's."""
+
+    num_slots: int
+    slot_bytes: int
+
+    def slot(self, slot: int) -> memoryview: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Context:
+    residency: Residency
+    progress: threading.Condition
+    """The store's one lock; it is notified when something has ended."""
+    pool: Pool
+    clock: Callable[[], float]
+    """Seconds since the machine's start, those included that it was asleep."""
+    moved: MovedKv
+    wall: Callable[[], float] = unix_seconds
+    """Unix time, seconds: what is compared with times in files. It may be set back."""
+    ttl_s: float | None = None
+    """After so long without use a chunk is not found; None: only by its own request's terms."""
+    has_leases: bool = field(init=False)
+    """Whether anything may expire: no look-up pays for it where no request asks for it."""
+    moved_bytes: Counter[Flow] = field(default_factory=Counter)
+    found: Callable[[memoryview, int], None] | None = None
+    """Told of the headers that recovery enters, and of how many bytes one has."""
+    announce: Callable[[bool], bool] | None = None
+    """Makes KV events, if routers want them. Told whether recovery is over; says whether it is to
+    be called again before long."""
+    wake: Callable[[], None] = lambda: None
+    """Ends the wait of the store's thread. From any thread."""
+    reader: Reader = field(init=False)
+    """Brings up from the tiers behind; there once the store is made."""
+
+    def __post_init__(self) -> None:
+        self.has_leases = self.ttl_s is not None
+
+
+class Figures(NamedTuple):
+    """The store's figures at one moment."""
+
+    counts: dict[str, int]
+    """Events since the start, by name."""
+    moved_bytes: dict[Flow, int]
+    """Bytes moved between DRAM and NVMe since the start."""
+    first_written_tokens: int
+    """Tokens written to NVMe that were not there before."""
+    seconds: dict[str, list[float]]
+    """Seconds of transfers that have ended since the last call, by the metric that shows them: each
+    is told once. Of more than are kept (disk_requests.py: TIMES_KEPT) the newest."""

@@ -1,0 +1,620 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every chunk is, and what may happen to it next.
+
+It is long since all moves of a chunk keep the invariants below, which are checked together.
+
+Invariants, checked by check_integrity():
+- a slot belongs to at most one chunk; free slots + owned slots == capacity, in each tier;
+- a chunk is in the index exactly when it is not dropped and some tier has or is getting it;
+- a slot that a transfer or a device touches is not given away.
+
+No I/O, no clock, no thread: the caller holds the lock and moves the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
+from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
+from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
+from attnstore_vllm.policy.returns import ENDED_PRIORITY, Run, Visit, unknown_run
+from attnstore_vllm.tiers.announced import Announced
+from attnstore_vllm.tiers.dram_tier import DramTier, MakeBooks
+from attnstore_vllm.tiers.nvme.nvme_tier import NvmeTier
+from attnstore_vllm.tiers.pinning import Pinning
+from attnstore_vllm.tiers.tier import Pins, TierBehind
+from attnstore_vllm.types import NVME, StoreFailure
+
+LOW_PRIORITY = -1
+SPARE_PRIORITY = -2
+"""Priority of runs of chunks that are worth little: they leave before what hints call low."""
+SPARE_PART = 4
+"""Chunks that are worth little are written while one slot in so many is free."""
+REFUSALS_MAX = 32
+"""Chunks that one call of begin_store refuses at most."""
+_EXPECTED_MAX = 1 << 22
+"""Chunks for which the index makes room at once; beyond, its tables grow."""
+
+
+class Residency:
+    """The one owner of which chunk is where. `counts` holds events by name, for the metrics.
+
+    It refers to each chunk that is in DRAM or in a transfer; what is on NVMe only is an entry.
+
+    Args:
+        nvme_slots: the most there can be; nvme.open() says which there are.
+        policy: makes an order of departure for so many slots.
+        seed, grain: see PrefixIndex.
+        pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
+        more: tiers behind NVMe, nearest first.
+    """
+
+    def __init__(
+        self,
+        dram_slots: int,
+        nvme_slots: int,
+        policy: Callable[[int], Departures],
+        *,
+        chunk_tokens: int,
+        seed: int = 0,
+        grain: int = GRAIN_TOKENS,
+        pin_shares: tuple[float, float] = (0.0, 0.0),
+        more: Sequence[MakeBooks] = (),
+    ) -> None:
+        expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
+        self.index = PrefixIndex(chunk_tokens, seed, expected, grain)
+        self.counts = Counter[str]()
+        self.look_ahead = LookAhead[Chunk]()
+        self.now = 0.0  # seconds; the caller sets it before what may need room
+        self.first_written_tokens = 0
+        """Tokens written behind DRAM that no record there had before."""
+        self.dram = DramTier(
+            dram_slots,
+            policy(dram_slots),
+            policy(dram_slots),
+            Pins(*pin_shares),
+            self.look_ahead,
+        )
+        self.nvme = NvmeTier(
+            nvme_slots,
+            policy(nvme_slots),
+            Pins(*pin_shares),
+            self.index,
+            waiting=policy(dram_slots),
+            dram_pins=self.dram.pins,
+            look_ahead=self.look_ahead,
+        )
+        self.behind: list[TierBehind] = [
+            self.nvme,
+            *(make.books(policy, self.dram, self.look_ahead) for make in more),
+        ]
+        """All tiers behind DRAM, nearest first."""
+        self.dram.behind = self.behind
+        for tier in self.behind:
+            tier.waiting.depth_of = self.dram.depth_of
+        self._asked = {tier.name for tier in self.behind if tier.is_asked}
+        self._tiers = [self.dram, *self.behind]
+        behind = [order for tier in self.behind for order in tier.orders()]
+        self._orders = [self.dram.clean, self.dram.dirty, *behind]
+        """All in which a slot may stand."""
+        self.pinning = Pinning(self._tiers, self.counts)
+        self.watch: Announced | None = None
+        """Told of chunks that come to tiers and leave them, where routers want to know."""
+
+    @property
+    def num_dirty(self) -> int:
+        """Chunks that wait for being written, of all tiers."""
+        return sum(len(tier.waiting) for tier in self.behind)
+
+    # ---- who uses what -----------------------------------------------------------------
+
+    def use(self, chunks: Sequence[Chunk], run: Run | None = None) -> None:
+        """Note that a request wants these, in the order of depth."""
+        run = run or unknown_run(self.now)
+        run.use(self.now)
+        if not chunks:
+            return
+        for tier in self._tiers:
+            tier.use(chunks, run)
+        for behind in self.behind:
+            if waiting := behind.waiting:
+                waiting.use([chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0], run)
+        has_ended = run.priority <= ENDED_PRIORITY
+        for chunk in chunks:
+            if has_ended or (chunk.refused_by and chunk.copied_for is not run):
+                chunk.refused_by.clear()
+                self._refuse_if_not_wanted(chunk)
+                self._place(chunk)
+
+    def use_again(self, *runs: Run) -> None:
+        """Note that requests want all that these runs were the last to use. Cost: O(tiers)."""
+        for run in runs:
+            run.use(self.now)
+            for order in self._orders:
+                order.use_again(run)
+
+    def is_wanted_so(
+        self, request_id: str | None, pieces: Sequence[Piece], visit: Visit | None
+    ) -> bool:
+        """Whether a waiting request wants just these already, all are in DRAM or on their way, and
+        nobody else has used them since. Cost: a look at each."""
+        if request_id is None or visit is None:
+            return False
+        wants, grain = self.look_ahead.wants_of(request_id), self.index.grain
+        if len(wants) != len(pieces):
+            return False
+        border = visit.num_shared * self.index.chunk_tokens
+        for wanted, piece in zip(wants, pieces, strict=True):
+            chunk = piece.chunk
+            if wanted is not chunk or chunk.dram.state is State.ABSENT:
+                return False
+            run = visit.shared if piece.start < border else visit.own
+            if chunk.refused_by and chunk.copied_for is not run:  # worth another look
+                return False
+            if chunk.run is not run and not piece.has_end(grain):
+                return False
+        return True
+
+    def run_of(self, chunk: Chunk) -> Run:
+        """The run that used the chunk last, as far as that is known."""
+        if chunk.dram.state is State.ABSENT:
+            for tier in self.behind:
+                if tier.name in chunk.behind:
+                    chunk.run = tier.run_of(chunk) or chunk.run
+        return chunk.run
+
+    def last_runs(self, pieces: Sequence[Piece], size: int) -> list[Run]:
+        """The run that used each of the leading chunks last, of `size` tokens. Of those before a
+        window, of which nothing is needed, it is taken to be that of its first."""
+        spine = [piece for piece in pieces if piece.group == 0]
+        runs = [self.run_of(piece.chunk) for piece in spine]
+        return spine[0].start // size * runs[:1] + runs if runs else []
+
+    def is_own(self, chunk: Chunk) -> bool:
+        """Whether it is found, and one conversation alone has used it."""
+        return not chunk.dropped and not self.run_of(chunk).is_shared
+
+    def own(self, *, spares: bool) -> Callable[[Chunk], bool]:
+        """is_own(), of what is worth little only with `spares`."""
+        return lambda chunk: (
+            self.is_own(chunk) and (spares or self.run_of(chunk).priority != SPARE_PRIORITY)
+        )
+
+    def lower(self, chunks: Sequence[Chunk]) -> None:
+        """Let these leave before most that is as old. One conversation has used all of them."""
+        if chunks:
+            run = self.run_of(chunks[0])
+            self.use(chunks, replace(run, priority=min(run.priority, LOW_PRIORITY)))
+
+    def rank(self, run: Run) -> None:
+        """The kind of this run has changed. Cost: O(tiers)."""
+        for order in self._orders:
+            order.rank(run)
+
+    def renew(self, chunks: Sequence[Chunk]) -> None:
+        """A request for these, in the order of depth, may come soon. They stay of the runs that
+        they are of, so that nothing else is believed of the conversation than before."""
+        for run, of_run in groupby(reversed(chunks), self.run_of):
+            self.use([*of_run][::-1], run.renewed(self.now))
+
+    def unexpired(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces before the first whose chunk has expired. Drops what has expired: its lease
+        has ended, and nobody waits for it or has pinned it.
+
+        Cost: a look at the run of each piece.
+        """
+        expired = [piece.chunk for piece in pieces if self.has_expired(piece.chunk)]
+        kept: list[Piece] = []
+        for piece in pieces:
+            if piece.chunk in expired[:1]:
+                break
+            kept.append(piece)
+        for chunk in expired:
+            self.counts["expired"] += 1
+            self.drop(chunk)
+        return kept
+
+    def has_expired(self, chunk: Chunk) -> bool:
+        return (
+            self.run_of(chunk).has_expired(self.now)
+            and chunk not in self.look_ahead.wanted_by
+            and self.pinning.of(chunk, self.now) is None
+        )
+
+    # ---- HBM -> DRAM -------------------------------------------------------------------
+
+    def begin_save(
+        self,
+        name: ChunkName,
+        run: Run | None = None,
+        *,
+        again: bool = False,
+        stays: bool = False,
+        is_alone: bool = False,
+        dram_only: bool = False,
+        waits: bool = False,
+        yields: bool = False,
+    ) -> Chunk | None:
+        """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
+
+        Args:
+            run: of the request that has computed it.
+            again: the request has computed it though a tier behind may have it: DRAM takes it too.
+            stays: it is worth little: it takes no room from anything that is worth more, and is
+                not written to the tiers behind before a request uses it.
+            is_alone, dram_only: see Chunk.
+            waits: the caller asks again where there is no room now.
+            yields: nothing that would be lost makes room for it.
+        Returns None where nothing is to be copied: it, or what extends it, is stored already, or
+        there is no room (counted as dropped if it is nowhere else, and no request waits for room).
+        """
+        known = self.index.get(name.key)
+        if known is not None and stays:
+            return None  # whoever has it may think more of it
+        if known is not None:
+            if run is None or run.since >= self.run_of(known).since:
+                self.use([known], run)  # by one that came before it is no older
+            # It takes no room from what waits to be read or written: it can be read again.
+            is_here = known.dram.state is not State.ABSENT
+            again |= known.behind.keys() <= self._asked  # others have it, or say so
+            if not again or is_here or not self._make_room_in_dram(LAST, known.run):
+                return None
+            known.name = name  # its tokens, which the tiers behind alone had
+            self.look_ahead.has_come(known)
+        elif not is_alone and self.index.extends(name):
+            return None
+        elif not (
+            self._has_room_to_spare() if stays else self._make_room_to_save(run, yields=yields)
+        ):
+            if not (stays or waits):
+                self.counts["dropped"] += 1
+            return None
+        chunk = known or Chunk(name, run=run or unknown_run(self.now))
+        chunk.is_alone = is_alone  # a record of an early release does not say it
+        chunk.dram_only = dram_only
+        chunk.run.use(self.now)
+        self.dram.give(chunk, State.SAVING)
+        if stays:
+            chunk.refused_by.update(tier.name for tier in self.behind)
+        if known is None:
+            self.index.add(chunk)
+        else:
+            self.pinning.spread(chunk, self.now)
+        return chunk
+
+    def finish_save(self, chunk: Chunk) -> None:
+        """All ranks have copied: the bytes are ready, and dirty until written back."""
+        assert chunk.dram.state is State.SAVING
+        chunk.dram.state = State.READY
+        self.dram.saved(chunk)
+        self._refuse_if_not_wanted(chunk)
+        self._place(chunk)
+        if not chunk.dropped:
+            self.counts["saved_again" if chunk.behind else "saved"] += 1
+            for tail in self.index.extended_by(chunk.name) if not chunk.is_alone else ():
+                if tail.behind:
+                    chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
+                if tail.dram.state is not State.SAVING:
+                    self.pinning.inherit(chunk, tail, self.now)
+                    self.counts["superseded"] += 1
+                    self.drop(tail)
+        self.release(chunk)
+
+    def _place(self, chunk: Chunk) -> None:
+        """The state of a chunk that may be in DRAM has changed: may it leave, is it written?"""
+        for tier in self.behind if chunk.dram.slot >= 0 else ():
+            tier.place_in_dram(chunk)
+        self.dram.place(chunk)
+        if self.watch is not None and not chunk.dropped:
+            self.watch.at(chunk)
+
+    def _refuse_if_not_wanted(self, chunk: Chunk) -> None:
+        """Tiers behind do not get what has ended, nor what DRAM alone may have: so DRAM gives it up
+        like what is clean."""
+        if chunk.dram_only or chunk.run.priority <= ENDED_PRIORITY:
+            chunk.refused_by.update(tier.name for tier in self.behind)
+
+    # ---- DRAM -> HBM -------------------------------------------------------------------
+
+    def hold(self, *chunks: Chunk) -> None:
+        """A transfer reads the chunks' DRAM slots from now on."""
+        for chunk in chunks:
+            assert chunk.dram.state is State.READY
+            assert not chunk.dropped
+            chunk.dram.uses += 1
+
+    def release(self, *chunks: Chunk) -> None:
+        for chunk in chunks:
+            assert chunk.dram.uses > 0
+            chunk.dram.uses -= 1
+            if chunk.dropped:
+                self._free_if_dropped(chunk)
+
+    # ---- DRAM -> a tier behind ---------------------------------------------------------
+
+    def begin_store(self, tier: TierBehind) -> Chunk | None:
+        """The chunk to write next, with a slot of the tier; None if there is none, or no slot.
+
+        What is worth most is written first: there may not be the time for all.
+        """
+        for _ in range(REFUSALS_MAX):
+            slot = tier.waiting.last(self.now)
+            chunk = self.dram.owned[slot] if slot is not None else self._spare(tier)
+            room = self._make_room_behind(tier, chunk) if chunk is not None else False
+            if chunk is None or room is False:
+                return None
+            if room:
+                break
+            self.counts["refused"] += 1
+            chunk.refused_by.add(tier.name)
+            self._place(chunk)
+        else:
+            return None
+        assert not chunk.dram_only, "the tier would give back other bytes"
+        chunk.behind[tier.name] = InTier(State.WRITING, tier.give(chunk), uses=1)
+        self._place(chunk)
+        self.pinning.spread(chunk, self.now)
+        chunk.dram.uses += 1
+        return chunk
+
+    def writes_if_room(self, tier: TierBehind) -> bool:
+        """Whether chunks that are worth little may be written there now."""
+        num_slots = tier.num_free + tier.num_used
+        return bool(tier.waiting_if_room) and tier.num_free * SPARE_PART > num_slots
+
+    def _spare(self, tier: TierBehind) -> Chunk | None:
+        """The next chunk that is worth little, while there is much room."""
+        if not self.writes_if_room(tier):
+            return None
+        return self.dram.owned[next(iter(tier.waiting_if_room))]
+
+    def finish_store(self, tier: TierBehind, chunk: Chunk, outcome: bytes | StoreFailure) -> None:
+        """The write has ended, with the payload's checksum or without success."""
+        copy = chunk.at(tier.name)
+        assert copy.state is State.WRITING
+        copy.uses -= 1
+        if isinstance(outcome, StoreFailure):
+            self.counts[outcome.value] += 1
+            chunk.refused_by.add(tier.name)  # tried again when it is used again
+            chunk.if_room = False
+            self.leave(tier, chunk)
+        else:
+            is_first = not chunk.is_behind
+            copy.state, copy.checksum = State.READY, outcome
+            if not chunk.dropped:
+                tier.written(chunk)
+            self.counts["written"] += 1
+            if is_first:
+                self.first_written_tokens += max(0, chunk.name.num_tokens - chunk.repeats)
+        self._place(chunk)
+        self.release(chunk)
+
+    # ---- a tier behind -> DRAM ---------------------------------------------------------
+
+    def begin_fetch(self, chunk: Chunk, tier: TierBehind, whose: Order | None = None) -> bool:
+        """Give the chunk a DRAM slot to be read into; False if there is no room now.
+
+        Args:
+            tier: that has it READY, and is read.
+            whose: the waiting request that wants it. What is wanted before it makes no room.
+        """
+        copy = chunk.at(tier.name)
+        assert copy.state is State.READY
+        assert chunk.dram.state is State.ABSENT
+        assert not chunk.dropped
+        copy.uses += 1  # before making room: its slot must not go meanwhile
+        if not self._make_room_in_dram(whose):
+            copy.uses -= 1
+            return False
+        self.run_of(chunk)
+        self.dram.give(chunk, State.READING)
+        chunk.came_from = tier.name
+        self.pinning.spread(chunk, self.now)
+        self.look_ahead.has_come(chunk)
+        return True
+
+    def finish_fetch(self, chunk: Chunk, verified: bool) -> None:
+        """The read has ended; `verified` says that the bytes are those that were written.
+
+        Its tokens are known by then: they came up with the bytes, see PrefixIndex.learn().
+        """
+        assert chunk.dram.state is State.READING
+        chunk.at(chunk.came_from).uses -= 1
+        chunk.dram.state = State.READY
+        assert chunk.name.tokens or not verified
+        if not verified:
+            self.drop(chunk)
+        elif chunk.came_from in self._asked and not chunk.dropped:
+            self._copied(chunk)
+        self._place(chunk)
+        self.release(chunk)
+
+    def _copied(self, chunk: Chunk) -> None:
+        """Others keep it. Tiers behind get it once another request uses it here: else each of n
+        engines would write what n engines have. As a saved one it takes the place of tails."""
+        chunk.origin, chunk.copied_for = chunk.came_from, chunk.run
+        chunk.refused_by.update(tier.name for tier in self.behind)
+        for tail in self.index.extended_by(chunk.name):
+            if tail.dram.state is not State.SAVING:
+                self.counts["superseded"] += 1
+                self.drop(tail)
+
+    # ---- scrubbing ---------------------------------------------------------------------
+
+    def begin_scrub(self, tier: TierBehind, chunk: Chunk) -> None:
+        """The device reads the chunk's slot in this tier; the caller keeps the object."""
+        chunk.at(tier.name).uses += 1
+
+    def end_scrub(self, tier: TierBehind, chunk: Chunk) -> None:
+        chunk.at(tier.name).uses -= 1
+        self._free_if_dropped(chunk)
+
+    # ---- leaving -----------------------------------------------------------------------
+
+    def drop(self, chunk: Chunk) -> None:
+        """Forget the chunk in all tiers. Its slots go back when no transfer touches them."""
+        if not chunk.dropped:
+            self._forget(chunk)
+        self._free_if_dropped(chunk)
+
+    def _forget(self, chunk: Chunk) -> None:
+        chunk.dropped = True
+        self.dram.lose(chunk)
+        self._place(chunk)
+        self.index.remove(chunk)
+        if self.watch is not None:
+            self.watch.gone(chunk.name.key)
+        for tier in self.behind:
+            if tier.name in chunk.behind:
+                tier.abandon(chunk)
+
+    def drop_all(self) -> None:
+        """Forget everything (a weight update). Cost: the objects, and some ms a million."""
+        for chunk in self.index.all_live():
+            self.drop(chunk)
+        for tier in self.behind:
+            tier.forget_all_at_rest(keep=())
+        if self.watch is not None:
+            self.watch.clear()
+
+    def lose(self, tier: TierBehind) -> None:
+        """The tier is out of use: forget what only it has, and write nothing to it any more.
+
+        A slot that a device touches now stays held for good: it may be touched much later.
+        """
+        tier.is_lost = True
+        tier.waiting.clear()
+        tier.waiting_if_room.clear()
+        keep = []
+        for chunk in self.index.all_live():
+            copy = chunk.at(tier.name)
+            is_read = chunk.dram.state is State.READING and chunk.came_from == tier.name
+            others = [c for name, c in chunk.behind.items() if name != tier.name]
+            is_elsewhere = any(c.state is State.READY for c in others)
+            if is_read or (chunk.dram.state is State.ABSENT and not is_elsewhere):
+                self.drop(chunk)
+                continue
+            keep.append(chunk)
+            if copy.state is State.READY:
+                self.leave(tier, chunk)
+            elif copy.state is State.WRITING:
+                tier.abandon(chunk)
+            self.dram.place(chunk)
+        tier.forget_all_at_rest(keep)
+        if self.watch is not None and tier is self.nvme:
+            self.watch.lose(NVME)
+
+    # ---- room --------------------------------------------------------------------------
+
+    def _make_room_in_dram(
+        self, whose: Order | None = None, run: Run | None = None, since: float = math.inf
+    ) -> bool:
+        if whose is not None and self.dram.is_full_of_wanted(whose):
+            victim, is_wanted = self.dram.farther(whose), True
+        elif self.dram.free:
+            return True
+        else:
+            self.pinning.end(self.now)
+            victim, is_wanted = self.dram.victim(self.now, whose, run, since)
+        if victim is None:
+            return False
+        self.counts["given_up"] += is_wanted
+        self.counts["evicted_dram"] += 1
+        self.leave_dram(victim)
+        return bool(self.dram.free)
+
+    def _make_room_to_save(self, run: Run | None, *, yields: bool) -> bool:
+        """Room for what no tier has. It is not taken from what else is nowhere, of the same request
+        or of one that came later."""
+        since = math.inf if run is None else run.since
+        since = -math.inf if yields else since
+        return bool(self.dram.free) or self._make_room_in_dram(since=since)
+
+    def _has_room_to_spare(self) -> bool:
+        """Room for what is worth little: a free slot, or that of another such chunk."""
+        if self.dram.free:
+            return True
+        victim, is_wanted = self.dram.victim(self.now, LAST)
+        if victim is None or is_wanted or victim.run.priority > SPARE_PRIORITY:
+            return False
+        self.counts["evicted_dram"] += 1
+        self.leave_dram(victim)
+        return True
+
+    def _make_room_behind(self, tier: TierBehind, chunk: Chunk) -> bool | None:
+        """None: there is room, but what would have to go is worth more than this chunk.
+
+        A chunk that DRAM has as well is then as one that was refused: it is not written again
+        before it is used again, which would move the same bytes for ever in a small store.
+        """
+        if tier.num_free:
+            return True
+        self.pinning.end(self.now)
+        slot, is_refused = tier.victim(chunk, self.now)
+        if slot is None:
+            return None if is_refused else False
+        self.counts[f"evicted_{tier.name}"] += 1
+        victim = tier.live(slot)
+        if victim is None:
+            self.counts["lost"] += 1
+            if self.watch is not None and tier is self.nvme:
+                self.watch.gone(self.nvme.key_at_rest(slot))
+            tier.forget_at_rest(slot)
+        else:
+            victim.refused_by.add(tier.name)
+            self.leave(tier, victim)
+        return tier.num_free > 0
+
+    def leave_dram(self, chunk: Chunk) -> None:
+        """The chunk, which no transfer touches, leaves DRAM."""
+        for tier in self.behind:
+            tier.left_dram(chunk.dram.slot)
+        self.dram.take_back(chunk)
+        chunk.dram, chunk.came_from = NOWHERE, ""
+        if chunk.is_behind and not chunk.dropped:
+            self.look_ahead.has_gone(chunk)
+            if self.watch is not None:
+                self.watch.at(chunk)
+        self._forget_if_nowhere(chunk)
+
+    def leave(self, tier: TierBehind, chunk: Chunk) -> None:
+        """The chunk, which no transfer touches there, leaves a tier behind."""
+        tier.take_back(chunk)
+        del chunk.behind[tier.name]
+        self._place(chunk)
+        self._forget_if_nowhere(chunk)
+
+    def _forget_if_nowhere(self, chunk: Chunk) -> None:
+        if chunk.dram is NOWHERE and not (chunk.behind or chunk.dropped):
+            self.counts["lost"] += 1
+            self._forget(chunk)
+
+    def _free_if_dropped(self, chunk: Chunk) -> None:
+        if not chunk.dropped or chunk.dram.uses:
+            return
+        if chunk.dram is not NOWHERE:
+            self.leave_dram(chunk)
+        for tier in self.behind:
+            if tier.name in chunk.behind and not chunk.at(tier.name).uses:
+                self.leave(tier, chunk)
+
+    # ---- for tests ---------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert the invariants above. Cost: all chunks; for tests and idle moments."""
+        for tier in self._tiers:
+            tier.check_integrity()
+        for chunk in self.index:
+            assert not chunk.dropped
+            assert chunk.dram is not NOWHERE or chunk.behind
+            assert chunk.name.tokens or chunk.dram.state is not State.READY
+
+    def num_held(self) -> int:
+        """Chunks that a transfer holds now; zero when nothing is in flight."""
+        return sum(chunk.dram.uses > 0 for chunk in self.dram.owned.values())

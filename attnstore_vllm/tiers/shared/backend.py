@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam of a network store: what the child process (child.py) asks of a client.
+
+No method waits for a store that does not answer, and then tries again: the engine gives up at a
+deadline of its own, and ends the child then.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MISSING = -1
+"""Result of a get: there is nothing of this name."""
+WRONG_SIZE = -2
+"""Result of a get: there is something, which cannot be ours."""
+FAILED = -3
+"""The store refused this one, as a full one does."""
+
+
+class BackendError(Exception):
+    """The store cannot be asked now. The message is a sentence without secrets."""
+
+
+class NoAnswerError(BackendError):
+    """The store hangs: its client waited for an answer, and gave up."""
+
+
+class Backend(ABC):
+    """One client. Each lane of the child has a thread and a backend of its own.
+
+    RecordNames are text. Places are of memory that strangers may write: nothing is verified here.
+    """
+
+    @abstractmethod
+    def exist(self, names: Sequence[str]) -> list[bool]: ...
+
+    @abstractmethod
+    def get(self, names: Sequence[str], places: Sequence[memoryview]) -> list[int]:
+        """Fill each place, whose size is that of a record. Returns its bytes, MISSING,
+        WRONG_SIZE or FAILED of each."""
+
+    @abstractmethod
+    def put(
+        self, names: Sequence[str], values: Sequence[memoryview], *, overwrite: bool
+    ) -> list[int]:
+        """Returns 0 or FAILED of each. 0 is no proof that the value is there."""
+
+    @abstractmethod
+    def read(self, name: str, at_most: int) -> bytes | None:
+        """A small value."""
+
+    @abstractmethod
+    def write(self, name: str, value: bytes, *, overwrite: bool) -> None:
+        """A small value, if there is none or with `overwrite`."""
+
+    @abstractmethod
+    def count(self, prefix: str) -> tuple[int, int] | None:
+        """Values whose names begin so, and their bytes; None: this store cannot say.
+        Cost: a look at all names of the store."""
+
+    @abstractmethod
+    def remove(self, prefix: str) -> int:
+        """Delete the values whose names begin so. Returns how many there were. What is written
+        meanwhile may stay. Cost: a look at all names of the store."""
+
+    def close(self) -> None:  # noqa: B027 - not all have something
+        """Let go what the client has."""
+
+
+def open_backend(
+    settings: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
+) -> Backend:
+    """Args:
+    settings: of one store, by its kind: {"redis": {...}} or {"mooncake": {...}}.
+    buffer: the lanes' memory, which some clients have to know.
+    shared: what the lanes of one process have together. Raises BackendError.
+    """
+    if "redis" in settings:
+        from attnstore_vllm.tiers.shared.redis_backend import RedisBackend  # noqa: PLC0415
+
+        return RedisBackend(settings["redis"])
+    from attnstore_vllm.tiers.shared.mooncake_backend import MooncakeBackend  # noqa: PLC0415
+
+    return MooncakeBackend(settings["mooncake"], buffer, shared)

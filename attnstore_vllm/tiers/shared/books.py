@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Books of the shared tier: which of what is in DRAM is to be written there, and when.
+
+Whole chunks alone, since whoever asks can name no others. Written when a conversation pauses, or at
+the second use, of most worth first (Departures), within a budget (tier_io.py). What came from there
+is not written there again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.lookahead import LookAhead
+from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.tiers.dram_tier import DramTier
+from attnstore_vllm.tiers.remote import AskedBooks
+from attnstore_vllm.types import SHARED
+
+ENTRIES_MAX = 1 << 16
+"""Chunks of the tier that are known at a time. They take no memory but their names."""
+PAUSE_S = 0.5
+"""A chunk that was saved so long ago is one that its conversation leaves behind."""
+RIPE_MAX = 256
+"""Chunks that one look lets be written."""
+
+
+class SharedBooks(AskedBooks):
+    """See the module.
+
+    Args:
+        chunk_tokens: of a whole chunk.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[int], Departures],
+        dram: DramTier,
+        look_ahead: LookAhead[Chunk],
+        *,
+        chunk_tokens: int,
+        clock: Callable[[], float],
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        super().__init__(SHARED, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=True)
+        self._dram = dram
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self._pause_s = pause_s
+        self.is_open = False
+        """Whether it may be written to: open_to()."""
+        self._pausing: dict[int, float] = {}
+        """Slots of DRAM that are not written yet, and since when: the oldest first."""
+        self._used: dict[int, None] = {}
+        """Those of them that need not pause any longer."""
+
+    def place_in_dram(self, chunk: Chunk) -> None:
+        slot = chunk.dram.slot
+        if not self._may_wait(chunk):
+            self.left_dram(slot)
+        elif slot not in self._pausing:
+            if slot in self.waiting:
+                super().place_in_dram(chunk)
+            else:
+                self._pausing[slot] = self._clock()
+
+    def _may_wait(self, chunk: Chunk) -> bool:
+        return (
+            self.is_open
+            and chunk.dram.state is State.READY
+            and not (chunk.dropped or self.is_lost)
+            and chunk.name.num_tokens == self._chunk_tokens
+            and SHARED not in chunk.behind
+            and SHARED not in chunk.refused_by
+            and chunk.origin != SHARED
+        )
+
+    def waits_for(self, slot: int) -> bool:
+        return slot in self._pausing or super().waits_for(slot)
+
+    def left_dram(self, slot: int) -> None:
+        self._pausing.pop(slot, None)
+        self._used.pop(slot, None)
+        super().left_dram(slot)
+
+    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
+        """A second use: others are likely to want it too. ripen() goes on with it, on the store's
+        thread: what a request that begins costs the scheduler's is time of each step."""
+        for chunk in chunks:
+            if chunk.dram.slot in self._pausing and chunk.dram.state is State.READY:
+                self._used[chunk.dram.slot] = None
+
+    def ripen(self, now: float) -> None:
+        """Locked by the caller. Let what was used again or has paused be written. Cost: bounded."""
+        for _ in range(RIPE_MAX):
+            slot = next(iter(self._used or self._pausing), None)
+            if slot is None:
+                return
+            if slot not in self._used and self._pausing[slot] + self._pause_s > now:
+                return
+            self._ripen(slot)
+
+    def _ripen(self, slot: int) -> None:
+        del self._pausing[slot]
+        self._used.pop(slot, None)
+        chunk = self._dram.owned.get(slot)
+        if chunk is not None:
+            super().place_in_dram(chunk)
+            self._dram.place(chunk)
+
+    def open_to(self, is_open: bool) -> None:
+        """Whether it may be written to. What waits is forgotten where it may not."""
+        was_open, self.is_open = self.is_open, is_open
+        if was_open and not is_open:
+            self._pausing.clear()
+            self._used.clear()
+            self.waiting.clear()
+            self.waiting_if_room.clear()
+            for chunk in self._dram.owned.values():
+                self._dram.place(chunk)

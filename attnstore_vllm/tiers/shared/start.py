@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the settings to the shared tier; and a try of it, for a start and for `attnstore doctor`."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from pathlib import Path
+
+from attnstore_vllm.config.shared import SharedConfig
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.tiers.shared.helper import Helper
+from attnstore_vllm.tiers.shared.lanes import Lanes
+from attnstore_vllm.tiers.shared.shared_io import MakeShared
+
+logger = logging.getLogger(__name__)
+
+TRIAL_NAME = b"attnstore doctor".ljust(32, b"\0")
+
+
+def check_client(shared: SharedConfig) -> None:
+    """Raises ConfigError if the client is not installed, or the password or the secret cannot be
+    read."""
+    if shared.kind == "mooncake" and importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "shared.mooncake needs Mooncake's client; run: pip install 'attnstore-vllm[mooncake]'"
+        )
+    shared.for_client()
+    shared.keys()
+
+
+def without_secret(shared: SharedConfig) -> str:
+    """Text of a start and of `attnstore doctor`, where there is no secret."""
+    return (
+        f"who can write to {shared.where} can have forged KV "
+        "served to any tenant. Who can read there reads KV, and can test guesses of prompts by "
+        "names alone. Give all servers one shared.secret_file, or close that network"
+    )
+
+
+def make_shared(
+    shared: SharedConfig, chunk_tokens: int, namespace: bytes, directory: Path
+) -> MakeShared:
+    """Raises ConfigError if the password or the secret cannot be read."""
+    if shared.secret_file is None:
+        logger.warning("shared: there is no secret: %s", without_secret(shared))
+    return MakeShared(
+        shared.for_client(),
+        keys=shared.keys(),
+        namespace=namespace,
+        where=shared.where,
+        chunk_tokens=chunk_tokens,
+        deadline_s=shared.deadline_ms / 1000,
+        directory=directory,
+        bandwidth=shared.bandwidth_bytes,
+        daily_writes=shared.daily_writes_bytes,
+        clock=time.monotonic,
+    )
+
+
+def try_store(shared: SharedConfig) -> float:
+    """Seconds of one question to the store. Raises ConfigError, DeviceError."""
+    check_client(shared)
+    helper = Helper(shared.for_client(), Lanes(4096, 2, 1))
+    try:
+        helper.start()
+        helper.read(TRIAL_NAME, shared.deadline_ms / 1000)
+        begun_at = time.monotonic()
+        helper.read(TRIAL_NAME, shared.deadline_ms / 1000)
+        return time.monotonic() - begun_at
+    finally:
+        helper.close()
