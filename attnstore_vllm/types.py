@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Final, NewType
 
 Key = NewType("Key", bytes)
@@ -42,3 +42,14 @@ class StoreFailure(Enum):
     """Others have written it to the shared tier: nothing was sent."""
     NOT_SHARED = "shared_write_failed"
     """As FAILED, of the shared tier."""
+
+
+class Seen(IntEnum):
+    """The result of a look at the live weights. Of several ranks the largest counts."""
+
+    NOTHING = 0
+    """Nobody has looked."""
+    SAME = 1
+    UNKNOWN = 2
+    """This model's cannot be seen."""
+    CHANGED = 3

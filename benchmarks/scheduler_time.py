@@ -32,7 +32,7 @@ from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.identity.weights import Weights
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
-from attnstore_vllm.scheduler.messages import Seen, StepReport
+from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import SegmentHeader
@@ -41,6 +41,7 @@ from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_io import MakeShared
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool
+from attnstore_vllm.types import Seen
 
 Clock = Callable[[], float]
 TOKENS_PER_S = 10_000

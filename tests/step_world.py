@@ -18,11 +18,11 @@ from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index import keys
 from attnstore_vllm.policy.eviction.by_return import ByReturn
 from attnstore_vllm.scheduler import vllm_view
-from attnstore_vllm.scheduler.messages import Seen, StepReport
+from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry, Group
-from attnstore_vllm.types import Key
+from attnstore_vllm.types import Key, Seen
 from tests.helpers import NAMESPACE, memory_rig
 from tests.vllm_objects import output
 

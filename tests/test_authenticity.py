@@ -26,19 +26,13 @@ WHY = {
     "tiers/nvme/recovery.py": "the same",
     "cli/slab_file.py": "the same, for `attnstore verify` and its like",
     "tiers/peers/owner.py": "of this engine's own pool",
-    "tiers/peers/asker.py": "siblings' pools: socket, peer and pool's files are of our user (wire.py)",
-    "tiers/shared/secret.py": "where there is no secret, as a warning says; with one BLAKE3 has a key",
+    "tiers/peers/asker.py": "siblings' pools: socket, peer and files are of our user (wire.py)",
+    "tiers/shared/secret.py": "where there is no secret, as a warning says; else BLAKE3 has a key",
     "io/aiofiles_device.py": "takes one where a disk's request asks for it (tiers/nvme/format.py)",
     "transfer/board.py": "figures for metrics, no KV: a forged board may show wrong ones",
     "identity/weight_files.py": "kept digests of weights, in this engine's own directory",
-    "attnstore_lab/testing/family_models.py": "names of test models",
-    "attnstore_lab/testing/tiny_model.py": "names of test models",
     "policy/tails.py": "an estimate's own memory: two texts of one sum cost no answer",
     "identity/live_model.py": "of weights in this process's memory, against its own last look",
-    "attnstore_lab/sim/disk.py": "a disk in memory",
-    "attnstore_lab/testing/asked_dict.py": "a tier in memory",
-    "attnstore_lab/testing/devices.py": "a disk in memory",
-    "attnstore_lab/testing/dict_tier.py": "a tier in memory",
 }
 """By file: why only this server could forge its bytes."""
 
@@ -69,8 +63,8 @@ def test_each_unkeyed_checksum_has_a_reason() -> None:
 
 
 def test_all_of_the_network_stores_bytes_are_checked_with_a_key() -> None:
-    """In shared/ nothing but secret.py takes a hash at all: the others have its keys."""
-    for path in sorted((PACKAGE / "shared").glob("*.py")):
+    """In tiers/shared/ nothing but secret.py takes a hash at all: the others have its keys."""
+    for path in sorted((PACKAGE / "tiers" / "shared").glob("*.py")):
         if path.name != "secret.py":
             text = path.read_text(encoding="utf-8")
             assert "blake3" not in text, path

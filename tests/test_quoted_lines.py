@@ -23,7 +23,11 @@ from benchmarks.families import IDLE
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SOURCES = [*sorted((ROOT / "attnstore_vllm").rglob("*.py")), *sorted((ROOT / "csrc").rglob("*.*"))]
+SOURCES = [
+    *sorted((ROOT / "attnstore_vllm").rglob("*.py")),
+    *sorted((ROOT / "attnstore_lab").rglob("*.py")),
+    *sorted((ROOT / "csrc").rglob("*.*")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 VALUE = "\0"
 ELSEWHERE = {

@@ -26,48 +26,35 @@ EFFECTS = {
     "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "shutil", "socket",
     "subprocess", "sys", "tempfile", "threading", "time", "torch", "uuid", "vllm",
 }  # fmt: skip
-ALLOWED_VLLM = ("connector/", "plugin.py")
-# Imports go one way; what a package is not given here, it must not know of.
+ALLOWED_VLLM = ("connector/", "identity/", "plugin.py")
+# Imports go one way; what a room is not given here, it must not know of.
+LOW = {"errors", "types", "own_files", "plain_text"}
 KNOWS = {
-    "policy": {"types", "policy"},
-    "io": {"errors", "own_files", "types", "io", "_native"},
-    "index": {"types", "policy", "index", "_native"},
-    "transfer": {
-        "errors",
-        "own_files",
-        "types",
-        "config",
-        "preflight",
-        "transfer",
-        "_native",
-        "_native_cuda",
-    },
-    "store": {
-        "errors",
-        "own_files",
-        "plain_text",
-        "types",
-        "config",
-        "index",
-        "policy",
-        "io",
-        "transfer",
-        "store",
-    },
+    "policy": {"types"},
+    "io": {*LOW, "_native"},
+    "index": {"types", "policy", "_native"},
+    "config": {"errors", "types", "io", "own_files"},
+    "transfer": {*LOW, "config", "preflight", "_native", "_native_cuda"},
+    "tiers": {*LOW, "index", "policy", "io", "tiers/nvme"},
+    "tiers/nvme": {*LOW, "config", "index", "policy", "io", "tiers"},
+    "tiers/peers": {*LOW, "index", "policy", "io", "transfer", "tiers"},
+    "tiers/shared": {*LOW, "config", "index", "policy", "io", "tiers"},
+    "store": {*LOW, "index", "policy", "io", "tiers", "tiers/nvme"},
     "scheduler": {
-        "errors",
-        "own_files",
-        "types",
-        "config",
-        "hints",
-        "index",
-        "policy",
-        "store",
-        "transfer",
-        "scheduler",
+        *LOW, "config", "hints", "index", "policy", "store", "tiers", "tiers/nvme", "transfer",
     },
-    "bench": {"errors", "bench"},  # any server's client: it knows nothing of ours
-}
+    "identity": {*LOW, "config", "plugin", "transfer"},
+    "connector": {
+        *LOW, "config", "hints", "identity", "index", "io", "parent_watch", "plugin", "policy",
+        "preflight", "scheduler", "store", "tiers", "tiers/nvme", "tiers/peers", "tiers/shared",
+        "transfer",
+    },
+    "cli": {
+        *LOW, "_native", "config", "index", "io", "model_shape", "plugin", "preflight",
+        "prometheus", "tiers/nvme", "tiers/shared", "transfer",
+    },
+}  # fmt: skip
+"""Rooms of the package, each with itself and these."""
 # The outermost frame of a thread of ours, where a bug of ours stops a tier and not the server; and
 # an executor, which hands every exception to its caller; and a trial of the model's own code.
 MAY_CATCH_ALL = {
@@ -104,7 +91,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module
 
 
-ALL = python_files(PACKAGE, ROOT / "tests", ROOT / "tools", ROOT / "benchmarks")
+LAB = ROOT / "attnstore_lab"
+ALL = python_files(PACKAGE, LAB, ROOT / "tests", ROOT / "tools", ROOT / "benchmarks")
 OURS = python_files(PACKAGE)
 NATIVE = sorted((ROOT / "csrc").rglob("*.*"))
 
@@ -132,25 +120,40 @@ def test_functions_are_short(path: Path) -> None:
             assert lines <= FUNCTION_LINES_MAX, f"{where} has {lines} lines"
 
 
+def room_of(name: str) -> str:
+    """Of a file or module by its path in the package: its folder, or a file's own name."""
+    first, _, rest = name.partition("/")
+    second = rest.partition("/")[0]
+    within = first == "tiers" and second in {"nvme", "peers", "shared"}
+    return f"{first}/{second}" if within else first
+
+
+def test_there_is_a_rule_for_each_room() -> None:
+    rooms = {room_of(path.relative_to(PACKAGE).as_posix()) for path in OURS}
+    assert {room for room in rooms if not room.endswith(".py")} == KNOWS.keys()
+
+
 @pytest.mark.parametrize("path", OURS, ids=short)
 def test_imports_go_one_way(path: Path) -> None:
     name = path.relative_to(PACKAGE).as_posix()
-    knows = KNOWS.get(name.partition("/")[0])
+    knows = KNOWS.get(room_of(name))
     for line, module in imports(ast.parse(path.read_text(encoding="utf-8"))):
         where = f"{short(path)}:{line}"
         top, _, rest = module.partition(".")
         if name.startswith(PURE):
             assert top not in EFFECTS, f"{where}: pure code imports {module}"
         if not name.startswith(ALLOWED_VLLM):
-            assert top != "vllm", f"{where}: only connector/ and plugin.py may import vllm"
+            assert top != "vllm", f"{where}: only {ALLOWED_VLLM} may import vllm"
+        assert top != "attnstore_lab", f"{where}: the package does not know the laboratory"
         if top != "attnstore_vllm":
             continue
-        inside = rest.partition(".")[0]
+        if not rest:
+            continue
+        inside = room_of(rest.replace(".", "/"))
         if knows is not None:
-            assert inside in knows, f"{where}: {name.partition('/')[0]}/ must not know {module}"
-        if not name.startswith("testing/"):
-            assert inside != "testing", f"{where}: production code imports a test double"
-        if name.startswith(PURE) or not name.startswith(("connector/", "plugin.py", "cli/")):
+            is_own = inside == room_of(name)
+            assert is_own or inside in knows, f"{where}: {room_of(name)}/ must not know {module}"
+        else:
             assert inside != "connector", f"{where}: only the border knows the connector"
 
 
@@ -158,8 +161,7 @@ def test_imports_go_one_way(path: Path) -> None:
 def test_one_heap_forgets_what_has_left(path: Path) -> None:
     """Of heaps made by hand, one grew with each renewal of a lease. Those of simulators and test
     doubles hold what is to come, and nothing in them changes."""
-    name = path.relative_to(PACKAGE).as_posix()
-    if name.startswith(("sim/", "testing/")) or name == "policy/lazy_heap.py":
+    if path.relative_to(PACKAGE).as_posix() == "policy/lazy_heap.py":
         return
     for line, module in imports(ast.parse(path.read_text(encoding="utf-8"))):
         assert module != "heapq", f"{short(path)}:{line}: use policy/lazy_heap.py: LazyHeap"
@@ -269,14 +271,10 @@ def test_no_two_files_have_one_name() -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    """bench/ knows nothing of the rest, and has names of its own."""
     where: dict[str, list[str]] = {}
     for path in OURS:
-        if (PACKAGE / "bench") in path.parents:
-            continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(short(path))
-    # The simulator stands for vLLM, whose names our own types of it have.
     twice = {name: files for name, files in where.items() if len(files) > 1}
     assert twice == {}

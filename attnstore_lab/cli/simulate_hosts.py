@@ -187,7 +187,7 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[HostsOutcome]) -> None:
 
 
 def plot(trace: Trace, outcomes: Sequence[HostsOutcome], path: Path) -> None:
-    """Figures by number of hosts. attnstore_lab/cli/simulate.py: check_plot() has said that it can be written."""
+    """Figures by number of hosts. simulate.check_plot() has said that it can be written."""
     from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")

@@ -129,7 +129,7 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
-    """TTFT by share of requests. attnstore_lab/cli/simulate.py: check_plot() has said that it can be written."""
+    """TTFT by share of requests. simulate.check_plot() has said that it can be written."""
     from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

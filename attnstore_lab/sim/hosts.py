@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many servers in one virtual time: a router before them, a tier that they may share.
 
-    arrivals -> router -> one of N servers (attnstore_lab/sim/server.py) <-> shared tier (attnstore_lab/sim/shared_tier.py)
+    arrivals -> router -> one of N servers (server.py) <-> shared tier (shared_tier.py)
 
 Whichever server's next event is nearest goes on, so all see the shared tier, and the router sees
 them, as they are at that moment. An answer ends at the same time wherever its session goes on.

@@ -5,7 +5,7 @@
 
 The loop calls scheduler/scheduler.py as vLLM's does through the connector: what is looked up,
 waited for, offered, loaded and saved is decided there, over a disk that takes its time. What is
-assumed is the machine (attnstore_lab/sim/hardware.py) and the loop: continuous batching, prompts in pieces, first
+assumed is the machine (hardware.py) and the loop: continuous batching, prompts in pieces, first
 come first served, room for prompt and answer taken at once.
 """
 
@@ -25,8 +25,9 @@ from attnstore_lab.sim.simulated_store import open_scheduler
 from attnstore_lab.sim.trace import Trace, TraceRequest
 from attnstore_lab.sim.trace_tokens import TraceTokens
 from attnstore_vllm.io.device import Op
-from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
+from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.tiers.tier_io import MakeTier
+from attnstore_vllm.types import Seen
 
 POLICIES = ("attnstore", "lru", "fifo", "infinite", "recompute", "lru-ahead", "dram")
 """lru and fifo know nothing of the queue, and bring nothing up before it is asked for; lru-ahead
@@ -113,7 +114,7 @@ class Server:
         return self.end()
 
     def live(self) -> Iterator[None]:
-        """Serve all requests. Time passes by itself here; attnstore_lab/sim/hosts.py lets it pass for many."""
+        """Serve all requests. Time passes by itself here; hosts.py lets it pass for many."""
         while self._is_live:
             step = self._schedule()
             plan = self._scheduler.build_step(Output(step)) if self._scheduler else StepPlan()

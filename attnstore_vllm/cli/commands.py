@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of `attnstore`: settings and machine, the directory of nvme.path, simulation, load."""
+"""Commands of `attnstore`: settings and machine, the directory of nvme.path, live figures.
+
+Others are added by packages that name themselves in the entry point group attnstore.commands: the
+laboratory (attnstore_lab/cli/commands.py) is one.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,16 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from attnstore_vllm.cli import (
-    bench,
-    curve,
     doctor,
     gc,
     init,
     inspect,
     settings_file,
     shared_gc,
-    simulate,
-    simulate_hosts,
-    simulate_server,
-    size_plan,
     top,
     verify,
 )
@@ -67,17 +66,9 @@ def parser() -> argparse.ArgumentParser:
     clean.add_argument("--tenant", metavar="SALT", help="of one cache_salt")
     clean.add_argument("--to-size", metavar="SIZE", help="oldest first until no more is taken")
     clean.add_argument("--yes", action="store_true", help="delete what all of these rules name")
-    replay = commands.add_parser(
-        "simulate", help="what a trace's requests would find, by policy and capacity"
-    )
-    simulate.add_arguments(replay)
-    simulate_hosts.add_arguments(replay)
-    sizes = commands.add_parser("plan", help="how much DRAM and NVMe a load wants, for a budget")
-    size_plan.add_arguments(sizes)
-    simulate.add_trace_arguments(sizes)
-    shares = commands.add_parser("curve", help="what DRAM of other sizes would have had")
-    curve.add_arguments(shares)
-    simulate.add_trace_arguments(shares)
+    read.set_defaults(handler=_verify)
+    look.set_defaults(handler=_inspect)
+    clean.set_defaults(handler=_gc)
     live = commands.add_parser("top", help="live view of servers by their /metrics")
     live.add_argument("url", nargs="+", metavar="URL", help="of a vLLM server, as localhost:8000")
     live.add_argument("--once", action="store_true", help="print figures since the start, and end")
@@ -85,10 +76,9 @@ def parser() -> argparse.ArgumentParser:
     live.add_argument(
         "--interval", metavar="TIME", default="2s", help="between looks (%(default)s)"
     )
-    benches = commands.add_parser("bench", help="measure servers").add_subparsers(
-        dest="bench", required=True
-    )
-    bench.add_arguments(benches)
+    live.set_defaults(handler=_top)
+    for added in entry_points(group="attnstore.commands"):
+        added.load()(commands)
     return made
 
 
@@ -112,6 +102,9 @@ def _add_settings_commands(commands: argparse._SubParsersAction[argparse.Argumen
     examine.add_argument("--model", type=Path, metavar="DIR", help="sizes in tokens of this model")
     for command in (check, examine):
         command.add_argument("--json", action="store_true", help="print JSON")
+    begin.set_defaults(handler=_init)
+    check.set_defaults(handler=_check)
+    examine.set_defaults(handler=_doctor)
 
 
 def _version() -> str:
@@ -135,40 +128,25 @@ def command_names() -> set[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code. Raises: AttnStoreError, OSError."""
-    handlers: dict[str, Callable[[argparse.Namespace], int]] = {
-        "init": _init,
-        "check": _check,
-        "doctor": _doctor,
-        "simulate": _simulate,
-        "bench": bench.run,
-        "gc": _gc,
-        "top": _top,
-        "curve": curve.run,
-    }
-    if args.command in handlers:
-        return handlers[args.command](args)
-    if args.command == "verify":
-        verdict = verify.verify(args.directory, quiet=args.json)
-        if args.json:
-            print(json.dumps(verify.as_json(verdict)))
-        else:
-            verify.show(verdict)
-        return EXIT_BAD if verdict.bad else EXIT_OK
-    if args.command == "inspect":
-        namespaces = inspect.inspect(args.directory)
-        if args.json:
-            print(json.dumps(inspect.as_json(namespaces)))
-        else:
-            inspect.show(namespaces)
-        return EXIT_OK
-    trace = simulate.read(args)
-    model, options = size_plan.plan(args, trace)
+    handler: Callable[[argparse.Namespace], int] = args.handler
+    return handler(args)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    verdict = verify.verify(args.directory, quiet=args.json)
     if args.json:
-        print(json.dumps([option.as_json() for option in options]))
+        print(json.dumps(verify.as_json(verdict)))
     else:
-        if len(model.shape.geometry.groups) > 1:
-            size_plan.show_model(model)
-        size_plan.show(trace, options)
+        verify.show(verdict)
+    return EXIT_BAD if verdict.bad else EXIT_OK
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    namespaces = inspect.inspect(args.directory)
+    if args.json:
+        print(json.dumps(inspect.as_json(namespaces)))
+    else:
+        inspect.show(namespaces)
     return EXIT_OK
 
 
@@ -197,33 +175,6 @@ def _doctor(args: argparse.Namespace) -> int:
     else:
         doctor.show(checks)
     return EXIT_BAD if doctor.is_bad(checks) else EXIT_OK
-
-
-def _simulate(args: argparse.Namespace) -> int:
-    if args.plot:
-        simulate.check_plot(args.plot)
-    trace = simulate.read(args)
-    if args.hosts is not None:
-        simulate_hosts.run(args, trace)
-        return EXIT_OK
-    if args.machine is not None:
-        outcomes = simulate_server.simulate(args, trace)
-        if args.json:
-            print(json.dumps(simulate_server.as_json(trace, args.machine, outcomes)))
-        else:
-            simulate_server.show(trace, args.machine, outcomes)
-        if args.plot:
-            title = f"{trace.name} on {args.machine.stem}"
-            simulate_server.plot(outcomes, title, args.plot)
-        return EXIT_OK
-    runs = simulate.simulate(args, trace)
-    if args.json:
-        print(json.dumps(simulate.as_json(trace, runs)))
-    else:
-        simulate.show(trace, runs)
-    if args.plot:
-        simulate.plot(trace, runs, args.plot)
-    return EXIT_OK
 
 
 def _top(args: argparse.Namespace) -> int:

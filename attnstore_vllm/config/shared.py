@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.tiers.shared.secret import SharedKeys, read_secret
 
 REDIS_KEYS = {"password_file", "ca", "cert", "key"}
 MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
@@ -62,12 +61,8 @@ class SharedConfig:
             daily_writes_bytes=part(self.daily_writes_bytes),
         )
 
-    def keys(self) -> SharedKeys:
-        """Cost: the secret's file is read. Raises ConfigError."""
-        return SharedKeys.of(None if self.secret_file is None else read_secret(self.secret_file))
-
     def for_client(self) -> dict[str, Any]:
-        """See tiers/shared/backend.py. Has the password, and never the secret. Raises ConfigError."""
+        """For tiers/shared/backend.py: has the password, never the secret. Raises ConfigError."""
         options: dict[str, Any] = dict(self.options)
         if self.kind == "redis":
             options["timeout_s"] = self.deadline_ms / 1000

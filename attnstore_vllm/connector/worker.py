@@ -16,7 +16,7 @@ from attnstore_vllm.identity.live_lora import LiveAdapters
 from attnstore_vllm.identity.rank import KvFacts, KvPage, RankDescription
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.figures import StepStats
-from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
+from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, LoadsOnly, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes, page_of
@@ -24,7 +24,7 @@ from attnstore_vllm.transfer.page_tables import MapAhead
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.transfer.worker_copies import Loads, Saves
-from attnstore_vllm.types import Flow
+from attnstore_vllm.types import Flow, Seen
 
 KindOfLayer = tuple[int, torch.Tensor, LayerLayout]
 """A layer's number, its KV tensor and the layout of that."""

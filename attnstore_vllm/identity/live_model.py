@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from xxhash import xxh3_128
 
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.scheduler.messages import Seen
+from attnstore_vllm.types import Seen
 
 logger = logging.getLogger(__name__)
 

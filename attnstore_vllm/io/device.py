@@ -2,7 +2,7 @@
 """The one seam between the store and a disk: batches go in, completions come out.
 
 Nothing above knows of files. Implementations: io/uring_device.py (Linux, native),
-io/aiofiles_device.py (any file system) and the shipped test doubles in attnstore_lab/testing/devices.py.
+io/aiofiles_device.py (any file system) and the test doubles (attnstore_lab/testing/devices.py).
 """
 
 from __future__ import annotations

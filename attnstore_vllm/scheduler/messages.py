@@ -6,20 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
-
-
-class Seen(IntEnum):
-    """The result of a look at the live weights. Of several ranks the largest counts."""
-
-    NOTHING = 0
-    """Nobody has looked."""
-    SAME = 1
-    UNKNOWN = 2
-    """This model's cannot be seen."""
-    CHANGED = 3
+from attnstore_vllm.types import Seen
 
 
 @dataclass(frozen=True, slots=True)

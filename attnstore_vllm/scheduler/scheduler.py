@@ -28,7 +28,7 @@ from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.lookups import STEP_TOKENS, Lookups
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
-from attnstore_vllm.scheduler.messages import LoadCheck, Seen, StepPlan, StepReport
+from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, Costs, Offers, Waits
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import (
@@ -53,6 +53,7 @@ from attnstore_vllm.scheduler.vllm_view import (
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.types import Seen
 
 logger = logging.getLogger(__name__)
 

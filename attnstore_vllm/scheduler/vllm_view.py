@@ -17,10 +17,11 @@ from blake3 import blake3
 from attnstore_vllm.policy.cost import OUTLIER, USUAL_STEPS, StepCost
 from attnstore_vllm.policy.step_budget import StepBudget
 from attnstore_vllm.scheduler.lookups import STEP_TOKENS, Lookups, look_tokens
-from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
+from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, RequestState
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.types import Seen
 
 logger = logging.getLogger(__name__)
 

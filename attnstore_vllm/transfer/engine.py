@@ -3,8 +3,8 @@
 seam.
 
 CpuEngine is for vLLM's CPU build, where HBM is ordinary memory; CudaEngine
-(transfer/cuda_engine.py) is for CUDA; attnstore_lab/testing/memory_engine.py has slow and stepped ones. All
-move bytes as vLLM wrote them. Which copy comes when is decided by transfer/worker_copies.py.
+(transfer/cuda_engine.py) is for CUDA; attnstore_lab/testing/memory_engine.py has slow and stepped
+ones. All move bytes as vLLM wrote them. transfer/worker_copies.py decides which copy comes when.
 
 *The model's order* is the order in which the device runs what the model and the engine were given:
 the model's stream on CUDA; where the model runs on the calling thread, simply what was called.

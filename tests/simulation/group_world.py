@@ -22,7 +22,7 @@ from attnstore_lab.testing.copy_streams import SteppedStream
 from attnstore_lab.testing.memory_engine import MemoryEngine
 from attnstore_vllm.errors import CopyError, CorruptRecordError
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.scheduler.messages import Seen, StepPlan, StepReport
+from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.tiers.nvme.format import PAGE_BYTES
 from attnstore_vllm.tiers.nvme.slab import Slab, new_generation
@@ -30,6 +30,7 @@ from attnstore_vllm.transfer.geometry import Group
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.transfer.worker_copies import Loads, Saves
+from attnstore_vllm.types import Seen
 from tests.helpers import NAMESPACE, SHAPE, format_image, found_slab, open_pool
 from tests.simulation.disk import SimulatedDisk, Weather
 from tests.simulation.group_memory import BLOCK_BYTES, GroupMemory, Truth, geometry_of

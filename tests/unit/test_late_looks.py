@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.asked_dict import MakeAskedDict, Others
-from attnstore_vllm.scheduler.messages import Seen, StepReport
+from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.request import Computing
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.transfer.geometry import Geometry, Group
+from attnstore_vllm.types import Seen
 from tests.helpers import NAMESPACE, Rig, memory_rig
 from tests.vllm_objects import output
 

@@ -26,7 +26,8 @@ from attnstore_vllm.own_files import (
 from tests.helpers import give_away
 
 ROOT = Path(__file__).parent.parent.parent
-PACKAGE = ROOT / "attnstore_vllm"
+PACKAGE, LAB = ROOT / "attnstore_vllm", ROOT / "attnstore_lab"
+SOURCES = sorted(path for folder in (PACKAGE, LAB) for path in folder.rglob("*.py"))
 
 
 shared_group = pytest.mark.skipif(
@@ -297,9 +298,9 @@ def opening_calls(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_nothing_else_opens_a_file_of_ours() -> None:
     seen = set()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        if name == "own_files.py" or name.startswith("testing/"):
+    for path in SOURCES:
+        name = path.relative_to(ROOT).as_posix().removeprefix("attnstore_vllm/")
+        if name == "own_files.py" or name.startswith("attnstore_lab/testing/"):
             continue
         for line, call in opening_calls(path):
             assert call in ELSEWHERE.get(name, {}), (
@@ -314,7 +315,7 @@ def test_nothing_else_opens_a_file_of_ours() -> None:
 def test_each_child_is_isolated_from_the_working_directory() -> None:
     """-I has what -P has, which Python 3.10 does not know."""
     found = 0
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.List | ast.Tuple | ast.Call):
                 continue

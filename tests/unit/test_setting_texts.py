@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings in words are those of config/settings.py, with its defaults; the pages are made of them."""
+"""The settings in words are those of config/settings.py, with its defaults.
+
+The pages are made of them.
+"""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_the_setting_is_for_both_kinds_and_read_late(tmp_path: Path) -> None:
     path = secret_file(tmp_path)
     config = parsed(tmp_path, secret_file=str(path))
-    assert config.keys() == SharedKeys.of(SECRET)
+    assert SharedKeys.of_file(config.secret_file) == SharedKeys.of(SECRET)
     assert SECRET.decode() not in f"{config!r} {config.for_client()!r}"
     with pytest.raises(ConfigError, match=r"shared\.secret_file is"):
         parsed(tmp_path, secret_file="relative")

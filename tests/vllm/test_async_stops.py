@@ -21,8 +21,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.scheduler.messages import Seen
 from attnstore_vllm.scheduler.vllm_view import ResetWatch
+from attnstore_vllm.types import Seen
 from tests.vllm import scripted_worker
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import TOKEN_KV, VOCAB

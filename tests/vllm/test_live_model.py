@@ -12,7 +12,7 @@ from torch import nn
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity import live_model
 from attnstore_vllm.identity.live_model import LiveWeights, checksum, digest, models_of
-from attnstore_vllm.scheduler.messages import Seen
+from attnstore_vllm.types import Seen
 
 
 class Layer(nn.Module):

@@ -18,6 +18,7 @@ from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.tiers.shared.backend import Backend, BackendError, open_backend
 from attnstore_vllm.tiers.shared.record import tenant_tag
+from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.start import check_client
 
 COMMAND_S = 60.0
@@ -57,7 +58,8 @@ def delete_tenant(shared: SharedConfig, salt: str, *, is_dry: bool) -> Deletion:
     Raises: ConfigError; DeviceError if the store cannot be asked, or does not let us.
     """
     check_client(shared)
-    prefix = shared.prefix + tenant_tag(tenant_hash(salt), shared.keys()).hex()
+    keys = SharedKeys.of_file(shared.secret_file)
+    prefix = shared.prefix + tenant_tag(tenant_hash(salt), keys).hex()
     with _opened(shared) as backend:
         found = backend.count(prefix)
         records, num_bytes = found if found is not None else (None, None)

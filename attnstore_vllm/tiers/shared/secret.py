@@ -44,6 +44,11 @@ class SharedKeys:
 
         return cls(secret is not None, derived("names"), derived("seals"), derived("payloads"))
 
+    @classmethod
+    def of_file(cls, path: Path | None) -> SharedKeys:
+        """Cost: the file is read. Raises ConfigError."""
+        return cls.of(None if path is None else read_secret(path))
+
     def name(self, *parts: bytes) -> bytes:
         """A hash of 32 bytes. All uses with one first part have parts of the same lengths."""
         return blake3(b"".join(parts), key=self._names).digest()

@@ -12,6 +12,7 @@ from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.tiers.shared.helper import Helper
 from attnstore_vllm.tiers.shared.lanes import Lanes
+from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_io import MakeShared
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def check_client(shared: SharedConfig) -> None:
             "shared.mooncake needs Mooncake's client; run: pip install 'attnstore-vllm[mooncake]'"
         )
     shared.for_client()
-    shared.keys()
+    SharedKeys.of_file(shared.secret_file)
 
 
 def without_secret(shared: SharedConfig) -> str:
@@ -47,7 +48,7 @@ def make_shared(
         logger.warning("shared: there is no secret: %s", without_secret(shared))
     return MakeShared(
         shared.for_client(),
-        keys=shared.keys(),
+        keys=SharedKeys.of_file(shared.secret_file),
         namespace=namespace,
         where=shared.where,
         chunk_tokens=chunk_tokens,
