@@ -21,6 +21,7 @@ from attnstore_lab.bench.environment import machine
 from benchmarks.data import is_papers
 from benchmarks.experiments.picture import plot
 from benchmarks.experiments.spec import Experiment, Goal, Metric, read_all
+from tools.wrap_pages import wrapped
 
 __all__ = ["ending", "machine", "main", "render"]
 
@@ -54,7 +55,7 @@ def render(experiments: Mapping[str, Experiment], results: Path, pictures: str) 
         file = results / f"{name}.json"
         result = json.loads(file.read_text()) if file.exists() else None
         parts.append("\n".join(_section(experiment, result, pictures)))
-    return "\n".join(parts)
+    return wrapped("\n".join(parts))
 
 
 def _contents(experiments: Mapping[str, Experiment], results: Path) -> str:

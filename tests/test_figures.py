@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 MADE = {"results.md", "models.md", "configuration.md"}
 """By benchmarks.report, benchmarks.families and tools/settings_page.py."""
 PAGES = [
-    p for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if p.name not in MADE
+    p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if p.name not in MADE
 ]
 FENCE = re.compile(r"^```\w*\n.*?^```", re.MULTILINE | re.DOTALL)
 START = r"(?<![\w.,`/=-])\d[\d,]*(?:\.\d+)?\**"

@@ -22,7 +22,7 @@ from benchmarks.e2e.serving import FACTS
 from benchmarks.families import IDLE
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [
     *sorted((ROOT / "attnstore_vllm").rglob("*.py")),
     *sorted((ROOT / "attnstore_lab").rglob("*.py")),

@@ -17,7 +17,7 @@ from tools import docs_site, readme_results, setup_env
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS]
 DOOR = (
     "README.md",
@@ -248,7 +248,8 @@ def test_every_metric_is_in_the_runbook() -> None:
 
 def test_every_page_is_in_the_nav() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    assert set(re.findall(r"([\w-]+\.md)", nav)) == {path.name for path in DOCS}
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in DOCS}
+    assert set(re.findall(r"([\w/-]+\.md)", nav)) == pages
 
 
 def test_lists_and_tables_get_their_empty_line() -> None:

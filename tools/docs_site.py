@@ -35,7 +35,7 @@ def stage() -> None:
         to = SOURCE / "results" / picture.relative_to(ROOT / "results")
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(picture, to)
-    for page in SOURCE.glob("*.md"):
+    for page in SOURCE.rglob("*.md"):
         text = "\n".join(spaced(page.read_text(encoding="utf-8").split("\n")))
         page.write_text(text.replace("](../results/", "](results/"), encoding="utf-8")
 

@@ -22,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.wrap_pages import wrapped  # noqa: E402
+
 NUMBER = r"[\d,]+(?:\.\d+)?"
 SLOT = re.compile(r"\{([^{}]*)\}")
 
@@ -31,7 +35,7 @@ class Figure:
     """Some words of a page.
 
     Args:
-        text: with a slot for each figure, as `{:.2f}`.
+        text: with a slot for each figure, as `{:.2f}`; a page may go on in a new line at a space.
         file: of results/.
         values: of the slots, from what is in the file.
     """
@@ -43,7 +47,8 @@ class Figure:
 
     def pattern(self) -> re.Pattern[str]:
         pieces = SLOT.split(self.text)[::2]
-        return re.compile(NUMBER.join(map(re.escape, pieces)))
+        words = [r"\s+".join(map(re.escape, piece.split(" "))) for piece in pieces]
+        return re.compile(NUMBER.join(words))
 
     def said(self) -> str:
         return self.text.format(*self.values(read(self.file)))
@@ -111,7 +116,7 @@ FIGURES = (
            "hit_latency.json", hits(1, "cold", "HBM", "DRAM", "NVMe")),
     Figure(MORE, "| over a hit in HBM | {:.0f} | 1 | {:.2f} (goal 1.10) | **{:.2f}** (goal 1.5) |\n"
            "\n", "hit_latency.json", hits(1, "cold/HBM", "DRAM/HBM", "NVMe/HBM")),
-    Figure(MORE, "median of {:.0f} paired\nrounds: **{:.3f}** (goal 0.97; rounds from {:.2f} to "
+    Figure(MORE, "median of {:.0f} paired rounds: **{:.3f}** (goal 0.97; rounds from {:.2f} to "
            "{:.2f}; of all tokens and seconds together {:.3f}; `results/throughput.json`)",
            "throughput.json", throughput),
     Figure(FAQ, "throughput was {:.2f} of that without the store with two servers, and {:.2f} with "
@@ -134,7 +139,7 @@ def differing(figures: tuple[Figure, ...], text: str) -> Iterator[str]:
         found = figure.pattern().findall(text)
         if len(found) != 1:
             yield f"{figure.page}: {len(found)} times, and not once: {figure.text}"
-        elif found[0] != figure.said():
+        elif found[0].split() != figure.said().split():
             yield f"{figure.page}: {found[0]!r}; results/{figure.file} says {figure.said()!r}"
 
 
@@ -154,7 +159,7 @@ def main() -> int:
             for figure in of(page):
                 for found in figure.pattern().findall(text):
                     text = text.replace(found, figure.said())
-            path.write_text(text, encoding="utf-8")
+            path.write_text(wrapped(text), encoding="utf-8")
         bad += differing(of(page), text)
     print("\n".join(bad) or "page_figures: the pages say what the files do")
     return int(bool(bad))

@@ -109,7 +109,7 @@ SETTINGS = (
     ),
     Setting(
         "eviction", "attnstore", "attnstore, lru, fifo",
-        "Who leaves a full tier, of what nobody waits for: what is least likely to return soon.",
+        "Who leaves a full tier, of what no request waits for: what is least likely to return soon.",
         "lru and fifo are there to compare with.",
     ),
     Setting(
@@ -149,7 +149,7 @@ SETTINGS = (
         "pinning", "off", "off, or {share: 0.1, tenant_share: 0.02, longest: 1h}",
         "Whether requests may pin KV (`pin: true`).",
         "Give it a mapping, {} for the values shown, if requests need it: pins take room from "
-        "others whatever theirs is worth.",
+        "others, however much theirs is worth.",
     ),
     Setting(
         "pinning.share", "0.1", "share of each tier's slots, 0.5 at most",

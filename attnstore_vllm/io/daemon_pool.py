@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An executor whose threads nobody waits for at the end of the process.
+"""An executor whose threads are not waited for at the end of the process.
 
 concurrent.futures joins its threads then, so that one call on a disk that hangs would keep the
 whole process.
@@ -54,7 +54,7 @@ class DaemonPool(Executor):
                 result = function()
             except BaseException as error:  # it is told to whoever waits for the future
                 if future is None:
-                    logger.exception("a call that nobody waits for has failed")
+                    logger.exception("a call without a waiting caller has failed")
                 else:
                     future.set_exception(error)
             else:

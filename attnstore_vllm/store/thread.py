@@ -103,7 +103,7 @@ class StoreThread:
             tier.cancel()
             if not tier.close(max(0.5, deadline - time.monotonic())):
                 logger.warning(
-                    "%s still has requests in flight; nobody waits for them", tier.tier.name
+                    "%s still has requests in flight; they are not waited for", tier.tier.name
                 )
 
     def has_writes(self) -> bool:
