@@ -13,7 +13,7 @@ import pytest
 
 from attnstore_vllm.cli.commands import command_names
 from attnstore_vllm.scheduler.figures import ERROR_EVENTS
-from tools import docs_site, readme_results, setup_env
+from tools import docs_site, readme_results, setup_env, wrap_pages
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -35,6 +35,7 @@ DOOR = (
 )
 """What a stranger reads first: here no sentence is long."""
 LINES_MAX, LINE_MAX, NUMBERS_MAX, WORDS_MAX, SENTENCE_MAX = 120, 120, 40, 120, 30
+DESIGN_LINES_MAX = 250
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -62,6 +63,44 @@ def test_the_readme_is_one_screen() -> None:
     assert len(numbers) <= NUMBERS_MAX, f"{len(numbers)} numbers: {numbers}"
     before = visible(text.partition("```")[0]).split()
     assert len(before) <= WORDS_MAX, f"{len(before)} words before the first command"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=short)
+def test_no_line_is_long(path: Path) -> None:
+    """But of tables, code, and a code span that is a line by itself. Made pages too."""
+    long = wrap_pages.long_lines(path.read_text(encoding="utf-8"))
+    assert not long, "\n".join(["python3 tools/wrap_pages.py wraps:", *long])
+
+
+def test_the_design_holds_decisions_only() -> None:
+    """What was measured and tried is in docs/notes."""
+    lines = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= DESIGN_LINES_MAX
+    assert max(map(len, lines)) <= wrap_pages.LINE_MAX
+
+
+NO_SUBJECT = re.compile(r"\b(nobody|somebody|whoever|whatever)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=short)
+def test_sentences_say_who(path: Path) -> None:
+    found = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if NO_SUBJECT.search(line)
+    ]
+    assert not found, "name the subject:\n" + "\n".join(found)
+
+
+def test_a_page_is_wrapped_where_a_line_is_long() -> None:
+    words = "word " * 40
+    code = "`a command " + "x " * 60 + "y`"
+    kept = f"| {words * 4} |\n```\n{words * 4}\n```\nshort\nlines\n"
+    text = f"# Head\n- {words}{code} - 2. {words}\n  more\n{kept}"
+    assert len(wrap_pages.long_lines(text)) == 1
+    new = wrap_pages.wrapped(text)
+    assert wrap_pages.long_lines(new) == [] and wrap_pages.wrapped(new) == new
+    assert code in new and new.split() == text.split()
+    assert all(not line.lstrip().startswith(("- 2", "2. ")) for line in new.splitlines()[2:])
+    assert new.endswith(kept)
 
 
 def sentences(text: str) -> list[str]:

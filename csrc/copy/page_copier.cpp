@@ -14,7 +14,7 @@ namespace {
 
 // What a thread takes at a time. To take is a locked instruction: it waits for the streaming stores
 // before it, and for the counter, which another processor has. Done for every run of 2 KiB that
-// takes longer than the copy (measured: docs/design.md).
+// takes longer than the copy (measured: docs/notes/2026-11-copies.md).
 constexpr std::size_t kTakenBytes = 128 << 10;
 
 struct Batch {

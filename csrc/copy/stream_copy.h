@@ -3,7 +3,7 @@
 //
 // Stores go past the caches, so that the target's lines are not fetched only to be overwritten:
 // a third of the memory traffic less than memcpy, which does this for one large copy but not for
-// many of the size of a KV page (measured: docs/design.md).
+// many of the size of a KV page (measured: docs/notes/2026-11-copies.md).
 #pragma once
 
 #include <cstddef>

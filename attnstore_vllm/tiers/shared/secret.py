@@ -62,8 +62,8 @@ class SharedKeys:
         return hmac.compare_digest(given, self.seal(*parts))
 
     def digest(self, payload: memoryview) -> bytes:
-        """A payload as its seal has it. The GIL is released. Cost: a core for 2 to 4 GB/s
-        with a secret (docs/design.md); without one XXH3-128, a third of it."""
+        """A payload as its seal has it. The GIL is released. Cost: a core for 2 to 4 GB/s with
+        a secret (docs/notes/2026-11-remote-tiers.md); without one XXH3-128, a third of it."""
         if not self.is_secret:
             return checksum(payload)
         return blake3(payload, key=self._payloads).digest()
