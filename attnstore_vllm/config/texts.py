@@ -109,7 +109,8 @@ SETTINGS = (
     ),
     Setting(
         "eviction", "attnstore", "attnstore, lru, fifo",
-        "Who leaves a full tier, of what no request waits for: what is least likely to return soon.",
+        "Who leaves a full tier, of what no request waits for: what is least likely to return "
+        "soon.",
         "lru and fifo are there to compare with.",
     ),
     Setting(
