@@ -33,7 +33,7 @@ SURE = re.compile(
 OF_A_RUN = re.compile(rf"{START} ?(?:s|min|minutes|seconds|%|times)(?!\w)")
 RUN = re.compile(r"\b(took|measured|fell|gave|seen|costs?|was|were)\b")
 DATED = re.compile(r"\b(?:January|February|March|April|May|June|July|August|September|October"
-                   r"|November|December) 20\d\d\b")  # fmt: skip
+                   r"|November|December) 20\d\d\b|\b20\d\d-\d\d-\d\d\b")  # fmt: skip
 VERSION = re.compile(
     r"\b(?:vLLM|Python|Linux|torch)(?:'s)? (?:\| )?\d[\d.]*(?:(?:,| to| and) \d[\d.]*)*"
 )
