@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does the machine have what the settings ask for? Asked before the model loads.
 
+It is long since each thing that a machine may lack has its check and its message here.
+
 These checks take nothing: the pool and the slab file are allocated, and the directory is
 locked, by the engine itself, which checks again. A start first gives back what killed ones left
 in shared memory; who only looks (`attnstore doctor`) counts that as free, and leaves it.

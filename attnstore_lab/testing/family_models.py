@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models of the families that people serve, made on the spot: nothing is downloaded.
 
+It is long since each family has its config here.
+
     family = FAMILIES["gemma3"]
     LLM(**family.arguments(Path("models")))
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From vLLM's configuration to the two sides of the connector."""
+"""From vLLM's configuration to the two sides of the connector.
+
+It is long since each fact of vLLM is read here, and nowhere else.
+"""
 
 from __future__ import annotations
 

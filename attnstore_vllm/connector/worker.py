@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side: copies what the plan says, and says what is copied. Decides nothing."""
+"""The worker side: copies what the plan says, and says what is copied. Decides nothing.
+
+It is long since each of a worker's hooks has its method here.
+"""
 
 from __future__ import annotations
 

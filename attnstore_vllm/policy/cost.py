@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which is sooner: to wait for stored KV, or to compute it? Learned online, pure: time is given.
 
+It is long since what a step, a read and a copy cost is weighed together.
+
     compute(a, b) = c1 * (b - a) + c2 * (b - a) * (a + b) / 2       seconds for tokens [a, b)
     arrival(k)    = reads that are before it * seconds a read       until piece k is in DRAM
 

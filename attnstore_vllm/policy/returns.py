@@ -2,6 +2,8 @@
 """Runs: the part of a conversation that one request used; what that request asked for it, and when
 it comes back. Pure: time is given.
 
+It is long since what visits remember and what is learned of them is one model.
+
 A visit is which stored chunks a request uses, and by which two runs it is remembered. A chunk is of
 the run that used it last. ReturnEstimator learns online, from what the store sees, which runs come
 back and when.

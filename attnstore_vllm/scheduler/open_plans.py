@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies that a step is to make, and the plans that workers still work at."""
+"""The copies that a step is to make, and the plans that workers still work at.
+
+It is long since plans of loads and of saves share their numbers and their reports.
+"""
 
 from __future__ import annotations
 

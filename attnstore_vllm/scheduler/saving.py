@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV of a request is saved: whole chunks as steps complete them, the rest when it ends.
 
+It is long since chunks, sections and states are saved by one rule.
+
 Of a chunk the spine is saved, and a section of each other group (index/sections.py). A spine that
 is a window is kept as sections are. These are worth most where hits may end: at the end of the
 prompt and of the answer, and where the prompt parts from what was stored. Those that lie before are

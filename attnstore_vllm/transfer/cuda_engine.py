@@ -107,7 +107,6 @@ class CudaEngine:
             torch.cuda.get_device_name(index), self._native.driver_version()
         )
         self._geometry = geometry
-        self._slots_base = slots_base
         self._is_closed = False
         with ExitStack() as undo:
             self._buffer = self._make_buffer(num_rows)

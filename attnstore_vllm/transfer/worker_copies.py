@@ -2,6 +2,8 @@
 """When a worker's loads and saves are begun, waited for and over. docs/overlap.md has the ordering
 argument.
 
+It is long since the order of loads and saves is argued for both together.
+
 A load is *for this step*, and the forward pass waits for it layer by layer, or it is *ahead*: the
 request waits in vLLM's own waiting state until enough layers are there that the others will come
 in time (the paper's read buffer), is then told as received, and from then on every forward pass

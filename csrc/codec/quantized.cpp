@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// It is long since each format is packed and unpacked by one set of rules.
 #include "codec/quantized.h"
 
 #include <algorithm>

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte layout of the slab file, version 2. The prose version is docs/format.md; keep both in step.
 
+It is long since each field is written, read and bounded in one place.
+
 0                                    root, one page
 4096 + s * segment_bytes             segment s: its header, one page,
 ... + 4096 + i * record_bytes        then its records; a record = header pages + payload
@@ -65,7 +67,6 @@ TIME_MAX = 1 << 37
 """Unix time, seconds: in the year 6325. Much later ones are none that a calendar can show."""
 CHECKSUM_AT = 16
 PAYLOAD_CHECKSUM_AT = 72
-TENANT_AT = 216
 _CHECKSUM = slice(CHECKSUM_AT, CHECKSUM_AT + CHECKSUM_BYTES)
 _ROOT = struct.Struct("<8sII16sQ")
 _SEGMENT = struct.Struct("<8sII16s16sQQ32sQ256s")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVMe's bytes: records of the slab file, each read and written whole, in one request.
 
+It is long since reads, writes and encodings of a record share its place and its end.
+
 A record's bytes are used if its header is that of this record, names this chunk and states the
 tokens that its key was made from, and if its payload has the checksum that the index has and the
 header states. Anything else drops the chunk.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The asker's side: siblings as a tier that must be asked (tiers/remote_io.py).
 
+It is long since one thread does all that is asked, copied and verified.
+
     FIND -> FOUND    which of these chunks have you?            to all siblings, once a request
     GET  -> PIECES   hold these, and say where they are
                      copy from the sibling's pool, take the copies' checksums, compare

@@ -90,8 +90,6 @@ class Owner:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._stopping = False
-        self.num_served = 0
-        """Chunks that siblings have copied."""
         weakref.finalize(self, os.close, self._wake)
         self._thread = threading.Thread(target=self._run, name="attnstore-owner", daemon=True)
 
@@ -303,7 +301,6 @@ class Owner:
     def _say_where(self, get: _Get, held: dict[int, Chunk]) -> None:
         """The chunks are held: their bytes do not change while their checksums are taken."""
         pool, fields = self._context.pool, list[bytes]()
-        self.num_served += len(held)
         for place, chunk in held.items():
             copy = chunk.dram
             copy.checksum = copy.checksum or checksum(pool.slot(copy.slot))
