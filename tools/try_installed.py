@@ -26,6 +26,7 @@ KERNELS = {"sm_80.cubin", "sm_90.cubin", "sm_100.cubin", "compute_80.ptx"}
 MAY_LACK = {
     "attnstore_lab.bench": {"aiohttp"},  # the extra named bench
     "attnstore_vllm.connector": {"vllm", "torch", "prometheus_client"},
+    "attnstore_vllm.identity": {"vllm", "torch"},
     "attnstore_lab.testing": {"torch", "tokenizers", "safetensors", "transformers"},
     "attnstore_vllm.transfer": {"torch"},
 }
@@ -40,10 +41,11 @@ def expect(is_so: bool, what: str) -> None:
 
 def try_import() -> int:
     """Import every module. Returns how many there are; those of vLLM's side may lack vLLM."""
-    package = importlib.import_module("attnstore_vllm")
-    where = Path(str(package.__file__)).parent
-    expect(where.parent != HERE.parent, f"{where} is the checkout, not what was installed")
-    files = [path.relative_to(where.parent).with_suffix("") for path in where.rglob("*.py")]
+    files = []
+    for package in ("attnstore_lab", "attnstore_vllm"):
+        where = Path(str(importlib.import_module(package).__file__)).parent
+        expect(where.parent != HERE.parent, f"{where} is the checkout, not what was installed")
+        files += [path.relative_to(where.parent).with_suffix("") for path in where.rglob("*.py")]
     names = sorted(".".join(file.parts).removesuffix(".__init__") for file in files)
     for name in names:
         try:
