@@ -152,7 +152,7 @@ def seen_by(fault: Fault, stories: int) -> str:
     planted."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("attnstore_vllm", "csrc", "tests"):
+        for name in ("attnstore_lab", "attnstore_vllm", "csrc", "tests"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, copy / name, ignore=ignored)
         path = copy / fault.file

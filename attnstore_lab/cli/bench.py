@@ -264,7 +264,7 @@ async def _replay(
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """All that the result depends on, as JSON has it."""
-    hidden = {"command", "bench", "json"}
+    hidden = {"command", "bench", "json", "handler"}
     values = {name: value for name, value in vars(args).items() if name not in hidden}
     return {
         name: str(value) if isinstance(value, Path) or value == math.inf else value

@@ -214,8 +214,11 @@ class Server:
             is_full = len(self._running) >= machine.max_num_seqs
             if is_full or budget < least:
                 break
-            local, job.shared_prefix_boundary = self._hbm.cached_tokens(job), 0
-            found, is_ahead = (0, False) if job.is_received else self._ask(job, local)
+            found: int | None = 0
+            local, is_ahead = self._hbm.cached_tokens(job), False
+            if not job.is_received:
+                job.shared_prefix_boundary = 0
+                found, is_ahead = self._ask(job, local)
             if found is None:
                 continue
             is_full = not job.is_received and not self._hbm.take(job)
