@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scheduler/rests.py takes for granted of vLLM's blocks: the same object names a block as long
-as its KV stays, and another one, or none, after that, be its tokens the same."""
+"""What we take for granted of vLLM.
+
+Of its blocks (scheduler/rests.py): the same object names a block as long as its KV stays, and
+another one, or none, after that, be its tokens the same. Of its list of tokens: what it shows.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.utils import ConstantList
+
+from attnstore_vllm.scheduler.request import list_of
 
 NUM_BLOCKS = 5
 SIZE = 16
@@ -55,3 +61,14 @@ def test_a_name_stays_until_the_block_is_given_away() -> None:
     pool.free_blocks(anew)
     assert pool.reset_prefix_cache()
     assert block.block_hash is None
+
+
+def test_a_prompt_is_read_where_vllm_keeps_it() -> None:
+    """No part of vLLM's list is copied to be read, and what it grows by is seen."""
+    tokens = [1, 2, 3]
+    held = list_of(ConstantList(tokens))
+    assert held is tokens
+    tokens.append(4)
+    assert list(held) == [1, 2, 3, 4]
+    others = (1, 2, 3)
+    assert list_of(others) is others, "what is no list of vLLM's is sliced, as any sequence"
