@@ -49,6 +49,7 @@ def arguments(engine: Engine) -> dict[str, Any]:
     return {"model": model, "dtype": "bfloat16", "kv_transfer_config": transfer}
 
 
+@pytest.mark.long
 def test_another_kind_of_server_finds_a_plain_models_kv(
     start_engine: StartEngine, tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.vllm import soak
 from tests.vllm.conftest import StartEngine
 
@@ -16,6 +18,7 @@ REQUESTS = 200
 FAULTS = ("wrong slot", "skipped layer")
 
 
+@pytest.mark.long
 def test_soak(start_engine: StartEngine, models: Path) -> None:
     host = start_engine(**soak.PLAYING)
     played = host.call(soak.play, SEED, REQUESTS)
