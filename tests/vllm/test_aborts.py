@@ -125,7 +125,7 @@ def past_its_deadline(engine: Engine) -> tuple[Answer, Answer, int, dict[str, in
     engine.evict_dram()
     engine.forget_hbm()
     engine.loaded()
-    with closed_gate(engine), mock.patch.object(engine.side.costs, "_load_deadline_s", 0.05):
+    with closed_gate(engine), mock.patch.object(engine.side.costs, "load_deadline_s", 0.05):
         computed = engine.ask(prompt, max_tokens=ANSWER)
     loaded = engine.loaded()
     engine.check_quiet()

@@ -118,7 +118,7 @@ def on_a_slow_disk(engine: Engine) -> tuple[list[Answer], list[Answer], list[int
         ask(SLOWER, _computes_if_sooner=True)
         ask(WAITED, _computes_if_sooner=True, _steps=slow_model)
         slow.read_s = LATE_READ_S
-        ask(LATE, _computes_if_sooner=False, _load_deadline_s=DEADLINE_OF_LATE_S)
+        ask(LATE, _computes_if_sooner=False, load_deadline_s=DEADLINE_OF_LATE_S)
     engine.check_quiet()
     return first, second, loaded, differences
 
