@@ -48,7 +48,7 @@ class Seen(IntEnum):
     """The result of a look at the live weights. Of several ranks the largest counts."""
 
     NOTHING = 0
-    """Nobody has looked."""
+    """No worker has looked."""
     SAME = 1
     UNKNOWN = 2
     """This model's cannot be seen."""

@@ -124,7 +124,7 @@ async def ask(
     *,
     origin_s: float = 0.0,
 ) -> None:
-    """Send one request and fill in `record`; whatever goes wrong is its `error`.
+    """Send one request and fill in `record`; what goes wrong is its `error`.
 
     Args:
         origin_s: the value of time.perf_counter() from which `start_time_ms` counts.

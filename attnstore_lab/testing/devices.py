@@ -9,7 +9,7 @@ Faults, and why the store has to live with each:
   a record may be torn anywhere, and an old header may stand before new bytes.
 - FailingDevice: a request fails; a bit of what is read is wrong; a write lands elsewhere, or
   nowhere, and is reported as done; the whole device dies. Each costs chunks, never an answer.
-- SlowDevice (slow_device.py): completions come late, or never. Nobody may wait for them
+- SlowDevice (slow_device.py): completions come late, or never. No thread may wait for them
   without a deadline.
 
 Not injected: a transfer that ends short. A Device moves every byte or reports an error.

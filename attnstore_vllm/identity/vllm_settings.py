@@ -2,7 +2,7 @@
 """vLLM's whole configuration in a form that is equal whenever it means the same.
 
 All fields of all sections are in, and the environment variables that vLLM's own compile hash knows,
-but for what identity/left_out.py names. So a setting that nobody thought of costs a prefill when
+but for what identity/left_out.py names. So a setting that no list has costs a prefill when
 it changes, and never an answer.
 """
 

@@ -10,11 +10,12 @@ not come (it was evicted, it is damaged, the disk is late), the blocks from it o
 missing with the last part, and vLLM computes them.
 
 One load at a time is in parts: two would wait for each other's room. The chunks that it is to load
-next are wanted before all that the queue wants: DRAM takes nothing for other requests before them,
-and NVMe keeps them as it keeps what a request waits for.
+next, half of DRAM at most, are wanted before all that the queue wants: DRAM takes nothing for other
+requests before them, and NVMe keeps them as it keeps what a request waits for.
 
 Only for requests of which KV of all tokens in their places is loaded: not for models with windows
-or states, nor with drafts, adapters, sessions, moved KV, or a second connector.
+or states, nor with drafts, adapters, sessions, moved KV, a second connector, or a
+vLLM that fails a request whose load has failed (kv_load_failure_policy).
 """
 
 from __future__ import annotations

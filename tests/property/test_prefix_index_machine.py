@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix index, native tables and all, against a dict that scans.
 
+It is long since the machine and its model are read side by side.
+
 Goal: a chunk that was added is found by its key, with what was said of it, until it is removed,
 whatever entry it has; a match is the longest; a tail that is superseded is found. Where the
 index may miss (NEIGHBOURS_MAX, tokens on NVMe), what it does say must be true.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole store against a dict, with power loss, damage and late completions at any point.
 
+It is long since three machines share their rules.
+
 Goal: what a request is given under a key are the bytes that were put under that key, or nothing;
 bytes of before a reset are nothing for ever; no slot in use is given away; capacity holds.
 Method: hypothesis drives saves, loads, aborts, resets, crashes and single steps of the device.

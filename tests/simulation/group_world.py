@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of several KV cache groups on a vLLM in small, over a disk that fails, from one seed.
 
+It is long since engine, disk and workers are one world.
+
 The scheduler side, the store and the workers' loads and saves are the real ones; the engine that
 calls them (schedule, step, finish), its blocks and its disk are simulated. Whenever a step computes
 a token, all that the layers of each group may look at must have the right bytes: what came from

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.compare`: servers are started and ended, and asked the same."""
+"""`python -m benchmarks.compare`: servers are started and ended, and asked the same.
+
+It is long since all cases share the doubles of servers.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""init, check and doctor as users run them: real processes, their answers and exit codes."""
+"""init, check and doctor as users run them: real processes, their answers and exit codes.
+
+It is long since each thing that these commands say has its case.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings: what is accepted, and that every error names key, value and remedy."""
+"""Settings: what is accepted, and that every error names key, value and remedy.
+
+It is long since each setting has its wrong values here.
+"""
 
 from __future__ import annotations
 

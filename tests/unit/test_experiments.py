@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments' files, their simulated runs on a tiny input, and the report made of them."""
+"""The experiments' files, their simulated runs on a tiny input, and the report made of them.
+
+It is long since files, runs and report share one tiny input.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines of one host, each a process with a store and no vLLM, that read each other."""
+"""Two engines of one host, each a process with a store and no vLLM, that read each other.
+
+It is long since all stories of two engines share what starts them.
+"""
 
 from __future__ import annotations
 

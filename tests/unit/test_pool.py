@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared region: all members see the same bytes, and no exit leaves its name behind."""
+"""The shared region: all members see the same bytes, and no exit leaves its name behind.
+
+It is long since all members and exits are tried over one kind of region.
+"""
 
 from __future__ import annotations
 

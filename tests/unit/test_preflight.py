@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the machine have what the settings ask for; and one directory has one owner."""
+"""Does the machine have what the settings ask for; and one directory has one owner.
+
+It is long since each thing that a machine may lack has its case.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each transition of a chunk, and that no slot is given away while something touches it."""
+"""Each transition of a chunk, and that no slot is given away while something touches it.
+
+It is long since each transition of a chunk has its case here.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who makes room in a full tier, and for whom: the order of departure, chunk by chunk."""
+"""Who makes room in a full tier, and for whom: the order of departure, chunk by chunk.
+
+It is long since each rule of who leaves has its case, over one small store.
+"""
 
 from __future__ import annotations
 

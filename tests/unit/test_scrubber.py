@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scrubber finds rot before a request does, within its budget, and is in nobody's way.
 
+It is long since budget, rot and races share one clock and one disk.
+
 The store's turns and seconds are the test's here, and the disk does nothing before step().
 """
 

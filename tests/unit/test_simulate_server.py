@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore simulate --machine` and `attnstore plan`: the store in a server in virtual time."""
+"""`attnstore simulate --machine` and `attnstore plan`: the store in a server in virtual time.
+
+It is long since all cases share the traces and machines above them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store over a device in memory: save, write back, evict, prefetch, load; and a restart.
 
+It is long since all calls of the store are tried over one rig.
+
 `settle()` lets the store's own thread do all it can, so these tests are the same every time.
 """
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store over a file whose records are encoded: what is read is what was saved, or nothing."""
+"""The store over a file whose records are encoded: what is read is what was saved, or nothing.
+
+It is long since what is encoded, damaged or recovered shares one rig.
+"""
 
 from __future__ import annotations
 

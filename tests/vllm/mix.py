@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A random mix of all that can come together: python -m tests.vllm.mix [--seeds N] [--first SEED]
 
+It is long since all that comes together is drawn in one place.
+
 vLLM's scheduler and both our sides over the scripted worker, whose KV depends on everything that a
 real model's does: tokens, pictures and where they stand, adapter and weights; and on the tenant,
 so that what crosses tenants is seen. So each position that a forward pass attends to is checked,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rotary embeddings of vLLM's K can be moved with, and which are refused with a reason."""
+"""Which rotary embeddings of vLLM's K can be moved with, and which are refused with a reason.
+
+It is long since each rotary embedding has its case here.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads in parts (scheduler/stages.py): of prompts whose KV is longer than DRAM.
 
-Goal: such a prompt that is asked again computes no more than what did not come, whatever goes wrong
-between two parts; and no forward pass attends to KV that is not that of its tokens.
+Goal: such a prompt that is asked again computes no more than what did not come, also where a fault
+comes between two parts; and no forward pass attends to KV that is not that of its tokens.
 Method: vLLM's scheduler over a scripted worker that knows the right bytes, and a real file.
 """
 
@@ -148,7 +148,7 @@ def damage(engine: ScriptedEngine, number: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("number", [DRAM_CHUNKS // 2, DRAM_CHUNKS + 2, NUM_CHUNKS - 1])
 def test_a_damaged_record(start: Start, depth: int, number: int) -> None:
-    """What is before it is loaded, in whatever part it is; it and the rest are computed."""
+    """What is before it is loaded, be it in the first part or a later one; the rest is computed."""
     engine, prompt = start(depth), tokens(0)
     store(engine, prompt)
     ask(engine, "other", tokens(1, DRAM_CHUNKS * CHUNK + 1))  # takes all of DRAM
@@ -217,7 +217,7 @@ def test_a_chunk_that_leaves_nvme_between_two_parts(start: Start) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_whatever_comes_together(start: Start, depth: int, seed: int) -> None:
+def test_all_of_it_together(start: Start, depth: int, seed: int) -> None:
     """Long prompts and short ones, aborts, resets and lost chunks; HBM is full at times."""
     engine, random = start(depth, num_blocks=70), Random(seed)
     prompts = [tokens(number) for number in range(3)]

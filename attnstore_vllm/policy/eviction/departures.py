@@ -5,7 +5,7 @@ The slots stand in groups: those that a run (policy/returns.py) was the last to 
 which run gives up a slot; of its group the deepest chunk goes first, for without it the others
 are still a prefix. Chunks may come into a group in another order: one is written at once, another
 is refused, and its slot waits for that no longer. So where depths are known, a slot is put where
-its depth is. Before all others goes a run whose lease has expired, whatever the order; those
+its depth is. Before all others goes a run whose lease has expired, in every order; those
 are found by a heap of the times to look.
 """
 

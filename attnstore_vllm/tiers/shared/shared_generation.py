@@ -85,7 +85,7 @@ class SharedGeneration:
     is_behind: bool = False
     """Others were reset, and this engine was not."""
     is_in_doubt: bool = True
-    """Nobody has looked yet whether the weights are those of the namespace."""
+    """No worker has looked yet whether the weights are those of the namespace."""
     has_changed: bool = False
     """They are not: for good."""
     was_reset: bool = False
