@@ -95,8 +95,8 @@ SETTINGS = (
     Setting(
         "load_deadline_ms", "1000", "ms, 0 to 60000",
         "How long a request waits for its KV to come up from NVMe before it is computed instead.",
-        "Lower it to bound the first token where the disk is slow. KV that is longer than DRAM comes "
-        "in parts, and each part may take so long.",
+        "Lower it to bound the first token where the disk is slow. KV that is longer than DRAM "
+        "comes in parts, and each part may take so long.",
     ),
     Setting(
         "step_budget", "131072", "tokens, 1024 to 1073741824",
