@@ -543,6 +543,7 @@ def test_books_are_checked(pair: Pair) -> None:
     sibling.call("put", 1, LONG)
     assert here.tokens(1, LONG) == LONG
     assert isinstance(here.io.books, AskedBooks)
+    here.wait(here.is_idle)  # its own NVMe is written meanwhile
     here.store.residency.check_integrity()
 
 
