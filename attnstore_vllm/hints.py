@@ -22,9 +22,9 @@ from typing import Final
 
 import numpy as np
 
-from attnstore_vllm.config.settings import seconds_of
+from attnstore_vllm.config.values import seconds_of
 from attnstore_vllm.index.keys import encode_tokens
-from attnstore_vllm.policy.returns import ENDED_PRIORITY, NO_TERMS, Terms
+from attnstore_vllm.policy.visits import ENDED_PRIORITY, NO_TERMS, Terms
 from attnstore_vllm.types import TOKEN_BYTES
 
 SECTION: Final = "attnstore"

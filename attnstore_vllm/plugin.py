@@ -24,7 +24,8 @@ from typing import Any
 
 import yaml
 
-from attnstore_vllm.config.settings import LEAST, StoreConfig, load_yaml
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.values import LEAST, load_yaml
 from attnstore_vllm.errors import AttnStoreError, ConfigError, MachineError, UnsupportedError
 from attnstore_vllm.preflight import SHM_DIR, check_machine
 from attnstore_vllm.transfer.region import sweep_at_exit

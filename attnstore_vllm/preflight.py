@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from attnstore_vllm.config.settings import NvmeConfig, StoreConfig, format_size
+from attnstore_vllm.config.settings import NvmeConfig, StoreConfig
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError, DeviceError, MachineError, UnsupportedError
 from attnstore_vllm.own_files import (
     NotOursError,

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, IntEnum
 from typing import Final, NewType
+
+Clock = Callable[[], float]
+"""Seconds since a beginning that is the same for all times it says."""
 
 Key = NewType("Key", bytes)
 """32 bytes that name a whole prefix in one namespace (index/keys.py)."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.config.settings import format_size, parse_size
+from attnstore_vllm.config.values import format_size, parse_size
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory

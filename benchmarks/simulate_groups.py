@@ -22,7 +22,7 @@ from attnstore_lab.sim.formats import Arrivals, read_trace
 from attnstore_lab.sim.one_pool import replay_model
 from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_lab.testing.family_models import FAMILIES
-from attnstore_vllm.config.settings import parse_size
+from attnstore_vllm.config.values import parse_size
 from attnstore_vllm.model_shape import KvShape, read_shape, shape_of
 from benchmarks.group_replay import ANSWER_TOKENS, CONTEXT_TOKENS, NAMES, tokens_of
 

@@ -18,7 +18,7 @@ from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.returns import Terms
+from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.peers.asker import PeersIo
 from attnstore_vllm.tiers.peers.peers_tier import peers_of

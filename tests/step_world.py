@@ -17,7 +17,7 @@ from attnstore_vllm import _native
 from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index import keys
 from attnstore_vllm.policy.eviction.by_return import ByReturn
-from attnstore_vllm.scheduler import vllm_view
+from attnstore_vllm.scheduler import hidden_blocks
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
@@ -141,7 +141,7 @@ class StepWorld:
         monkeypatch.setattr(keys, "native_chain_keys", chain_keys)
         counted(keys, "chunk_key", "chunks hashed")
         counted(keys.SequenceKeys, "__init__", "sequences")
-        counted(vllm_view, "blake3", "names hidden")
+        counted(hidden_blocks, "blake3", "names hidden")
         counted(Store, "arrive", "look-ups")
         counted(Store, "find", "looks")
         counted(Store, "begin_save", "saves")

@@ -20,7 +20,7 @@ from attnstore_lab.cli import simulate
 from attnstore_lab.sim.trace import Trace, TraceRequest
 from attnstore_vllm.cli import top
 from attnstore_vllm.cli.top import TopError
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.prefix import kept_end
 from attnstore_vllm.policy.hit_curve import SAMPLED_MAX, HitCurve, LookedUp, NewChunk, mark_of

@@ -17,7 +17,7 @@ from attnstore_lab.sim.formats import Arrivals, read_trace
 from attnstore_lab.sim.one_pool import Replayed, distinct_bytes, replay, replay_model
 from attnstore_lab.sim.pools import POLICIES
 from attnstore_lab.sim.trace import Trace, at_speed
-from attnstore_vllm.config.settings import parse_size
+from attnstore_vllm.config.values import parse_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.model_shape import KvShape, read_shape
 

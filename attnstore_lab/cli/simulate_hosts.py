@@ -19,7 +19,7 @@ from attnstore_lab.sim.hosts import ROUTERS, Hosts, HostsOutcome, one_large
 from attnstore_lab.sim.server import POLICIES
 from attnstore_lab.sim.shared_tier import Network
 from attnstore_lab.sim.trace import Trace, at_speed
-from attnstore_vllm.config.settings import parse_size
+from attnstore_vllm.config.values import parse_size
 from attnstore_vllm.errors import ConfigError
 
 ONE = "one-large"

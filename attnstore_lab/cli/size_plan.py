@@ -22,7 +22,7 @@ from attnstore_lab.sim.hardware import Machine
 from attnstore_lab.sim.outcome import Outcome
 from attnstore_lab.sim.server import Server
 from attnstore_lab.sim.trace import Trace
-from attnstore_vllm.config.settings import SIZE_MIN, format_size
+from attnstore_vllm.config.values import SIZE_MIN, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.model_shape import KvShape

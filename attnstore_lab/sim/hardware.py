@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from attnstore_vllm.config.settings import check_keys, load_yaml, parse_size
+from attnstore_vllm.config.values import check_keys, load_yaml, parse_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.model_shape import KvShape

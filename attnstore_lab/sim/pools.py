@@ -16,7 +16,8 @@ from typing import Protocol
 from attnstore_lab.sim.baselines import BASELINES, Baseline
 from attnstore_lab.sim.trace import Trace, TraceRequest
 from attnstore_vllm.policy.eviction.departures import departures
-from attnstore_vllm.policy.returns import ReturnEstimator, unknown_run, visit_of
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.visits import answer, unknown_run, visit_of
 
 
 class PolicyPool(Protocol):
@@ -76,7 +77,7 @@ class ByReturnPool:
         last_runs = [order.run_of(chunk) for chunk in chunks[:num_found]]
         whole = chunks[: request.num_tokens // self._chunk_tokens]
         visit = visit_of(self._estimator, last_runs, whole, request.num_tokens, now)
-        self._estimator.answer(visit.own, request.answer_tokens)
+        answer(visit.own, request.answer_tokens, self._estimator)
         if self._estimator.is_due:
             self._estimator.refit(now)
         for part, run in (

@@ -20,7 +20,7 @@ from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Op
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.health import Health

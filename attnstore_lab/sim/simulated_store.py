@@ -12,7 +12,7 @@ from attnstore_lab.sim.hardware import Machine
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.returns import NO_TERMS, Run, Terms, Visit
+from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, SegmentHeader

@@ -28,7 +28,7 @@ from attnstore_vllm.cli import (
     verify,
 )
 from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK
-from attnstore_vllm.config.settings import SIZE_MIN, parse_size, seconds_of
+from attnstore_vllm.config.values import SIZE_MIN, parse_size, seconds_of
 from attnstore_vllm.errors import ConfigError
 
 DESCRIPTION = (

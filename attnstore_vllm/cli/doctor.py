@@ -21,7 +21,8 @@ from attnstore_vllm import _native, preflight
 from attnstore_vllm.cli.settings_file import read_settings
 from attnstore_vllm.cli.slab_file import opened, slab_files
 from attnstore_vllm.cli.speeds import FILE_BYTES, disk_speed, memory_speed
-from attnstore_vllm.config.settings import StoreConfig, format_size
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError, UnsupportedError
 from attnstore_vllm.io.codec import NONE
 from attnstore_vllm.io.device import ALIGNMENT_BYTES

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, slab_files
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.preflight import lock_directory

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from attnstore_vllm import preflight
-from attnstore_vllm.config.settings import SIZE_MIN, format_size, parse_size
 from attnstore_vllm.config.texts import as_yaml
+from attnstore_vllm.config.values import SIZE_MIN, format_size, parse_size
 from attnstore_vllm.errors import ConfigError
 
 GIB = 1 << 30

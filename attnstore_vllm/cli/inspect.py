@@ -10,7 +10,7 @@ from typing import Any
 
 from attnstore_vllm.cli.slab_file import RecordState, opened, slab_files
 from attnstore_vllm.cli.stored_groups import UNKNOWN, GroupFigures, StoredName, by_group
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.codec import NONE
 from attnstore_vllm.tiers.nvme.format import SegmentHeader

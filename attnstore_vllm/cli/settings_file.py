@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from attnstore_vllm.config.settings import StoreConfig, load_yaml
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.texts import SETTINGS
+from attnstore_vllm.config.values import load_yaml
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.plugin import ours_in, why_unreadable
 

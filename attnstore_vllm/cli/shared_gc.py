@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 
 from attnstore_vllm.cli.settings_file import read_settings
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.tiers.shared.deletion import Deletion, delete_tenant
 

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, slab_files
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 
 SHOWN_MAX = 20
 

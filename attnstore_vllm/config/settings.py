@@ -12,188 +12,30 @@ Every ConfigError names the key, the value that was found, and what would be rig
 
 from __future__ import annotations
 
-import difflib
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import permutations
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Literal
 
 from attnstore_vllm.config import shared
 from attnstore_vllm.config.shared import SharedConfig
+from attnstore_vllm.config.values import (
+    LEAST,
+    SIZE_MIN,
+    check_keys,
+    parse_directories,
+    parse_directory,
+    parse_duration,
+    parse_integer,
+    parse_off_or_size,
+    parse_share,
+    parse_size,
+    parse_switch,
+)
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.io.codec import CODEC_NAMES, CODECS, NONE
 
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgtp", start=1):
-    _UNITS[f"{_letter}ib"] = 1024**_power
-    _UNITS[f"{_letter}b"] = 1000**_power
-    # As Kubernetes writes them, in its own case: `m` is a thousandth there.
-    _UNITS[f"{_letter.upper()}i"], _UNITS[_letter.upper()] = 1024**_power, 1000**_power
-LEAST = "  dram: 64GiB\n  nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}"
-"""Settings that are enough for a start."""
-_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*")
-
-
-class _Strict(yaml.SafeLoader):
-    """A key that is given twice is an error: of two values one would be ignored in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for name, _ in node.value:
-            if not isinstance(name, yaml.ScalarNode):
-                continue  # no setting has such a name; YAML's own reader says so
-            if name.tag != "tag:yaml.org,2002:merge" and name.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{name.value} is given twice; expected once", name.start_mark
-                )
-            seen.add(name.value)
-        return super().construct_mapping(node, deep)
-
-
-def load_yaml(text: str) -> Any:
-    """Raises: yaml.YAMLError, also of a key that is given twice."""
-    return yaml.load(text, _Strict)
-
-
-SIZE_MIN = 1 << 20
-"""The smallest size of memory and files: less is a forgotten unit, and would be found out at the
-first chunk, after the model has loaded."""
 _SCRUB_MIN = 64 << 10
-
-
-def parse_size(key: str, value: object, least: int = 1, unit: str = "GiB") -> int:
-    """Bytes of "64GiB", "64Gi", "1.5 TB" or a plain integer.
-
-    Args:
-        least: that makes sense, in bytes.
-        unit: that who writes less probably means.
-    Raises: ConfigError naming `key`.
-    """
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if isinstance(text, str) and (match := _SIZE.fullmatch(text)):
-        number, given = match.groups()
-        unit_bytes = _UNITS.get(given) or _UNITS.get(given.lower(), 0)
-        num_bytes = (
-            int(number) * unit_bytes if number.isdecimal() else int(float(number) * unit_bytes)
-        )
-        if num_bytes >= least:
-            return num_bytes
-        if num_bytes > 0:
-            raise ConfigError(
-                f"{key} is {value}: {num_bytes} bytes, and less than {format_size(least)} makes no "
-                f"sense; did you mean {number}{unit}?"
-            )
-    raise ConfigError(
-        f"{key} is {value!r}, which is no size; write a number and a unit, as in 64GiB or 2TiB"
-    )
-
-
-_NO_UNIT = re.compile(r"[0-9]+(?:\.[0-9]*)?")
-_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s?([smhd])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-DURATION_MIN_S, DURATION_MAX_S = 1, 366 * 86_400
-
-
-def seconds_of(value: object) -> float | None:
-    """Seconds of 90, "90s", "10m", "1h" or "2d"; None if that is no duration from 1 s to a year.
-
-    Requests may give numbers, which are seconds; settings may not.
-    """
-    if isinstance(value, str) and len(value) < 32 and (match := _DURATION.fullmatch(value)):
-        value = float(match[1]) * _SECONDS[match[2]]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if DURATION_MIN_S <= value <= DURATION_MAX_S else None
-
-
-def _duration(key: str, value: object) -> float:
-    """Seconds of a time with its unit: a number alone may be meant as minutes, or as days."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number or (isinstance(value, str) and _NO_UNIT.fullmatch(value)):
-        raise ConfigError(
-            f"{key} is {value!r}, which has no unit; write a time from 1 s to a year with one, as "
-            "in 90s, 30m, 12h or 7d"
-        )
-    seconds = seconds_of(value)
-    if seconds is None:
-        raise ConfigError(
-            f"{key} is {value!r}, which is no time from 1 s to a year; write one as in 90s, 30m, "
-            "12h or 7d"
-        )
-    return seconds
-
-
-def format_size(num_bytes: int) -> str:
-    """The size as a person would write it, e.g. 1.5GiB."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            return f"{size:.4g}{unit}"
-        size /= 1024
-    return f"{size:.4g}PiB"
-
-
-def check_keys(where: str, given: Mapping[str, Any], known: set[str], required: set[str]) -> None:
-    """Raise ConfigError for the first unknown key (with the nearest known one) or missing key."""
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
-            raise ConfigError(f"{where}{key} is not a setting of AttnStore; {hint}")
-    for key in sorted(required):
-        if key not in given:
-            raise ConfigError(
-                f"{where}{key} is missing; AttnStore needs dram and nvme, as in\n{LEAST}"
-            )
-
-
-def _switch(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; it must be true or false")
-    return value
-
-
-def _integer(key: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{key} is {value!r}; it must be an integer from {low} to {high}")
-    return value
-
-
-def _off_or_size(key: str, value: object, least: int, unit: str) -> int | None:
-    """Bytes, or None where the value is `off` (YAML reads that as False)."""
-    return None if value is False or value == "off" else parse_size(key, value, least, unit)
-
-
-def _directory(key: str, raw: object) -> Path:
-    if not isinstance(raw, str) or not raw or "\0" in raw:
-        raise ConfigError(f"{key} is {raw!r}; it must be an absolute directory")
-    path = Path(raw)
-    if not path.is_absolute():
-        home = os.path.expanduser(raw) if raw.isprintable() else "~"
-        hint = "" if home.startswith("~") else f", as in {Path.cwd() / home}"
-        raise ConfigError(f"{key} is {raw!r}, which is relative; write an absolute path{hint}")
-    return path
-
-
-def _directories(key: str, raw: object) -> tuple[Path, ...]:
-    """One directory, or a list of them that lie beside each other."""
-    if not isinstance(raw, list):
-        return (_directory(key, raw),)
-    if not raw:
-        raise ConfigError(f"{key} is []; it must be an absolute directory, or a list of them")
-    paths = tuple(_directory(key, each) for each in raw)
-    for one, other in permutations(paths, 2):
-        if one == other or one in other.parents:
-            how = "twice" if one == other else f"and {str(other)!r} inside it"
-            raise ConfigError(
-                f"{key} names {str(one)!r} {how}; name one directory of each disk, and none twice"
-            )
-    return paths
 
 
 def _check_number(paths: tuple[Path, ...], engines: int) -> None:
@@ -270,7 +112,7 @@ class NvmeConfig:
         known = {"path", "capacity", "io", "io_deadline_ms", "daily_writes", "scrub", "codec"}
         known.add("approximate")
         check_keys("nvme.", given, known, {"path", "capacity"})
-        path, *more = _directories("nvme.path", given["path"])
+        path, *more = parse_directories("nvme.path", given["path"])
         io = given.get("io", "auto")
         if io not in IO_KINDS:
             raise ConfigError(f"nvme.io is {io!r}; it must be one of {', '.join(IO_KINDS)}")
@@ -293,9 +135,9 @@ class NvmeConfig:
             more_paths=tuple(more),
             capacity_bytes=parse_size("nvme.capacity", given["capacity"], SIZE_MIN),
             io=io,
-            io_deadline_ms=_integer("nvme.io_deadline_ms", deadline, 100, 600_000),
-            daily_writes_bytes=_off_or_size("nvme.daily_writes", writes, SIZE_MIN, "GiB"),
-            scrub_bytes_per_s=_off_or_size("nvme.scrub", scrub, _SCRUB_MIN, "MiB"),
+            io_deadline_ms=parse_integer("nvme.io_deadline_ms", deadline, 100, 600_000),
+            daily_writes_bytes=parse_off_or_size("nvme.daily_writes", writes, SIZE_MIN, "GiB"),
+            scrub_bytes_per_s=parse_off_or_size("nvme.scrub", scrub, _SCRUB_MIN, "MiB"),
             codec=codec,
             is_for_all=who == "all",
         )
@@ -324,14 +166,6 @@ class NvmeConfig:
         )
 
 
-def _share(key: str, value: object, most: float, most_of: str = "") -> float:
-    """Args: most_of: the setting that `most` comes from."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
-        return float(value)
-    limit = most_of and f" (no more than {most_of})"
-    raise ConfigError(f"{key} is {value!r}; it must be a share above 0, {most:g} at most{limit}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinningConfig:
     """Limits on what requests may pin (`pin: true`): shares of each tier's slots, and for how
@@ -351,14 +185,14 @@ class PinningConfig:
                 "{share: 0.1, tenant_share: 0.02, longest: 1h}"
             )
         check_keys("pinning.", given, {"share", "tenant_share", "longest"}, set())
-        share = _share("pinning.share", given.get("share", 0.1), 0.5)
-        one = _share(
+        share = parse_share("pinning.share", given.get("share", 0.1), 0.5)
+        one = parse_share(
             "pinning.tenant_share",
             given.get("tenant_share", share / 5),
             share,
             "pinning.share, by default 0.1",
         )
-        longest = _duration("pinning.longest", given.get("longest", "1h"))
+        longest = parse_duration("pinning.longest", given.get("longest", "1h"))
         return cls(share=share, tenant_share=one, longest_s=longest)
 
 
@@ -384,9 +218,11 @@ class TruncationConfig:
             raise ConfigError(f"truncation is {given!r}; it must be off or {{enabled: true}}")
         check_keys("truncation.", given, {"enabled", "min_tokens", "sinks", "share"}, set())
         return cls(
-            enabled=_switch("truncation.enabled", given.get("enabled", False)),
-            min_tokens=_integer("truncation.min_tokens", given.get("min_tokens", 64), 32, 65_536),
-            sinks=_integer("truncation.sinks", given.get("sinks", 0), 0, 65_536),
+            enabled=parse_switch("truncation.enabled", given.get("enabled", False)),
+            min_tokens=parse_integer(
+                "truncation.min_tokens", given.get("min_tokens", 64), 32, 65_536
+            ),
+            sinks=parse_integer("truncation.sinks", given.get("sinks", 0), 0, 65_536),
             shared_by=_sharing("truncation.share", given.get("share", "salted")),
         )
 
@@ -416,9 +252,9 @@ def _shared(given: object, nvme: NvmeConfig) -> SharedConfig | None:
         options=tuple(sorted(options.items())),
         password_file=shared.file_of("password_file", given),
         secret_file=shared.file_of("secret_file", given),
-        deadline_ms=_integer("shared.deadline_ms", given.get("deadline_ms", 500), 10, 10_000),
-        bandwidth_bytes=_off_or_size("shared.bandwidth", bandwidth, SIZE_MIN, "MiB"),
-        daily_writes_bytes=_off_or_size("shared.daily_writes", writes, SIZE_MIN, "GiB"),
+        deadline_ms=parse_integer("shared.deadline_ms", given.get("deadline_ms", 500), 10, 10_000),
+        bandwidth_bytes=parse_off_or_size("shared.bandwidth", bandwidth, SIZE_MIN, "MiB"),
+        daily_writes_bytes=parse_off_or_size("shared.daily_writes", writes, SIZE_MIN, "GiB"),
         prefix=shared.prefix_of(given.get("prefix", "as1/")),
     )
 
@@ -443,8 +279,8 @@ class TraceConfig:
         known = {"path", "sample", "size"}
         check_keys("trace.", given, known, set())
         return cls(
-            path=_directory("trace.path", given.get("path")),
-            sample=_share("trace.sample", given.get("sample", 1), 1),
+            path=parse_directory("trace.path", given.get("path")),
+            sample=parse_share("trace.sample", given.get("sample", 1), 1),
             size_bytes=parse_size("trace.size", given.get("size", "256MiB"), SIZE_MIN, "MiB"),
         )
 
@@ -507,7 +343,7 @@ class StoreConfig:
         known = ({f.name for f in fields(cls)} - typed) | named
         check_keys("", given, known, {"dram", "nvme"})
         optional = {
-            key: _integer(key, given[key], low, high)
+            key: parse_integer(key, given[key], low, high)
             for key, low, high in (
                 ("chunk_tokens", 16, 4096),
                 ("load_deadline_ms", 0, 60_000),
@@ -521,7 +357,7 @@ class StoreConfig:
         if eviction not in EVICTIONS:
             raise ConfigError(f"eviction is {eviction!r}; it must be one of {', '.join(EVICTIONS)}")
         look_ahead, compute_if_sooner = (
-            _switch(key, given.get(key, True)) for key in ("look_ahead", "compute_if_sooner")
+            parse_switch(key, given.get(key, True)) for key in ("look_ahead", "compute_if_sooner")
         )
         peers = given.get("peers", "auto")
         if peers not in ("auto", "off", False):
@@ -529,9 +365,9 @@ class StoreConfig:
         every = given.get("states_every", "auto")
         if every != "auto":
             is_off = every is False or every == "off"
-            every = 0 if is_off else _integer("states_every", every, 16, 1 << 20)
+            every = 0 if is_off else parse_integer("states_every", every, 16, 1 << 20)
         ttl = given.get("ttl", False)
-        ttl_s = None if ttl is False or ttl == "off" else _duration("ttl", ttl)
+        ttl_s = None if ttl is False or ttl == "off" else parse_duration("ttl", ttl)
         if ttl_s is not None and eviction != "attnstore":
             raise ConfigError(
                 f"ttl is {ttl!r} and eviction {eviction!r}; only eviction: attnstore knows when "

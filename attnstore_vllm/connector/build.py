@@ -22,7 +22,8 @@ import vllm
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from attnstore_vllm.config.settings import StoreConfig, format_size
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.kv_events import KvEvents, VllmTeller, teller_of
 from attnstore_vllm.connector.media_data import read_media, why_no_media
@@ -48,9 +49,9 @@ from attnstore_vllm.preflight import SLAB_NAME, lock_directory, machine_errors
 from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.observed import ObservedScheduler
-from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
+from attnstore_vllm.scheduler.waits import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import LABEL_BYTES, Encoding, SegmentHeader, pages
 from attnstore_vllm.tiers.nvme.slab import open_slab

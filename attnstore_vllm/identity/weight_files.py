@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from attnstore_vllm.policy.returns import NO_RUN, Run
+from attnstore_vllm.policy.visits import NO_RUN, Run
 from attnstore_vllm.types import Key
 
 

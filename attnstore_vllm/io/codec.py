@@ -30,6 +30,7 @@ from attnstore_vllm._native import (
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.io.device import CHECKSUM_BYTES
+from attnstore_vllm.types import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +252,7 @@ class Coders:
             logger.exception("codec %s could not decode a chunk: it is lost", self.codec.name)
             return False
 
-    def try_codings(self, clock: Callable[[], float]) -> list[Trial]:
+    def try_codings(self, clock: Clock) -> list[Trial]:
         """Decode numbers around zero in bf16, in each coding of a codec that has two.
 
         The fastest of a few: in the first one memory is new, and others may have the processor.

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from blake3 import blake3
 
 from attnstore_vllm.scheduler.vllm_types import LoRARequest, Request
+from attnstore_vllm.types import Clock
 
 NO_ADAPTER = b""
 DEADLINE_S = 2.0
@@ -83,7 +84,7 @@ class Adapters:
         num_ranks: the identity is made of all ranks' answers.
     """
 
-    def __init__(self, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_ranks: int, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._num_ranks = num_ranks
         self._known: OrderedDict[int, _Known] = OrderedDict()

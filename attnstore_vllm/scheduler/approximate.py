@@ -15,8 +15,8 @@ from __future__ import annotations
 import secrets
 from typing import Final
 
+from attnstore_vllm.scheduler.hidden_blocks import KEY_BYTES, hide_blocks
 from attnstore_vllm.scheduler.request import RequestState
-from attnstore_vllm.scheduler.vllm_view import KEY_BYTES, hide_blocks
 
 
 class Approximate:

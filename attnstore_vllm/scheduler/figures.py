@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import PERIOD_S, Board
 from attnstore_vllm.transfer.geometry import Geometry

@@ -27,6 +27,7 @@ from weakref import ref
 
 from attnstore_vllm.index.keys import MultimodalSpan, media_content, media_name
 from attnstore_vllm.scheduler.vllm_types import Request
+from attnstore_vllm.types import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class MediaNames:
         *,
         counted: bool = False,
         why_not: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._read = read
         self._counted = counted

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offers: the stored KV that a request gets when vLLM asks, or that it waits for.
 
-It is long since costs, waits and offers make one answer together.
-
 vLLM asks as often as it has a place for the request and no blocks. Costs decides whether a request
 waits for its KV, loads it or computes it: by how long vLLM's steps take and by what the store says
 of its disk (policy/cost.py). Waits keeps the requests that wait from being looked at more often
@@ -11,358 +9,29 @@ than a step can afford. Held chunks are let go when vLLM plans a step without ha
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.policy.cost import (
-    CopyCost,
-    LoadRate,
-    StepCost,
-    ahead_pays,
-    ahead_seconds,
-    layers_before,
-    pieces_to_wait_for,
-)
+from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import GroupCounts, StepStats
-from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.stages import Stages
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.untaken import Untaken
 from attnstore_vllm.scheduler.vllm_types import Tables
-from attnstore_vllm.scheduler.vllm_view import Clock, StepTimes, VllmQueue
+from attnstore_vllm.scheduler.waits import Waits
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import last_blocks_last
 from attnstore_vllm.types import DRAM, NVME
 
-WAITS_MAX = 4
-"""Requests whose KV is not even on its way that are looked at in a step; for the others, what was
-last said holds: vLLM goes through all of its queue, step after step, as long as it has a place."""
-ROUND_S = 0.05
-"""In a round each is looked at once. So long, at least, lies between the beginnings of two."""
-EMPTY_STEP_WAIT_S = 0.005
-"""How long a step that computes nothing waits for a read to end: about as long as vLLM takes for
-such a step, so that a request that arrives meanwhile does not notice."""
-LOCKSTEP_WAIT_S = 0.002
-"""The same where other engines' steps wait for this one's."""
 LINGERS_MAX = 8
 """Looks at a request that is alone in a step, at most."""
-
-
-class Costs:
-    """Whether a request waits for its KV, loads it or computes it.
-
-    Args:
-        load_deadline_s: how long a request waits for its chunks to come up from NVMe, at most.
-        computes_if_sooner: else what is stored is loaded, whatever that takes.
-        ahead_layers: of the model, where loads run beside it; else 0.
-        step_tokens: what a step computes of one prompt, at most.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        load_deadline_s: float,
-        computes_if_sooner: bool,
-        *,
-        ahead_layers: int = 0,
-        step_tokens: int = 1 << 30,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._store = store
-        self.load_deadline_s = load_deadline_s
-        self._computes_if_sooner = computes_if_sooner
-        self._steps = StepCost()
-        self.times = StepTimes(self._steps, clock)
-        self._copies = CopyCost()
-        self._loads = LoadRate()
-        self.ahead_layers = ahead_layers
-        self._step_tokens = step_tokens
-
-    # ---- steps -------------------------------------------------------------------------
-
-    def step_ended(self, report: StepReport, stats: StepStats) -> None:
-        wrong, loaded = self.times.ended(report.number, report.load_wait_s)
-        if wrong is not None:
-            stats.observe("step_forecast_ratio", 1 + wrong)
-        if loaded and report.load_wait_s:
-            self._copies.observe(loaded, report.load_wait_s)
-        for num_bytes, seconds in report.measured:
-            self._loads.observe(num_bytes, seconds)
-
-    def measured(self) -> dict[str, float] | None:
-        """The costs that were learned, by their names in a machine file; None before they are
-        known. From any thread."""
-        step_s, token_s, context_s, sequence_s = self._steps.parts()
-        if not self._steps.is_known or not token_s:
-            return None
-        least = 1e-9  # a fit may say that a part costs nothing; a machine file may not
-        found = {"prefill_tokens_per_s": 1 / token_s, "decode_step_s": max(step_s, least)}
-        found["decode_sequence_s"] = max(sequence_s, least)
-        if context_s:
-            found["prefill_context"] = token_s / context_s
-        if self._loads.is_known:
-            found["rank_bandwidth"] = 1 / max(self._loads.seconds(1), 1e-15)
-        return found
-
-    # ---- decisions ---------------------------------------------------------------------
-
-    def computing_s(self, start: int, stop: int) -> float | None:
-        """Seconds for tokens [start, stop) of a prompt, on the mean; None before it is known, and
-        where all that is stored is waited for. From any thread."""
-        is_weighed = self._computes_if_sooner and self._steps.is_known
-        return self._steps.seconds(start, stop) if is_weighed else None
-
-    def num_that_pay(self, state: RequestState, pieces: Sequence[Piece]) -> int:
-        """How many of these pieces, more than DRAM has room for, are worth waiting for; those that
-        are in DRAM are. Cost: a look at each."""
-        near, beyond = pieces[: self._store.num_slots], pieces[self._store.num_slots :]
-        ready = list(takewhile(lambda p: p.chunk.dram.state is State.READY, near))
-        arrivals = self._store.arrivals(state.request.request_id, near[len(ready) :])
-        beyond_s = self._store.read_s(len(beyond))
-        is_weighed = self._computes_if_sooner and self._steps.is_known
-        if not is_weighed or arrivals is None or beyond_s is None:
-            return len(pieces)
-        near_s = arrivals[-1] if arrivals else 0.0
-        arrivals += [near_s + beyond_s * n / len(beyond) for n in range(1, len(beyond) + 1)]
-        start = ready[-1].stop if ready else pieces[0].start
-        stops = [piece.stop for piece in pieces[len(ready) :]]
-        return len(ready) + pieces_to_wait_for(start, stops, arrivals, self._steps)
-
-    def count_loaded(
-        self, stats: StepStats, pieces: Sequence[Piece], start: int, stop: int
-    ) -> Counter[str]:
-        """A load of tokens [start, stop) is planned. Returns them by the tier they were in."""
-        sources, saved_s = self._store.tiers(pieces, start), self.saved_s(start, stop)
-        for tier, tokens in sources.items():
-            stats.add("loaded_tokens", tier, tokens)
-            stats.add("prefill_seconds_saved", tier, saved_s * tokens / (stop - start))
-        return sources
-
-    def saved_s(self, start: int, stop: int) -> float:
-        """Seconds that loaded KV of these tokens saves; 0 before that is known."""
-        return self._steps.seconds(start, stop) if self._steps.is_known else 0.0
-
-    def copy_pays(self, start: int, stop: int, ahead_s: float | None = None) -> bool:
-        """Whether KV of tokens [start, stop) that is in DRAM should be loaded.
-
-        Args:
-            ahead_s: see CopyCost.pays().
-        """
-        return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps, ahead_s)
-
-    def ahead_s(self, num_bytes: int, layers: int, num_layers: int) -> float | None:
-        """How long a request waits for so many layers that are loaded ahead; None if there are
-        none, if copies do not run beside the model, or if nothing is known of them.
-
-        Args:
-            num_bytes: of all layers, and of loads that may be before them; a rank's.
-        """
-        if not (layers and self.ahead_layers and self._loads.is_known):
-            return None
-        step_s = self.times.usual_s if self.times.num_running else 0.0
-        return ahead_seconds(self._loads.seconds(num_bytes), layers, num_layers, step_s)
-
-    def state_pays(self, start: int, stop: int, num_groups: int) -> bool:
-        """Whether computing tokens [start, stop) takes longer than reading the states behind them
-        from NVMe. True as long as that is not known."""
-        read_s = self._store.read_s(num_groups)
-        if read_s is None or not self._steps.is_known:
-            return True
-        return self._steps.seconds(start, stop) > read_s
-
-    def layers_before(self, num_bytes: int, queued_bytes: int, stop: int, end: int) -> int:
-        """How many layers of a load should be in HBM before the step that computes from `stop` on;
-        0: the step itself hides it, or those that run lose less by waiting for it, or nothing is
-        known of it.
-
-        By the means, with no margin for doubt: a layer too many keeps the request waiting for it,
-        while one too few is waited for in the forward pass, which ends no later for it.
-
-        Args:
-            num_bytes, queued_bytes: of the load, and of those that may be before it; a rank's.
-            end: of the request's tokens.
-        """
-        if not self.ahead_layers or not self._loads.is_known or not self._steps.is_known:
-            return 0
-        load_s = self._loads.seconds(num_bytes + queued_bytes)
-        compute_s = self._steps.step_seconds(stop, min(end, stop + self._step_tokens))
-        others, step_s = self.times.num_running, self.times.usual_s
-        if not ahead_pays(load_s, compute_s, self.ahead_layers, others, step_s):
-            return 0
-        return layers_before(load_s, compute_s, self.ahead_layers)
-
-    def deadline(self, state: RequestState, now: float) -> float:
-        """Until when the request waits at most, from when it was first asked for."""
-        if state.waiting.deadline is None:
-            state.waiting.deadline = now + self.load_deadline_s
-        return state.waiting.deadline
-
-    def why_not_wait(
-        self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
-    ) -> str | None:
-        """None if the request should wait for (some of) these, which are on their way."""
-        if state.is_at_once:
-            return "slower"
-        now = self._clock()
-        if now >= self.deadline(state, now):
-            return "deadline"
-        arrivals = self._store.arrivals(state.request.request_id, coming)
-        number = 0
-        if arrivals is not None and self._steps.is_known:
-            stops = [piece.stop for piece in coming]
-            number = pieces_to_wait_for(ready_stop, stops, arrivals, self._steps)
-            if number == 0 and self._computes_if_sooner:
-                return "slower"
-        if state.waiting.since is None:
-            state.waiting.since = now
-        if state.waiting.forecast is None and number > 0 and arrivals is not None:
-            state.waiting.forecast = now, arrivals[number - 1]
-        return None
-
-    def end_wait(self, state: RequestState, stats: StepStats) -> None:
-        """The request has its answer."""
-        if state.waiting.since is None:
-            return
-        now = self._clock()
-        state.counted.waited_s += now - state.waiting.since
-        stats.observe("wait_seconds", now - state.waiting.since)
-        if state.waiting.forecast is not None:
-            said_at, seconds = state.waiting.forecast
-            stats.observe("wait_forecast_ratio", (now - said_at) / max(seconds, 1e-6))
-        state.waiting.since = state.waiting.forecast = None
-
-
-class Waits:
-    """Requests that wait for their KV, in the step that is being planned.
-
-    Args:
-        queue: vLLM's; None: nobody knows it.
-        wait_s: how long a step that computes nothing may wait.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        costs: Costs,
-        clock: Clock = time.monotonic,
-        queue: VllmQueue | None = None,
-        wait_s: float = EMPTY_STEP_WAIT_S,
-    ) -> None:
-        self._queue = queue
-        self._wait_s = wait_s
-        self._clock = clock
-        self._store = store
-        self._costs = costs
-        self._for: list[Sequence[Piece]] = []
-        self._asked: list[SequenceKeys] = []
-        self._round = 1
-        self._round_at: float | None = None
-        self._num_looks = 0
-        self._is_behind = False
-        """Somebody has not had a look in this round."""
-        self._looking = False
-        """The request that is asked about now has a look."""
-        self._waited_s = 0.0
-
-    def goes_on(self, state: RequestState) -> bool:
-        """Whether the request waits on without another look. Cost: some microseconds."""
-        self._looking = False
-        # What had its answer does not wait: vLLM only had no room for it.
-        if state.waiting.is_answered or state.is_at_once:
-            return False
-        if not self._store.has_missing(state.request.request_id):
-            return False
-        if state.waiting.round < self._round:
-            if self._num_looks < WAITS_MAX:
-                self._num_looks += 1
-                self._looking = True
-                state.waiting.round = self._round
-                return False
-            self._is_behind = True
-        now = self._clock()
-        if now >= self._costs.deadline(state, now):
-            return False
-        if state.waiting.since is None:
-            state.waiting.since = now
-        self.note(state.waiting.coming)
-        return True
-
-    def answered(self, state: RequestState) -> None:
-        """It was worked out that the request waits no longer. Its look is another's: how many
-        have an answer in a step is limited by what vLLM can start."""
-        self._num_looks -= self._looking
-        self._looking = False
-        state.waiting.is_answered, state.waiting.coming = True, ()
-
-    def add(self, state: RequestState, pieces: Sequence[Piece]) -> None:
-        """It was worked out that the request should wait for these."""
-        state.waiting.is_answered, state.waiting.coming = False, pieces
-        self.note(pieces)
-
-    def awaits(self, state: RequestState) -> bool:
-        """Whether the request waits for a tier's answer to what it has."""
-        if not is_asked(state.sequence):
-            state.sequence.asked = ()  # nor will it: what comes late finds its place alone
-            return False
-        if state.waiting.since is None:
-            state.waiting.since = self._clock()
-        self._num_looks -= self._looking
-        self._looking = False
-        if len(self._asked) < WAITS_MAX:
-            self._asked.append(state.sequence)
-        return True
-
-    def note(self, pieces: Sequence[Piece]) -> None:
-        """These are waited for: a step that computes nothing waits till one of them may come."""
-        if len(self._for) < WAITS_MAX:
-            self._for.append(pieces)
-
-    def lingers(self, state: RequestState) -> bool:
-        """Wait a little for what the request waits for, if nobody else runs or waits: until vLLM
-        would ask again it sleeps. Returns whether something has come."""
-        if self._queue is None or not self._queue.is_alone(state.request.request_id):
-            return False
-        if not self._wait():
-            return False
-        self._for.clear()
-        self._asked.clear()
-        return True
-
-    def _wait(self) -> bool:
-        """For something to come; `wait_s` at most, all of a step together."""
-        left_s = self._wait_s - self._waited_s
-        if left_s <= 0 or not (self._for or self._asked):
-            return False
-        began_at = self._clock()
-        has_come = self._store.wait_for_any(self._for, left_s, self._asked)
-        self._waited_s += self._clock() - began_at
-        return has_come
-
-    def end_step(self, *, is_empty: bool) -> None:
-        """The step is planned. If it computes nothing, wait a little for something to come."""
-        if is_empty:
-            self._wait()
-        self._waited_s = 0.0
-        self._for.clear()
-        self._asked.clear()
-        now = self._clock()
-        if self._num_looks and self._round_at is None:
-            self._round_at = now
-        if not self._is_behind and self._round_at and now - self._round_at >= ROUND_S:
-            self._round, self._round_at = self._round + 1, None
-        self._num_looks, self._is_behind = 0, False
 
 
 class Offers:

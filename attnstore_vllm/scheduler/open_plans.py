@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
@@ -30,7 +30,7 @@ from attnstore_vllm.transfer.plan import (
     plan_load,
     plan_moves,
 )
-from attnstore_vllm.types import Flow
+from attnstore_vllm.types import Clock, Flow
 
 KEPT_S = 0.1
 """How long requests wait for blocks that saves still read before vLLM preempts somebody."""
@@ -73,7 +73,7 @@ class OpenPlans:
         rows: int | None,
         *,
         gives_blocks_away: bool,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._clock = clock
         self._store = store

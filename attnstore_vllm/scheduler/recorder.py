@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from attnstore_vllm.config.settings import TraceConfig, format_size
+from attnstore_vllm.config.settings import TraceConfig
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.own_files import make_directory, open_own, replace_own

@@ -20,7 +20,7 @@ from attnstore_vllm.index.keys import (
 )
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need
-from attnstore_vllm.policy.returns import Visit
+from attnstore_vllm.policy.visits import Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.vllm_types import Request

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnstore_vllm.scheduler.open_plans import OpenPlans
@@ -24,6 +24,7 @@ from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.saving import Saving
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Tables
 from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.types import Clock
 
 RESTS_MAX = 64
 """Finished requests of which a rest is saved. The oldest is given up for a new one."""
@@ -55,7 +56,7 @@ class Rests:
         geometry: Geometry,
         plans: OpenPlans,
         saving: Saving,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._geometry = geometry
         self._plans = plans

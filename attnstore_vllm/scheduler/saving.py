@@ -26,8 +26,8 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.policy.step_budget import StepBudget
+from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import GroupCounts
-from attnstore_vllm.scheduler.offer import Costs
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.truncation import Truncation

@@ -25,11 +25,13 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_root, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
+from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
+from attnstore_vllm.scheduler.hidden_blocks import drop_in_flight, hide_session
 from attnstore_vllm.scheduler.lookups import STEP_TOKENS, Lookups
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
-from attnstore_vllm.scheduler.offer import EMPTY_STEP_WAIT_S, Costs, Offers, Waits
+from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
@@ -38,22 +40,18 @@ from attnstore_vllm.scheduler.request import (
     bypasses,
     make_state,
 )
+from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from attnstore_vllm.scheduler.rests import Rests
 from attnstore_vllm.scheduler.saving import Saving
 from attnstore_vllm.scheduler.stages import Stages
 from attnstore_vllm.scheduler.truncation import Truncation
+from attnstore_vllm.scheduler.vllm_queue import VllmQueue
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput, Tables
-from attnstore_vllm.scheduler.vllm_view import (
-    Clock,
-    ResetWatch,
-    VllmQueue,
-    drop_in_flight,
-    hide_session,
-)
+from attnstore_vllm.scheduler.waits import EMPTY_STEP_WAIT_S, Waits
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.types import Seen
+from attnstore_vllm.types import Clock, Seen
 
 logger = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import ChunkCopy, last_blocks_last
+from attnstore_vllm.types import Clock
 
 FIRST = 2
 """A load in parts begins when one slot in so many has what it begins with ..."""
@@ -79,7 +80,7 @@ class Stages:
         count: Callable[[StepStats, Sequence[Piece], int, int], object],
         *,
         is_allowed: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         is_plain = len(geometry.groups) == 1 and not (store.needs or store.walks or store.ahead)
         store.loads_in_parts = is_plain and is_allowed

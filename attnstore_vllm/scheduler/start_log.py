@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnstore_vllm.config.settings import StoreConfig, format_size
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.transfer.geometry import Geometry
 

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.hidden_blocks import HiddenNames, hide_blocks
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request
-from attnstore_vllm.scheduler.vllm_view import HiddenNames, hide_blocks
 from attnstore_vllm.store.store import Store
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,8 @@ from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.returns import NO_TERMS, ReturnEstimator, Run, Terms, Visit, visit_of
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit, answer, visit_of
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.thread import StoreThread
@@ -45,7 +46,7 @@ from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.tiers.remote_io import asking_of, is_asked
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import MakeTier
-from attnstore_vllm.types import DRAM, Key
+from attnstore_vllm.types import DRAM, Clock, Key
 
 CHUNK_LOOKS_MAX = 8
 RESET_DEADLINE_S = 5.0
@@ -97,8 +98,8 @@ class Store:
         needs: Sequence[Need] = (),
         ahead: int = 0,
         teller: Teller | None = None,
-        clock: Callable[[], float] = boot_seconds,
-        wall: Callable[[], float] = unix_seconds,
+        clock: Clock = boot_seconds,
+        wall: Clock = unix_seconds,
         threaded: bool = True,
         grain: int = GRAIN_TOKENS,
     ) -> None:
@@ -194,7 +195,7 @@ class Store:
     def answered(self, visit: Visit, num_tokens: int) -> None:
         """The request of this visit has ended, with so many tokens of its own."""
         with self._lock:
-            self._estimator.answer(visit.own, num_tokens)
+            answer(visit.own, num_tokens, self._estimator)
             self.residency.rank(visit.own)
 
     def find(

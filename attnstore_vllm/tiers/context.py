@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.tiers.residency import Residency
-from attnstore_vllm.types import Flow
+from attnstore_vllm.types import Clock, Flow
 
 if TYPE_CHECKING:
     from attnstore_vllm.tiers.reader import Reader
@@ -45,10 +45,10 @@ class Context:
     progress: threading.Condition
     """The store's one lock; it is notified when something has ended."""
     pool: Pool
-    clock: Callable[[], float]
+    clock: Clock
     """Seconds since the machine's start, those included that it was asleep."""
     moved: MovedKv
-    wall: Callable[[], float] = unix_seconds
+    wall: Clock = unix_seconds
     """Unix time, seconds: what is compared with times in files. It may be set back."""
     ttl_s: float | None = None
     """After so long without use a chunk is not found; None: only by its own request's terms."""

@@ -14,7 +14,7 @@ from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.cost import QueuePace, ReadsInTime
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.tier import Pin, Pins, Tier, TierBehind
 from attnstore_vllm.types import DRAM
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
 from errno import EDQUOT, ENOSPC
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError
 from attnstore_vllm.policy.breaker import Breaker
+from attnstore_vllm.types import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Health:
         where: str,
         progress: threading.Condition,
         counts: Counter[str],
-        clock: Callable[[], float],
+        clock: Clock,
         event: str = "device",
     ) -> None:
         self.reads = Breaker()

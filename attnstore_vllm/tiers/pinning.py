@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from attnstore_vllm.index.chunk import Chunk, State
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.tier import Pin, Tier
 
 

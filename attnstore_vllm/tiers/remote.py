@@ -20,11 +20,11 @@ from attnstore_vllm.index.moved import Movable, MovedKv
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lazy_heap import LazyHeap
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.returns import Run, unknown_run
+from attnstore_vllm.policy.visits import Run, unknown_run
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier import Pin, Pins, TierBehind
-from attnstore_vllm.types import Key
+from attnstore_vllm.types import Clock, Key
 
 ENDED_MAX = 64
 """Leases that one look ends, or finds renewed."""
@@ -71,7 +71,7 @@ class Ask:
         sequence: SequenceKeys,
         at: int,
         stop: int,
-        clock: Callable[[], float],
+        clock: Clock,
         request_id: str = "",
     ) -> None:
         size = sequence.chunk_tokens

@@ -23,7 +23,7 @@ from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
-from attnstore_vllm.policy.returns import ENDED_PRIORITY, Run, Visit, unknown_run
+from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run, Visit, unknown_run
 from attnstore_vllm.tiers.announced import Announced
 from attnstore_vllm.tiers.dram_tier import DramTier, MakeBooks
 from attnstore_vllm.tiers.nvme.nvme_tier import NvmeTier

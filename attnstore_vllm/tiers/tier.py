@@ -18,7 +18,7 @@ from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lazy_heap import LazyHeap
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.visits import Run
 
 ENDED_MAX = 64
 """Pins that one look ends."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from time import monotonic
 from types import ModuleType
 
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError, MachineError
 from attnstore_vllm.own_files import NotOursError
 from attnstore_vllm.preflight import SHM_DIR, lacks_memory, shared_memory

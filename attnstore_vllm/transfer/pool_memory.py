@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from attnstore_lab.bench.conversations import read_conversations
 from attnstore_lab.bench.summary import table
 from attnstore_lab.cli import bench
-from attnstore_vllm.config.settings import SIZE_MIN, format_size, parse_size
+from attnstore_vllm.config.values import SIZE_MIN, format_size, parse_size
 from attnstore_vllm.errors import AttnStoreError, ConfigError
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.model_shape import shape_of

@@ -23,7 +23,7 @@ from random import Random
 from typing import Any, Final
 
 from attnstore_lab.testing.tiny_model import make_model
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.preflight import SHM_DIR, memory_available, shared_memory
 from benchmarks.e2e.answers import NotHere, Tried, Wrong
 from benchmarks.e2e.cases import Case

@@ -17,14 +17,8 @@ from attnstore_vllm.policy.eviction.departures import (
     Departures,
     departures,
 )
-from attnstore_vllm.policy.returns import (
-    ReturnEstimator,
-    Run,
-    Visit,
-    answered,
-    kind_of,
-    visit_of,
-)
+from attnstore_vllm.policy.returns import ReturnEstimator, answered, kind_of
+from attnstore_vllm.policy.visits import Run, Visit, answer, visit_of
 
 KIND = kind_of(1, None, 1000, is_fresh=True, is_shared=False)
 
@@ -248,9 +242,9 @@ def test_what_an_answer_tells_counts_at_once() -> None:
     order = departures("attnstore", 100, estimator)
     runs = [run_at(1030.0 + number) for number in range(40)]
     for number, run in enumerate(runs):
-        estimator.answer(run, 600)
+        answer(run, 600, estimator)
         order.add(number, run)
-    estimator.answer(runs[20], 20)
+    answer(runs[20], 20, estimator)
     order.rank(runs[20])
     assert order.victim(1080.0, anything) == 20
     order.remove(20)
@@ -261,7 +255,7 @@ def test_what_an_answer_tells_counts_at_once() -> None:
 def test_what_others_share_has_no_answer() -> None:
     estimator = returns_after_long_answers()
     run = Run(estimator.open(9999, KIND, 0, 4.0, 1030.0), KIND, 1030.0, True)
-    estimator.answer(run, 600)
+    answer(run, 600, estimator)
     assert run.kind == KIND
 
 
@@ -271,7 +265,7 @@ def test_by_age_an_answer_changes_nothing(policy: str) -> None:
     runs = [run_at(float(number)) for number in range(3)]
     for number, run in enumerate(runs):
         order.add(number, run)
-    ReturnEstimator().answer(runs[0], 600)
+    answer(runs[0], 600, ReturnEstimator())
     order.rank(runs[0])
     assert empty(order, 10.0) == [0, 1, 2]
 

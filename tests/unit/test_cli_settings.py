@@ -29,7 +29,8 @@ from attnstore_vllm.cli import doctor
 from attnstore_vllm.cli.doctor import examine
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.cli.speeds import DiskSpeed
-from attnstore_vllm.config.settings import StoreConfig, format_size
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.slab import NO_RESERVE

@@ -15,14 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnstore_vllm.config import settings as config_module
-from attnstore_vllm.config.settings import (
-    NvmeConfig,
-    PinningConfig,
-    StoreConfig,
-    TraceConfig,
-    format_size,
-    parse_size,
-)
+from attnstore_vllm.config.settings import NvmeConfig, PinningConfig, StoreConfig, TraceConfig
+from attnstore_vllm.config.values import format_size, parse_size
 from attnstore_vllm.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"dram": "64GiB", "nvme": {"path": "/mnt/kv", "capacity": "2TiB"}}

@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer import cuda_pool
 from attnstore_vllm.transfer.pool import SharedPool

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from attnstore_vllm.config.settings import StoreConfig, parse_size
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.values import parse_size
 from attnstore_vllm.plugin import expand, ours_in
 from attnstore_vllm.preflight import TESTED_VLLM
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from attnstore_vllm.config.settings import StoreConfig, parse_size
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.shared import SharedConfig
+from attnstore_vllm.config.values import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER, KUBERNETES = ROOT / "deploy" / "docker", ROOT / "deploy" / "kubernetes"

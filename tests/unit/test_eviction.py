@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.eviction.lru import LOOK_MAX
-from attnstore_vllm.policy.returns import ReturnEstimator, Run, lease_for, unknown_run
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.visits import Run, lease_for, unknown_run
 from tests.helpers import lru
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from blake3 import blake3
 
 from attnstore_vllm.scheduler.approximate import Approximate
-from attnstore_vllm.scheduler.vllm_view import hide_blocks
+from attnstore_vllm.scheduler.hidden_blocks import hide_blocks
 
 BLOCK = 4
 

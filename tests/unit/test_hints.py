@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.config.settings import DURATION_MAX_S, seconds_of
+from attnstore_vllm.config.values import DURATION_MAX_S, seconds_of
 from attnstore_vllm.hints import HintReader, Hints, PrefetchOrder, prefetch_order
-from attnstore_vllm.policy.returns import ENDED_PRIORITY, Terms
+from attnstore_vllm.policy.visits import ENDED_PRIORITY, Terms
 
 READER = HintReader(ttl_s=None, longest_pin_s=3600.0)
 

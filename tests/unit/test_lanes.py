@@ -32,11 +32,11 @@ from attnstore_vllm.policy.returns import (
     NUM_KINDS,
     Fit,
     ReturnEstimator,
-    Run,
     age_of,
     ages_of,
     kind_of,
 )
+from attnstore_vllm.policy.visits import Run, answer
 
 KINDS = [
     kind_of(turn, gap, tokens, is_fresh=True, is_shared=shared)
@@ -146,7 +146,7 @@ class Both:
                 self.remove(self.here[number % len(self.here)])
             case "answered" if self.here:
                 run = self.here[number % len(self.here)]
-                self.estimator.answer(run, value)
+                answer(run, value, self.estimator)
                 for order in (self.rule, self.order):
                     order.rank(run)
             case "time" | "the clock":

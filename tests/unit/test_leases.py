@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, departures
 from attnstore_vllm.policy.lazy_heap import STALE_MAX
-from attnstore_vllm.policy.returns import (
-    ENDED_PRIORITY,
-    Lease,
-    ReturnEstimator,
-    Run,
-    Terms,
-    lease_for,
-    visit_of,
-)
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.visits import ENDED_PRIORITY, Lease, Run, Terms, lease_for, visit_of
 from tests.helpers import Rig, Rigs, conversation, name_of, names_of, sequence_of
 from tests.unit.test_by_return import KIND, anything, empty, fill, untrained
 

@@ -19,7 +19,8 @@ from attnstore_vllm.config.texts import SETTINGS
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.eviction.departures import departures
-from attnstore_vllm.policy.returns import LEFT_PARTS, ReturnEstimator, Terms, by_end
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.visits import LEFT_PARTS, Terms, by_end
 from attnstore_vllm.tiers.nvme.format import ages
 from attnstore_vllm.types import NVME
 from tests.helpers import (

@@ -15,7 +15,8 @@ from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.eviction.lru import Lru
 from attnstore_vllm.policy.lookahead import LAST
-from attnstore_vllm.policy.returns import ENDED_PRIORITY, ReturnEstimator, Run, unknown_run
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run, unknown_run
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME, StoreFailure
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of

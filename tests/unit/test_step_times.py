@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.policy.cost import StepCost
-from attnstore_vllm.scheduler.vllm_view import OPEN_MAX, StepTimes
+from attnstore_vllm.scheduler.costs import OPEN_MAX, StepTimes
 from tests.vllm_objects import Clock, output
 
 

@@ -14,7 +14,8 @@ import pytest
 from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.index import prefix
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key
-from attnstore_vllm.policy.returns import NUM_KINDS, Run
+from attnstore_vllm.policy.returns import NUM_KINDS
+from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.scheduler.lookups import LOOK_TOKENS, ORDERS_MAX, UNKNOWN_MAX
 from attnstore_vllm.scheduler.saving import SAVE_TOKENS
 from attnstore_vllm.tiers.dram_tier import DramTier

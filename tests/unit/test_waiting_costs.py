@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.policy.cost import PROBE_EVERY
+from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import StepReport
-from attnstore_vllm.scheduler.offer import Costs
 from attnstore_vllm.scheduler.request import RequestState
 from tests.vllm_objects import Clock, as_store, output, request
 

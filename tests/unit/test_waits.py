@@ -10,17 +10,12 @@ import pytest
 
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
-from attnstore_vllm.scheduler.offer import (
-    EMPTY_STEP_WAIT_S,
-    ROUND_S,
-    WAITS_MAX,
-    Costs,
-    Offers,
-    Waits,
-)
+from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.waits import EMPTY_STEP_WAIT_S, ROUND_S, WAITS_MAX, Waits
 from tests.vllm_objects import Clock, as_store, request
 
 DEADLINE_S = 1.0

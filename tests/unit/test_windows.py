@@ -16,7 +16,7 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.policy.returns import Terms
+from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.scheduler.offer import has_all, still_coming
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.types import DRAM, NVME

@@ -22,7 +22,7 @@ from attnstore_lab.testing.copy_streams import StreamPiece
 from attnstore_lab.testing.memory_engine import MemoryEngine, SteppedStream
 from attnstore_vllm.connector.metrics import AttnStoreStats
 from attnstore_vllm.scheduler.figures import StepStats
-from attnstore_vllm.scheduler.vllm_view import ResetWatch
+from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from tests.vllm.scripted import ScriptedEngine

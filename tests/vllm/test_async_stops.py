@@ -21,7 +21,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.scheduler.vllm_view import ResetWatch
+from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from attnstore_vllm.types import Seen
 from tests.vllm import scripted_worker
 from tests.vllm.scripted import ScriptedEngine

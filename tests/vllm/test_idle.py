@@ -34,7 +34,7 @@ from attnstore_vllm.connector import connector as connector_module
 from attnstore_vllm.connector.connector import AttnStoreConnector
 from attnstore_vllm.connector.support import KV_TYPES, reason_of_layers, reason_to_idle
 from attnstore_vllm.errors import MachineError
-from attnstore_vllm.scheduler.vllm_view import ResetWatch
+from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from tests.vllm.engine import Answer, Engine, EngineSpec, store_settings
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens

@@ -20,7 +20,7 @@ import pytest
 
 import attnstore_vllm
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.plugin import expand

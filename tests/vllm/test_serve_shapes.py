@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.config.settings import parse_size
+from attnstore_vllm.config.values import parse_size
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.prometheus import total
 from tests.vllm import serve_helpers as serving

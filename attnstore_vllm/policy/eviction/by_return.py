@@ -23,14 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm.policy.eviction.base import K
-from attnstore_vllm.policy.returns import (
-    EDGES_S,
-    ENDED_PRIORITY,
-    ReturnEstimator,
-    Run,
-    age_of,
-    ages_of,
-)
+from attnstore_vllm.policy.returns import EDGES_S, ReturnEstimator, age_of, ages_of
+from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run
 
 T = TypeVar("T", bound=np.generic)
 

@@ -25,13 +25,8 @@ from attnstore_vllm.policy.eviction.base import Order
 from attnstore_vllm.policy.eviction.by_return import by_return
 from attnstore_vllm.policy.eviction.lru import Fifo, Lru
 from attnstore_vllm.policy.lazy_heap import LazyHeap
-from attnstore_vllm.policy.returns import (
-    EDGES_S,
-    ReturnEstimator,
-    Run,
-    by_end,
-    unknown_run,
-)
+from attnstore_vllm.policy.returns import EDGES_S, ReturnEstimator
+from attnstore_vllm.policy.visits import Run, by_end, unknown_run
 
 GROUPS_MAX = 4
 """Expired groups that a decision looks at, if none of their slots can go ..."""

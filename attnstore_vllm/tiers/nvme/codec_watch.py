@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from attnstore_vllm.io.codec import Coders
 from attnstore_vllm.policy.codec_cost import CodecCost
+from attnstore_vllm.types import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class CodecWatch:
     """From any thread. Args: path: of the file that is read."""
 
-    def __init__(self, coders: Coders, path: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, coders: Coders, path: Path, clock: Clock) -> None:
         self.cost = CodecCost(coders.num_threads, has_fast=coders.codec.has_fast)
         self._coders = coders
         self._path = path

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io.device import Completion, Device, IoRequest, Op, Seal
+from attnstore_vllm.types import Clock
 
 TIMES_KEPT = 1024
 """Seconds of so many requests are kept, of each kind, until somebody takes them."""
@@ -47,7 +48,7 @@ class DiskRequests:
         deadline_s: how long a request may take before it is late.
     """
 
-    def __init__(self, device: Device, deadline_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, device: Device, deadline_s: float, clock: Clock) -> None:
         self._device = device
         self._deadline_s = deadline_s
         self._clock = clock

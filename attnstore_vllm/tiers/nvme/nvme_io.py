@@ -33,7 +33,7 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.codec import CODECS, Codec, Coders
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.health import Health
 from attnstore_vllm.tiers.nvme.codec_watch import CodecWatch

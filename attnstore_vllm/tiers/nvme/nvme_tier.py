@@ -28,7 +28,7 @@ from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.returns import NO_RUN, Run, left_by
+from attnstore_vllm.policy.visits import NO_RUN, Run, left_by
 from attnstore_vllm.tiers.tier import Pin, Pins, TierBehind
 from attnstore_vllm.types import NVME, Key
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnstore_vllm.config.settings import format_size
+from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError, CorruptRecordError, MachineError
 from attnstore_vllm.own_files import NotOursError, open_own
 from attnstore_vllm.tiers.nvme.format import (

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.returns import Run
+from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.remote import AskedBooks
-from attnstore_vllm.types import SHARED
+from attnstore_vllm.types import SHARED, Clock
 
 ENTRIES_MAX = 1 << 16
 """Chunks of the tier that are known at a time. They take no memory but their names."""
@@ -40,7 +40,7 @@ class SharedBooks(AskedBooks):
         look_ahead: LookAhead[Chunk],
         *,
         chunk_tokens: int,
-        clock: Callable[[], float],
+        clock: Clock,
         pause_s: float = PAUSE_S,
     ) -> None:
         super().__init__(SHARED, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=True)

@@ -48,7 +48,7 @@ from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_reset import SharedReset
 from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
-from attnstore_vllm.types import SHARED, Flow, StoreFailure
+from attnstore_vllm.types import SHARED, Clock, Flow, StoreFailure
 
 logger = logging.getLogger(__name__)
 
@@ -567,7 +567,7 @@ class MakeShared:
         directory: Path | None,
         bandwidth: int | None = None,
         daily_writes: int | None = None,
-        clock: Callable[[], float],
+        clock: Clock,
         pause_s: float = PAUSE_S,
     ) -> None:
         self._books = partial(SharedBooks, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Visits: which stored chunks a request uses, for how long it asks to keep them, and by which runs
+they are remembered. A chunk is of the run that used it last. Pure: time is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from attnstore_vllm.policy.returns import (
+    TURNS_MAX,
+    Array,
+    Before,
+    ReturnEstimator,
+    answered,
+    kind_of,
+)
+
+ENDED_PRIORITY = -3
+"""Priority of KV that nobody comes back to, as its last request has said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Terms on which a request asks for its KV to be kept."""
+
+    priority: int = 0
+    """-1: leaves tiers before others, 1: after them. ENDED_PRIORITY: first of all."""
+    ttl_s: float | None = None
+    """After so long without use it is not found any more. None: as long as there is room."""
+    pin_s: float | None = None
+    """So long its prompt's KV is not evicted, if its tenant's share allows."""
+
+
+NO_TERMS = Terms()
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Until when KV that nobody uses is kept."""
+
+    ttl_s: float
+    expires: float
+
+    def use(self, now: float) -> None:
+        self.expires = max(self.expires, now + self.ttl_s)
+
+
+def lease_for(ttl_s: float | None, now: float) -> Lease | None:
+    return None if ttl_s is None else Lease(ttl_s, now + ttl_s)
+
+
+LEFT_PARTS = 16
+"""Chunks whose time ends in the same part of so many share a lease, so that there are few."""
+
+
+def by_end(ends: Array, now: float) -> Iterator[tuple[npt.NDArray[np.intp], Lease | None]]:
+    """Leases for chunks that an earlier process has left, and which of them each is for: the first
+    to end first, and each in their order. No use renews one: who uses a chunk has a lease of his
+    own.
+
+    Args:
+        ends: [n] when each ends; infinite: never. A lease may end earlier, by a sixteenth of what
+            is left, and not later.
+    """
+    does_end = np.isfinite(ends)
+    left = np.maximum(ends[does_end] - now, 1e-3)
+    steps = np.exp2(np.floor(np.log2(left / LEFT_PARTS)))
+    until = ends.copy()
+    until[does_end] = np.minimum(ends[does_end], now + np.floor(left / steps) * steps)
+    values, which = np.unique(until, return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    bounds = np.searchsorted(which[order], np.arange(len(values) + 1))
+    for end, start, stop in zip(values.tolist(), bounds, bounds[1:], strict=False):
+        yield order[start:stop], None if end == math.inf else Lease(0.0, end)
+
+
+def left_by(end: float) -> Run:
+    """The run of a chunk that an earlier process has left, which ends then unless it is used."""
+    return replace(NO_RUN, lease=Lease(0.0, end))
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """The chunks that one request used of one conversation. Compared by identity."""
+
+    number: int
+    kind: int
+    """Its kind for the estimator. Changed by answer() alone; orders of departure
+    are to be told."""
+    since: float
+    is_shared: bool
+    priority: int = 0
+    lease: Lease | None = None
+    before: Run | None = None
+    """The shared run that its request used too, which has the chunks before these."""
+    used_at: float = field(init=False)
+    """When a request used it, or saved chunks for it, last."""
+
+    def __post_init__(self) -> None:
+        self.used_at = self.since
+
+    def touch(self, now: float) -> None:
+        """A request uses it, or saves for it. What is before it is newer, and leaves after it."""
+        self.used_at = max(self.used_at, now)
+        before = self.before
+        if before is not None and now >= before.used_at:
+            before.used_at = math.nextafter(now, math.inf)
+
+    def use(self, now: float) -> None:
+        self.touch(now)
+        if self.lease is not None:
+            self.lease.use(now)
+
+    def has_expired(self, now: float) -> bool:
+        return self.lease is not None and self.lease.expires <= now
+
+    def renewed(self, now: float) -> Run:
+        """The same, of chunks that count as used now; the lease is their own from here on."""
+        lease = self.lease
+        if lease is not None:
+            lease = Lease(lease.ttl_s, lease.expires)
+        return replace(self, since=now, lease=lease)
+
+
+def unknown_run(now: float) -> Run:
+    """The run of chunks of which nothing is known but that somebody used or wrote them now."""
+    return Run(0, kind_of(1, None, 0, is_fresh=True, is_shared=False), now, False)
+
+
+NO_RUN = unknown_run(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The runs of one request: [0, num_shared) chunks, and those after them."""
+
+    num_shared: int
+    shared: Run
+    own: Run
+    before_tokens: int = 0
+    """The length of the prompt before it, which is another conversation's if only their whole
+    chunks are the same."""
+
+    def run(self, number: int) -> Run:
+        """The run of chunk `number` of the request."""
+        return self.shared if number < self.num_shared else self.own
+
+
+def visit_of(
+    estimator: ReturnEstimator,
+    last_runs: Sequence[Run | None],
+    marks: Sequence[int],
+    num_tokens: int,
+    now: float,
+    terms: Terms = NO_TERMS,
+    ttl_s: float | None = None,
+) -> Visit:
+    """The chunks that a request that comes now uses, and by which runs it is remembered.
+
+    A chunk is shared if another run than the one that this request continues was the last to use
+    it, and then for as long as it is stored.
+
+    Args:
+        last_runs: of the request's leading chunks that are stored, the run that used each last.
+        marks: of its whole chunks.
+        num_tokens: of its prompt.
+        terms: what it asks for its own chunks. For those that others share it can ask for more
+            than they have, and not for less.
+        ttl_s: of all chunks; None: they do not expire. The terms may have a shorter one.
+    """
+    before = estimator.arrive(marks, now)
+    num_shared = _num_shared(last_runs, before)
+    known = max(before.depth if before is not None else 0, len(last_runs))
+    turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
+    gap_s = now - before.since if before is not None else None
+    is_fresh = 2 * (len(marks) - known) > len(marks)
+
+    def run(start: int, stop: int, *, is_shared: bool) -> Run:
+        kind = kind_of(turn, gap_s, num_tokens, is_fresh=is_fresh, is_shared=is_shared)
+        number = 0
+        if stop > start:
+            follows = 0 if is_shared else turn
+            mark = marks[stop - 1]
+            number = estimator.open(mark, kind, follows, stop - start, now, num_tokens)
+        if is_shared:
+            return Run(number, kind, now, True, max(0, terms.priority), lease_for(ttl_s, now))
+        ttls = [ttl for ttl in (ttl_s, terms.ttl_s) if ttl is not None]
+        lease = lease_for(min(ttls), now) if ttls else None
+        return Run(number, kind, now, False, terms.priority, lease)
+
+    shared = run(0, min(num_shared, len(marks)), is_shared=True)
+    own = run(num_shared, len(marks), is_shared=False)
+    own.before = shared
+    return Visit(num_shared, shared, own, before.num_tokens if before is not None else 0)
+
+
+def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
+    """How many of the leading chunks other conversations use too."""
+    own = before.number if before is not None else 0
+    for number, run in enumerate(last_runs):
+        if run is None or not (run.is_shared or run.number != own):
+            return number
+    return len(last_runs)
+
+
+def answer(run: Run, num_tokens: int, estimator: ReturnEstimator) -> None:
+    """The request was answered with so many tokens, which tells something of whether it is gone on
+    with. The caller tells the orders of departure. Nothing changes for what others share."""
+    if not run.is_shared:
+        run.kind = answered(run.kind, num_tokens)
+        estimator.change(run.number, run.kind)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs: whether a request waits for its KV, loads it or computes it, by how long steps and copies
+take (policy/cost.py) and by what the store says of its disk."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.policy.cost import (
+    OUTLIER,
+    USUAL_STEPS,
+    CopyCost,
+    LoadRate,
+    StepCost,
+    ahead_pays,
+    ahead_seconds,
+    layers_before,
+    pieces_to_wait_for,
+)
+from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.vllm_types import SchedulerOutput
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.types import Clock
+
+
+class Costs:
+    """Whether a request waits for its KV, loads it or computes it.
+
+    Args:
+        load_deadline_s: how long a request waits for its chunks to come up from NVMe, at most.
+        computes_if_sooner: else what is stored is loaded, whatever that takes.
+        ahead_layers: of the model, where loads run beside it; else 0.
+        step_tokens: what a step computes of one prompt, at most.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        load_deadline_s: float,
+        computes_if_sooner: bool,
+        *,
+        ahead_layers: int = 0,
+        step_tokens: int = 1 << 30,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._store = store
+        self.load_deadline_s = load_deadline_s
+        self._computes_if_sooner = computes_if_sooner
+        self._steps = StepCost()
+        self.times = StepTimes(self._steps, clock)
+        self._copies = CopyCost()
+        self._loads = LoadRate()
+        self.ahead_layers = ahead_layers
+        self._step_tokens = step_tokens
+
+    # ---- steps -------------------------------------------------------------------------
+
+    def step_ended(self, report: StepReport, stats: StepStats) -> None:
+        wrong, loaded = self.times.ended(report.number, report.load_wait_s)
+        if wrong is not None:
+            stats.observe("step_forecast_ratio", 1 + wrong)
+        if loaded and report.load_wait_s:
+            self._copies.observe(loaded, report.load_wait_s)
+        for num_bytes, seconds in report.measured:
+            self._loads.observe(num_bytes, seconds)
+
+    def measured(self) -> dict[str, float] | None:
+        """The costs that were learned, by their names in a machine file; None before they are
+        known. From any thread."""
+        step_s, token_s, context_s, sequence_s = self._steps.parts()
+        if not self._steps.is_known or not token_s:
+            return None
+        least = 1e-9  # a fit may say that a part costs nothing; a machine file may not
+        found = {"prefill_tokens_per_s": 1 / token_s, "decode_step_s": max(step_s, least)}
+        found["decode_sequence_s"] = max(sequence_s, least)
+        if context_s:
+            found["prefill_context"] = token_s / context_s
+        if self._loads.is_known:
+            found["rank_bandwidth"] = 1 / max(self._loads.seconds(1), 1e-15)
+        return found
+
+    # ---- decisions ---------------------------------------------------------------------
+
+    def computing_s(self, start: int, stop: int) -> float | None:
+        """Seconds for tokens [start, stop) of a prompt, on the mean; None before it is known, and
+        where all that is stored is waited for. From any thread."""
+        is_weighed = self._computes_if_sooner and self._steps.is_known
+        return self._steps.seconds(start, stop) if is_weighed else None
+
+    def num_that_pay(self, state: RequestState, pieces: Sequence[Piece]) -> int:
+        """How many of these pieces, more than DRAM has room for, are worth waiting for; those that
+        are in DRAM are. Cost: a look at each."""
+        near, beyond = pieces[: self._store.num_slots], pieces[self._store.num_slots :]
+        ready = list(takewhile(lambda p: p.chunk.dram.state is State.READY, near))
+        arrivals = self._store.arrivals(state.request.request_id, near[len(ready) :])
+        beyond_s = self._store.read_s(len(beyond))
+        is_weighed = self._computes_if_sooner and self._steps.is_known
+        if not is_weighed or arrivals is None or beyond_s is None:
+            return len(pieces)
+        near_s = arrivals[-1] if arrivals else 0.0
+        arrivals += [near_s + beyond_s * n / len(beyond) for n in range(1, len(beyond) + 1)]
+        start = ready[-1].stop if ready else pieces[0].start
+        stops = [piece.stop for piece in pieces[len(ready) :]]
+        return len(ready) + pieces_to_wait_for(start, stops, arrivals, self._steps)
+
+    def count_loaded(
+        self, stats: StepStats, pieces: Sequence[Piece], start: int, stop: int
+    ) -> Counter[str]:
+        """A load of tokens [start, stop) is planned. Returns them by the tier they were in."""
+        sources, saved_s = self._store.tiers(pieces, start), self.saved_s(start, stop)
+        for tier, tokens in sources.items():
+            stats.add("loaded_tokens", tier, tokens)
+            stats.add("prefill_seconds_saved", tier, saved_s * tokens / (stop - start))
+        return sources
+
+    def saved_s(self, start: int, stop: int) -> float:
+        """Seconds that loaded KV of these tokens saves; 0 before that is known."""
+        return self._steps.seconds(start, stop) if self._steps.is_known else 0.0
+
+    def copy_pays(self, start: int, stop: int, ahead_s: float | None = None) -> bool:
+        """Whether KV of tokens [start, stop) that is in DRAM should be loaded.
+
+        Args:
+            ahead_s: see CopyCost.pays().
+        """
+        return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps, ahead_s)
+
+    def ahead_s(self, num_bytes: int, layers: int, num_layers: int) -> float | None:
+        """How long a request waits for so many layers that are loaded ahead; None if there are
+        none, if copies do not run beside the model, or if nothing is known of them.
+
+        Args:
+            num_bytes: of all layers, and of loads that may be before them; a rank's.
+        """
+        if not (layers and self.ahead_layers and self._loads.is_known):
+            return None
+        step_s = self.times.usual_s if self.times.num_running else 0.0
+        return ahead_seconds(self._loads.seconds(num_bytes), layers, num_layers, step_s)
+
+    def state_pays(self, start: int, stop: int, num_groups: int) -> bool:
+        """Whether computing tokens [start, stop) takes longer than reading the states behind them
+        from NVMe. True as long as that is not known."""
+        read_s = self._store.read_s(num_groups)
+        if read_s is None or not self._steps.is_known:
+            return True
+        return self._steps.seconds(start, stop) > read_s
+
+    def layers_before(self, num_bytes: int, queued_bytes: int, stop: int, end: int) -> int:
+        """How many layers of a load should be in HBM before the step that computes from `stop` on;
+        0: the step itself hides it, or those that run lose less by waiting for it, or nothing is
+        known of it.
+
+        By the means, with no margin for doubt: a layer too many keeps the request waiting for it,
+        while one too few is waited for in the forward pass, which ends no later for it.
+
+        Args:
+            num_bytes, queued_bytes: of the load, and of those that may be before it; a rank's.
+            end: of the request's tokens.
+        """
+        if not self.ahead_layers or not self._loads.is_known or not self._steps.is_known:
+            return 0
+        load_s = self._loads.seconds(num_bytes + queued_bytes)
+        compute_s = self._steps.step_seconds(stop, min(end, stop + self._step_tokens))
+        others, step_s = self.times.num_running, self.times.usual_s
+        if not ahead_pays(load_s, compute_s, self.ahead_layers, others, step_s):
+            return 0
+        return layers_before(load_s, compute_s, self.ahead_layers)
+
+    def deadline(self, state: RequestState, now: float) -> float:
+        """Until when the request waits at most, from when it was first asked for."""
+        if state.waiting.deadline is None:
+            state.waiting.deadline = now + self.load_deadline_s
+        return state.waiting.deadline
+
+    def why_not_wait(
+        self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
+    ) -> str | None:
+        """None if the request should wait for (some of) these, which are on their way."""
+        if state.is_at_once:
+            return "slower"
+        now = self._clock()
+        if now >= self.deadline(state, now):
+            return "deadline"
+        arrivals = self._store.arrivals(state.request.request_id, coming)
+        number = 0
+        if arrivals is not None and self._steps.is_known:
+            stops = [piece.stop for piece in coming]
+            number = pieces_to_wait_for(ready_stop, stops, arrivals, self._steps)
+            if number == 0 and self._computes_if_sooner:
+                return "slower"
+        if state.waiting.since is None:
+            state.waiting.since = now
+        if state.waiting.forecast is None and number > 0 and arrivals is not None:
+            state.waiting.forecast = now, arrivals[number - 1]
+        return None
+
+    def end_wait(self, state: RequestState, stats: StepStats) -> None:
+        """The request has its answer."""
+        if state.waiting.since is None:
+            return
+        now = self._clock()
+        state.counted.waited_s += now - state.waiting.since
+        stats.observe("wait_seconds", now - state.waiting.since)
+        if state.waiting.forecast is not None:
+            said_at, seconds = state.waiting.forecast
+            stats.observe("wait_forecast_ratio", (now - said_at) / max(seconds, 1e-6))
+        state.waiting.since = state.waiting.forecast = None
+
+
+OPEN_MAX = 16
+"""Steps that were planned and have not come back. More than vLLM has in flight."""
+
+
+class _Step(NamedTuple):
+    planned_at: float
+    prompts: list[tuple[int, int]]
+    num_generating: int
+    num_loaded: int
+    """Tokens that were loaded for it."""
+
+
+class StepTimes:
+    """Feeds `cost`. A step begins when it is planned, or when the one before it ends if that is
+    later, as with asynchronous scheduling; it ends when its output comes back with its number."""
+
+    def __init__(self, cost: StepCost, clock: Clock = time.monotonic) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._open: OrderedDict[int, _Step] = OrderedDict()
+        self._ended_at = 0.0
+        self.load_tokens = 0
+        """Tokens that the step loads which is being planned."""
+        self.num_running = 0
+        """Requests of which the step computes something that was planned last."""
+        self.usual_s = 0.0
+        """How long a step has taken lately, whatever it computed. One that is far longer counts in
+        part."""
+
+    def planned(self, output: SchedulerOutput) -> int:
+        """A step was planned. Returns its number, which its output is to come back with."""
+        number = next(self._numbers)
+        loads, self.load_tokens = self.load_tokens, 0
+        self.num_running = len(output.num_scheduled_tokens)
+        if not output.total_num_scheduled_tokens:
+            return number
+        prompts, num_generating = [], 0
+        cached = output.scheduled_cached_reqs
+        starts = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        new = (
+            (request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs
+        )
+        for request_id, start in itertools.chain(new, starts):
+            count = output.num_scheduled_tokens.get(request_id, 0)
+            if count == 1 or request_id in output.scheduled_spec_decode_tokens:
+                num_generating += 1
+            elif count:
+                prompts.append((start, start + count))
+        self._open[number] = _Step(self._clock(), prompts, num_generating, loads)
+        if len(self._open) > OPEN_MAX:
+            self._open.popitem(last=False)
+        return number
+
+    def ended(self, number: int, load_wait_s: float) -> tuple[float | None, int]:
+        """The step's output has come. Returns what StepCost.observe does, and tokens loaded.
+
+        Args:
+            load_wait_s: of the step's length, what its loads have cost.
+        """
+        now = self._clock()
+        before, self._ended_at = self._ended_at, now
+        step = self._open.pop(number, None)
+        if step is None:
+            return None, 0
+        seconds = now - max(step.planned_at, before) - load_wait_s
+        if seconds <= 0:  # seen too late: it says nothing
+            return None, step.num_loaded
+        counted = min(seconds, OUTLIER * self.usual_s) if self.usual_s else seconds
+        self.usual_s += (counted - self.usual_s) / (USUAL_STEPS if self.usual_s else 1)
+        wrong = self._cost.observe(seconds, step.prompts, step.num_generating)
+        return wrong, step.num_loaded
