@@ -11,6 +11,7 @@ request's arrival to its end: calls of functions of this package on the engine's
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -52,6 +53,7 @@ class Way:
 
 
 def measure(num_tokens: int) -> Way:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported, which reads it
     from attnstore_lab.testing.tiny_model import TINY  # noqa: PLC0415
     from tests.vllm.engine import Engine, EngineSpec  # noqa: PLC0415  wants vllm
 
