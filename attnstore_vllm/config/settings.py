@@ -86,9 +86,10 @@ class NvmeConfig:
     say otherwise; else only those that ask for it."""
 
     @property
-    def changes_kv(self) -> bool:
-        """Whether the codec gives other KV than it got."""
-        return self.codec != NONE and not CODECS[self.codec].is_exact
+    def changed_by(self) -> str | None:
+        """Name and version of the codec if it gives other KV than it got; else None."""
+        codec = CODECS.get(self.codec)
+        return None if codec is None or codec.is_exact else codec.label
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -175,6 +176,11 @@ class PinningConfig:
     tenant_share: float = 0.02
     longest_s: float = 3600.0
 
+    @property
+    def shares(self) -> tuple[float, float]:
+        """What can be pinned in all, and by one tenant."""
+        return self.share, self.tenant_share
+
     @classmethod
     def parse(cls, given: object) -> PinningConfig | None:
         if given is False or given == "off":
@@ -230,7 +236,7 @@ class TruncationConfig:
 def _shared(given: object, nvme: NvmeConfig) -> SharedConfig | None:
     if given is False or given == "off":
         return None
-    if nvme.changes_kv:
+    if nvme.changed_by is not None:
         raise ConfigError(
             f"nvme.codec is {nvme.codec}, which changes KV, and shared is set. What comes from "
             "others does not say whether it may be changed; set shared: off, or codec: lossless"
@@ -407,7 +413,7 @@ class StoreConfig:
         one engine's part."""
         whole, size = self.nvme.whole, self.data_parallel_size
         # What comes from others does not say whether a codec may change it.
-        if not self.peers or self.nvme.changes_kv or whole is None:
+        if not self.peers or self.nvme.changed_by or whole is None:
             return []
         dirs = (whole.engine_path(rank, size) for rank in range(size))
         return [directory for directory in dirs if directory != self.nvme.path]
