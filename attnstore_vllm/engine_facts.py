@@ -20,8 +20,8 @@ class EngineFacts:
     # ---- the model's KV
 
     needs: tuple[Need, ...] = ()
-    """Of the KV cache groups beside the spine, and of the spine if it needs less than all tokens; a
-    hit ends where all have what they need."""
+    """Needs of the KV cache groups beside the spine, and of the spine if it needs less than all
+    tokens; a hit ends where all have what they need."""
     ahead: int = 0
     """So many tokens behind it decide KV of a token too (drafts): a hit ends before those of which
     that is not known."""
@@ -31,10 +31,10 @@ class EngineFacts:
     # ---- vLLM's steps
 
     step_tokens: int = 1 << 30
-    """What a step computes of one prompt, at most."""
+    """Tokens of one prompt that a step computes, at most."""
     replays: Callable[[Collection[int]], bool] = _never
-    """Of the tokens of each of a step's requests: whether the step may be a CUDA graph that calls
-    no hook."""
+    """Whether a step may be a CUDA graph that calls no hook, by the tokens of each of its
+    requests."""
     in_lockstep: bool = False
     """The steps of data-parallel engines wait for each other."""
     by_priority: bool = False
@@ -45,9 +45,10 @@ class EngineFacts:
     # ---- its blocks
 
     rows: int | None = None
-    """Of each worker's write buffer, in blocks; None where copies do not run beside the model."""
+    """Size of each worker's write buffer, in blocks; None where copies do not run beside the
+    model."""
     gives_blocks_away: bool = True
-    """What finished requests leave is saved from blocks that are free."""
+    """KV that finished requests leave is saved from blocks that are free."""
     loads_in_parts: bool = True
     """vLLM computes what a part does not bring, and no other connector is there."""
     has_prefix_cache: bool = True

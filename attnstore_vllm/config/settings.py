@@ -178,7 +178,7 @@ class PinningConfig:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """What can be pinned in all, and by one tenant."""
+        """The share that can be pinned in all, and that of one tenant."""
         return self.share, self.tenant_share
 
     @classmethod

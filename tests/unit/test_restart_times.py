@@ -272,7 +272,7 @@ def test_a_store_on_a_file_of_before_begins_with_no_savings(open_rig: Rigs, wall
     rig.until(lambda: counts(rig).get("written", 0) >= 10)
     device.settle()
     assert counts(rig)["written"] == 10
-    options = {"clock": clock, "daily_writes": daily, "dram_slots": 32}
+    options = {"clock": clock, "daily_writes_bytes": daily, "dram_slots": 32}
     again, medium = open_rig(image=bytes(device.image), **options)
     for number in range(10, 18):
         ask(again, number)
