@@ -24,6 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.config.values import format_size, parse_size
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.choose import open_device
@@ -125,7 +126,7 @@ def run(directory: Path, args: argparse.Namespace, load: Load, model: int, until
     name = f"attnstore-capacity-{os.getpid()}"
     pools = [SharedPool(name, DRAM_SLOTS, payload, num_ranks=1, member=m) for m in (0, 1)]
     device, _ = open_device(slab.path, 64, "auto")
-    store = Store(pools[1], slab, device, 8)
+    store = open_store(pools[1], slab, device)
     try:
         while time.monotonic() < until:
             load.turn(store, pools[1])

@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 
 from attnstore_lab.bench.summary import table
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, NONE
 from attnstore_vllm.io.device import Completion, Device, IoRequest
 from attnstore_vllm.policy.codec_cost import CodecCost
-from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import Encoding, SegmentHeader, pages
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import open_slab
@@ -124,7 +124,8 @@ class Side:
         worker = SharedPool(pool, num_chunks, CHUNK_BYTES, num_ranks=1, member=0)
         self.pool = SharedPool(pool, num_chunks, CHUNK_BYTES, num_ranks=1, member=1)
         worker.close()
-        self.store = Store(self.pool, slab, Throttle(device, bytes_per_s), DEPTH, eviction="lru")
+        slow = Throttle(device, bytes_per_s)
+        self.store = open_store(self.pool, slab, slow, io_depth=DEPTH, eviction="lru")
         self._num_chunks = num_chunks
         if name == SMALL:
             self.cost.is_fast = False

@@ -25,10 +25,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import chunk_key, encode_tokens
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, Header, Root, SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.transfer.pool import SharedPool
@@ -101,7 +101,7 @@ def scan_once(slab: Slab, num_records: int) -> dict[str, float]:
     members = [SharedPool(name, 4, PAYLOAD_BYTES, num_ranks=1, member=m) for m in (0, 1)]
     device, kind = open_device(slab.path, DEPTH, "auto")
     before, started, used = resident_bytes(), time.perf_counter(), time.process_time()
-    store = Store(members[1], slab, device, 8)
+    store = open_store(members[1], slab, device)
     while not store.is_idle():
         time.sleep(0.01)
     seconds = time.perf_counter() - started

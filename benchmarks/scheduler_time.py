@@ -29,12 +29,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from attnstore_lab.testing.network_stores import NetworkStore
+from attnstore_lab.testing.small_store import open_scheduler, open_store
 from attnstore_vllm.identity.weights import Weights
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
-from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.tiers.shared.secret import SharedKeys
@@ -72,10 +72,10 @@ def make_scheduler(
     shape = SegmentHeader(-1, 256, geometry.slot_bytes, bytes(32), b"", 0, "benchmark")
     slab = open_slab(directory / SLAB_NAME, capacity, shape)
     device, _ = open_device(slab.path, 64, "auto")
-    store = Store(pool, slab, device, 8, more_tiers=more_tiers)
+    store = open_store(pool, slab, device, more_tiers=more_tiers)
     if store.asking is not None:
         store.asking.weights_seen(True)
-    return Scheduler(store, geometry, Weights(bytes(32), b""), 1.0, lock)
+    return open_scheduler(store, geometry, Weights(bytes(32), b""), lock=lock)
 
 
 def make_request(name: int, tokens: list[int]) -> Any:

@@ -34,12 +34,12 @@ from typing import Any
 import numpy as np
 
 from attnstore_lab.testing.network_stores import KINDS, NetworkStore, missing
+from attnstore_lab.testing.small_store import open_store
 from attnstore_lab.testing.tiny_model import make_model
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import root_key
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.prometheus import total
-from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.tiers.shared.backend import open_backend
@@ -164,7 +164,7 @@ def our_tier(store: NetworkStore, directory: Path) -> Iterator[SharedIo]:
         directory=None,
         clock=time.monotonic,
     )
-    stored = Store(pool, slab, device, 8, more_tiers=(tier,))
+    stored = open_store(pool, slab, device, more_tiers=(tier,))
     assert stored.asking is not None
     stored.asking.weights_seen(True)
     io = stored.thread.tiers[1]

@@ -19,6 +19,7 @@ import pytest
 from blake3 import blake3
 
 from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key, root_key, tenant_hash
 from attnstore_vllm.io.choose import DeviceKind, open_device
@@ -167,15 +168,15 @@ class Rig:
     dram_slots: int = 8
     depth: int = 4
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the store."""
+    """Of open_store()."""
     pool: SharedPool = field(init=False)
     store: Store = field(init=False)
     is_open: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         self.pool = open_pool(self.dram_slots)
-        options = {"grain": GRAIN, **self.options}
-        self.store = Store(self.pool, self.slab, self.device, self.depth, **options)
+        options = {"grain": GRAIN, "io_depth": self.depth, **self.options}
+        self.store = open_store(self.pool, self.slab, self.device, **options)
 
     def put(self, name: ChunkName, payload: bytes | None = None) -> Chunk | None:
         """Save as the workers do. None where the store wants no bytes."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.visits import Terms
-from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.peers.asker import PeersIo
 from attnstore_vllm.tiers.peers.peers_tier import peers_of
 from attnstore_vllm.tiers.peers.wire import MessageKind, Wire
@@ -66,7 +66,9 @@ class PeerEngine:
         format_device(self.device, slab)
         group = config.nvme.group_path
         make = peers_of(own, group, config.siblings(), NAMESPACE, CHUNK_TOKENS, self.pool)
-        self.store = Store(self.pool, slab, self.device, 4, grain=GRAIN, more_tiers=make)
+        self.store = open_store(
+            self.pool, slab, self.device, io_depth=4, grain=GRAIN, more_tiers=make
+        )
         io = self.store.thread.tiers[1]
         assert isinstance(io, PeersIo)
         self.io = io

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
+from attnstore_lab.testing.small_store import open_scheduler
 from attnstore_vllm import _native
 from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index import keys
 from attnstore_vllm.policy.eviction.by_return import ByReturn
 from attnstore_vllm.scheduler import hidden_blocks
 from attnstore_vllm.scheduler.messages import StepReport
-from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.types import Key, Seen
@@ -85,7 +85,7 @@ class StepWorld:
     """See the module. `counts` has what was done since it was cleared.
 
     Args:
-        options: of the scheduler side.
+        options: of open_scheduler().
     """
 
     def __init__(
@@ -103,9 +103,10 @@ class StepWorld:
         self.free_blocks = 0
         self.tables: dict[str, list[int]] = {}
         if truncates:
-            options["truncation"] = TruncationConfig(enabled=True, shared_by="everyone"), None
+            options["truncation"] = TruncationConfig(enabled=True, shared_by="everyone")
         geometry = Geometry(1, (64,), (Group(BLOCK, ("l",)),), CHUNK)
-        self.side = Scheduler(self.store, geometry, Names(), 0.2, -1, **options)
+        options.setdefault("load_deadline_ms", 200)
+        self.side = open_scheduler(self.store, geometry, Names(), **options)
         pool = SimpleNamespace(
             cached_block_hash_to_block=OrderedDict(),
             hash_block_size=BLOCK,

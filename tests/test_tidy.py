@@ -40,15 +40,16 @@ KNOWS = {
     "tiers/nvme": {*LOW, "config", "index", "policy", "io", "tiers"},
     "tiers/peers": {*LOW, "index", "policy", "io", "transfer", "tiers"},
     "tiers/shared": {*LOW, "config", "index", "policy", "io", "tiers"},
-    "store": {*LOW, "index", "policy", "io", "tiers", "tiers/nvme"},
+    "store": {*LOW, "config", "engine_facts", "index", "policy", "io", "tiers", "tiers/nvme"},
     "scheduler": {
-        *LOW, "config", "hints", "index", "policy", "store", "tiers", "tiers/nvme", "transfer",
+        *LOW, "config", "engine_facts", "hints", "index", "policy", "store", "tiers",
+        "tiers/nvme", "transfer",
     },
     "identity": {*LOW, "config", "plugin", "transfer"},
     "connector": {
-        *LOW, "config", "hints", "identity", "index", "io", "parent_watch", "plugin", "policy",
-        "preflight", "scheduler", "store", "tiers", "tiers/nvme", "tiers/peers", "tiers/shared",
-        "transfer",
+        *LOW, "config", "engine_facts", "hints", "identity", "index", "io", "parent_watch",
+        "plugin", "policy", "preflight", "scheduler", "store", "tiers", "tiers/nvme", "tiers/peers",
+        "tiers/shared", "transfer",
     },
     "cli": {
         *LOW, "_native", "config", "index", "io", "model_shape", "plugin", "preflight",

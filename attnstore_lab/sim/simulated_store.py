@@ -6,21 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from attnstore_lab.sim.disk import SimulatedDisk
 from attnstore_lab.sim.hardware import Machine
+from attnstore_vllm.config.settings import NvmeConfig, StoreConfig
+from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.context import Harness
 from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.tiers.tier_io import MakeTier
 
-EVICTION = {"lru": "lru", "lru-ahead": "lru", "fifo": "fifo"}
+EVICTION: dict[str, Literal["lru", "fifo"]] = {"lru": "lru", "lru-ahead": "lru", "fifo": "fifo"}
 """By policy; else attnstore."""
+NO_DEADLINE_MS = 10**12
 NO_LIMIT = 1 << 60
 """The budget of a step: many simulated steps are one turn of the server's loop."""
 NAMESPACE = b"simulated".ljust(32)
@@ -134,31 +139,31 @@ def open_scheduler(
     )
     segment_bytes = PAGE_BYTES + min(nvme, at_most) * shape.record_bytes
     slab = Slab(Path("simulated"), segment_bytes, shape, own={0: shape}, fresh=[0])
-    store = SimulatedStore(
-        NoPool(dram),
-        slab,
-        disk,
-        machine.io_depth,
-        io_deadline_s=float("inf"),
+    config = StoreConfig(
+        dram_bytes=machine.dram,
+        nvme=NvmeConfig(
+            path=slab.path,
+            capacity_bytes=machine.nvme,
+            io_deadline_ms=NO_DEADLINE_MS,
+            scrub_bytes_per_s=None,
+        ),
+        load_deadline_ms=round(1000 * machine.load_deadline_s),
+        step_budget=NO_LIMIT,
         eviction=EVICTION.get(policy, "attnstore"),
-        needs=machine.shape.needs() if machine.shape is not None else (),
-        more_tiers=more_tiers,
-        clock=clock,
-        threaded=False,
+        look_ahead=policy not in ("lru", "fifo"),
+        states_every=machine.states_every,
+        truncation=None,
+        io_depth=machine.io_depth,
+    )
+    engine = EngineFacts(
+        needs=tuple(machine.shape.needs()) if machine.shape is not None else (),
+        step_tokens=machine.max_num_batched_tokens,
+        has_prefix_cache=machine.prefix_cache,
+    )
+    harness = Harness(clock=clock, threaded=False)
+    store = SimulatedStore(
+        NoPool(dram), slab, disk, config, engine, more_tiers=more_tiers, harness=harness
     )
     if policy == "dram":
         store.residency.lose(store.residency.nvme)
-    scheduler = Scheduler(
-        store,
-        geometry,
-        _FixedNames(),
-        machine.load_deadline_s,
-        -1,
-        looks_ahead=policy not in ("lru", "fifo"),
-        states_every=machine.states_every,
-        step_tokens=machine.max_num_batched_tokens,
-        step_budget=NO_LIMIT,
-        has_prefix_cache=machine.prefix_cache,
-        clock=clock,
-    )
-    return scheduler, store
+    return Scheduler(store, geometry, _FixedNames(), config, engine, clock=clock), store

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings. Read once, here, at start; everything else takes a typed object.
+"""Settings. Read once, here, at start; everything else takes a typed object. What each is for is
+in config/texts.py; a field says here only what its type adds.
 
 It is long since each part of the settings has its type and its parser here.
 
@@ -74,21 +75,19 @@ class NvmeConfig:
     """The settings that this is one engine's part of."""
     io: Literal["auto", "uring", "aiofiles"] = "auto"
     io_deadline_ms: int = 5000
-    """A request that takes longer puts the tier out of use for a while."""
     daily_writes_bytes: int | None = None
-    """The most that is written a day, to spare the disk; None: no limit."""
+    """None: no limit."""
     scrub_bytes_per_s: int | None = 8 << 20
-    """The speed at which cold records are read again, to find rot early; None: never."""
+    """None: never."""
     codec: str = NONE
-    """The codec that KV on the disk is encoded with."""
     is_for_all: bool = False
-    """`approximate: all`: with a codec that changes KV, every request may get such that does not
-    say otherwise; else only those that ask for it."""
+    """`approximate: all`."""
 
     @property
-    def changes_kv(self) -> bool:
-        """Whether the codec gives other KV than it got."""
-        return self.codec != NONE and not CODECS[self.codec].is_exact
+    def changed_by(self) -> str | None:
+        """Name and version of the codec if it gives other KV than it got; else None."""
+        codec = CODECS.get(self.codec)
+        return None if codec is None or codec.is_exact else codec.label
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -175,6 +174,11 @@ class PinningConfig:
     tenant_share: float = 0.02
     longest_s: float = 3600.0
 
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The share that can be pinned in all, and that of one tenant."""
+        return self.share, self.tenant_share
+
     @classmethod
     def parse(cls, given: object) -> PinningConfig | None:
         if given is False or given == "off":
@@ -201,14 +205,10 @@ class TruncationConfig:
     """Whether stored KV may be moved to other positions, for prompts that were cut."""
 
     enabled: bool = False
-    """For every request that does not say otherwise; else only for those that ask for it."""
     min_tokens: int = 64
-    """Fewer in a row are computed."""
     sinks: int = 0
-    """First tokens of a prompt that are never moved ones."""
     shared_by: Sharing = "salted"
-    """`share`: who can be served with whose KV, moved. It begins and ends at any token, so that
-    who shares it can read the prompts of the others token by token."""
+    """`share`. Moved KV begins and ends at any token (index/prefix.py)."""
 
     @classmethod
     def parse(cls, given: object) -> TruncationConfig | None:
@@ -230,7 +230,7 @@ class TruncationConfig:
 def _shared(given: object, nvme: NvmeConfig) -> SharedConfig | None:
     if given is False or given == "off":
         return None
-    if nvme.changes_kv:
+    if nvme.changed_by is not None:
         raise ConfigError(
             f"nvme.codec is {nvme.codec}, which changes KV, and shared is set. What comes from "
             "others does not say whether it may be changed; set shared: off, or codec: lossless"
@@ -266,9 +266,7 @@ class TraceConfig:
     path: Path
     """A directory (created with mode 0700 if only its last part is missing)."""
     sample: float = 1.0
-    """The share of conversations that are in it."""
     size_bytes: int = 256 << 20
-    """The trace ends there."""
 
     @classmethod
     def parse(cls, given: object) -> TraceConfig | None:
@@ -292,43 +290,28 @@ class StoreConfig:
     dram_bytes: int
     nvme: NvmeConfig
     chunk_tokens: int = 256
-    """Tokens a chunk has; rounded up to whole blocks of vLLM."""
     load_deadline_ms: int = 1000
-    """How long a request waits for its chunks to come up from NVMe before it computes them."""
     step_budget: int = 1 << 17
-    """Prompt tokens that are looked up in one step of the engine; what is beyond waits for a later
-    one."""
     eviction: Literal["attnstore", "lru", "fifo"] = "attnstore"
-    """Who leaves a full tier, of what nobody waits for: what is least likely to return soon; the
-    others are there to compare with."""
     look_ahead: bool = True
-    """Bring up from NVMe what waiting requests want; off only to compare with."""
     compute_if_sooner: bool = True
-    """Compute what is stored where that is measured to be sooner than loading it."""
     write_buffer_bytes: int | None = None
-    """HBM of each GPU that KV waits in on its way to DRAM; None: room for two steps' tokens. Of no
-    account where the model runs on the CPU."""
+    """None: `auto`."""
     states_every: int | None = None
-    """Tokens of a prompt between the states that recurrent layers keep while there is room; None:
-    where vLLM's steps end, if that is measured to pay; 0: none are kept."""
+    """None: `auto`; 0: none are kept."""
     ttl_s: float | None = None
-    """After so long without use KV is not found any more; None: it stays while there is room."""
+    """None: KV stays while there is room."""
     pinning: PinningConfig | None = None
-    """Limits on what requests may pin; None: nothing."""
+    """None: nothing may be pinned."""
     shared_by: Sharing = "everyone"
-    """`share`. With "salted" requests without a cache_salt neither find nor leave KV."""
+    """`share`."""
     truncation: TruncationConfig | None = TruncationConfig()
-    """KV of prompts that were cut; None: no request may ask for it."""
+    """None: no request may ask for it."""
     shared: SharedConfig | None = None
-    """A tier behind NVMe that several servers share; None: there is none."""
     trace: TraceConfig | None = None
-    """A trace of requests for `attnstore simulate` and `plan`; None: none is written."""
     io_depth: int = 8
-    """Requests in flight on the device; half of them may be writes."""
     peers: bool = True
-    """Data-parallel engines of one host read each other's DRAM and NVMe."""
     data_parallel_size: int = 1
-    """Engines that share the two sizes. `vllm serve -dp N` fills it in."""
 
     @classmethod
     def parse(cls, given: object) -> StoreConfig:
@@ -407,7 +390,7 @@ class StoreConfig:
         one engine's part."""
         whole, size = self.nvme.whole, self.data_parallel_size
         # What comes from others does not say whether a codec may change it.
-        if not self.peers or self.nvme.changes_kv or whole is None:
+        if not self.peers or self.nvme.changed_by or whole is None:
             return []
         dirs = (whole.engine_path(rank, size) for rank in range(size))
         return [directory for directory in dirs if directory != self.nvme.path]

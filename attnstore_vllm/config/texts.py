@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting in words: default, unit, what it does, when to change it.
+"""Every setting in words, the only ones: default, unit, what it does, when to change it.
 
 `attnstore init`, configs/attnstore.yaml and docs/configuration.md are made of this;
 tests/unit/test_setting_texts.py compares all of them with config/settings.py.

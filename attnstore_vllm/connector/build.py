@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From vLLM's configuration to the two sides of the connector.
 
-It is long since each fact of vLLM is read here, and nowhere else.
+It is long since all parts of the store are opened here, for both sides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -24,16 +24,16 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import format_size
+from attnstore_vllm.connector.facts import facts_of
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
-from attnstore_vllm.connector.kv_events import KvEvents, VllmTeller, teller_of
-from attnstore_vllm.connector.media_data import read_media, why_no_media
+from attnstore_vllm.connector.kv_events import KvEvents, teller_of
+from attnstore_vllm.connector.media_data import counts_media, read_media, why_no_media
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of, warn_of_order
 from attnstore_vllm.connector.watchers import watchers_of
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import ConfigError, UnsupportedError
-from attnstore_vllm.hints import HintReader
-from attnstore_vllm.identity.drafts import drafts_of, tokens_ahead
+from attnstore_vllm.identity.drafts import drafts_of
 from attnstore_vllm.identity.live_model import LiveWeights, models_of
 from attnstore_vllm.identity.namespace import fingerprint
 from attnstore_vllm.identity.rank import RankDescription
@@ -42,19 +42,18 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, Codec, PayloadShape, Quantized
+from attnstore_vllm.io.device import Device
 from attnstore_vllm.io.disk_node import warn_if_far
 from attnstore_vllm.parent_watch import end_with_parent, parent_pid
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory, machine_errors
-from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.observed import ObservedScheduler
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
-from attnstore_vllm.scheduler.waits import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import LABEL_BYTES, Encoding, SegmentHeader, pages
-from attnstore_vllm.tiers.nvme.slab import open_slab
+from attnstore_vllm.tiers.nvme.slab import Slab, open_slab
 from attnstore_vllm.tiers.peers.peers_tier import peers_of
 from attnstore_vllm.tiers.shared.start import check_client, make_shared
 from attnstore_vllm.tiers.tier_io import MakeTier
@@ -228,12 +227,6 @@ def _outer() -> KVTransferConfig | None:
     return config.kv_transfer_config if config is not None else None
 
 
-def _computes_again(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM computes what a load did not bring; else the request fails."""
-    transfer = vllm_config.kv_transfer_config
-    return transfer is not None and transfer.kv_load_failure_policy == "recompute"
-
-
 def _is_alone() -> bool:
     """Whether no MultiConnector has made us."""
     transfer = _outer()
@@ -265,90 +258,40 @@ def _scheduler(
     *,
     zeroes: bool,
 ) -> Scheduler:
-    """Args: zeroes: vLLM writes zeros to blocks that change hands, before any hook of ours."""
+    """Args: zeroes: see facts_of()."""
     ranks = _ranks(pool, geometry.num_ranks)
     pool.keep(min(r.slots for r in ranks))
-    rows = [r.rows for r in ranks]
-    why_not_moved = next(filter(None, [r.why_not_moved for r in ranks]), None)
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
-    pinning, truncation = config.pinning, config.truncation
     names = Weights(namespace, digest)
     teller = teller_of(vllm_config, geometry, lambda: names.namespace)
     codec = _codec(config, geometry, ranks)
-    changes = codec.label if codec is not None and not codec.is_exact else None
-    store, disk = _store(vllm_config, config, geometry, pool, namespace, codec, teller)
+    slab, device, disk = _open_slab(vllm_config, config, geometry, pool, namespace, codec)
+    info = own_version(), vllm.__version__, disk, config.eviction
+    engine = facts_of(vllm_config, geometry, ranks, info, zeroes=zeroes)
+    tiers = _more_tiers(config, geometry, pool, namespace)
+    store = Store(pool, slab, device, config, engine, codec=codec, more_tiers=tiers, teller=teller)
     watchers = watchers_of(vllm_config, config, geometry, own_version())
     make = partial(ObservedScheduler, watchers) if watchers else Scheduler
-    scheduler = make(
-        store,
-        geometry,
-        names,
-        config.load_deadline_ms / 1000,
-        lock,
-        by_priority=vllm_config.scheduler_config.policy == "priority",
-        looks_ahead=config.look_ahead,
-        computes_if_sooner=config.compute_if_sooner,
-        states_every=config.states_every,
-        hints=HintReader(
-            config.ttl_s,
-            pinning.longest_s if pinning is not None else None,
-            may_truncate=truncation is not None,
-            may_approximate=changes is not None,
-            salted_only=config.shared_by == "salted",
-        ),
-        rows=None if None in rows else min(row for row in rows if row is not None),
-        # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
-        gives_blocks_away=not zeroes and (None in rows or all(r.is_alone for r in ranks)),
-        loads_in_parts=_computes_again(vllm_config) and all(r.is_alone for r in ranks),
-        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        step_budget=config.step_budget,
-        empty_step_wait_s=LOCKSTEP_WAIT_S if _is_in_lockstep(vllm_config) else EMPTY_STEP_WAIT_S,
-        truncation=(truncation, why_not_moved),
-        approximate=Approximate(changes, by_default=config.nvme.is_for_all),
-        replays=_replays(vllm_config),
-        media=MediaNames(
-            read_media, counted=counts_media(vllm_config), why_not=why_no_media(vllm_config)
-        ),
-        overcounts_drafts=_overcounts_drafts(vllm_config),
-        has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
-        serves_adapters=_serves_adapters(vllm_config, geometry),
-        info=(own_version(), vllm.__version__, disk, config.eviction),
-        board=_board(vllm_config),
+    media = MediaNames(
+        read_media, counted=counts_media(vllm_config), why_not=why_no_media(vllm_config)
     )
+    board = _board(vllm_config)
+    scheduler = make(store, geometry, names, config, engine, lock=lock, media=media, board=board)
     if teller is not None:
         scheduler.events = KvEvents(store, teller)
     return scheduler
 
 
-def _serves_adapters(vllm_config: VllmConfig, geometry: Geometry) -> bool:
-    """Whether requests with a LoRA adapter are served.
-
-    Which adapter one computes with is certain only once its first step has begun. If it is another
-    by then, the step is taken back: vLLM lets a worker say so by block ids, before it uses what was
-    sampled. With several groups it takes none. With windows alone it would go on from a block whose
-    window is not there.
-    """
-    serves = len(geometry.groups) == 1 and not geometry.has_window_alone
-    if vllm_config.lora_config is not None and not serves:
-        logger.warning(
-            "AttnStore serves requests without a LoRA adapter only, others are computed: "
-            "some layers of this model keep no KV of all tokens, and vLLM cannot take back a load "
-            "of such a model when an adapter was replaced meanwhile"
-        )
-    return serves
-
-
-def _store(
+def _open_slab(
     vllm_config: VllmConfig,
     config: StoreConfig,
     geometry: Geometry,
     pool: SharedPool,
     namespace: bytes,
     codec: Codec | None,
-    teller: VllmTeller | None,
-) -> tuple[Store, str]:
-    """The store, on the slab file of the settings' directory; and what serves the file."""
+) -> tuple[Slab, Device, str]:
+    """The slab file of the settings' directory, its device, and what serves it."""
     shape = SegmentHeader(
         number=-1,
         chunk_tokens=geometry.chunk_tokens,
@@ -365,29 +308,17 @@ def _store(
         device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
     lines = start_lines(own_version(), config, geometry, pool.num_slots, slab, kind)
     logger.info("%s", "\n".join(lines))
-    pinning, truncation = config.pinning, config.truncation
+    return slab, device, kind
+
+
+def _more_tiers(
+    config: StoreConfig, geometry: Geometry, pool: SharedPool, namespace: bytes
+) -> list[MakeTier]:
+    """The tiers behind NVMe, nearest first. Raises ConfigError."""
     siblings = [] if needs_of(geometry) else config.siblings()  # see asking_of()
     own, group = config.nvme.path, config.nvme.group_path
     peers = peers_of(own, group, siblings, namespace, geometry.chunk_tokens, pool)
-    store = Store(
-        pool,
-        slab,
-        device,
-        config.io_depth,
-        io_deadline_s=config.nvme.io_deadline_ms / 1000,
-        daily_writes=config.nvme.daily_writes_bytes,
-        scrub_rate=config.nvme.scrub_bytes_per_s,
-        eviction=config.eviction,
-        ttl_s=config.ttl_s,
-        needs=needs_of(geometry),
-        ahead=tokens_ahead(vllm_config),
-        pin_shares=(pinning.share, pinning.tenant_share) if pinning is not None else (0.0, 0.0),
-        moved=(truncation.min_tokens, truncation.sinks) if truncation is not None else (64, 0),
-        more_tiers=[*peers, *_shared_tier(config, geometry, namespace)],
-        codec=codec,
-        teller=teller,
-    )
-    return store, kind
+    return [*peers, *_shared_tier(config, geometry, namespace)]
 
 
 def _shared_tier(config: StoreConfig, geometry: Geometry, namespace: bytes) -> Sequence[MakeTier]:
@@ -438,42 +369,6 @@ def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:
             raise UnsupportedError(f"rank {rank} cannot: {description[REFUSAL]}")
         ranks.append(RankDescription.of_json(description))
     return ranks
-
-
-def counts_media(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM names inputs by a counter. Their users' own uuids look the same to us."""
-    media = vllm_config.model_config.multimodal_config
-    return (
-        media is not None
-        and media.mm_processor_cache_gb == 0
-        and not vllm_config.cache_config.enable_prefix_caching
-    )
-
-
-def _is_in_lockstep(vllm_config: VllmConfig) -> bool:
-    """Whether the steps of data-parallel engines wait for each other: experts are spread over
-    them."""
-    return vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe
-
-
-def _overcounts_drafts(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM may count drafts beyond a session's stop as computed (vllm_view.py)."""
-    speculates = vllm_config.speculative_config is not None
-    return speculates and not vllm_config.scheduler_config.async_scheduling
-
-
-def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
-    """Says, by the tokens of each of a step's requests: may the step be a CUDA graph of the whole
-    forward pass, which calls no hook?"""
-    if drafts_of(vllm_config) is not None:
-        return lambda _: True  # their passes may be graphs of their own
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if not mode.has_full_cudagraphs():
-        return lambda _: False
-    if not mode.separate_routine():
-        return lambda _: True
-    decoding = 1 + vllm_config.num_speculative_tokens  # only steps that prefill nothing
-    return lambda counts: max(counts, default=0) <= decoding
 
 
 def _codec(

@@ -116,3 +116,13 @@ def why_no_media(vllm_config: VllmConfig) -> str | None:
             "whatever its content is. Encode media in this server to use the store for them"
         )
     return None
+
+
+def counts_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names inputs by a counter. Their users' own uuids look the same to us."""
+    media = vllm_config.model_config.multimodal_config
+    return (
+        media is not None
+        and media.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    )

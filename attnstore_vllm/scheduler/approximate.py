@@ -13,7 +13,6 @@ What exact requests compute stays in DRAM: the disk would change it.
 from __future__ import annotations
 
 import secrets
-from typing import Final
 
 from attnstore_vllm.scheduler.hidden_blocks import KEY_BYTES, hide_blocks
 from attnstore_vllm.scheduler.request import RequestState
@@ -44,6 +43,3 @@ class Approximate:
             hide_blocks(state.request, 0, self._key)
         else:
             state.dram_only = True
-
-
-EXACT_ALONE: Final = Approximate(None)

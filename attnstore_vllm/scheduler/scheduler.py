@@ -16,19 +16,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-from attnstore_vllm.config.settings import TruncationConfig
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_root, root_key
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
-from attnstore_vllm.scheduler.approximate import EXACT_ALONE, Approximate
+from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.hidden_blocks import drop_in_flight, hide_session
-from attnstore_vllm.scheduler.lookups import STEP_TOKENS, Lookups
+from attnstore_vllm.scheduler.lookups import Lookups
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Offers
@@ -47,7 +48,7 @@ from attnstore_vllm.scheduler.stages import Stages
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_queue import VllmQueue
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput, Tables
-from attnstore_vllm.scheduler.waits import EMPTY_STEP_WAIT_S, Waits
+from attnstore_vllm.scheduler.waits import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S, Waits
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry
@@ -79,29 +80,8 @@ class Scheduler:
 
     Args:
         names: whose KV it is.
-        load_deadline_s: how long a request waits for its chunks to come up from NVMe.
         lock: the descriptor that owns the store's directory; closed with this object.
-        by_priority: how vLLM orders waiting requests; else first come, first served.
-        looks_ahead: bring up from NVMe what waiting requests want, before they are asked for.
-        computes_if_sooner: else what is stored is always loaded, and waited for.
-        states_every: see StoreConfig.
-        hints: reads what requests say of their KV.
-        rows: of each worker's write buffer, in blocks; None where copies do not run beside the
-            model.
-        gives_blocks_away: what finished requests leave is saved from blocks that are free.
-        loads_in_parts: vLLM computes what a part does not bring, and no other connector is there.
-        step_tokens: what a step computes of one prompt, at most.
-        step_budget: tokens that are looked up in a step (lookups.py).
-        empty_step_wait_s: how long a step that computes nothing may wait for KV.
-        truncation: of the store's settings, and why KV cannot be moved here, or None.
-        approximate: who gets KV that a codec has changed.
-        replays: of the tokens of each of a step's requests, whether the step may be a CUDA graph
-            that calls no hook.
         media: tells pictures and sounds by their content.
-        overcounts_drafts: vLLM counts drafts beyond a session's stop as computed.
-        has_prefix_cache: vLLM has one, which is reset when weights are updated.
-        serves_adapters: requests with a LoRA adapter use and leave KV as others do.
-        info: of the metric of that name, by label.
         board: shows figures that change while no step is planned.
         clock: monotonic seconds.
     """
@@ -116,69 +96,60 @@ class Scheduler:
         store: Store,
         geometry: Geometry,
         names: Names,
-        load_deadline_s: float,
-        lock: int,
+        config: StoreConfig,
+        engine: EngineFacts,
         *,
-        by_priority: bool = False,
-        looks_ahead: bool = True,
-        computes_if_sooner: bool = True,
-        states_every: int | None = None,
-        hints: HintReader | None = None,
-        rows: int | None = None,
-        gives_blocks_away: bool = True,
-        loads_in_parts: bool = True,
-        step_tokens: int = 1 << 30,
-        step_budget: int = STEP_TOKENS,
-        empty_step_wait_s: float = EMPTY_STEP_WAIT_S,
-        truncation: tuple[TruncationConfig | None, str | None] = (None, None),
-        approximate: Approximate = EXACT_ALONE,
-        replays: Callable[[Collection[int]], bool] = lambda _: False,
+        lock: int = -1,
         media: MediaNames | None = None,
-        overcounts_drafts: bool = False,
-        has_prefix_cache: bool = True,
-        serves_adapters: bool = True,
-        info: tuple[str, ...] = (),
         board: Board | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.store, self._lock, self.names = store, lock, names
+        self._engine = engine
         self.geometry, self._order = geometry, geometry.order
         self.adapters = Adapters(geometry.num_ranks, clock)
         self._watch = ResetWatch(self.adapters.hbm_is_empty)
         self._has_adapters = False  # no request has had one
-        self._has_prefix_cache, self._serves_adapters = has_prefix_cache, serves_adapters
         self._alive: set[str] = set()  # also those that the store does not serve
         self.requests: dict[str, RequestState] = {}
         self._recent = RecentPrompts()
-        self.plans = OpenPlans(
-            store, geometry.num_ranks, rows, gives_blocks_away=gives_blocks_away, clock=clock
+        rows, gives = engine.rows, engine.gives_blocks_away
+        plans = self.plans = OpenPlans(
+            store, geometry.num_ranks, rows, gives_blocks_away=gives, clock=clock
         )
-        self._truncation, self._approximate = Truncation(store, *truncation), approximate
-        self._replays, self._overcounts_drafts = replays, overcounts_drafts
+        moved = self._truncation = Truncation(store, config.truncation, engine.why_not_moved)
+        nvme = config.nvme
+        self._approximate = Approximate(nvme.changed_by, by_default=nvme.is_for_all)
         self._media = media or MediaNames()
         self._media_of: dict[str, RequestMedia] = {}
         """By request: all that have some or may get some, also those that are not served."""
         self._stats = StepStats()
-        self._figures = StoreFigures(store, geometry.token_bytes(), info)
+        self._figures = StoreFigures(store, geometry.token_bytes(), engine.info)
         self._idle = IdleFigures(self._figures, board) if board is not None else None
         self._kv_cache_manager: KVCacheManager | None = None
-        lookups = self._lookups = Lookups(step_budget)
-        self._queue = VllmQueue(store, lookups, by_priority=by_priority) if looks_ahead else None
+        lookups = self._lookups = Lookups(config.step_budget)
+        self._queue = None
+        if config.look_ahead:
+            self._queue = VllmQueue(store, lookups, by_priority=engine.by_priority)
         layers = geometry.num_layers if rows is not None else 0
-        sizes = {"ahead_layers": layers, "step_tokens": step_tokens}
-        costs = self.costs = Costs(store, load_deadline_s, computes_if_sooner, **sizes, clock=clock)
-        plans, moved = self.plans, self._truncation
+        sizes = {"ahead_layers": layers, "step_tokens": engine.step_tokens}
+        deadline_s = config.load_deadline_ms / 1000
+        costs = self.costs = Costs(
+            store, deadline_s, config.compute_if_sooner, **sizes, clock=clock
+        )
+        every, budget = config.states_every, config.step_budget
         saving = self._saving = Saving(
-            store, geometry, plans, moved, costs, states_every, step_tokens, step_budget
+            store, geometry, plans, moved, costs, every, engine.step_tokens, budget
         )
         self.rests = Rests(geometry, plans, saving, clock)
-        self._empty_step_wait_s = empty_step_wait_s
+        wait_s = LOCKSTEP_WAIT_S if engine.in_lockstep else EMPTY_STEP_WAIT_S
+        self._empty_step_wait_s = wait_s
         store.weigh_reads(costs.computing_s)
-        waits = Waits(store, costs, clock, self._queue, empty_step_wait_s)
-        self.stages = stages_of(store, geometry, plans, costs, loads_in_parts, clock)
+        waits = Waits(store, costs, clock, self._queue, wait_s)
+        self.stages = stages_of(store, geometry, plans, costs, engine.loads_in_parts, clock)
         given = (store, geometry, costs, waits, plans, moved, saving.counts, self.stages)
         self._offers = Offers(*given)
-        self._hints = hints or HintReader()
+        self._hints = hint_reader(config)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
@@ -201,7 +172,7 @@ class Scheduler:
             return
         if self._queue is not None:
             self._queue.on_new_request(request)
-        if not self._alive and not self._has_prefix_cache:
+        if not self._alive and not self._engine.has_prefix_cache:
             self._watch.doubt()
         self._alive.add(request.request_id)
         media = RequestMedia(self._media, request)
@@ -224,7 +195,7 @@ class Scheduler:
         if request.lora_request is not None:
             self._has_adapters = True
             self.adapters.enter(request)
-        is_doubtful = request.resumable and self._overcounts_drafts
+        is_doubtful = request.resumable and self._engine.overcounts_drafts
         if is_doubtful and self._kv_cache_manager is not None:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
         is_alone = self._hints.salted_only and not request.cache_salt
@@ -259,7 +230,7 @@ class Scheduler:
 
     def _is_left_alone(self, request: Request) -> bool:
         """Whether it has an adapter that is not served. A session's next input may bring one."""
-        return request.lora_request is not None and not self._serves_adapters
+        return request.lora_request is not None and not self._engine.serves_adapters
 
     def _look_up(self, state: RequestState) -> None:
         request = state.request
@@ -347,7 +318,7 @@ class Scheduler:
             self._save_rests(is_empty=not output.num_scheduled_tokens)
         self._look_up_late(is_empty=not output.num_scheduled_tokens)
         plan = self.plans.take_plan()
-        plan.may_replay = self._replays(output.num_scheduled_tokens.values())
+        plan.may_replay = self._engine.replays(output.num_scheduled_tokens.values())
         plan.number = self.costs.times.planned(output)
         if self._watch.is_wanted:
             self._watch.add_to(plan)
@@ -575,6 +546,17 @@ class Scheduler:
         assert not any(state.offered for state in self.requests.values())
         self.store.residency.check_integrity()
         assert self.store.residency.num_held() == 0
+
+
+def hint_reader(config: StoreConfig) -> HintReader:
+    pinning = config.pinning
+    return HintReader(
+        config.ttl_s,
+        pinning.longest_s if pinning is not None else None,
+        may_truncate=config.truncation is not None,
+        may_approximate=config.nvme.changed_by is not None,
+        salted_only=config.shared_by == "salted",
+    )
 
 
 def stages_of(

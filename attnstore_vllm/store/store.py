@@ -25,11 +25,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
+from attnstore_vllm.config.settings import StoreConfig, TruncationConfig
+from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, marks_of
 from attnstore_vllm.index.moved import MovedKv
-from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, has_come, no_ends, ready_run, settle
-from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
+from attnstore_vllm.index.prefix import Piece, has_come, no_ends, ready_run, settle
+from attnstore_vllm.index.sections import fit, proven, walk, walks
 from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
@@ -40,13 +42,13 @@ from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit, answer, vi
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.thread import StoreThread
-from attnstore_vllm.tiers.context import Context, Figures, Pool, boot_seconds, unix_seconds
+from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.tiers.remote_io import asking_of, is_asked
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import MakeTier
-from attnstore_vllm.types import DRAM, Clock, Key
+from attnstore_vllm.types import DRAM, Key
 
 CHUNK_LOOKS_MAX = 8
 RESET_DEADLINE_S = 5.0
@@ -61,22 +63,10 @@ class Store:
     """See the module. All methods may be called from the scheduler's thread.
 
     Args:
-        slab, device: of one file; the store owns both. io_depth: requests in flight there.
-        io_deadline_s: a request that takes longer puts NVMe out of use for a while.
-        daily_writes: bytes that may be written a day, or None.
-        scrub_rate: bytes a second for reading cold records again, or None.
-        eviction: attnstore, lru or fifo.
-        ttl_s: after so long without use a chunk is not found; None: as long as there is room.
-        pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
-        moved: MovedKv's min_tokens and sinks.
+        slab, device: of one file; the store owns both.
         codec: of the file's records, if it has to know the model.
         more_tiers: behind NVMe, nearest first.
-        needs: of the KV cache groups beside the spine, and of the spine if it needs less than all
-            tokens; a hit ends where all have what they need.
-        ahead: so many tokens behind it decide KV of a token too (drafts): a hit ends before those
-            of which that is not known.
         teller: makes KV events, where routers want to know what the tiers have.
-        clock, wall, threaded, grain: for tests: see Context, turn(), and see PrefixIndex.
     """
 
     def __init__(
@@ -84,51 +74,42 @@ class Store:
         pool: Pool,
         slab: Slab,
         device: Device,
-        io_depth: int,
+        config: StoreConfig,
+        engine: EngineFacts,
         *,
-        io_deadline_s: float = 5.0,
-        daily_writes: int | None = None,
-        scrub_rate: int | None = None,
-        eviction: str = "attnstore",
-        ttl_s: float | None = None,
-        pin_shares: tuple[float, float] = (0.0, 0.0),
-        moved: tuple[int, int] = (64, 0),
         codec: Codec | None = None,
         more_tiers: Sequence[MakeTier] = (),
-        needs: Sequence[Need] = (),
-        ahead: int = 0,
         teller: Teller | None = None,
-        clock: Clock = boot_seconds,
-        wall: Clock = unix_seconds,
-        threaded: bool = True,
-        grain: int = GRAIN_TOKENS,
+        harness: Harness = NO_HARNESS,
     ) -> None:
+        nvme, pinning, clock = config.nvme, config.pinning, harness.clock
+        moved = config.truncation or TruncationConfig()
         self._estimator = ReturnEstimator()
-        self._ttl_s = ttl_s
-        order = partial(departures, eviction, estimator=self._estimator)
+        self._ttl_s = config.ttl_s
+        order = partial(departures, config.eviction, estimator=self._estimator)
         self.residency = Residency(
             pool.num_slots,
             slab.records_max,
             order,
-            grain=grain,
+            grain=harness.grain,
             chunk_tokens=slab.shape.chunk_tokens,
             seed=secrets.randbits(64),
-            pin_shares=pin_shares,
+            pin_shares=(0.0, 0.0) if pinning is None else pinning.shares,
             more=more_tiers,
         )
         self.num_slots = pool.num_slots
         self.loads_in_parts = False
         """Whether a waiting request may find more than DRAM has room for (scheduler/stages.py)."""
-        self.ahead = ahead
-        self.needs = tuple(replace(need, ahead=ahead) for need in needs)
-        self.walks = walks(needs)
+        self.ahead = ahead = engine.ahead
+        self.needs = tuple(replace(need, ahead=ahead) for need in engine.needs)
+        self.walks = walks(engine.needs)
         """Whether no group has all tokens, so that the names alone are walked."""
         self._moved = MovedKv(
             self.residency.index,
             slab.shape.chunk_tokens,
             pool.num_slots + slab.records_max,
-            min_tokens=moved[0],
-            sinks=moved[1],
+            min_tokens=moved.min_tokens,
+            sinks=moved.sinks,
             seed=secrets.randbits(63),
         )
         self._curve = HitCurve.around(pool.num_slots, slab.shape.chunk_tokens)
@@ -136,18 +117,25 @@ class Store:
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._context = context = Context(
-            self.residency, self._progress, pool, clock, self._moved, wall, ttl_s
+            self.residency, self._progress, pool, clock, self._moved, harness.wall, config.ttl_s
         )
         self.announcer = Announcer(context, teller) if teller is not None else None
-        nvme = NvmeIo(
-            context, slab, device, io_depth, codec, deadline_s=io_deadline_s, scrub_rate=scrub_rate
+        disk = NvmeIo(
+            context,
+            slab,
+            device,
+            config.io_depth,
+            codec,
+            deadline_s=nvme.io_deadline_ms / 1000,
+            scrub_rate=nvme.scrub_bytes_per_s,
         )
         pairs = zip(more_tiers, self.residency.behind[1:], strict=True)
         more = [make.io(context, tier) for make, tier in pairs]
         learn = partial(learn_from, context, self._estimator, self._curve)
-        self.thread = StoreThread(context, [nvme, *more], daily_writes=daily_writes, learn=learn)
-        self.asking = asking_of(context, more, self.thread.reader, has_groups=bool(needs))
-        if threaded:
+        daily_writes = nvme.daily_writes_bytes
+        self.thread = StoreThread(context, [disk, *more], daily_writes=daily_writes, learn=learn)
+        self.asking = asking_of(context, more, self.thread.reader, has_groups=bool(self.needs))
+        if harness.threaded:
             self.thread.start()
 
     def turn(self) -> None:

@@ -8,9 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from attnstore_vllm.index.moved import MovedKv
+from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import Clock, Flow
 
@@ -27,6 +28,23 @@ def boot_seconds() -> float:
 def unix_seconds() -> float:
     """For Context.wall."""
     return time.time()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harness:
+    """The parts of a store that tests and simulations choose. A server takes them as they are."""
+
+    clock: Clock = boot_seconds
+    """Context.clock."""
+    wall: Clock = unix_seconds
+    """Context.wall."""
+    threaded: bool = True
+    """The store has its own thread; else turn() does the same, a round a call."""
+    grain: int = GRAIN_TOKENS
+    """Where hits may end: see PrefixIndex."""
+
+
+NO_HARNESS: Final = Harness()
 
 
 class Pool(Protocol):

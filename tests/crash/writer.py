@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from attnstore_lab.testing.small_store import SMALL
+from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.choose import DeviceKind, open_device
@@ -72,7 +74,7 @@ def open_store(directory: Path, kind: DeviceKind, num_records: int, pool: Shared
     path = directory / SLAB_NAME
     slab = open_slab(path, capacity_for(num_records, shape.record_bytes), shape)
     device, _ = open_device(path, DEPTH, kind)
-    return Store(pool, slab, device, DEPTH)
+    return Store(pool, slab, device, replace(SMALL, io_depth=DEPTH), EngineFacts())
 
 
 def main(directory: Path, kind: DeviceKind, num_records: int, first: int) -> None:

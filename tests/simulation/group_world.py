@@ -16,16 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from attnstore_lab.sim.jobs import Plain, step_stop
 from attnstore_lab.sim.simulated_store import SimulatedStore
 from attnstore_lab.testing.copy_streams import SteppedStream
 from attnstore_lab.testing.memory_engine import MemoryEngine
+from attnstore_lab.testing.small_store import SMALL
+from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.errors import CopyError, CorruptRecordError
 from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
+from attnstore_vllm.tiers.context import Harness
 from attnstore_vllm.tiers.nvme.format import PAGE_BYTES
 from attnstore_vllm.tiers.nvme.slab import Slab, new_generation
 from attnstore_vllm.transfer.geometry import Group
@@ -142,17 +145,20 @@ class GroupWorld:
         self.waiting, self.running, self.remote, self.leaving = [], [], {}, set()
         self.hbm = GroupMemory(self.groups, random.choice((90, 160)), random)
         self.pool = open_pool(random.choice((10, 20, 50)), geometry.slot_bytes)
-        self.store = SimulatedStore(
-            self.pool, slab, self.disk, 4, io_deadline_s=5.0, scrub_rate=1 << 20,
-            eviction=random.choice(("attnstore", "lru")), needs=needs_of(self.groups),
-            clock=self._clock, threaded=False,
-        )  # fmt: skip
+        eviction: Literal["attnstore", "lru"] = random.choice(("attnstore", "lru"))
         rows = random.choice((8, 16, 64)) if self.is_beside else None
-        self.scheduler = Scheduler(
-            self.store, geometry, Names(), 0.2, -1, looks_ahead=random.random() < 0.7,
-            computes_if_sooner=random.random() < 0.3, rows=rows,
-            gives_blocks_away=not self.zeroes, step_tokens=self.budget, clock=self._clock,
+        nvme = replace(SMALL.nvme, scrub_bytes_per_s=1 << 20)
+        config = replace(
+            SMALL, nvme=nvme, io_depth=4, load_deadline_ms=200, eviction=eviction,
+            look_ahead=random.random() < 0.7, compute_if_sooner=random.random() < 0.3,
         )  # fmt: skip
+        engine = EngineFacts(
+            needs=needs_of(self.groups), rows=rows, gives_blocks_away=not self.zeroes,
+            step_tokens=self.budget,
+        )  # fmt: skip
+        harness = Harness(clock=self._clock, threaded=False)
+        self.store = SimulatedStore(self.pool, slab, self.disk, config, engine, harness=harness)
+        self.scheduler = Scheduler(self.store, geometry, Names(), config, engine, clock=self._clock)
         self.scheduler.bind_kv_cache_manager(self.hbm)
         layout = LayerLayout(
             self.hbm.memory.ctypes.data, len(self.hbm.memory), BLOCK_BYTES, (0,), BLOCK_BYTES
@@ -520,9 +526,9 @@ class GroupWorld:
         self.counts["resets"] += 1
 
 
-def needs_of(groups: Sequence[Group]) -> list[Need]:
-    return [
+def needs_of(groups: Sequence[Group]) -> tuple[Need, ...]:
+    return tuple(
         Need(place, Reach(group.reach), group.reach_tokens, group.block_tokens)
         for place, group in enumerate(groups)
         if place
-    ]
+    )

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.store.store import Store
@@ -76,13 +77,13 @@ class World:
 
     def _open(self, slab: Slab) -> None:
         self.pool = open_pool(self.dram_slots)
-        self.store = Store(
+        self.store = open_store(
             self.pool,
             slab,
             self.disk,
-            4,
-            io_deadline_s=IO_DEADLINE_S,
-            scrub_rate=1 << 20,
+            io_depth=4,
+            io_deadline_ms=round(1000 * IO_DEADLINE_S),
+            scrub_bytes_per_s=1 << 20,
             clock=lambda: self.disk.now,
             threaded=False,
             more_tiers=self.more_tiers,

@@ -8,12 +8,12 @@ import threading
 from collections import Counter
 
 from attnstore_lab.testing.devices import MemoryDevice, SlowDevice
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S, PAUSE_MIN_S, Breaker
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.health import Health
 from tests.helpers import (
     CHUNK_TOKENS,
@@ -103,7 +103,7 @@ def test_a_hang_costs_the_chunk_and_the_tier_comes_back() -> None:
     memory, slab = MemoryDevice(slab_bytes(8)), new_slab(8)
     format_device(memory, slab)
     slow, pool = SlowDevice(memory), open_pool(2)
-    store = Store(pool, slab, slow, 4, io_deadline_s=0.2)
+    store = open_store(pool, slab, slow, io_depth=4, io_deadline_ms=200)
 
     def until(condition: object) -> None:
         assert callable(condition)

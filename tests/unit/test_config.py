@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnstore_vllm.config import settings as config_module
+from attnstore_vllm.config import values as values_module
 from attnstore_vllm.config.settings import NvmeConfig, PinningConfig, StoreConfig, TraceConfig
 from attnstore_vllm.config.values import format_size, parse_size
 from attnstore_vllm.errors import ConfigError
@@ -131,6 +132,7 @@ def test_every_setting_that_is_a_size_has_a_least(monkeypatch: pytest.MonkeyPatc
         return parse_size(key, value, least, unit)
 
     monkeypatch.setattr(config_module, "parse_size", record)
+    monkeypatch.setattr(values_module, "parse_size", record)
     nvme = MINIMAL["nvme"] | {"daily_writes": "1TiB", "scrub": "8MiB"}
     StoreConfig.parse(MINIMAL | {"nvme": nvme, "write_buffer": "1GiB"})
     assert len(asked) == sum(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.asked_dict import MakeAskedDict, Others
+from attnstore_lab.testing.small_store import open_scheduler
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.request import Computing
-from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.types import Seen
 from tests.helpers import NAMESPACE, Rig, memory_rig
@@ -34,7 +34,7 @@ class _Engine:
         assert rig.store.asking is not None
         rig.store.asking.weights_seen = self.seen.append  # type: ignore[assignment, method-assign]
         geometry = Geometry(1, (64,), (Group(4, ("l",)),), 16)
-        self.scheduler = Scheduler(rig.store, geometry, _Names(), 0.2, -1)
+        self.scheduler = open_scheduler(rig.store, geometry, _Names(), load_deadline_ms=200)
         self.pool = SimpleNamespace(cached_block_hash_to_block=object())
         state: Any = SimpleNamespace(
             is_at_once=False,

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnstore_vllm.config.settings import PinningConfig
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, departures
 from attnstore_vllm.policy.lazy_heap import STALE_MAX
 from attnstore_vllm.policy.returns import ReturnEstimator
@@ -251,7 +252,7 @@ def test_what_somebody_waits_for_does_not_expire_meanwhile(open_rig: Rigs) -> No
 
 def test_a_pin_outlasts_what_others_say_of_the_chunk(open_rig: Rigs) -> None:
     clock = Clock()
-    rig, _ = open_rig(clock=clock, pin_shares=(0.5, 0.5))
+    rig, _ = open_rig(clock=clock, pinning=PinningConfig(share=0.5, tenant_share=0.5))
     ask(rig, 1, 32, Terms(pin_s=600.0))
     assert rig.store.figures().counts["pinned"] >= 2
     ask(rig, 1, 32, Terms(ttl_s=10.0))  # the same conversation, but not its wish

@@ -266,13 +266,13 @@ def test_a_store_on_a_file_of_before_begins_with_no_savings(open_rig: Rigs, wall
     """A day's budget is ten records an hour: the first start may write those of an hour at once."""
     clock = Clock()
     daily = 10 * 24 * RECORD_BYTES
-    rig, device = open_rig(num_records=64, dram_slots=32, clock=clock, daily_writes=daily)
+    rig, device = open_rig(num_records=64, dram_slots=32, clock=clock, daily_writes_bytes=daily)
     for number in range(8):
         ask(rig, number)
     rig.until(lambda: counts(rig).get("written", 0) >= 10)
     device.settle()
     assert counts(rig)["written"] == 10
-    options = {"clock": clock, "daily_writes": daily, "dram_slots": 32}
+    options = {"clock": clock, "daily_writes_bytes": daily, "dram_slots": 32}
     again, medium = open_rig(image=bytes(device.image), **options)
     for number in range(10, 18):
         ask(again, number)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import pytest
 
 from attnstore_lab.testing.devices import Effect, FailingDevice, Fault, MemoryDevice
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MIN_S
-from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.nvme_io import SCRUB_BURST_S
 from attnstore_vllm.tiers.nvme.scrubber import LOOK_MAX
 from attnstore_vllm.types import NVME, Key
@@ -39,13 +39,13 @@ class Scrubbed(Rig):
 
     def __post_init__(self) -> None:
         self.pool = helpers.open_pool(self.dram_slots)
-        self.store = Store(
+        self.store = open_store(
             self.pool,
             self.slab,
             self.device,
-            self.depth,
-            io_deadline_s=IO_DEADLINE_S,
-            scrub_rate=self.rate,
+            io_depth=self.depth,
+            io_deadline_ms=round(1000 * IO_DEADLINE_S),
+            scrub_bytes_per_s=self.rate,
             clock=lambda: self.now,
             threaded=False,
         )
@@ -223,7 +223,7 @@ def test_the_stores_own_thread_scrubs() -> None:
     slab = found_slab(image)
     memory.image[slab.payload_offset(2)] ^= 1
     memory.release()
-    store = Store(helpers.open_pool(4), slab, memory, 4, scrub_rate=UNLIMITED)
+    store = open_store(helpers.open_pool(4), slab, memory, io_depth=4, scrub_bytes_per_s=UNLIMITED)
     helpers.wait_until(lambda: store.figures().counts.get("scrubbed", 0) >= 6, store)
     store.close()
     assert store.figures().counts["corrupt"] == 1

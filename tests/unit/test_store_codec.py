@@ -178,7 +178,7 @@ def test_what_is_worth_little_and_does_not_fit_is_tried_once(start: Start) -> No
 
 def test_what_does_not_fit_costs_no_writes_of_the_day(start: Start) -> None:
     """The budget is enough for three records."""
-    rig = start(daily_writes=3 * 24 * ENCODED.record_bytes)
+    rig = start(daily_writes_bytes=3 * 24 * ENCODED.record_bytes)
     rig.put_all(sequence_of(tokens_of(1, 40)))  # bytes of all values
     rig.until(lambda: rig.store.figures().counts.get("does_not_fit", 0) == 3)
     put_all(rig, 2)
@@ -283,7 +283,7 @@ def test_cold_records_are_read_again(start: Start, tmp_path: Path) -> None:
     put_all(start(), 1)
     rig = start()
     damage_payload(tmp_path, rig, 1)
-    rig = start(scrub_rate=1 << 30)
+    rig = start(scrub_bytes_per_s=1 << 30)
     rig.until(lambda: rig.store.figures().counts.get("scrubbed", 0) >= 2)
     rig.until(lambda: rig.store.figures().counts.get("corrupt", 0) == 1)
 

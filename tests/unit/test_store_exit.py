@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.io.choose import DeviceKind, open_device
 from attnstore_vllm.io.codec import CODECS, NONE
 from attnstore_vllm.store.store import Store
@@ -57,7 +58,7 @@ def leave_work_in_flight(
         for n in (0, 1)
     ]
     pools[0].close()
-    store = Store(pools[1], slab, device, 4, grain=GRAIN)
+    store = open_store(pools[1], slab, device, io_depth=4, grain=GRAIN)
     if closes:
         weakref.finalize(device, close, store)
     normal = np.random.default_rng(1).standard_normal(SLOT_BYTES // 2, np.float32)

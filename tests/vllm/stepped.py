@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -108,7 +109,8 @@ class SteppedEngine(ScriptedEngine):
         options.setdefault("compute_if_sooner", False)
         super().__init__(model, store, depth=depth, make_engine=self._make_engine, **options)
         self.ours.costs.layers_before = lambda *_: self.layers_before
-        self.ours._replays = lambda _: self.replays()
+        replays = replace(self.ours._engine, replays=lambda _: self.replays())
+        self.ours._engine = replays
         if not looks:  # it takes a step after each reset, where a test counts steps
             self.ours._watch = ResetWatch()
         take_stats = self.ours.take_stats

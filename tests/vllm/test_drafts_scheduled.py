@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector import build
+from attnstore_vllm.connector import facts
 from attnstore_vllm.scheduler.saving import Saving
 from tests.vllm.grouped import GroupedEngine, Kind
 from tests.vllm.scripted import Limits
@@ -58,7 +58,7 @@ def engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[GroupedEngine]:
     drafts = Kind("window", 90, ahead=ahead) if "alone" in shape else Kind("full", ahead=ahead)
-    monkeypatch.setattr(build, "tokens_ahead", lambda _: ahead)
+    monkeypatch.setattr(facts, "tokens_ahead", lambda _: ahead)
     engine = GroupedEngine(
         make_model(models / "scripted", TINY, weights=False), tmp_path / "store",
         kinds=(*SHAPES[shape], drafts), num_blocks=400, depth=request.param, seed=0,

@@ -24,8 +24,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector.build import counts_media
-from attnstore_vllm.connector.media_data import read_media
+from attnstore_vllm.connector.media_data import counts_media, read_media
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from tests.vllm.scripted import CHUNK, ScriptedEngine, seen
 from tests.vllm.scripted_worker import VOCAB, Picture

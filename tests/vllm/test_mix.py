@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,9 @@ def drafts_are_not_looked_at(patch: Patch) -> None:
     begin = scheduler.Scheduler.__init__
 
     def without(self: Any, *args: Any, **options: Any) -> None:
-        begin(self, *args, **{**options, "overcounts_drafts": False})
+        store, geometry, names, config, engine = args
+        exact = replace(engine, overcounts_drafts=False)
+        begin(self, store, geometry, names, config, exact, **options)
 
     patch.setattr(scheduler.Scheduler, "__init__", without)
 

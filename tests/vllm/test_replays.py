@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.config.compilation import CUDAGraphMode
 
-from attnstore_vllm.connector.build import _replays
+from attnstore_vllm.connector.facts import _replays
 
 
 def settings(mode: CUDAGraphMode, method: str) -> Any:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts of vLLM and its model that the store and the scheduler side go by (connector/facts.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from attnstore_vllm.index.sections import Need
+
+
+def _never(_: Collection[int]) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """Read once, at start. The defaults are those of a plain engine."""
+
+    # ---- the model's KV
+
+    needs: tuple[Need, ...] = ()
+    """Needs of the KV cache groups beside the spine, and of the spine if it needs less than all
+    tokens; a hit ends where all have what they need."""
+    ahead: int = 0
+    """So many tokens behind it decide KV of a token too (drafts): a hit ends before those of which
+    that is not known."""
+    why_not_moved: str | None = None
+    """Why KV cannot be moved to other positions; None: it can."""
+
+    # ---- vLLM's steps
+
+    step_tokens: int = 1 << 30
+    """Tokens of one prompt that a step computes, at most."""
+    replays: Callable[[Collection[int]], bool] = _never
+    """Whether a step may be a CUDA graph that calls no hook, by the tokens of each of its
+    requests."""
+    in_lockstep: bool = False
+    """The steps of data-parallel engines wait for each other."""
+    by_priority: bool = False
+    """vLLM orders waiting requests by priority; else first come, first served."""
+    overcounts_drafts: bool = False
+    """vLLM counts drafts beyond a session's stop as computed."""
+
+    # ---- its blocks
+
+    rows: int | None = None
+    """Size of each worker's write buffer, in blocks; None where copies do not run beside the
+    model."""
+    gives_blocks_away: bool = True
+    """KV that finished requests leave is saved from blocks that are free."""
+    loads_in_parts: bool = True
+    """vLLM computes what a part does not bring, and no other connector is there."""
+    has_prefix_cache: bool = True
+    """vLLM has one, which is reset when weights are updated."""
+    serves_adapters: bool = True
+    """Requests with a LoRA adapter use and leave KV as others do."""
+
+    # ---- for people
+
+    info: tuple[str, ...] = ()
+    """Labels of the metric of that name: versions, disk I/O, eviction."""
