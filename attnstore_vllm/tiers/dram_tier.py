@@ -171,8 +171,13 @@ class DramTier(Tier):
     def _is_dirty(self, chunk: Chunk) -> bool:
         if chunk.is_behind:
             return False
+        if chunk.behind:
+            return True
         slot = chunk.dram.slot
-        return bool(chunk.behind) or any(tier.waits_for(slot) for tier in self.behind)
+        for tier in self.behind:  # noqa: SIM110 - asked of every chunk of every request
+            if tier.waits_for(slot):
+                return True
+        return False
 
     def _enter(self, chunk: Chunk, order: Departures | None) -> None:
         """Put the chunk in one of the orders, or in none."""
@@ -367,14 +372,9 @@ class _Full:
         assert self.clean_chunk is not None
         return any(tier.num_free for tier in self.dram.behind_of(self.clean_chunk))
 
-    def outlasts(self, worth: float) -> bool:
+    def poorest_behind(self) -> Iterator[float | None]:
         assert self.clean_chunk is not None
-        if self.clean_chunk.is_behind:
-            for tier in self.dram.behind_of(self.clean_chunk):
-                poorest = tier.poorest(self._now)
-                if poorest is None or poorest < worth:
-                    return True
-        return False
+        return (tier.poorest(self._now) for tier in self.dram.behind_of(self.clean_chunk))
 
     def late(self) -> float:
         return self.dram.late

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.index import prefix
+from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key
 from attnstore_vllm.policy.returns import NUM_KINDS
 from attnstore_vllm.policy.visits import Run
+from attnstore_vllm.scheduler.costs import BEYOND_MAX, Costs
 from attnstore_vllm.scheduler.lookups import LOOK_TOKENS, ORDERS_MAX, UNKNOWN_MAX
 from attnstore_vllm.scheduler.saving import SAVE_TOKENS
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.types import Key
-from tests.helpers import NAMESPACE, name_of, sequence_of, tokens_of
+from tests.helpers import NAMESPACE, memory_rig, name_of, sequence_of, tokens_of
 from tests.step_world import BLOCK, CHUNK, StepWorld
 from tests.vllm_objects import output
 
@@ -247,6 +250,31 @@ def test_priorities_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
         save(number)
     assert world.counts["worths looked at"] <= 64 * 16
     world.close()
+
+
+def test_pieces_that_dram_has_no_room_for() -> None:
+    """Whether a prompt larger than DRAM is waited for is asked in each step that it waits."""
+    rig = memory_rig(16, 8)
+    for _ in range(100):
+        rig.store.thread.tiers[0].cost.observe(1e-3)
+    costs = Costs(rig.store, 1.0, computes_if_sooner=True)
+    for number in range(200):
+        costs._steps.observe(1e-3 * (1 + number), [(0, 100 * (1 + number))], 0)
+    looked = Counter[str]()
+
+    class Looked(SimpleNamespace):
+        @property
+        def stop(self) -> int:
+            looked["at"] += 1
+            return int(self.end)
+
+    here = Chunk(name_of(sequence_of(tokens_of(1, CHUNK)), 0), dram=InTier(State.READY, 0))
+    pieces: Any = [Looked(chunk=here, start=n, end=(n + 1) * CHUNK) for n in range(100_000)]
+    state: Any = SimpleNamespace(request=SimpleNamespace(request_id="long"))
+    found = costs.num_that_pay(state, pieces)
+    assert 8 <= found <= len(pieces)
+    assert 8 < looked["at"] <= 8 + BEYOND_MAX + 1
+    rig.close()
 
 
 def test_branches_of_one_prompt(world: StepWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,16 @@ class Departures:
     def add(self, slot: int, run: Run) -> None:
         """The slot was filled, for this run. Cost: O(1); where it is not the deepest of its run,
         O(log) of the run's slots, and moving them."""
-        self.add_all((slot,), run)
+        group, group_of = self._group(run), self._group_of
+        assert group_of[slot] < 0
+        self.num_changes += 1
+        if group.num_left and self.depth_of is not None:
+            self._put(group, (slot,))
+        else:
+            group.slots.append(slot)
+        group_of[slot] = group.number
+        group.num_left += 1
+        self._length += 1
 
     def add_all(self, slots: Sequence[int], run: Run) -> None:
         """These were filled for this run, in the order of depth."""

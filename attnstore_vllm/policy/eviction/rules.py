@@ -15,7 +15,7 @@ mechanism: tiers/dram_tier.py, tiers/tier.py and tiers/residency.py, which compa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from enum import Enum, auto
 from typing import Protocol
 
@@ -34,7 +34,7 @@ DIRTY_PART = 2
 nowhere else."""
 KEPT_SLOTS = 16
 """So many slots are given up by one decision, from the same runs, ..."""
-KEPT_S = 0.01
+KEPT_S = 0.05
 """... within so long, if nothing else has come or was used meanwhile."""
 
 
@@ -83,9 +83,9 @@ class Full(Protocol):
     def has_room_behind(self) -> bool:
         """Whether a tier that can give the clean chunk back pushes nothing out yet."""
 
-    def outlasts(self, worth: float) -> bool:
-        """Whether the clean chunk stays in a tier that keeps more than DRAM, and that will push out
-        nothing of this worth."""
+    def poorest_behind(self) -> Iterable[float | None]:
+        """Of each tier that has the clean chunk and keeps more than DRAM, the worth of what it will
+        push out next. None: it has room."""
 
     def late(self) -> float:
         """The share of reads that come too late, guessed from the writes where few were seen."""
@@ -139,8 +139,9 @@ def _poorer(full: Full, clean: float, dirty: float) -> Gives:
     num_rest, rest_can_go = full.num_rest()
     if clean <= dirty and not num_rest:
         return Gives.CLEAN  # no risk makes it more
-    risk = full.late() if full.outlasts(min(dirty, clean)) else 1.0
-    risked = risk * clean * (1 + num_rest)
+    least = min(dirty, clean)
+    outlasts = any(worth is None or worth < least for worth in full.poorest_behind())
+    risked = (full.late() if outlasts else 1.0) * clean * (1 + num_rest)
     if rest_can_go and clean < min(dirty, risked):
         return Gives.REST
     return Gives.DIRTY if dirty < risked else Gives.CLEAN
