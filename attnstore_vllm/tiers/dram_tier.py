@@ -16,6 +16,7 @@ from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.cost import QueuePace, ReadsInTime
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.eviction.rules import (
+    KEPT_PART,
     KEPT_S,
     KEPT_SLOTS,
     For,
@@ -71,7 +72,7 @@ class DramTier(Tier):
         self._look_ahead = look_ahead
         self.behind: Sequence[TierBehind] = ()
         """All tiers behind. Set once they are made."""
-        self._kept = _Kept()
+        self._kept = _Kept(min(KEPT_SLOTS, num_slots // KEPT_PART))
         self.num_openings = 0
         """How often a slot became free, or what can be read again stood in `clean`: as long as this
         stays, a save that found no room finds none."""
@@ -402,9 +403,14 @@ class _Full:
 
 class _Kept:
     """The last decision, as long as it is kept: the next slots of the same run go without another.
-    Of one that nothing clean could go for none is kept."""
+    One for which nothing clean could go is not kept.
 
-    def __init__(self) -> None:
+    Args:
+        slots: that one decision is for.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
         self.gives = Gives.NOTHING
         self._asks: object = None
         self._at = -math.inf
@@ -419,11 +425,11 @@ class _Kept:
         dram = full.dram
         self._order = dram.clean if gives is Gives.CLEAN else dram.dirty
         self._run = self._order.run_of(chunk.dram.slot)
-        self.gives, self._asks, self._at, self._left = gives, asks, now, KEPT_SLOTS - 1
+        self.gives, self._asks, self._at, self._left = gives, asks, now, self._slots - 1
 
     def take(self, asks: object, now: float, can_go: Callable[[int], bool]) -> int | None:
         """The slot that goes now by the same decision; None: it is to be made anew."""
-        if self._run is None or self._order is None or not self._left or asks != self._asks:
+        if self._run is None or self._order is None or self._left <= 0 or asks != self._asks:
             return None
         if not self._at <= now <= self._at + KEPT_S:
             return None

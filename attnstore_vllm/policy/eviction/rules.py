@@ -34,6 +34,8 @@ DIRTY_PART = 2
 nowhere else."""
 KEPT_SLOTS = 16
 """So many slots are given up by one decision, from the same runs, ..."""
+KEPT_PART = 16
+"""... and at most one of so many that there are, since each changes what reads risk, ..."""
 KEPT_S = 0.05
 """... within so long, if nothing else has come or was used meanwhile."""
 
