@@ -31,6 +31,9 @@ from attnstore_vllm.scheduler.vllm_types import SchedulerOutput
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.types import Clock
 
+BEYOND_MAX = 64
+"""Pieces beyond DRAM that one decision looks at: how many there are is for clients to say."""
+
 
 class Costs:
     """Whether a request waits for its KV, loads it or computes it.
@@ -99,8 +102,12 @@ class Costs:
 
     def num_that_pay(self, state: RequestState, pieces: Sequence[Piece]) -> int:
         """How many of these pieces, more than DRAM has room for, are worth waiting for; those that
-        are in DRAM are. Cost: a look at each."""
+        are in DRAM are. Cost: a look at each that DRAM has room for, and at BEYOND_MAX of the
+        others, evenly spaced. Arrivals rise there by as much for each piece, and computing by more
+        and more: so the gain is greatest where they begin or end."""
         near, beyond = pieces[: self._store.num_slots], pieces[self._store.num_slots :]
+        every = -(-len(beyond) // BEYOND_MAX) or 1
+        numbers = [*range(len(beyond), 0, -every)][::-1]
         ready = list(takewhile(lambda p: p.chunk.dram.state is State.READY, near))
         arrivals = self._store.arrivals(state.request.request_id, near[len(ready) :])
         beyond_s = self._store.read_s(len(beyond))
@@ -108,10 +115,12 @@ class Costs:
         if not is_weighed or arrivals is None or beyond_s is None:
             return len(pieces)
         near_s = arrivals[-1] if arrivals else 0.0
-        arrivals += [near_s + beyond_s * n / len(beyond) for n in range(1, len(beyond) + 1)]
+        arrivals += [near_s + beyond_s * number / len(beyond) for number in numbers]
         start = ready[-1].stop if ready else pieces[0].start
-        stops = [piece.stop for piece in pieces[len(ready) :]]
-        return len(ready) + pieces_to_wait_for(start, stops, arrivals, self._steps)
+        stops = [piece.stop for piece in near[len(ready) :]]
+        stops += [beyond[number - 1].stop for number in numbers]
+        best = len(ready) + pieces_to_wait_for(start, stops, arrivals, self._steps)
+        return best if best <= len(near) else len(near) + numbers[best - len(near) - 1]
 
     def count_loaded(
         self, stats: StepStats, pieces: Sequence[Piece], start: int, stop: int

@@ -66,12 +66,19 @@ class Offers:
         self._open: list[RequestState] = []
         """Requests with an offer in this schedule()."""
 
-    def ask(self, state: RequestState, local: int, stats: StepStats) -> tuple[int | None, bool]:
+    def ask(
+        self,
+        state: RequestState,
+        local: int,
+        stats: StepStats,
+        found: list[Piece] | None = None,
+    ) -> tuple[int | None, bool]:
         """How many tokens the request is offered behind those that are in HBM, None: ask again;
         and whether they are loaded before its first step.
 
         Args:
             local: tokens that are in HBM already.
+            found: what its first look-up has found just now, of all its tokens.
         """
         last = state.untaken
         if last is not None and last.rest and not (self._stages and self._stages.is_free(state)):
@@ -84,22 +91,34 @@ class Offers:
             if state.waiting.coming:  # else it has not had a look yet
                 count_wanted(stats, state, state.waiting.coming)
         else:
-            answer = self._look(state, local, stats)
+            answer = self._look(state, local, stats, None if local else found)
         for _ in range(LINGERS_MAX):
             if answer[0] is not None or not self._waits.lingers(state):
                 break
             answer = self._look(state, local, stats)
         return answer
 
-    def _look(self, state: RequestState, local: int, stats: StepStats) -> tuple[int | None, bool]:
+    def _look(
+        self,
+        state: RequestState,
+        local: int,
+        stats: StepStats,
+        pieces: list[Piece] | None = None,
+    ) -> tuple[int | None, bool]:
         request, sequence = state.request, state.sequence
         if sequence.asked and self._waits.awaits(state):
             return None, False  # before the answer a look finds what the last one has found
         # One token is left to compute: vLLM needs its logits.
         stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
-        pieces = self._store.find(
-            sequence, local, stop, MIN_LOAD_TOKENS, request_id=request.request_id, visit=state.visit
-        )
+        if pieces is None:
+            pieces = self._store.find(
+                sequence,
+                local,
+                stop,
+                MIN_LOAD_TOKENS,
+                request_id=request.request_id,
+                visit=state.visit,
+            )
         if sequence.asked and self._waits.awaits(state):
             return None, False
         state.expect(pieces)

@@ -25,6 +25,7 @@ from dataclasses import replace
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.index.sections import Need, Reach
+from attnstore_vllm.policy.eviction.rules import SPARE_PRIORITY
 from attnstore_vllm.policy.step_budget import StepBudget
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import GroupCounts
@@ -33,7 +34,6 @@ from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_types import Tables
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.tiers.residency import SPARE_PRIORITY
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import ChunkCopy, hole_of, plan_save
 

@@ -24,6 +24,7 @@ from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_root, root_key
+from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.costs import Costs
@@ -264,12 +265,15 @@ class Scheduler:
                 state.computing.is_outdated = True
             if adapter is None:
                 return (None if waits and not state.is_at_once else 0), False
+        pieces: list[Piece] | None = None
         if state.visit is None:
             if not self._lookups.is_asked(request):
                 waits = not state.is_at_once and self._lookups.may_wait()
                 return (None if waits else 0), False
             self._look_up(state)
-        found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats)
+            if state.usable_tokens() >= request.num_tokens:  # it was looked up as it is now
+                pieces = [*state.waiting.coming]
+        found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats, pieces)
         if found is not None and self.store.needs:
             self._saving.begin(state, num_computed_tokens + found)
         return found, is_ahead

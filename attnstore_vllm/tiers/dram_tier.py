@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DRAM: few slots, of chunks that are objects. Who makes room when it is full: what nobody waits
-for first, then the farthest in the queue."""
+"""DRAM: few slots, of chunks that are objects. Who makes room when it is full is decided in
+policy/eviction/rules.py; here is what that asks for.
+
+It is long since the books of slots and the answers about them are one thing."""
 
 from __future__ import annotations
 
@@ -13,21 +15,22 @@ from typing import Protocol
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.cost import QueuePace, ReadsInTime
 from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.eviction.rules import (
+    KEPT_PART,
+    KEPT_S,
+    KEPT_SLOTS,
+    For,
+    Gives,
+    dram_gives_up,
+    is_full_of_wanted,
+    is_stuck,
+    lag,
+    may_be_lost,
+)
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.tier import Pin, Pins, Tier, TierBehind
 from attnstore_vllm.types import DRAM
-
-SAVES_PART = 8
-"""One slot in so many is kept for what is saved and not yet written, or saves would push out what
-was read for the requests at the window's end, to be read again."""
-
-WAIT_MIN_S = 1e-3
-USUAL_DIRTY = 4
-"""So many are on their way to a disk that keeps up."""
-DIRTY_PART = 2
-"""When more than one slot in so many is dirty and nothing is written, reads may take what is
-nowhere else."""
 
 
 class DramTier(Tier):
@@ -69,6 +72,7 @@ class DramTier(Tier):
         self._look_ahead = look_ahead
         self.behind: Sequence[TierBehind] = ()
         """All tiers behind. Set once they are made."""
+        self._kept = _Kept(min(KEPT_SLOTS, num_slots // KEPT_PART))
         self.num_openings = 0
         """How often a slot became free, or what can be read again stood in `clean`: as long as this
         stays, a save that found no room finds none."""
@@ -168,8 +172,13 @@ class DramTier(Tier):
     def _is_dirty(self, chunk: Chunk) -> bool:
         if chunk.is_behind:
             return False
+        if chunk.behind:
+            return True
         slot = chunk.dram.slot
-        return bool(chunk.behind) or any(tier.waits_for(slot) for tier in self.behind)
+        for tier in self.behind:  # noqa: SIM110 - asked of every chunk of every request
+            if tier.waits_for(slot):
+                return True
+        return False
 
     def _enter(self, chunk: Chunk, order: Departures | None) -> None:
         """Put the chunk in one of the orders, or in none."""
@@ -190,8 +199,7 @@ class DramTier(Tier):
         """Whether a read for this request may only take the place of what farther ones want."""
         self.place_left()
         num_staying = len(self.owned) - len(self.clean) - len(self.dirty)
-        limit = self.num_slots - self.num_slots // SAVES_PART
-        return num_staying >= limit and whose != self._look_ahead.first
+        return whose != self._look_ahead.first and is_full_of_wanted(num_staying, self.num_slots)
 
     def farther(self, whose: Order | None) -> Chunk | None:
         """A chunk that only requests beyond this one want, and that can be read again."""
@@ -203,111 +211,40 @@ class DramTier(Tier):
         whose: Order | None,
         run: Run | None = None,
         since: float = math.inf,
-    ) -> tuple[Chunk | None, bool]:
-        """The chunk to evict, or None if none can go; and whether somebody waits for it.
-
-        First what nobody waits for and a tier behind has too, or has refused; then what only
-        requests beyond `whose` wait for and can be read again. What is to be written yet would be
-        lost: it goes for a save alone (`whose` is None), which brings what nobody has; for what a
-        request waits for only if most is dirty and nothing is written: else it would wait for
-        nothing.
-
-        It also goes before any of these if less is lost with it (_risk). So is what a tier behind
-        has, and is saved for `run`. Of a run the beginning is written first, and what is dirty of
-        it is nothing without that.
+    ) -> tuple[Chunk | None, Gives]:
+        """The chunk to evict, by dram_gives_up(), and which that is; None if none can go.
 
         Args:
-            since: when the request came that a save is for. What is lost with its slot must be of
-                a request that came before, and of which nothing is being saved: else a prompt
-                would push out its own beginning, and two that grow each other's.
+            whose: the waiting request that reads; LAST: none waits. None: for a save.
+            run: of a chunk that is copied again.
+            since: when the request came that a save is for; see may_be_lost().
+        Cost: of 16 in a row from the same runs the first costs a pass over the orders.
         """
         self.place_left()
         growing = self._growing if whose is None else ()
+        owned = self.owned
 
         def can_go(slot: int) -> bool:
-            chunk = self.owned[slot]
+            chunk = owned[slot]
             if chunk.dram.uses:
                 return False
-            return (chunk.run.since < since and chunk.run not in growing) or chunk.is_behind
+            return may_be_lost(chunk.run, since, growing) or chunk.is_behind
 
-        slot = self.clean.victim(now, can_go)
-        clean = self.owned[slot] if slot is not None else None
-        if clean is not None:
-            if not len(self.dirty):
-                return clean, False  # nothing else can go
-            if not self.late and self._has_room_behind(clean):
-                return clean, False  # nothing is lost with it
-        dirty = self.dirty.victim(now, can_go)
-        loss = self._worth(self.owned[dirty], now) if dirty is not None else math.inf
-        if clean is not None:
-            return self._poorer(clean, dirty, loss, now, can_go), False
-        late, wanted = self.reads.late(), self.farther(whose)
-        if wanted is not None:
-            # It has waited since then, and is taken to wait as long again.
-            is_less = loss < late / max(now - wanted.run.since, WAIT_MIN_S)
-            if is_less and dirty is not None:
-                return self.owned[dirty], False
-            return wanted, True
-        if run is not None and dirty is not None and loss < late * self.dirty.worth(run, now):
-            return self.owned[dirty], False
-        is_stuck = self.writes_stalled and len(self.dirty) > self.num_slots // DIRTY_PART
-        if dirty is not None and (whose is None or (is_stuck and whose != LAST)):
-            return self.owned[dirty], False
-        return None, False
+        asks = (whose, run, since, self.clean.num_changes + self.dirty.num_changes)
+        slot = self._kept.take(asks, now, can_go)
+        if slot is not None:
+            return owned[slot], self._kept.gives
+        full = _Full(self, now, whose, run, can_go)
+        gives = dram_gives_up(full, For.SAVE if whose is None else _WAITS[whose != LAST])
+        self._kept.keep(asks, now, full, gives)
+        return full.chunk(gives), gives
 
     @property
     def late(self) -> float:
-        """The share of reads that come too late. A disk that cannot keep up with saves is taken for
-        one that cannot with reads, before some were seen."""
-        num_late = max(0, len(self.dirty) - USUAL_DIRTY)
-        return self.reads.late(min(1.0, DIRTY_PART * num_late / self.num_slots))
+        """The share of reads that come too late."""
+        return self.reads.late(lag(len(self.dirty), self.num_slots))
 
-    def _poorer(
-        self,
-        clean: Chunk,
-        dirty: int | None,
-        loss: float,
-        now: float,
-        can_go: Callable[[int], bool],
-    ) -> Chunk:
-        """The chunk to evict: this one, this dirty slot's, or the last of what is dirty behind
-        this one. What lies behind a chunk is nothing without it, so it is lost with it.
-
-        Args:
-            loss: what the dirty one is worth.
-        """
-        worth, behind_it = self._worth(clean, now), self.dirty.num_of(clean.run)
-        if worth <= loss and not behind_it:
-            return clean  # no risk makes it more
-        risked = self._risk(clean, min(loss, worth), now) * worth
-        if behind_it:
-            risked *= 1 + behind_it
-            slot = self.dirty.last_of(clean.run, can_go)
-            if slot is not None and worth < min(loss, risked):
-                return self.owned[slot]
-        return self.owned[dirty] if dirty is not None and loss < risked else clean
-
-    def _risk(self, chunk: Chunk, loss: float, now: float) -> float:
-        """The part of a chunk's worth that is lost if it leaves DRAM, and not what is dirty and has
-        a worth of `loss`.
-
-        What can be read again is lost as often as reads come late. It is lost for good where the
-        tiers that have it are smaller than DRAM, or keep nothing that is worth so little: such a
-        tier forgets sooner than DRAM does, and newer chunks are about to push it out.
-        """
-        if not chunk.is_behind:
-            return 1.0
-        for tier in self._behind(chunk):
-            poorest = tier.poorest(now)
-            if poorest is None or poorest < loss:
-                return self.late
-        return 1.0
-
-    def _has_room_behind(self, chunk: Chunk) -> bool:
-        """Whether a tier that can give the chunk back pushes nothing out yet."""
-        return any(tier.num_free for tier in self._behind(chunk))
-
-    def _behind(self, chunk: Chunk) -> Iterator[TierBehind]:
+    def behind_of(self, chunk: Chunk) -> Iterator[TierBehind]:
         """Tiers that can give it back, and keep more than DRAM does."""
         return (
             tier
@@ -316,7 +253,8 @@ class DramTier(Tier):
             and tier.num_used + tier.num_free > self.num_slots
         )
 
-    def _worth(self, chunk: Chunk, now: float) -> float:
+    def worth(self, chunk: Chunk, now: float) -> float:
+        """See Order."""
         slot = chunk.dram.slot
         order = self._order_of.get(slot, self.clean)
         return order.worth(order.run_of(slot) or chunk.run, now)
@@ -378,6 +316,125 @@ class DramTier(Tier):
         for slot, order in self._order_of.items():
             assert self._is_dirty(self.owned[slot]) == (order is self.dirty)
         assert all(slot in self.owned for slot in self.pins)
+
+
+_WAITS = {True: For.READ, False: For.COPY}
+
+
+class _Full:
+    """What DRAM says of itself for one decision: see policy/eviction/rules.py: Full."""
+
+    def __init__(
+        self,
+        dram: DramTier,
+        now: float,
+        whose: Order | None,
+        run: Run | None,
+        can_go: Callable[[int], bool],
+    ) -> None:
+        self.dram, self._now, self._whose, self._run = dram, now, whose, run
+        self._can_go = can_go
+        self.num_dirty = len(dram.dirty)
+        self.clean_chunk: Chunk | None = None
+        self.dirty_chunk: Chunk | None = None
+        self._rest: Chunk | None = None
+        self._wanted: Chunk | None = None
+
+    def chunk(self, gives: Gives) -> Chunk | None:
+        """The chunk that this is. It was asked for before."""
+        match gives:
+            case Gives.CLEAN:
+                return self.clean_chunk
+            case Gives.DIRTY:
+                return self.dirty_chunk
+            case Gives.REST:
+                return self._rest
+            case Gives.WANTED:
+                return self._wanted
+        return None
+
+    def clean(self) -> float | None:
+        self.clean_chunk = self._of(self.dram.clean.victim(self._now, self._can_go))
+        return self._worth(self.clean_chunk) if self.clean_chunk is not None else None
+
+    def dirty(self) -> float:
+        self.dirty_chunk = self._of(self.dram.dirty.victim(self._now, self._can_go))
+        return self._worth(self.dirty_chunk) if self.dirty_chunk is not None else math.inf
+
+    def num_rest(self) -> tuple[int, bool]:
+        assert self.clean_chunk is not None
+        dirty, run = self.dram.dirty, self.clean_chunk.run
+        num_rest = dirty.num_of(run)
+        if num_rest:
+            self._rest = self._of(dirty.last_of(run, self._can_go))
+        return num_rest, self._rest is not None
+
+    def has_room_behind(self) -> bool:
+        assert self.clean_chunk is not None
+        return any(tier.num_free for tier in self.dram.behind_of(self.clean_chunk))
+
+    def poorest_behind(self) -> Iterator[float | None]:
+        assert self.clean_chunk is not None
+        return (tier.poorest(self._now) for tier in self.dram.behind_of(self.clean_chunk))
+
+    def late(self) -> float:
+        return self.dram.late
+
+    def late_reads(self) -> float:
+        return self.dram.reads.late()
+
+    def waited(self) -> float | None:
+        self._wanted = self.dram.farther(self._whose)
+        return self._now - self._wanted.run.since if self._wanted is not None else None
+
+    def again(self) -> float:
+        return 0.0 if self._run is None else self.dram.dirty.worth(self._run, self._now)
+
+    def is_stuck(self) -> bool:
+        dram = self.dram
+        return is_stuck(self.num_dirty, dram.num_slots, writes_stalled=dram.writes_stalled)
+
+    def _of(self, slot: int | None) -> Chunk | None:
+        return self.dram.owned[slot] if slot is not None else None
+
+    def _worth(self, chunk: Chunk) -> float:
+        return self.dram.worth(chunk, self._now)
+
+
+class _Kept:
+    """The last decision, as long as it is kept: the next slots of the same run go without another.
+    One for which nothing clean could go is not kept.
+
+    Args:
+        slots: that one decision is for.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self.gives = Gives.NOTHING
+        self._asks: object = None
+        self._at = -math.inf
+        self._left = 0
+        self._order: Departures | None = None
+        self._run: Run | None = None
+
+    def keep(self, asks: object, now: float, full: _Full, gives: Gives) -> None:
+        chunk, self._run = full.chunk(gives), None
+        if chunk is None or full.clean_chunk is None:
+            return
+        dram = full.dram
+        self._order = dram.clean if gives is Gives.CLEAN else dram.dirty
+        self._run = self._order.run_of(chunk.dram.slot)
+        self.gives, self._asks, self._at, self._left = gives, asks, now, self._slots - 1
+
+    def take(self, asks: object, now: float, can_go: Callable[[int], bool]) -> int | None:
+        """The slot that goes now by the same decision; None: it is to be made anew."""
+        if self._run is None or self._order is None or self._left <= 0 or asks != self._asks:
+            return None
+        if not self._at <= now <= self._at + KEPT_S:
+            return None
+        self._left -= 1
+        return self._order.last_of(self._run, can_go)
 
 
 class MakeBooks(Protocol):

@@ -60,7 +60,10 @@ class Pinning:
 
     def end(self, now: float) -> None:
         """Let go what is pinned no longer, as if it had been used now. Cost: bounded."""
-        if not any(tier.pins for tier in self._tiers):
+        for tier in self._tiers:  # without a generator: it is asked before each eviction
+            if tier.pins:
+                break
+        else:
             return
         renewed: dict[Run, Run] = {}
         for tier in self._tiers:

@@ -22,6 +22,7 @@ from itertools import groupby
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
 from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.eviction.rules import SPARE_PRIORITY, Gives, may_go_for_low_value
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run, Visit, unknown_run
 from attnstore_vllm.tiers.announced import Announced
@@ -32,8 +33,6 @@ from attnstore_vllm.tiers.tier import Pins, TierBehind
 from attnstore_vllm.types import NVME, StoreFailure
 
 LOW_PRIORITY = -1
-SPARE_PRIORITY = -2
-"""Priority of runs of chunks that are worth little: they leave before what hints call low."""
 SPARE_PART = 4
 """Chunks that are worth little are written while one slot in so many is free."""
 REFUSALS_MAX = 32
@@ -516,15 +515,15 @@ class Residency:
         self, whose: Order | None = None, run: Run | None = None, since: float = math.inf
     ) -> bool:
         if whose is not None and self.dram.is_full_of_wanted(whose):
-            victim, is_wanted = self.dram.farther(whose), True
+            victim, gives = self.dram.farther(whose), Gives.WANTED
         elif self.dram.free:
             return True
         else:
             self.pinning.end(self.now)
-            victim, is_wanted = self.dram.victim(self.now, whose, run, since)
+            victim, gives = self.dram.victim(self.now, whose, run, since)
         if victim is None:
             return False
-        self.counts["given_up"] += is_wanted
+        self.counts["given_up"] += gives is Gives.WANTED
         self.counts["evicted_dram"] += 1
         self.leave_dram(victim)
         return bool(self.dram.free)
@@ -540,8 +539,8 @@ class Residency:
         """Room for what is worth little: a free slot, or that of another such chunk."""
         if self.dram.free:
             return True
-        victim, is_wanted = self.dram.victim(self.now, LAST)
-        if victim is None or is_wanted or victim.run.priority > SPARE_PRIORITY:
+        victim, gives = self.dram.victim(self.now, LAST)
+        if victim is None or not may_go_for_low_value(victim.run, gives):
             return False
         self.counts["evicted_dram"] += 1
         self.leave_dram(victim)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.eviction.rules import Gives, behind_gives_up
 from attnstore_vllm.policy.lazy_heap import LazyHeap
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.visits import Run
@@ -235,20 +236,19 @@ class TierBehind(Tier):
     # ---- room ----------------------------------------------------------------------------
 
     def victim(self, chunk: Chunk, now: float) -> tuple[int | None, bool]:
-        """The slot to free for a chunk, None if none can go; and then, whether it is refused.
-
-        What somebody waits for goes only if nothing else is found, the farthest first, and only
-        for what somebody waits for too, or has pinned.
-        """
-        slot = self.order.victim(now, self._can_go)
-        if chunk in self._look_ahead.wanted_by or chunk.dram.slot in self._dram_pins:
-            return (slot if slot is not None else self._farthest()), False
-        if slot is None:
-            return None, self._farthest() is not None
-        if self.order.run_of(slot) is chunk.run:
-            return None, True  # its own beginning, without which it is nothing
-        is_refused = not self.order.admits(chunk.run, slot, now)
-        return (None if is_refused else slot), is_refused
+        """The slot to free for a chunk, by behind_gives_up(); None if none can go; and then,
+        whether it is refused."""
+        order, slot = self.order, self.order.victim(now, self._can_go)
+        gives = behind_gives_up(
+            is_wanted=chunk in self._look_ahead.wanted_by or chunk.dram.slot in self._dram_pins,
+            has_idle=slot is not None,
+            has_wanted=lambda: self._farthest() is not None,
+            is_own=lambda: slot is not None and order.run_of(slot) is chunk.run,
+            is_admitted=lambda: slot is not None and order.admits(chunk.run, slot, now),
+        )
+        if gives is Gives.WANTED:
+            return self._farthest(), False
+        return slot if gives is Gives.CLEAN else None, gives is Gives.REFUSED
 
     def poorest(self, now: float) -> float | None:
         """The worth of what goes next; None where nothing has to. Cost: that of the order."""

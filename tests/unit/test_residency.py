@@ -14,8 +14,9 @@ import pytest
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.eviction.rules import SPARE_PRIORITY
 from attnstore_vllm.policy.visits import Run, Visit, unknown_run
-from attnstore_vllm.tiers.residency import SPARE_PRIORITY, Residency
+from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME, StoreFailure
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 

@@ -6,14 +6,17 @@ It is long since each rule of who leaves has its case, over one small store.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
+from attnstore_vllm.policy.eviction.by_return import by_return as by_return_order
 from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.eviction.lru import Lru
+from attnstore_vllm.policy.eviction.rules import KEPT_PART, KEPT_S, KEPT_SLOTS
 from attnstore_vllm.policy.lookahead import LAST
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run, unknown_run
@@ -480,3 +483,99 @@ def test_when_all_of_nvme_is_waited_for_the_farthest_goes(tiers: Tiers) -> None:
     assert [chunk.dropped for chunk in cold] == [False] * 3 + [True] + [False] * 8
     tiers.finish_store(tiers.nvme, wanted, CHECKSUM)
     assert cold[3] not in tiers.look_ahead.wanted_by
+
+
+def grown(tiers: Tiers, run: Run, numbers: range, *, dram_only: bool = False) -> list[Chunk]:
+    saved = [tiers.begin_save(name(n), run, dram_only=dram_only) for n in numbers]
+    chunks = [chunk for chunk in saved if chunk is not None]
+    assert len(chunks) == len(numbers)
+    for chunk in chunks:
+        tiers.finish_save(chunk)
+    return chunks
+
+
+@pytest.fixture
+def packed() -> tuple[Tiers, list[Chunk], list[Chunk], Counter[str]]:
+    """DRAM is full of one run that no tier behind takes and of a newer one that waits to be
+    written. Returns both, and how often an order was asked who leaves."""
+    asked = Counter[str]()
+
+    class Asked(Departures):
+        def victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
+            asked["who leaves"] += 1
+            return super().victim(now, can_go)
+
+    def policy(num_slots: int) -> Departures:
+        return Asked(num_slots, by_return_order(ReturnEstimator()))
+
+    tiers = Tiers(KEPT_PART * KEPT_SLOTS, 1, policy, chunk_tokens=CHUNK_TOKENS)
+    clean_slots = 2 * KEPT_SLOTS
+    clean = grown(tiers, unknown_run(0.0), range(clean_slots), dram_only=True)
+    tiers.tick()
+    dirty = grown(tiers, unknown_run(tiers.now), range(clean_slots, KEPT_PART * KEPT_SLOTS))
+    tiers.tick()
+    asked.clear()
+    return tiers, clean, dirty, asked
+
+
+def test_one_decision_is_for_many_slots_of_the_same_runs(
+    packed: tuple[Tiers, list[Chunk], list[Chunk], Counter[str]],
+) -> None:
+    tiers, clean, dirty, asked = packed
+    new = unknown_run(tiers.now)
+    for number in range(1000, 1000 + KEPT_SLOTS):
+        assert tiers.begin_save(name(number), new) is not None
+        tiers.now += KEPT_S / 1000
+    assert [chunk.dropped for chunk in clean] == [False] * KEPT_SLOTS + [True] * KEPT_SLOTS
+    assert not any(chunk.dropped for chunk in dirty)
+    assert asked["who leaves"] <= 2
+    tiers.check_integrity()
+
+
+@pytest.mark.parametrize("what", ["comes", "is used", "is known", "is held", "later", "earlier"])
+def test_a_decision_is_not_kept_when_something_has_changed(
+    packed: tuple[Tiers, list[Chunk], list[Chunk], Counter[str]], what: str
+) -> None:
+    tiers, clean, dirty, asked = packed
+    new = unknown_run(tiers.now)
+    assert tiers.begin_save(name(1000), new) is not None
+    before = asked["who leaves"]
+    left = [chunk for chunk in clean if not chunk.dropped]
+    match what:
+        case "comes":
+            tiers.begin_store(tiers.nvme)
+            tiers.drop(dirty[0])
+            grown(tiers, unknown_run(0.0), range(1001, 1002), dram_only=True)
+        case "is used":
+            tiers.use(left[:1], unknown_run(tiers.now))
+        case "is known":
+            tiers.rank(left[0].run)
+        case "is held":
+            tiers.hold(*left)
+        case "later":
+            tiers.now += 2 * KEPT_S
+        case "earlier":
+            tiers.now -= KEPT_S
+    assert tiers.begin_save(name(1002), new) is not None
+    assert asked["who leaves"] > before
+    if what == "is held":
+        tiers.release(*left)
+    tiers.check_integrity()
+
+
+def test_a_small_dram_decides_for_each_slot(tiers: Tiers) -> None:
+    """A few slots are a large part of it: what reads risk changes with each."""
+    assert tiers.dram.num_slots < KEPT_PART
+    for number in range(SLOTS):
+        tiers.save(number)
+    asked = Counter[str]()
+    victim = tiers.dram.dirty.victim
+
+    def counted(now: float, can_go: Callable[[int], bool]) -> int | None:
+        asked["who leaves"] += 1
+        return victim(now, can_go)
+
+    tiers.dram.dirty.victim = counted  # type: ignore[method-assign]
+    for number in range(SLOTS, 2 * SLOTS):
+        tiers.save(number)
+    assert asked["who leaves"] == SLOTS

@@ -63,6 +63,9 @@ class Departures:
     depth_of: Sequence[int] | None = None
     """By slot, how deep its chunk is in its prompt: kept by who fills the slots, and set before the
     first is added. None: of a run, who came or was used last is the deepest."""
+    num_changes = 0
+    """How often slots have come or were used, or more is known of a run: as long as this stays, the
+    next victim is of the same run, or that has none left."""
 
     def __init__(self, num_slots: int, order: Order[Run]) -> None:
         self._order = order
@@ -79,6 +82,7 @@ class Departures:
         """Remove all. Cost: all slots."""
         self._length = 0
         self._opened = 0
+        self.num_changes += 1
         self._group_of = array("q", [-1]) * self._num_slots
         self.groups: dict[int, _Group] = {}
         self._by_run: dict[Run, _Group] = {}
@@ -94,11 +98,21 @@ class Departures:
     def add(self, slot: int, run: Run) -> None:
         """The slot was filled, for this run. Cost: O(1); where it is not the deepest of its run,
         O(log) of the run's slots, and moving them."""
-        self.add_all((slot,), run)
+        group, group_of = self._group(run), self._group_of
+        assert group_of[slot] < 0
+        self.num_changes += 1
+        if group.num_left and self.depth_of is not None:
+            self._put(group, (slot,))
+        else:
+            group.slots.append(slot)
+        group_of[slot] = group.number
+        group.num_left += 1
+        self._length += 1
 
     def add_all(self, slots: Sequence[int], run: Run) -> None:
         """These were filled for this run, in the order of depth."""
         group, group_of = self._group(run), self._group_of
+        self.num_changes += 1
         self._put(group, slots)
         for slot in slots:
             assert group_of[slot] < 0
@@ -113,6 +127,7 @@ class Departures:
         here = [slot for slot in slots if group_of[slot] >= 0]
         if not here:
             return
+        self.num_changes += 1
         if not self._order.moves_on_use:
             for slot in here:
                 self.groups[group_of[slot]].run.use(run.since)
@@ -132,11 +147,13 @@ class Departures:
     def use_again(self, run: Run) -> None:
         """The run uses all that it used last. Cost: O(1)."""
         if self._order.moves_on_use and run in self._by_run:
+            self.num_changes += 1
             self._order.use(run)
 
     def rank(self, run: Run) -> None:
         """The kind of this run has changed. Cost: O(1)."""
         if run in self._by_run:
+            self.num_changes += 1
             self._order.rank(run)
 
     def add_oldest(
@@ -166,6 +183,7 @@ class Departures:
                 group.num_left = len(part)
                 group_of[part] = group.number
                 runs.append(group.run)
+        self.num_changes += 1
         self._order.add_oldest(runs)
         self._length += len(slots)
 
