@@ -136,7 +136,8 @@ class Store:
         learn = partial(learn_from, context, self._estimator, self._curve)
         self.thread = StoreThread(context, [nvme, *more], daily_writes=daily_writes, learn=learn)
         self.strategy = strategy_for(needs)(context, self.thread.tiers, needs, ahead)
-        self.asking = asking_of(context, more, self.thread.reader, has_groups=bool(needs))
+        asked = more if self.strategy.asks_remote else ()
+        self.asking = asking_of(context, asked, self.thread.reader)
         if threaded:
             self.thread.start()
 

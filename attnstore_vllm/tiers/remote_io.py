@@ -248,14 +248,7 @@ def is_asked(lookup: RemoteLookup) -> bool:
     return False
 
 
-def asking_of(
-    context: Context, tiers: Iterable[TierIo], reader: Reader, *, has_groups: bool
-) -> Asking | None:
-    """None where no tier must be asked. With several KV cache groups none is: what it lacks of one
-    group would have to shorten the hit of all."""
+def asking_of(context: Context, tiers: Iterable[TierIo], reader: Reader) -> Asking | None:
+    """None where no tier must be asked."""
     asked = [tier for tier in tiers if isinstance(tier, AskedIo)]
-    if asked and has_groups:
-        names = ", ".join(tier.tier.name for tier in asked)
-        logger.warning("%s: not asked, since this model has several KV cache groups", names)
-        return None
     return Asking(context, asked, reader) if asked else None
