@@ -220,7 +220,7 @@ class Sections(AllTokens):
         is_there: Callable[[Chunk], bool],
         short: set[int] | None = None,
     ) -> list[Piece]:
-        """What has expired of the sections is dropped; of the spine it is gone already."""
+        """Sections that have expired are dropped; of the spine they are gone already."""
         while True:
             pieces = fit(self._index, keys, self.needs, spine, start, is_there, short)
             if not self._drops_expired([piece for piece in pieces if piece.group]):
