@@ -29,6 +29,7 @@ from attnstore_vllm.config.values import format_size, parse_size
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import SLAB_NAME, lock_directory
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import open_slab
@@ -97,7 +98,7 @@ class Load:
         rng = Random(number)
         tokens = [rng.randrange(128_000) for _ in range(after * CHUNK_TOKENS)]
         keys = SequenceKeys(self._root, tokens, CHUNK_TOKENS)
-        pieces = store.find(keys, 0, len(tokens))
+        pieces = store.find(Lookup(keys), 0, len(tokens))
         deadline, held = time.monotonic() + 0.1, pieces[:0]
         while time.monotonic() < deadline:
             held = store.hold_ready(pieces, keys, len(tokens))

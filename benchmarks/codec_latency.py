@@ -36,6 +36,7 @@ from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.io.codec import CODECS, NONE
 from attnstore_vllm.io.device import Completion, Device, IoRequest
 from attnstore_vllm.policy.codec_cost import CodecCost
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.nvme.format import Encoding, SegmentHeader, pages
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import open_slab
@@ -178,7 +179,7 @@ class Side:
         self._turn = 1 - self._turn
         stop = len(prompt.token_ids) - 1
         started = time.perf_counter()
-        pieces = self.store.find(prompt, 0, stop)
+        pieces = self.store.find(Lookup(prompt), 0, stop)
         chunks: list[Chunk] = [piece.chunk for piece in pieces]
         assert len(chunks) == stop // CHUNK_TOKENS
         self._wait(lambda: all(chunk.dram.state is State.READY for chunk in chunks))

@@ -26,6 +26,7 @@ from attnstore_vllm.io.choose import DeviceKind, open_device
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, Root, SegmentHeader, header_bytes
 from attnstore_vllm.tiers.nvme.slab import (
@@ -122,6 +123,13 @@ def sequence_of(
     return SequenceKeys(root_key(NAMESPACE, salt, b""), token_ids, chunk_tokens)
 
 
+def lookup_of(
+    token_ids: Sequence[int], salt: str | None = None, *, may_ask: bool = False
+) -> Lookup:
+    """The look-ups of a request with these tokens."""
+    return Lookup(sequence_of(token_ids, salt), tenant=tenant_hash(salt), may_ask=may_ask)
+
+
 def tokens_of(conversation: int, num_tokens: int) -> list[int]:
     """Token ids that no other conversation shares."""
     return list(range(conversation * 10_000 + 1, conversation * 10_000 + 1 + num_tokens))
@@ -199,10 +207,10 @@ class Rig:
     def read(self, sequence: SequenceKeys, *, wait: bool = True) -> list[tuple[ChunkName, bytes]]:
         """What a request for all tokens loads: names and bytes of the leading READY chunks."""
         stop = len(sequence.token_ids)
-        pieces = self.store.find(sequence, 0, stop)
+        pieces = self.store.find(Lookup(sequence), 0, stop)
         if wait:
             self.until(lambda: not any(_on_its_way(p.chunk) for p in pieces))
-        held = self.store.hold_ready(self.store.find(sequence, 0, stop), sequence, stop)
+        held = self.store.hold_ready(self.store.find(Lookup(sequence), 0, stop), sequence, stop)
         found = [(p.chunk.name, bytes(self.pool.slot(p.chunk.dram.slot))) for p in held]
         self.store.loaded(p.chunk for p in held)
         return found

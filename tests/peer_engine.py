@@ -20,6 +20,7 @@ from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.visits import Terms
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.peers.asker import PeersIo
 from attnstore_vllm.tiers.peers.peers_tier import peers_of
 from attnstore_vllm.tiers.peers.wire import MessageKind, Wire
@@ -31,6 +32,7 @@ from tests.helpers import (
     NAMESPACE,
     conversation,
     format_device,
+    lookup_of,
     names_of,
     new_slab,
     open_pool,
@@ -83,7 +85,9 @@ class PeerEngine:
     def put_for_a_time(self, number: int, num_tokens: int, ttl_s: float) -> int:
         """The same as put(), by a request that has a ttl."""
         sequence = sequence_of(conversation(number, num_tokens))
-        _, visit = self.store.arrive("request", sequence, num_tokens, terms=Terms(ttl_s=ttl_s))
+        _, visit = self.store.arrive(
+            "request", Lookup(sequence), num_tokens, terms=Terms(ttl_s=ttl_s)
+        )
         for name in names_of(sequence):
             chunk = self.store.begin_save(name, visit.own)
             assert chunk is not None
@@ -138,18 +142,17 @@ class PeerEngine:
 
     def read(self, number: int, num_tokens: int, salt: str | None = None) -> dict[str, Any]:
         """What a request for the conversation finds: tokens that it was right to load, by tier."""
-        sequence = sequence_of(conversation(number, num_tokens), salt)
-        sequence.may_ask = True
+        lookup = lookup_of(conversation(number, num_tokens), salt, may_ask=True)
         began = time.monotonic()
-        self.store.find(sequence, 0, num_tokens)
-        self.wait(lambda: not is_asked(sequence))
+        self.store.find(lookup, 0, num_tokens)
+        self.wait(lambda: not is_asked(lookup))
         asked_s = time.monotonic() - began
 
         def find() -> list[Piece]:
-            return self.store.find(sequence, 0, num_tokens)
+            return self.store.find(lookup, 0, num_tokens)
 
         self.wait(lambda: all(piece.chunk.dram.state is State.READY for piece in find()))
-        held = self.store.hold_ready(find(), sequence, num_tokens)
+        held = self.store.hold_ready(find(), lookup.keys, num_tokens)
         for piece in held:
             found = bytes(self.pool.slot(piece.chunk.dram.slot))
             assert found == payload_of(piece.chunk.name), "wrong bytes"

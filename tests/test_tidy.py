@@ -33,7 +33,7 @@ LOW = {"errors", "types", "own_files", "plain_text"}
 KNOWS = {
     "policy": {"types"},
     "io": {*LOW, "_native"},
-    "index": {"types", "policy", "tiers", "_native"},  # tiers: what was asked, noted on the keys
+    "index": {"types", "policy", "_native"},
     "config": {"errors", "types", "io", "own_files"},
     "transfer": {*LOW, "config", "preflight", "_native", "_native_cuda"},
     "tiers": {*LOW, "index", "policy", "io", "tiers/nvme"},

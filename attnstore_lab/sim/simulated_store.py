@@ -17,10 +17,12 @@ from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit
 from attnstore_vllm.scheduler.scheduler import Scheduler
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.context import Harness
 from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import Slab
+from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.tier_io import MakeTier
 
 EVICTION: dict[str, Literal["lru", "fifo"]] = {"lru": "lru", "lru-ahead": "lru", "fifo": "fifo"}
@@ -56,13 +58,13 @@ class SimulatedStore(Store):
     def arrive(
         self,
         request_id: str,
-        sequence: SequenceKeys,
+        lookup: Lookup,
         num_tokens: int,
         min_tokens: int = 1,
         terms: Terms = NO_TERMS,
     ) -> tuple[list[Piece], Visit]:
-        self.before_arrival(sequence, num_tokens - 1)
-        return super().arrive(request_id, sequence, num_tokens, min_tokens, terms)
+        self.before_arrival(lookup.keys, num_tokens - 1)
+        return super().arrive(request_id, lookup, num_tokens, min_tokens, terms)
 
     def begin_save(
         self,
@@ -99,7 +101,7 @@ class SimulatedStore(Store):
         self,
         waiting: Sequence[Sequence[Piece]],
         timeout_s: float,
-        asked: Sequence[SequenceKeys] = (),
+        asked: Sequence[RemoteLookup] = (),
     ) -> bool:
         """The server's loop lets time pass."""
         return False

@@ -51,6 +51,7 @@ from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.observed import ObservedScheduler
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
+from attnstore_vllm.store.lookup import strategy_for
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import LABEL_BYTES, Encoding, SegmentHeader, pages
 from attnstore_vllm.tiers.nvme.slab import Slab, open_slab
@@ -269,7 +270,8 @@ def _scheduler(
     slab, device, disk = _open_slab(vllm_config, config, geometry, pool, namespace, codec)
     info = own_version(), vllm.__version__, disk, config.eviction
     engine = facts_of(vllm_config, geometry, ranks, info, zeroes=zeroes)
-    tiers = _more_tiers(config, geometry, pool, namespace)
+    asks_remote = strategy_for(engine.needs).asks_remote
+    tiers = _remote_tiers(config, geometry, namespace, pool, is_asked=asks_remote)
     store = Store(pool, slab, device, config, engine, codec=codec, more_tiers=tiers, teller=teller)
     watchers = watchers_of(vllm_config, config, geometry, own_version())
     make = partial(ObservedScheduler, watchers) if watchers else Scheduler
@@ -306,34 +308,37 @@ def _open_slab(
     with machine_errors(config.nvme.path):
         slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
         device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
-    lines = start_lines(own_version(), config, geometry, pool.num_slots, slab, kind)
+    needs = needs_of(geometry)
+    asks_remote = strategy_for(needs).asks_remote
+    lines = start_lines(
+        own_version(), config, geometry, pool.num_slots, slab, kind, asks_remote=asks_remote
+    )
     logger.info("%s", "\n".join(lines))
     return slab, device, kind
 
 
-def _more_tiers(
-    config: StoreConfig, geometry: Geometry, pool: SharedPool, namespace: bytes
-) -> list[MakeTier]:
-    """The tiers behind NVMe, nearest first. Raises ConfigError."""
-    siblings = [] if needs_of(geometry) else config.siblings()  # see asking_of()
-    own, group = config.nvme.path, config.nvme.group_path
-    peers = peers_of(own, group, siblings, namespace, geometry.chunk_tokens, pool)
-    return [*peers, *_shared_tier(config, geometry, namespace)]
+def _remote_tiers(
+    config: StoreConfig, geometry: Geometry, namespace: bytes, pool: SharedPool, *, is_asked: bool
+) -> Sequence[MakeTier]:
+    """The tiers that must be asked, nearest first: other engines of this host, and the one that
+    several servers share. Raises ConfigError.
 
-
-def _shared_tier(config: StoreConfig, geometry: Geometry, namespace: bytes) -> Sequence[MakeTier]:
-    """The tier that several servers share, if there is one. Raises ConfigError."""
-    shared = config.shared
+    Args:
+        is_asked: see Strategy.asks_remote.
+    """
+    if not is_asked:
+        if config.shared is not None:
+            logger.warning(
+                "shared: is not used, since some layers of this model keep no KV of all "
+                "tokens: what lacks it of one group would shorten the hit of all"
+            )
+        return ()
+    nvme, shared, size = config.nvme, config.shared, geometry.chunk_tokens
+    peers = peers_of(nvme.path, nvme.group_path, config.siblings(), namespace, size, pool)
     if shared is None:
-        return ()
-    if needs_of(geometry):
-        logger.warning(
-            "shared: is not used, since some layers of this model keep no KV of all "
-            "tokens: what lacks it of one group would shorten the hit of all"
-        )
-        return ()
+        return peers
     check_client(shared)
-    return (make_shared(shared, geometry.chunk_tokens, namespace, config.nvme.path),)
+    return (*peers, make_shared(shared, size, namespace, nvme.path))
 
 
 def own_version() -> str:

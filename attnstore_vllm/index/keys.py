@@ -13,12 +13,10 @@ random seed, so that a key on disk means the same after a restart.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
@@ -27,10 +25,6 @@ from attnstore_vllm._native import encode_chunks
 from attnstore_vllm._native import encode_tokens as native_encode_tokens
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.types import TOKEN_BYTES, Key
-
-if TYPE_CHECKING:
-    from attnstore_vllm.index.prefix import Piece
-    from attnstore_vllm.tiers.remote import Ask
 
 CONTENT_BYTES = 32
 _LENGTH = struct.Struct("<Q")
@@ -201,14 +195,11 @@ class SequenceKeys:
         chunk_tokens: int,
         spans: Sequence[MultimodalSpan] = (),
         *,
-        finds_moved: bool = False,
         recent: RecentPrompts | None = None,
     ) -> None:
         self.token_ids = token_ids
         self.chunk_tokens = chunk_tokens
         self.root = root
-        self.finds_moved = finds_moved
-        """Whether KV of these tokens at other positions will do too, where there is no better."""
         self._spans = spans
         self._recent = recent
         self._num_placed = 0
@@ -218,20 +209,6 @@ class SequenceKeys:
         self._chunks: list[bytes] = []
         self._extras: list[bytes] = []
         self._sections: dict[tuple[int, int], SectionKeys] = {}
-        self.spine_stop = 0
-        """Up to where the spine was stored when it was last looked up, whatever else was."""
-        self.short_of: set[int] = set()
-        """The groups that lacked something of that then."""
-        self.matched: Sequence[Piece] = ()
-        """The whole chunks that the last match found, for the next one (prefix.py) ..."""
-        self.matched_in: object = None
-        """... and which index it was, since when."""
-        self.tenant = bytes(32)
-        self.may_ask = False
-        """Tiers that must be asked may be asked for it (tiers/remote_io.py), ..."""
-        self.asked: tuple[Ask, ...] = ()
-        self.asked_at = -math.inf
-        """... these were, and when."""
 
     def parent(self, chunk: int) -> Key:
         """The key that chunk number `chunk` continues."""
@@ -268,20 +245,20 @@ class SequenceKeys:
         assert len(ids) >= stop * size, "tokens are asked for that are not there"
         return encode_chunks(ids, size, first, stop)
 
-    def follow(self) -> None:
+    def follow(self) -> int | None:
         """Its tokens may be others than they were, or more of it media: forget the keys of the
-        first chunk that is another one now, and of all behind it. What was noted of a look-up
-        stands as far as the chunks do. Cost: 5 ns a token."""
+        first chunk that is another one now, and of all behind it. Returns where that one begins;
+        None: all that was hashed is as it was. Cost: 5 ns a token."""
         kept = 0
         now = self._encode(0, min(len(self._keys), len(self.token_ids) // self.chunk_tokens))
         for chunk, was, extra in zip(now, self._chunks, self._extras, strict=False):
             if chunk != was or self._extra_now(kept) != extra:
                 break
             kept += 1
-        if kept < len(self._keys):
-            del self._keys[kept:], self._chunks[kept:], self._extras[kept:]
-            self.matched = ()
-            self.spine_stop = min(self.spine_stop, kept * self.chunk_tokens)
+        if kept == len(self._keys):
+            return None
+        del self._keys[kept:], self._chunks[kept:], self._extras[kept:]
+        return kept * self.chunk_tokens
 
     def name(self, chunk: int, tenant: bytes) -> ChunkName:
         """All that names a whole chunk."""

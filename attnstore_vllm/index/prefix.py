@@ -183,6 +183,20 @@ class Piece:
         return not self.group and self.chunk.name.num_tokens % grain != 0
 
 
+class Matched:
+    """The whole chunks that the last match of a sequence found, for its next one."""
+
+    __slots__ = ("entered_in", "pieces")
+
+    def __init__(self) -> None:
+        self.pieces: Sequence[Piece] = ()
+        self.entered_in: object = None
+        """Which index it was, since when."""
+
+    def forget(self) -> None:
+        self.pieces = ()
+
+
 def confirm(
     piece: Piece, sequence: SequenceKeys, stop: int, begin: int | None = None
 ) -> Piece | None:
@@ -520,7 +534,13 @@ class PrefixIndex:
                 yield found
 
     def match(
-        self, sequence: SequenceKeys, start: int, stop: int, grain: int | None = None
+        self,
+        sequence: SequenceKeys,
+        start: int,
+        stop: int,
+        grain: int | None = None,
+        *,
+        matched: Matched | None = None,
     ) -> list[Piece]:
         """The longest run of usable chunks for the tokens [start, stop) of a sequence.
 
@@ -529,33 +549,34 @@ class PrefixIndex:
 
         Args:
             grain: see best_match().
+            matched: what the sequence's last match found; gets what this one does.
 
         Cost: a hash look-up a chunk and one search among siblings; the tokens of one chunk are
-        encoded. Of what the sequence's last match found, a look at each chunk.
+        encoded. Of what `matched` has, a look at each chunk.
         """
         grain = self.grain if grain is None else grain
-        pieces = self._match(sequence, start, stop, grain)
-        # The last one may be another chunk next time: siblings of it come and go.
-        sequence.matched, sequence.matched_in = pieces[:-1], self._entered_in
+        known = self._still_there(matched, start, stop, grain) if matched is not None else []
+        pieces = self._match(known, sequence, start, stop, grain)
+        if matched is not None:
+            # The last one may be another chunk next time: siblings of it come and go.
+            matched.pieces, matched.entered_in = pieces[:-1], self._entered_in
         return pieces
 
-    def _still_there(
-        self, sequence: SequenceKeys, start: int, stop: int, grain: int
-    ) -> list[Piece]:
+    def _still_there(self, matched: Matched, start: int, stop: int, grain: int) -> list[Piece]:
         """The whole chunks that a match for the tokens [start, stop) begins with, as far as the
-        sequence's last match found them and they can still be used.
+        last match found them and they can still be used.
 
         A sequence's keys do not change, and a key names one chunk: what is still entered is what
         a look-up would find.
         """
-        size, matched = sequence.chunk_tokens, sequence.matched
+        size, found = self.chunk_tokens, matched.pieces
         number = start // size
-        skip = number - matched[0].start // size if matched else 0
+        skip = number - found[0].start // size if found else 0
         pieces: list[Piece] = []
-        is_ours = sequence.matched_in is self._entered_in
-        if start >= stop or not is_ours or not 0 <= skip < len(matched):
+        is_ours = matched.entered_in is self._entered_in
+        if start >= stop or not is_ours or not 0 <= skip < len(found):
             return pieces
-        for piece in matched[skip : skip + stop // size - number]:
+        for piece in found[skip : skip + stop // size - number]:
             chunk = piece.chunk
             if piece.start != start or piece.grain != grain:
                 break
@@ -565,9 +586,11 @@ class PrefixIndex:
             start = piece.stop
         return pieces
 
-    def _match(self, sequence: SequenceKeys, start: int, stop: int, grain: int) -> list[Piece]:
+    def _match(
+        self, pieces: list[Piece], sequence: SequenceKeys, start: int, stop: int, grain: int
+    ) -> list[Piece]:
+        """These pieces, and what continues them."""
         size = sequence.chunk_tokens
-        pieces = self._still_there(sequence, start, stop, grain)
         start = pieces[-1].stop if pieces else start
         if start >= stop:
             return pieces

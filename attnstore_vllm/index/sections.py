@@ -126,23 +126,23 @@ def walk(
     start: int,
     stop: int,
     is_there: Callable[[Chunk], bool],
-) -> list[Piece]:
+) -> tuple[list[Piece], int]:
     """The pieces of all groups, the spine's first, for the farthest hit up to `stop` that all of
-    them back. Empty if there is none. Notes in `sequence` how far the spine was stored.
+    them back, none if there is no such hit; and how far the spine is stored.
 
     Args:
         needs: of all groups, the spine's first; see fit() for the others.
     Cost: a key and a look-up a chunk of tokens [start, stop), while nothing is found.
     """
-    sequence.spine_stop = stop = _last_end(index, sequence, start, stop, is_there)
+    spine_stop = stop = _last_end(index, sequence, start, stop, is_there)
     if needs[0].ahead:
         stop = _last_end(index, sequence, start, stop - needs[0].ahead, is_there)
     while stop > start:
         pieces, reached = _back(index, sequence, needs, (), start, stop, is_there)
         if reached == stop:
-            return pieces
+            return pieces, spine_stop
         stop = _last_end(index, sequence, start, reached, is_there)
-    return []
+    return [], spine_stop
 
 
 def _last_end(

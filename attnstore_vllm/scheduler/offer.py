@@ -105,31 +105,31 @@ class Offers:
         stats: StepStats,
         pieces: list[Piece] | None = None,
     ) -> tuple[int | None, bool]:
-        request, sequence = state.request, state.sequence
-        if sequence.asked and self._waits.awaits(state):
+        request, lookup = state.request, state.lookup
+        if lookup.asked and self._waits.awaits(state):
             return None, False  # before the answer a look finds what the last one has found
         # One token is left to compute: vLLM needs its logits.
         stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
         if pieces is None:
             pieces = self._store.find(
-                sequence,
+                lookup,
                 local,
                 stop,
                 MIN_LOAD_TOKENS,
                 request_id=request.request_id,
                 visit=state.visit,
             )
-        if sequence.asked and self._waits.awaits(state):
+        if lookup.asked and self._waits.awaits(state):
             return None, False
         state.expect(pieces)
         count_wanted(stats, state, pieces)
         pieces, rest = self._stages.split(state, pieces) if self._stages else (pieces, [])
-        held = self._store.hold_ready(pieces, sequence, stop, local)
+        held = self._store.hold_ready(pieces, lookup.keys, stop, local)
         ready_stop = held[-1].stop if held else local
         cause = "lost"
         if not has_all(held, pieces):
             rest = []
-            coming = still_coming(held, pieces, local, walks=self._store.walks)
+            coming = still_coming(held, pieces, local, walks=self._store.strategy.walks)
             late = self._costs.why_not_wait(state, ready_stop, coming)
             if late is None:
                 self._store.release(piece.chunk for piece in held)
@@ -153,7 +153,7 @@ class Offers:
             if computed >= MIN_LOAD_TOKENS:
                 stats.add("recomputations", cause, 1)
                 state.counted.why_computed = cause
-            for group in sequence.short_of:
+            for group in lookup.short_of:
                 self._counts.add("shortened_hits", group, 1)
             offers = num_tokens >= MIN_LOAD_TOKENS
             offered = self._store.tiers([*held, *rest] if offers else (), local)

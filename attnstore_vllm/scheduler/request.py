@@ -24,6 +24,7 @@ from attnstore_vllm.policy.visits import Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.vllm_types import Request
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.types import DRAM, NVME, Key
 
 MIN_LOAD_TOKENS = 16
@@ -201,11 +202,11 @@ class RequestState:
     recent: RecentPrompts | None = None
     """The prompts that came before."""
     _root: Key | None = None
-    _sequence: SequenceKeys | None = None
+    _lookup: Lookup | None = None
     _inputs: tuple[float, ...] = ()
     """Those of a session that its keys are of."""
-    _other: tuple[int | None, SequenceKeys | None] = (None, None)
-    """The keys of the lineage that it was of before: an offer comes and goes with each step. First
+    _other: tuple[int | None, Lookup | None] = (None, None)
+    """That of the lineage that it was of before: an offer comes and goes with each step. First
     where the moved tokens of that one end."""
 
     @property
@@ -270,7 +271,7 @@ class RequestState:
     def be_of(self, adapter: bytes | None) -> None:
         """From now on its KV is computed with this adapter; None: with one that nobody knows."""
         if adapter != self.adapter:
-            self.adapter, self._root, self._sequence = adapter, None, None
+            self.adapter, self._root, self._lookup = adapter, None, None
             self._other, self.untaken = (None, None), None
             self.waiting.coming = ()
 
@@ -285,28 +286,30 @@ class RequestState:
 
     @property
     def sequence(self) -> SequenceKeys:
-        """The keys of the request's tokens: one object, which keeps what look-ups found."""
+        """The keys of the request's tokens."""
+        return self.lookup.keys
+
+    @property
+    def lookup(self) -> Lookup:
+        """Its look-ups: one object, but for what it computes behind moved KV, which has other
+        names."""
         request = self.request
-        if self._sequence is None:
+        if self._lookup is None:
             root = self.root if self.moved is None else moved_root(self.root, self.moved.stop)
-            self._sequence = SequenceKeys(
-                root,
-                list_of(request.all_token_ids),
-                self.chunk_tokens,
-                self.media.spans,
+            tokens = list_of(request.all_token_ids)
+            self._lookup = Lookup(
+                SequenceKeys(root, tokens, self.chunk_tokens, self.media.spans, recent=self.recent),
+                tenant=self.tenant,
+                may_ask=not (brings_kv(request.kv_transfer_params) or request.resumable),
                 finds_moved=self.may_find_moved,
-                recent=self.recent,
             )
-            self._sequence.tenant = self.tenant
-            is_brought = brings_kv(request.kv_transfer_params)
-            self._sequence.may_ask = not (is_brought or request.resumable)
             self._inputs = self._inputs_now() if request.resumable else ()
         elif request.resumable and (inputs := self._inputs_now()) != self._inputs:
             # The next input of a session replaces tokens that were not computed, and may bring
             # pictures.
-            self._sequence.follow()
+            self._lookup.follow()
             self._inputs = inputs
-        return self._sequence
+        return self._lookup
 
     def _inputs_now(self) -> tuple[float, ...]:
         """Facts that an input of a session changes (Scheduler._update_request_as_session)."""
@@ -324,15 +327,15 @@ class RequestState:
             self.computing.go_on_from(min(self.computing.chunks_seen, first_moved))
         was, now = (None if tokens is None else tokens.stop for tokens in (self.moved, moved))
         if was != now:
-            (stop, keys), self._other = self._other, (was, self._sequence)
-            self._sequence = keys if stop == now else None
+            (stop, lookup), self._other = self._other, (was, self._lookup)
+            self._lookup = lookup if stop == now else None
         self.moved = moved
 
     def forget_matches(self) -> None:
         """It is looked up again only when it has lost its blocks."""
-        for keys in (self._sequence, self._other[1]):
-            if keys is not None:
-                keys.matched = ()
+        for lookup in (self._lookup, self._other[1]):
+            if lookup is not None:
+                lookup.matched.forget()
 
 
 def list_of(token_ids: Sequence[int]) -> Sequence[int]:

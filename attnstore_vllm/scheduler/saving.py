@@ -73,7 +73,7 @@ class Saving:
         self._geometry = geometry
         self._plans = plans
         self._truncation = truncation
-        self._needs = store.needs
+        self._needs, self._walks = store.needs, store.strategy.walks
         self._costs = costs
         self._states_every = states_every
         states = [need.block_tokens for need in self._needs if need.reach is Reach.STATE]
@@ -100,7 +100,7 @@ class Saving:
     def begin(self, state: RequestState, start: int) -> None:
         """vLLM has its answer: the prompt is computed from `start` on."""
         if self._num_states and state.may_save:
-            whole = state.sequence.spine_stop // self._state_tokens * self._state_tokens
+            whole = state.lookup.spine_stop // self._state_tokens * self._state_tokens
             computing = state.computing
             computing.junctions = (getattr(state.request, "shared_prefix_boundary", 0), whole)
             computing.state_stop = start
@@ -137,19 +137,19 @@ class Saving:
         size, computing = self._geometry.chunk_tokens, state.computing
         budget = self._ended if has_ended else self._running
         whole, left = computed // size, 0
-        if not self._store.walks and whole > computing.chunks_seen and self.may_find_room(state):
+        if not self._walks and whole > computing.chunks_seen and self.may_find_room(state):
             first = self.first_missing(state)
             left = self.save_spine(state, first, whole, tables[0], budget)
         if self._needs:
             for number in range(computing.sections_seen, whole - left):
-                if self._store.walks and not budget.take(self._each):
+                if self._walks and not budget.take(self._each):
                     left = whole - number
                     break
                 self._save_sections(
                     state, (number + 1) * size, tables, computed, has_ended=has_ended
                 )
                 computing.sections_seen = number + 1
-        if self._store.walks:
+        if self._walks:
             computing.chunks_seen = computing.sections_seen
         return left
 
@@ -219,8 +219,8 @@ class Saving:
     def _save_states(self, state: RequestState, before: int, computed: int, tables: Tables) -> None:
         """Those after `computed` tokens, where a step of the prompt ends."""
         prompt_end, size = state.request.num_prompt_tokens, self._state_tokens
-        is_near = state.sequence.spine_stop - size < computed
-        is_junction = is_near and before < computed <= state.sequence.spine_stop
+        is_near = state.lookup.spine_stop - size < computed
+        is_junction = is_near and before < computed <= state.lookup.spine_stop
         is_last = computed < prompt_end <= computed + size
         is_kept = is_junction or is_last
         if computed % GRAIN_TOKENS or not (is_kept or self._is_wanted(state, computed)):
@@ -309,7 +309,7 @@ class Saving:
         number, start = stop // size, stop // size * size
         if stop - start < MIN_TAIL_TOKENS or state.computing.no_room_at is not None:
             return
-        if not self._store.walks:
+        if not self._walks:
             name = state.sequence.name_up_to(number, state.tenant, stop)
             self._save(state, name, number, tables[0])
         if self._needs:
@@ -461,7 +461,7 @@ class Saving:
     def _is_passed(self, state: RequestState, need: Need, stop: int, computed: int) -> bool:
         """Whether a section that ends at `stop` backs no hit that is likely to come."""
         num_prompt_tokens = state.request.num_prompt_tokens
-        ends = [num_prompt_tokens - 1, state.sequence.spine_stop]
+        ends = [num_prompt_tokens - 1, state.lookup.spine_stop]
         if computed >= num_prompt_tokens:
             ends.append(computed)
         size = self._geometry.chunk_tokens
@@ -475,7 +475,7 @@ class Saving:
         before_tokens = 0 if state.visit is None else state.visit.before_tokens
         # The first who parts knows of no prompt before it, but that it was asked to leave a state.
         has_parted = max(state.computing.junctions, default=0) > state.computing.first
-        if has_parted or 0 < state.sequence.spine_stop <= before_tokens - GRAIN_TOKENS:
+        if has_parted or 0 < state.lookup.spine_stop <= before_tokens - GRAIN_TOKENS:
             return
         prompt_end = state.request.num_prompt_tokens - 1
         for need in self._needs if state.computing.first else ():

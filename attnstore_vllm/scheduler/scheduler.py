@@ -50,6 +50,7 @@ from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_queue import VllmQueue
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput, Tables
 from attnstore_vllm.scheduler.waits import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S, Waits
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry
@@ -237,7 +238,7 @@ class Scheduler:
         request = state.request
         num_tokens = max(1, min(request.num_tokens, state.usable_tokens()))
         pieces, state.visit = self.store.arrive(
-            request.request_id, state.sequence, num_tokens, MIN_LOAD_TOKENS, state.hints.terms
+            request.request_id, state.lookup, num_tokens, MIN_LOAD_TOKENS, state.hints.terms
         )
         state.expect(pieces)
         state.waiting.coming = pieces
@@ -597,8 +598,8 @@ def prefetch(
         return
     root = root_key(namespace, order.cache_salt, b"")
     root = approximate_root(root, codec) if codec is not None else root
-    sequence = SequenceKeys(root, order.token_ids, chunk_tokens)
-    pieces = store.find(sequence, 0, len(order.token_ids), MIN_LOAD_TOKENS)
+    lookup = Lookup(SequenceKeys(root, order.token_ids, chunk_tokens))
+    pieces = store.find(lookup, 0, len(order.token_ids), MIN_LOAD_TOKENS)
     stats.add("prefetches", "hit" if pieces else "miss", 1)
     for tier, tokens in store.tiers(pieces, 0).items():
         stats.add("prefetch_tokens", tier, tokens)

@@ -82,7 +82,7 @@ class Stages:
         is_allowed: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
-        is_plain = len(geometry.groups) == 1 and not (store.needs or store.walks or store.ahead)
+        is_plain = len(geometry.groups) == 1 and not (store.needs or store.ahead)
         store.loads_in_parts = is_plain and is_allowed
         self._store = store
         self._geometry = geometry

@@ -18,11 +18,14 @@ def start_lines(
     dram_slots: int,
     slab: Slab,
     disk: str,
+    *,
+    asks_remote: bool = True,
 ) -> Iterator[str]:
     """At most six. With those of the pool, the copies and recovery a start has at most twelve.
 
     Args:
         disk: what serves the file.
+        asks_remote: see Strategy (store/lookup.py).
     """
     size = geometry.chunk_tokens
     nvme_slots = slab.num_segments * slab.records_per_segment
@@ -38,7 +41,7 @@ def start_lines(
         f"  NVMe: {nvme_slots * size:,} tokens in {format_size(nvme_slots * slab.record_bytes)} "
         f"(nvme.capacity: {format_size(config.nvme.capacity_bytes)}) in {config.nvme.path}; {disk}"
     )
-    if config.shared is not None:
+    if config.shared is not None and asks_remote:
         yield f"  shared: {config.shared.where}; joined when the weights were looked at"
     if slab.foreign:
         yield (
@@ -46,8 +49,8 @@ def start_lines(
             "settings, and give way when room is needed"
         )
     if siblings := config.siblings():
-        left_out = ": not with several KV cache groups" if geometry.groups[1:] else ""
-        yield f"  peers: {len(siblings)} other engines of this host may be asked for KV{left_out}"
+        may = "may" if asks_remote else "cannot"  # a hit would need all groups of one place
+        yield f"  peers: {len(siblings)} other engines of this host {may} be asked for KV"
     others = [group.reach for group in geometry.groups[1:]]
     if others:
         yield f"  KV cache groups beside the first: {', '.join(others)}"

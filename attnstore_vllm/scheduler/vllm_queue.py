@@ -119,7 +119,7 @@ class VllmQueue:
             self._lookups.put_off["lookup"] += 1  # until vLLM asks for it
         else:
             self._store.find(
-                state.sequence,
+                state.lookup,
                 0,
                 request.num_tokens - 1,
                 MIN_LOAD_TOKENS,

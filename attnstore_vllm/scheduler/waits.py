@@ -7,12 +7,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_queue import VllmQueue
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.types import Clock
 
@@ -50,7 +50,7 @@ class Waits:
         self._store = store
         self._costs = costs
         self._for: list[Sequence[Piece]] = []
-        self._asked: list[SequenceKeys] = []
+        self._asked: list[RemoteLookup] = []
         self._round = 1
         self._round_at: float | None = None
         self._num_looks = 0
@@ -97,15 +97,15 @@ class Waits:
 
     def awaits(self, state: RequestState) -> bool:
         """Whether the request waits for a tier's answer to what it has."""
-        if not is_asked(state.sequence):
-            state.sequence.asked = ()  # nor will it: what comes late finds its place alone
+        if not is_asked(state.lookup):
+            state.lookup.asked = ()  # nor will it: what comes late finds its place alone
             return False
         if state.waiting.since is None:
             state.waiting.since = self._clock()
         self._num_looks -= self._looking
         self._looking = False
         if len(self._asked) < WAITS_MAX:
-            self._asked.append(state.sequence)
+            self._asked.append(state.lookup)
         return True
 
     def note(self, pieces: Sequence[Piece]) -> None:

@@ -21,17 +21,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 
 from attnstore_vllm.config.settings import StoreConfig, TruncationConfig
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, marks_of
 from attnstore_vllm.index.moved import MovedKv
-from attnstore_vllm.index.prefix import Piece, has_come, no_ends, ready_run, settle
-from attnstore_vllm.index.sections import fit, proven, walk, walks
+from attnstore_vllm.index.prefix import Piece, has_come, no_ends
+from attnstore_vllm.index.sections import Need
 from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
@@ -41,10 +39,12 @@ from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit, answer, visit_of
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.learning import learn_from, used_by
+from attnstore_vllm.store.lookup import Lookup, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import Slab
+from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.remote_io import asking_of, is_asked
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import MakeTier
@@ -53,10 +53,6 @@ from attnstore_vllm.types import DRAM, Key
 CHUNK_LOOKS_MAX = 8
 RESET_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 3.0
-
-
-def _is_ready(chunk: Chunk) -> bool:
-    return chunk.dram.state is State.READY and not chunk.dropped
 
 
 class Store:
@@ -100,10 +96,6 @@ class Store:
         self.num_slots = pool.num_slots
         self.loads_in_parts = False
         """Whether a waiting request may find more than DRAM has room for (scheduler/stages.py)."""
-        self.ahead = ahead = engine.ahead
-        self.needs = tuple(replace(need, ahead=ahead) for need in engine.needs)
-        self.walks = walks(engine.needs)
-        """Whether no group has all tokens, so that the names alone are walked."""
         self._moved = MovedKv(
             self.residency.index,
             slab.shape.chunk_tokens,
@@ -134,9 +126,22 @@ class Store:
         learn = partial(learn_from, context, self._estimator, self._curve)
         daily_writes = nvme.daily_writes_bytes
         self.thread = StoreThread(context, [disk, *more], daily_writes=daily_writes, learn=learn)
-        self.asking = asking_of(context, more, self.thread.reader, has_groups=bool(self.needs))
+        make = strategy_for(engine.needs)
+        self.strategy = make(context, self.thread.tiers, engine.needs, engine.ahead)
+        asked = more if self.strategy.asks_remote else ()
+        self.asking = asking_of(context, asked, self.thread.reader)
         if harness.threaded:
             self.thread.start()
+
+    @property
+    def needs(self) -> Sequence[Need]:
+        """See Strategy."""
+        return self.strategy.needs
+
+    @property
+    def ahead(self) -> int:
+        """See Strategy."""
+        return self.strategy.ahead
 
     def turn(self) -> None:
         """One round of what our thread does. For simulations, without the thread."""
@@ -147,7 +152,7 @@ class Store:
     def arrive(
         self,
         request_id: str,
-        sequence: SequenceKeys,
+        lookup: Lookup,
         num_tokens: int,
         min_tokens: int = 1,
         terms: Terms = NO_TERMS,
@@ -158,23 +163,23 @@ class Store:
             terms: what it asks for its KV.
         Returns: what find() does, and the visit that its chunks are used and saved under.
         """
-        stop = num_tokens - 1
+        sequence, stop = lookup.keys, num_tokens - 1
         whole = sequence.keys(0, num_tokens // sequence.chunk_tokens)  # costly, so before the lock
         keys = whole[: stop // sequence.chunk_tokens]
         marks = marks_of(keys)
         with self._lock:
             now = self.residency.now = self._clock()
             self._curve.news.append(used_by(sequence, marks, num_tokens))
-            pieces = self._match(sequence, 0, stop, min_tokens, request_id)
+            pieces = self._match(lookup, 0, stop, min_tokens, request_id)
             last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
             visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
             self._context.has_leases |= terms.ttl_s is not None
-            self._want(request_id, pieces, visit, sequence, 0, stop)
+            self.strategy.want(lookup, pieces, 0, stop, request_id, visit)
             if terms.pin_s is not None:
                 for piece in no_ends(pieces, self.residency.index.grain):
                     self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
         if self.asking is not None:
-            self.asking.look(sequence, pieces, 0, stop, request_id)
+            self.asking.look(lookup, pieces, 0, stop, request_id)
         self._read(pieces)
         if self._estimator.is_due:
             self.thread.wake()
@@ -188,7 +193,7 @@ class Store:
 
     def find(
         self,
-        sequence: SequenceKeys,
+        lookup: Lookup,
         start: int,
         stop: int,
         min_tokens: int = 1,
@@ -206,13 +211,13 @@ class Store:
             request_id: of the waiting request that asks; None: one is likely to come, and what
                 it will want is read after all that is waited for.
         """
-        sequence.keys(0, stop // sequence.chunk_tokens)  # the costly part, before the lock
+        lookup.keys.keys(0, stop // lookup.keys.chunk_tokens)  # the costly part, before the lock
         with self._lock:
             self.residency.now = self._clock()
-            pieces = self._match(sequence, start, stop, min_tokens, request_id)
-            self._want(request_id, pieces, visit, sequence, start, stop)
+            pieces = self._match(lookup, start, stop, min_tokens, request_id)
+            self.strategy.want(lookup, pieces, start, stop, request_id, visit)
         if self.asking is not None:
-            self.asking.look(sequence, pieces, start, stop, request_id)
+            self.asking.look(lookup, pieces, start, stop, request_id)
         self._read(pieces)
         return pieces
 
@@ -221,112 +226,12 @@ class Store:
             self.thread.reader.start()
 
     def _match(
-        self,
-        sequence: SequenceKeys,
-        start: int,
-        stop: int,
-        min_tokens: int,
-        request_id: str | None,
+        self, lookup: Lookup, start: int, stop: int, min_tokens: int, request_id: str | None
     ) -> list[Piece]:
         """Locked."""
-        if self.walks:
-            pieces = self._walk(sequence, start, stop, self._comes)
-            is_enough = pieces and pieces[-1].stop - start >= min_tokens
-            return pieces if is_enough and len(pieces) <= self.num_slots else []
-        pieces = self.residency.index.match(sequence, start, stop)
-        if sequence.finds_moved:
-            pieces = self._moved.go_on(pieces, sequence, start, stop)
-        if self._context.has_leases:
-            pieces = self.residency.unexpired(pieces)
-        if not all(io.health.reads.in_use and not io.tier.is_asked for io in self.thread.tiers):
-            pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
         waits = request_id is not None and request_id in self.residency.look_ahead
-        if not (self.loads_in_parts and waits) or sequence.finds_moved:
-            pieces = pieces[: self.num_slots]  # more can never be in DRAM at once
-        pieces = settle(pieces, self.residency.index.grain)
-        if self.ahead:
-            pieces = proven(pieces, self.ahead, self.residency.index.grain)
-        if pieces and pieces[-1].stop - start < min_tokens:
-            return []
-        if not self.needs:
-            return pieces
-        sequence.spine_stop = pieces[-1].stop if pieces else start
-        sequence.short_of = set()
-        pieces = self._fit(sequence, pieces, start, self._comes, sequence.short_of)
-        is_enough = pieces and pieces[-1].stop - start >= min_tokens
-        return pieces if is_enough and len(pieces) <= self.num_slots else []
-
-    def _walk(
-        self, sequence: SequenceKeys, start: int, stop: int, is_there: Callable[[Chunk], bool]
-    ) -> list[Piece]:
-        """Locked. What has expired is dropped, and another hit looked for."""
-        while True:
-            pieces = walk(self.residency.index, sequence, self.needs, start, stop, is_there)
-            if not self._drops_expired(pieces):
-                return pieces
-
-    def _fit(
-        self,
-        sequence: SequenceKeys,
-        spine: Sequence[Piece],
-        start: int,
-        is_there: Callable[[Chunk], bool],
-        short: set[int] | None = None,
-    ) -> list[Piece]:
-        """Locked. As _walk(): what has expired of the spine is gone already."""
-        while True:
-            index, needs = self.residency.index, self.needs
-            pieces = fit(index, sequence, needs, spine, start, is_there, short)
-            if not self._drops_expired([piece for piece in pieces if piece.group]):
-                return pieces
-
-    def _drops_expired(self, pieces: list[Piece]) -> bool:
-        """Locked. Whether some have expired, which are dropped."""
-        return self._context.has_leases and len(self.residency.unexpired(pieces)) < len(pieces)
-
-    def _comes(self, chunk: Chunk) -> bool:
-        """Locked. Whether it is in DRAM, or a tier that answers is believed to have it."""
-        is_ready = chunk.dram.state is State.READY
-        return is_ready or self.thread.reader.can_bring(chunk)
-
-    def _want(
-        self,
-        request_id: str | None,
-        pieces: Sequence[Piece],
-        visit: Visit | None,
-        sequence: SequenceKeys,
-        start: int,
-        stop: int,
-    ) -> None:
-        """Locked."""
-        residency, size = self.residency, sequence.chunk_tokens
-        spine = [piece for piece in pieces if piece.group == 0]
-        at = start if not spine else spine[-1].stop
-        if at % size and spine:
-            at = spine[-1].start
-        if self.walks:  # the tail that it seems to have, be the window before it there or not
-            at = max(start, sequence.spine_stop // size * size)
-        ends = residency.index.ends_like(sequence, at // size, stop) if at < stop else []
-        near = pieces[: self.num_slots]  # what is beyond is wanted once there may be room
-        is_known = residency.is_wanted_so(request_id, near, visit)
-        used = [] if is_known else no_ends(pieces, residency.index.grain)
-        if visit is None:
-            residency.renew([*(piece.chunk for piece in used), *ends])
-        else:
-            border = visit.num_shared * size
-            own_ends, shared_ends = ([], ends) if at < border else (ends, [])
-            shared = [p.chunk for p in used if p.start < border] + shared_ends
-            own = [p.chunk for p in used if p.start >= border] + own_ends
-            for chunks, run in ((shared, visit.shared), (own, visit.own)):
-                residency.use(chunks, run)
-            if is_known:
-                residency.use_again(visit.shared, visit.own)
-                return
-        chunks = [piece.chunk for piece in near]
-        if request_id is not None and request_id in residency.look_ahead:
-            residency.dram.want(request_id, chunks)
-        else:
-            self.thread.reader.want(chunk for chunk in chunks if chunk.dram.state is State.ABSENT)
+        in_parts = self.loads_in_parts and waits
+        return self.strategy.match(lookup, start, stop, min_tokens, in_parts=in_parts)
 
     @contextmanager
     def queue(self) -> Iterator[LookAhead[Chunk]]:
@@ -355,15 +260,7 @@ class Store:
             start: what is before is in HBM; None: as the first piece says.
         """
         with self._lock:
-            if self.walks:
-                assert start is not None, "a window begins behind what is in HBM"
-                return self._hold_walked(pieces, sequence, start, stop) if pieces else []
-            grain = self.residency.index.grain
-            held, ends_anew = ready_run(pieces, sequence, stop, grain)
-            if ends_anew and self.ahead:
-                held = proven(held, self.ahead, grain)
-            self.residency.hold(*[piece.chunk for piece in held])
-            return held if not self.needs else self._hold_sections(held, sequence)
+            return self.strategy.hold(pieces, sequence, start, stop) if pieces else []
 
     def hold_again(self, pieces: Sequence[Piece]) -> bool:
         """Hold pieces that were held before, if all of them can be. Returns whether they are."""
@@ -371,41 +268,10 @@ class Store:
             self.residency.now = self._clock()
             for piece in pieces:
                 has_expired = self._context.has_leases and self.residency.has_expired(piece.chunk)
-                if has_expired or not _is_ready(piece.chunk):
+                if has_expired or not is_ready(piece.chunk):
                     return False
             self.residency.hold(*(piece.chunk for piece in pieces))
             return True
-
-    def _hold_walked(
-        self, found: Sequence[Piece], sequence: SequenceKeys, start: int, stop: int
-    ) -> list[Piece]:
-        """Locked. Hold what was found, or else the farthest hit of which all is READY.
-
-        A walk of what is READY passes a chunk that is not, even if another one ends there as well:
-        so it may miss what was found, and nothing would be read that could change it.
-        """
-        pieces = list(found)
-        if not all(_is_ready(piece.chunk) and piece.exact for piece in pieces):
-            far = sequence.spine_stop
-            pieces = self._walk(sequence, start, stop, _is_ready)
-            sequence.spine_stop = far
-        if not all(piece.exact for piece in pieces):  # tokens of what is READY are known
-            return []
-        self.residency.hold(*(piece.chunk for piece in pieces))
-        return pieces
-
-    def _hold_sections(self, spine: list[Piece], sequence: SequenceKeys) -> list[Piece]:
-        """Locked. Hold the sections that go with these held pieces. What they do not back is let
-        go."""
-        start = spine[0].start if spine else 0
-        fitting = self._fit(sequence, spine, start, _is_ready)
-        kept = [piece for piece in fitting if piece.group == 0]
-        sections = [piece for piece in fitting if piece.group]
-        if not all(piece.exact for piece in sections):  # tokens of what is READY are known
-            kept, sections, fitting = [], [], []
-        self.residency.release(*(piece.chunk for piece in spine[len(kept) :]))
-        self.residency.hold(*(piece.chunk for piece in sections))
-        return fitting
 
     def answered_with(self, request_id: str, pieces: Sequence[Piece]) -> None:
         """A request that found these waits for nothing more. One that stands in the queue tells
@@ -627,7 +493,7 @@ class Store:
         self,
         waiting: Sequence[Sequence[Piece]],
         timeout_s: float,
-        asked: Sequence[SequenceKeys] = (),
+        asked: Sequence[RemoteLookup] = (),
     ) -> bool:
         """Wait until one of these runs, or of these answers, need not be waited for any more,
         `timeout_s` at most. Returns whether one need not.

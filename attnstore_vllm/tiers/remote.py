@@ -11,6 +11,7 @@ what has ended, some entries a turn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,33 @@ class Found:
     """It was found for its tokens alone, which the request has at another place."""
 
 
+class RemoteLookup:
+    """A request's look-ups in tiers that must be asked. From the scheduler's thread.
+
+    Args:
+        tenant: of the request (tenant_hash).
+        may_ask: these tiers may be asked for it (remote_io.py).
+        finds_moved: KV of these tokens at other positions will do too, where there is no better.
+    """
+
+    def __init__(
+        self,
+        keys: SequenceKeys,
+        *,
+        tenant: bytes = bytes(32),
+        may_ask: bool = False,
+        finds_moved: bool = False,
+    ) -> None:
+        self.keys = keys
+        self.tenant = tenant
+        self.may_ask = may_ask
+        self.finds_moved = finds_moved
+        self.asked: tuple[Ask, ...] = ()
+        """The last questions, one a tier."""
+        self.asked_at = -math.inf
+        """When these were asked, on the store's clock."""
+
+
 class Ask:
     """One question: what comes next of this sequence, from chunk `first` on, have you?
 
@@ -57,25 +85,28 @@ class Ask:
         "asked_at",
         "at",
         "clock",
+        "finds_moved",
         "first",
         "is_over",
         "keys",
         "request_id",
         "sequence",
         "stop",
+        "tenant",
         "until",
     )
 
     def __init__(
         self,
-        sequence: SequenceKeys,
+        lookup: RemoteLookup,
         at: int,
         stop: int,
         clock: Clock,
         request_id: str = "",
     ) -> None:
+        self.sequence = sequence = lookup.keys
+        self.tenant, self.finds_moved = lookup.tenant, lookup.finds_moved
         size = sequence.chunk_tokens
-        self.sequence = sequence
         self.request_id = request_id
         """If it waits in the queue, what is found is read for it at once."""
         self.at = at
@@ -89,10 +120,6 @@ class Ask:
         """The request does not wait longer; an answer is welcome later too."""
         self.is_over = False
         """Locked. It was answered, or is not to be any more."""
-
-    @property
-    def tenant(self) -> bytes:
-        return self.sequence.tenant
 
     def name(self, number: int) -> ChunkName:
         """The name of the whole chunk keys[number]."""

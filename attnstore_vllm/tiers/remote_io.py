@@ -18,12 +18,11 @@ from itertools import takewhile
 
 from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.questions import ASKED_FOR_S, AnswerTime, worth_asking
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.reader import Reader
-from attnstore_vllm.tiers.remote import Ask, AskedBooks, Found, end_leases, enter
+from attnstore_vllm.tiers.remote import Ask, AskedBooks, Found, RemoteLookup, end_leases, enter
 from attnstore_vllm.tiers.tier_io import TierIo
 
 logger = logging.getLogger(__name__)
@@ -67,9 +66,7 @@ class AskedIo(TierIo):
     def weights_seen(self, same: bool | None) -> None:
         """Locked. See Asking.weights_seen()."""
 
-    def wonder(
-        self, sequence: SequenceKeys, at: int, stop: int, request_id: str = ""
-    ) -> Ask | None:
+    def wonder(self, lookup: RemoteLookup, at: int, stop: int, request_id: str = "") -> Ask | None:
         """Locked. Ask, if the tier answers; else None. While it is out of use, what is to show
         whether it works again is a question that nobody waits for."""
         now = self.context.clock()
@@ -79,7 +76,7 @@ class AskedIo(TierIo):
         is_probe = not reads.in_use and reads.take_probe(now)
         if not (reads.in_use or is_probe):
             return None
-        ask = Ask(sequence, at, stop, self.context.clock, request_id)
+        ask = Ask(lookup, at, stop, self.context.clock, request_id)
         ask.until += 0.0 if is_probe else self.answer_deadline_s
         self._open.append(ask)
         self.ask(ask)
@@ -185,7 +182,7 @@ class Asking:
 
     def look(
         self,
-        sequence: SequenceKeys,
+        lookup: RemoteLookup,
         pieces: Sequence[Piece],
         start: int,
         stop: int,
@@ -196,13 +193,13 @@ class Asking:
         Args:
             request_id: that gets it if it waits in the queue; None: it is for nobody yet.
         """
-        if not sequence.may_ask:
+        if not lookup.may_ask:
             return
         now = self._context.clock()
-        if now < sequence.asked_at + ASKED_FOR_S:
+        if now < lookup.asked_at + ASKED_FOR_S:
             return
         plain = pieces
-        if sequence.finds_moved:
+        if lookup.finds_moved:
             plain = list(takewhile(lambda piece: piece.first is None, pieces))
         at = plain[-1].stop if plain else start
         if at >= stop:
@@ -216,15 +213,15 @@ class Asking:
         if not worth:  # without the lock: it is so at every look at what is short
             return
         with self._context.progress:
-            if sequence.finds_moved:  # what is moved begins at any token: say which
-                placed = self._context.residency.index.match(sequence, start, stop, grain=1)
+            if lookup.finds_moved:  # what is moved begins at any token: say which
+                placed = self._context.residency.index.match(lookup.keys, start, stop, grain=1)
                 at = placed[-1].stop if placed else start
                 if at >= stop:
                     return
-            asks = [tier.wonder(sequence, at, stop, request_id or "") for tier in worth]
+            asks = [tier.wonder(lookup, at, stop, request_id or "") for tier in worth]
         asked = tuple(ask for ask in asks if ask is not None)
         if asked:  # else the next look may: at the first one nobody knows the weights yet
-            sequence.asked_at, sequence.asked = now, asked
+            lookup.asked_at, lookup.asked = now, asked
 
     def weights_seen(self, same: bool | None) -> None:
         """The workers have looked: are the weights what they were at the look before, or at the
@@ -243,22 +240,15 @@ class Asking:
         logger.warning("weights have changed: this engine shares KV with no other any more")
 
 
-def is_asked(sequence: SequenceKeys) -> bool:
-    """Whether somebody is asked for these tokens who may still answer in time."""
-    for ask in sequence.asked:  # noqa: SIM110 - asked of every request, step after step
+def is_asked(lookup: RemoteLookup) -> bool:
+    """Whether a tier that was asked for it may still answer in time."""
+    for ask in lookup.asked:  # noqa: SIM110 - asked of every request, step after step
         if not ask.is_over and ask.clock() < ask.until:
             return True
     return False
 
 
-def asking_of(
-    context: Context, tiers: Iterable[TierIo], reader: Reader, *, has_groups: bool
-) -> Asking | None:
-    """None where no tier must be asked. With several KV cache groups none is: what it lacks of one
-    group would have to shorten the hit of all."""
+def asking_of(context: Context, tiers: Iterable[TierIo], reader: Reader) -> Asking | None:
+    """None where no tier must be asked."""
     asked = [tier for tier in tiers if isinstance(tier, AskedIo)]
-    if asked and has_groups:
-        names = ", ".join(tier.tier.name for tier in asked)
-        logger.warning("%s: not asked, since this model has several KV cache groups", names)
-        return None
     return Asking(context, asked, reader) if asked else None

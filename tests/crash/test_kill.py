@@ -19,6 +19,7 @@ import pytest
 from attnstore_vllm.cli.verify import verify
 from attnstore_vllm.io.choose import DeviceKind
 from attnstore_vllm.preflight import SHM_DIR, lock_directory
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.pool import SharedPool
 from tests.crash.writer import DRAM_SLOTS, open_pool, open_store, payload, region_name, sequence
@@ -57,7 +58,7 @@ def start_again(directory: Path, kind: DeviceKind, num_records: int) -> tuple[St
 
 
 def found_bytes(store: Store, pool: SharedPool, n: int) -> bytes | None:
-    pieces = store.find(sequence(n), 0, CHUNK_TOKENS)
+    pieces = store.find(Lookup(sequence(n)), 0, CHUNK_TOKENS)
     if not pieces:
         return None
     wait_until(

@@ -20,7 +20,7 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.types import Key
-from tests.helpers import payload_of, sequence_of
+from tests.helpers import lookup_of, payload_of
 from tests.property.test_store_machine import StoreMachine, ends, prefix_name, sequences
 
 OTHERS = Others()
@@ -68,10 +68,9 @@ class AskedMachine(StoreMachine):
         OTHERS.is_silent = is_silent
 
     def find(self, tokens: list[int], start: int, stop: int) -> list[Piece]:
-        sequence = sequence_of(tokens)
-        sequence.may_ask = True
-        self.rig.store.find(sequence, start, stop)
-        self.rig.until(lambda: not is_asked(sequence))
+        lookup = lookup_of(tokens, may_ask=True)
+        self.rig.store.find(lookup, start, stop)
+        self.rig.until(lambda: not is_asked(lookup))
         return super().find(tokens, start, stop)
 
     def check_payload(self, key: Key, payload: bytes) -> None:

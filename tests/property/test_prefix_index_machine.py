@@ -12,7 +12,7 @@ Method: hypothesis adds chunks that share prefixes, moves them to NVMe, back, an
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from attnstore_vllm.index import keys
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, encode_tokens
-from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, Piece, PrefixIndex, confirm
+from attnstore_vllm.index.prefix import NEIGHBOURS_MAX, Matched, Piece, PrefixIndex, confirm
 from attnstore_vllm.types import NVME, TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, name_of
 
@@ -118,8 +118,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.known: dict[Key, Known] = {}
         self.gone: deque[Key] = deque(maxlen=8)
         self.recent: deque[Prompt] = deque(maxlen=5)
-        self.asked: list[SequenceKeys] = []
-        """Sequences that may refer to what they have found."""
+        self.matched: defaultdict[SequenceKeys, Matched] = defaultdict(Matched)
+        """What look-ups of these have found, and refer to."""
         self.num_made = 0
 
     @initialize(seed=st.integers(0, 2**64 - 1))
@@ -214,8 +214,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert known.chunk is not None
         known.chunk.dram = NOWHERE
         known.chunk = None
-        while self.asked:
-            self.asked.pop().matched = ()
+        for matched in self.matched.values():
+            matched.forget()
         assert self.index.live(known.entry) is None
 
     @rule(which=choices)
@@ -267,10 +267,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.check_match(sequence_for(prompt), start, min(stop, prompt.num_tokens))
 
     def check_match(self, sequence: SequenceKeys, start: int, stop: int) -> None:
-        pieces = self.index.match(sequence, start, stop)
-        if any(self.known[piece.chunk.name.key].chunk is None for piece in sequence.matched):
-            sequence.matched = ()  # what is on NVMe only has no object once we have looked
-        self.asked.append(sequence)
+        matched = self.matched[sequence]
+        pieces = self.index.match(sequence, start, stop, matched=matched)
+        if any(self.known[piece.chunk.name.key].chunk is None for piece in matched.pieces):
+            matched.forget()  # what is on NVMe only has no object once we have looked
         position = start
         for number in range(start // CHUNK_TOKENS, len(sequence.token_ids) // CHUNK_TOKENS):
             known = self.known.get(sequence.key(number))

@@ -40,6 +40,7 @@ from tests.helpers import (
     Rig,
     format_device,
     found_slab,
+    lookup_of,
     name_of,
     names_of,
     new_slab,
@@ -148,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def find(self, tokens: list[int], start: int, stop: int) -> list[Piece]:
         """Look up, and check that what is offered are these tokens, one run after another."""
-        pieces = self.rig.store.find(sequence_of(tokens), start, stop)
+        pieces = self.rig.store.find(lookup_of(tokens), start, stop)
         position = start
         for piece in pieces:
             assert piece.start == position < piece.stop <= stop
@@ -367,7 +368,7 @@ class GroupsMachine(StoreMachine):
         return name
 
     def find(self, tokens: list[int], start: int, stop: int) -> list[Piece]:
-        pieces = self.rig.store.find(sequence_of(tokens), start, stop)
+        pieces = self.rig.store.find(lookup_of(tokens), start, stop)
         self.check_groups(pieces, tokens, start)
         return pieces
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from attnstore_vllm.index.chunk import ChunkName
-from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.tiers.shared.record import RecordNames
 from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_io import MakeShared, SharedIo
-from tests.helpers import CHUNK_TOKENS, Rig, memory_rig, name_of, payload_of, sequence_of
+from tests.helpers import CHUNK_TOKENS, Rig, lookup_of, memory_rig, name_of, payload_of, sequence_of
 
 NO_KEYS = SharedKeys.of(None)
 """Servers without a secret."""
@@ -91,15 +90,13 @@ def stored_names(rig: Rig, tokens: list[int], salt: str | None = None) -> list[b
 
 def fetch(rig: Rig, tokens: list[int], salt: str | None = None) -> int:
     """Chunks that a request finds, as it asks and waits. Asserts that their bytes are right."""
-    sequence = sequence_of(tokens, salt)
-    sequence.tenant = tenant_hash(salt)
-    sequence.may_ask = True
-    rig.store.find(sequence, 0, len(tokens))
-    rig.until(lambda: not is_asked(sequence))
+    lookup = lookup_of(tokens, salt, may_ask=True)
+    rig.store.find(lookup, 0, len(tokens))
+    rig.until(lambda: not is_asked(lookup))
     io = io_of(rig)
-    rig.store.find(sequence, 0, len(tokens))
+    rig.store.find(lookup, 0, len(tokens))
     rig.until(lambda: io.num_loading == 0)
-    found = rig.read(sequence)
+    found = rig.read(lookup.keys)
     for name, payload in found:
         assert payload == payload_of(name), "wrong bytes"
     return len(found)

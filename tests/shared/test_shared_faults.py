@@ -14,7 +14,7 @@ import pytest
 from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.tiers.shared.lanes import LaneOp
 from attnstore_vllm.tiers.shared.shared_generation import GenerationId
-from tests.helpers import NAMESPACE, Rig, conversation, memory_rig, names_of, sequence_of
+from tests.helpers import NAMESPACE, Rig, conversation, lookup_of, memory_rig, names_of, sequence_of
 from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, make, see_weights, write
 
 OpenShared = Callable[..., Rig]
@@ -146,7 +146,7 @@ def test_a_question_that_nobody_is_asked_shows_nothing_of_the_store() -> None:
         io.generation.weights_seen(True)
         now = io.context.clock()
         io.health.reads.failure(now - 60.0, hung=True)
-        ask = io.wonder(sequence_of(conversation(1, NUM_TOKENS)), 0, 10)
+        ask = io.wonder(lookup_of(conversation(1, NUM_TOKENS)), 0, 10)
         assert ask is not None and ask.is_over
         assert io.health.reads.take_probe(now), "another one may be sent"
     assert not io.health.reads.in_use

@@ -18,11 +18,12 @@ import pytest
 
 from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.io.checksum import copy_checksums
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.tiers.shared import secret, shared_io
 from attnstore_vllm.tiers.shared.lanes import LaneOp
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES, VERSION
-from tests.helpers import Rig, conversation, names_of, sequence_of
+from tests.helpers import Rig, conversation, lookup_of, names_of, sequence_of
 from tests.shared.rigs import DEADLINE_S, NUM_TOKENS, counts, fetch, io_of, stored_names, write
 from tests.shared.stranger import Stranger
 
@@ -260,11 +261,12 @@ def test_a_question_that_nobody_is_asked_any_more_ends_at_once(
         return ask(*args)
 
     io.helper.numbers = late  # type: ignore[method-assign, assignment]
-    before, behind = (sequence_of(conversation(number, NUM_TOKENS)) for number in (1, 2))
-    for sequence in (before, behind):
-        sequence.may_ask = True
-        rig.store.find(sequence, 0, NUM_TOKENS)
-        assert is_asked(sequence)
+    before, behind = (
+        lookup_of(conversation(number, NUM_TOKENS), may_ask=True) for number in (1, 2)
+    )
+    for lookup in (before, behind):
+        rig.store.find(lookup, 0, NUM_TOKENS)
+        assert is_asked(lookup)
     io.generation.is_behind = True  # others were reset: whose KV there is nobody knows
     go_on.set()
     assert rig.store.wait_for_any((), DEADLINE_S / 2, [behind]), "long before its deadline"
@@ -294,7 +296,7 @@ def test_a_request_alone_is_not_written_before_it_pauses(
     for name in names_of(sequence)[:WHOLE]:
         rig.put(name)
     assert len(io_of(rig).tier.waiting) == 0
-    rig.store.find(sequence, 0, NUM_TOKENS)  # a second use
+    rig.store.find(Lookup(sequence), 0, NUM_TOKENS)  # a second use
     rig.until(lambda: sum(stranger.has(stored_names(rig, tokens))) == WHOLE)
 
 

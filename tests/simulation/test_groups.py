@@ -18,7 +18,7 @@ from attnstore_vllm.scheduler import saving
 from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.scheduler import Scheduler
-from attnstore_vllm.store import store
+from attnstore_vllm.store import lookup
 from attnstore_vllm.transfer.plan import hole_of
 from tests.simulation.group_memory import MODELS
 from tests.simulation.run import run_groups
@@ -75,7 +75,7 @@ def a_group_is_not_asked(patch: pytest.MonkeyPatch) -> None:
     def without_last(index: Any, sequence: Any, needs: Any, *rest: Any) -> Any:
         return fit(index, sequence, needs[:-1], *rest)
 
-    patch.setattr(store, "fit", without_last)
+    patch.setattr(lookup, "fit", without_last)
 
 
 def holes_have_no_name(patch: pytest.MonkeyPatch) -> None:

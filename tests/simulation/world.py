@@ -24,6 +24,7 @@ from attnstore_vllm.transfer.pool import SharedPool
 from tests.helpers import (
     format_image,
     found_slab,
+    lookup_of,
     names_of,
     new_slab,
     open_pool,
@@ -144,9 +145,9 @@ class World:
         tokens = list(self.random.choice(self.conversations))
         if self.random.random() < 0.3:  # another branch of it
             tokens[self.random.randrange(len(tokens)) :] = [self.random.randrange(50_000)] * 9
-        sequence = sequence_of(tokens)
-        sequence.may_ask = True
-        pieces = self.store.find(sequence, 0, len(tokens))
+        lookup = lookup_of(tokens, may_ask=True)
+        sequence = lookup.keys
+        pieces = self.store.find(lookup, 0, len(tokens))
         for piece in self.store.hold_ready(pieces, sequence, len(tokens)):
             chunk = piece.chunk
             name = chunk.name

@@ -27,7 +27,15 @@ from attnstore_vllm.tiers.remote import (
 )
 from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.tiers.residency import Residency
-from tests.helpers import CHUNK_TOKENS, conversation, memory_rig, names_of, payload_of, sequence_of
+from tests.helpers import (
+    CHUNK_TOKENS,
+    conversation,
+    lookup_of,
+    memory_rig,
+    names_of,
+    payload_of,
+    sequence_of,
+)
 
 ENTRIES = 1000
 LEASE_S = 1.0
@@ -156,13 +164,12 @@ def test_a_look_up_ends_before_what_is_not_believed(later_s: float, found: int) 
     """Also where the store's thread has not come to free it."""
     others, clock = Others(), Clock()
     rig = memory_rig(more_tiers=(MakeAskedDict(others),), clock=clock, threaded=False)
-    sequence = sequence_of(conversation(1, 64))
-    for name in names_of(sequence):
+    lookup = lookup_of(conversation(1, 64), may_ask=True)
+    for name in names_of(lookup.keys):
         others.put(name, payload_of(name))
-    sequence.may_ask = True
-    rig.store.find(sequence, 0, 64)
+    rig.store.find(lookup, 0, 64)
     for _ in range(100):
         rig.store.turn()
-    assert not is_asked(sequence)
+    assert not is_asked(lookup)
     clock.now += later_s
-    assert len(rig.store.find(sequence_of(conversation(1, 64)), 0, 64)) == found
+    assert len(rig.store.find(lookup_of(conversation(1, 64)), 0, 64)) == found

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.asked_dict import AskedDictIo, MakeAskedDict, Others
-from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S
 from attnstore_vllm.policy.questions import ASK_MIN_TOKENS, AnswerTime, worth_asking
 from attnstore_vllm.scheduler.request import make_state
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.context import boot_seconds
 from attnstore_vllm.tiers.remote import Found
 from attnstore_vllm.tiers.remote_io import is_asked
@@ -22,6 +22,7 @@ from tests.helpers import (
     NAMESPACE,
     Rig,
     conversation,
+    lookup_of,
     memory_rig,
     names_of,
     payload_of,
@@ -50,10 +51,8 @@ def tier_of(rig: Rig) -> AskedDictIo:
     return io
 
 
-def asked_for(number: int) -> SequenceKeys:
-    sequence = sequence_of(conversation(number, LONG))
-    sequence.may_ask = True
-    return sequence
+def asked_for(number: int) -> Lookup:
+    return lookup_of(conversation(number, LONG), may_ask=True)
 
 
 def fill(others: Others, number: int) -> None:
@@ -63,12 +62,12 @@ def fill(others: Others, number: int) -> None:
 
 def test_one_question_a_request_and_what_it_finds_comes_up(rig: Rig, others: Others) -> None:
     fill(others, 1)
-    sequence = asked_for(1)
-    assert rig.store.find(sequence, 0, LONG) == []
-    rig.until(lambda: not is_asked(sequence))
-    found = rig.store.find(sequence, 0, LONG)
+    lookup = asked_for(1)
+    assert rig.store.find(lookup, 0, LONG) == []
+    rig.until(lambda: not is_asked(lookup))
+    found = rig.store.find(lookup, 0, LONG)
     assert found[-1].stop == LONG
-    rig.until(lambda: len(rig.store.hold_ready(found, sequence, LONG)) == len(found))
+    rig.until(lambda: len(rig.store.hold_ready(found, lookup.keys, LONG)) == len(found))
     assert tier_of(rig).num_asked == 1
     assert set(rig.store.tiers(found, 0)) == {"asked"}
     while rig.store.residency.num_held():
@@ -77,32 +76,32 @@ def test_one_question_a_request_and_what_it_finds_comes_up(rig: Rig, others: Oth
 
 def test_who_may_not_ask_does_not(rig: Rig, others: Others) -> None:
     fill(others, 1)
-    sequence = sequence_of(conversation(1, LONG))
-    assert rig.store.find(sequence, 0, LONG) == []
-    assert sequence.asked == ()
+    lookup = lookup_of(conversation(1, LONG))
+    assert rig.store.find(lookup, 0, LONG) == []
+    assert lookup.asked == ()
     assert tier_of(rig).num_asked == 0
 
 
 def test_a_late_answer_is_waited_for_no_longer_and_welcome(rig: Rig, others: Others) -> None:
     fill(others, 1)
     others.is_silent = True
-    sequence = asked_for(1)
+    lookup = asked_for(1)
     began = time.monotonic()
-    rig.store.find(sequence, 0, LONG)
-    assert is_asked(sequence)
-    rig.until(lambda: not is_asked(sequence))
+    rig.store.find(lookup, 0, LONG)
+    assert is_asked(lookup)
+    rig.until(lambda: not is_asked(lookup))
     assert time.monotonic() - began >= AskedDictIo.answer_deadline_s
     others.is_silent = False
     tier_of(rig).submit()
-    rig.until(lambda: len(rig.store.find(sequence, 0, LONG)) == LONG // 16)
+    rig.until(lambda: len(rig.store.find(lookup, 0, LONG)) == LONG // 16)
     assert rig.store.residency.counts["answers_late"] == 1
 
 
 def test_an_answer_to_a_question_of_before_a_reset_is_ignored(rig: Rig, others: Others) -> None:
     others.is_silent = True
-    sequence = asked_for(1)
-    rig.store.find(sequence, 0, LONG)
-    (ask,) = sequence.asked
+    lookup = asked_for(1)
+    rig.store.find(lookup, 0, LONG)
+    (ask,) = lookup.asked
     assert rig.store.reset()
     tier_of(rig).answer(ask, [Found(ask.name(number)) for number in range(4)])
     assert len(rig.store.residency.index) == 0
@@ -112,13 +111,13 @@ def test_a_tier_that_does_not_answer_is_left_alone(rig: Rig, others: Others) -> 
     others.is_silent = True
     io = tier_of(rig)
     for number in range(FAILURES_MAX):
-        sequence = asked_for(number)
-        rig.store.find(sequence, 0, LONG)
-        rig.until(lambda s=sequence: not is_asked(s))  # type: ignore[misc]
+        lookup = asked_for(number)
+        rig.store.find(lookup, 0, LONG)
+        rig.until(lambda lookup=lookup: not is_asked(lookup))  # type: ignore[misc]
     rig.until(lambda: not io.health.reads.in_use)
-    sequence = asked_for(50)
-    rig.store.find(sequence, 0, LONG)
-    assert not is_asked(sequence), "nobody waits for it"
+    lookup = asked_for(50)
+    rig.store.find(lookup, 0, LONG)
+    assert not is_asked(lookup), "nobody waits for it"
     others.is_silent = False
     fill(others, 60)
 
@@ -134,13 +133,13 @@ def test_who_could_ask_nobody_may_ask_later(rig: Rig, others: Others) -> None:
     fill(others, 1)
     io = tier_of(rig)
     io.has_left = True
-    sequence = asked_for(1)
-    assert rig.store.find(sequence, 0, LONG) == []
+    lookup = asked_for(1)
+    assert rig.store.find(lookup, 0, LONG) == []
     io.has_left = False
-    assert rig.store.find(sequence, 0, LONG) == []
-    assert len(sequence.asked) == 1
-    rig.until(lambda: not is_asked(sequence))
-    assert rig.store.find(sequence, 0, LONG)[-1].stop == LONG
+    assert rig.store.find(lookup, 0, LONG) == []
+    assert len(lookup.asked) == 1
+    rig.until(lambda: not is_asked(lookup))
+    assert rig.store.find(lookup, 0, LONG)[-1].stop == LONG
 
 
 def put_out(io: AskedDictIo) -> None:
@@ -158,9 +157,9 @@ def test_an_answer_to_a_probe_that_is_late_is_no_end_of_probes(
     io = tier_of(rig)
     put_out(io)
     monkeypatch.setattr(io, "turn", lambda: None)
-    sequence = asked_for(1)
-    rig.store.find(sequence, 0, LONG)
-    (ask,) = sequence.asked
+    lookup = asked_for(1)
+    rig.store.find(lookup, 0, LONG)
+    (ask,) = lookup.asked
     ask.asked_at -= 1.0
     io.answer(ask, ())
     assert rig.store.residency.counts["answers_late"] == 1
@@ -182,24 +181,24 @@ def test_a_reset_while_a_probe_is_out_is_no_end_of_probes(
 def test_hearsay_is_no_copy(rig: Rig, others: Others) -> None:
     """What others have said to have, and a request has computed, is saved all the same."""
     fill(others, 1)
-    sequence = asked_for(1)
-    rig.store.find(sequence, 0, LONG)
-    rig.until(lambda: not is_asked(sequence))
-    name = names_of(sequence)[0]
+    lookup = asked_for(1)
+    rig.store.find(lookup, 0, LONG)
+    rig.until(lambda: not is_asked(lookup))
+    name = names_of(lookup.keys)[0]
     assert rig.put(name, payload_of(name)) is not None
 
 
 def test_an_empty_step_waits_for_an_answer(rig: Rig, others: Others) -> None:
     others.is_silent = True
-    sequence = asked_for(1)
-    rig.store.find(sequence, 0, LONG)
+    lookup = asked_for(1)
+    rig.store.find(lookup, 0, LONG)
     began = time.monotonic()
-    rig.store.wait_for_any((), 0.01, [sequence])
+    rig.store.wait_for_any((), 0.01, [lookup])
     assert time.monotonic() - began >= 0.01
     others.is_silent = False
     tier_of(rig).submit()
-    rig.store.wait_for_any((), 5.0, [sequence])
-    assert not is_asked(sequence)
+    rig.store.wait_for_any((), 5.0, [lookup])
+    assert not is_asked(lookup)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_kv_that_another_connector_brings_is_not_asked_for(
         mm_features=[],
         resumable=False,
     )
-    assert make_state(request, NAMESPACE, b"", 16).sequence.may_ask == may_ask
+    assert make_state(request, NAMESPACE, b"", 16).lookup.may_ask == may_ask
 
 
 def test_when_a_question_pays() -> None:

@@ -14,6 +14,7 @@ from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.prefix import Piece, confirm
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S, PAUSE_MIN_S, Breaker
 from attnstore_vllm.policy.budget import Budget
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.health import Health
 from tests.helpers import (
     CHUNK_TOKENS,
@@ -125,14 +126,16 @@ def test_a_hang_costs_the_chunk_and_the_tier_comes_back() -> None:
         put(number)
     sequence = sequence_of(tokens_of(1, CHUNK_TOKENS))
     slow.hang()
-    (piece,) = store.find(sequence, 0, CHUNK_TOKENS)
+    (piece,) = store.find(Lookup(sequence), 0, CHUNK_TOKENS)
     until(lambda: piece.chunk.dropped)
     assert store.figures().counts["read_late"] == store.figures().counts["device_late"] == 1
     assert store.gauges()["nvme_in_use", "reads"] == store.gauges()["nvme_in_use", "writes"] == 0
     assert piece.chunk.dram.state is State.READING, "the device may still write to its slot"
     on_nvme = sequence_of(tokens_of(2, CHUNK_TOKENS))
     ready = [
-        p for p in store.find(on_nvme, 0, CHUNK_TOKENS) if p.chunk.dram.state is not State.READY
+        p
+        for p in store.find(Lookup(on_nvme), 0, CHUNK_TOKENS)
+        if p.chunk.dram.state is not State.READY
     ]
     assert ready == [], "nobody waits for a tier that is out of use"
     slow.release()

@@ -18,6 +18,7 @@ from attnstore_lab.sim.formats import Arrivals, read_trace
 from attnstore_lab.sim.one_pool import replay
 from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_vllm.policy.hit_curve import HitCurve, LookedUp, NewChunk, mark_of
+from attnstore_vllm.store.lookup import Lookup
 from tests import helpers
 
 CAPACITIES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -112,7 +113,7 @@ def test_a_store_finds_what_its_curve_says(seed: int) -> None:
         talk = talks.pop(-1 - back) if goes_on else []
         talk = talk + [rng.getrandbits(30) for _ in range(rng.randint(2, 30))]
         sequence = helpers.sequence_of(talk)
-        pieces, _ = rig.store.arrive(str(number), sequence, len(talk))
+        pieces, _ = rig.store.arrive(str(number), Lookup(sequence), len(talk))
         rig.store.leave_queue([str(number)])
         held = rig.store.hold_ready(pieces, sequence, len(talk) - 1)
         rig.store.loaded(piece.chunk for piece in held)
@@ -219,7 +220,7 @@ def test_a_store_shows_it_for_sizes_around_its_own() -> None:
     rig = helpers.memory_rig(dram_slots=8)
     sequence = helpers.sequence_of(helpers.tokens_of(1, 4 * helpers.CHUNK_TOKENS))
     for name in ("a", "b"):
-        rig.store.arrive(name, sequence, len(sequence.token_ids))
+        rig.store.arrive(name, Lookup(sequence), len(sequence.token_ids))
     gauges = rig.store.gauges()
     shares = [gauges["dram_curve_ratio", times] for times in ("0.25", "0.5", "1", "8")]
     assert shares == [0.25, 0.375, 0.375, 0.375], "3 whole chunks of 4, at the second time"

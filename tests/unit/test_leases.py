@@ -12,7 +12,8 @@ from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, dep
 from attnstore_vllm.policy.lazy_heap import STALE_MAX
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import ENDED_PRIORITY, Lease, Run, Terms, lease_for, visit_of
-from tests.helpers import Rig, Rigs, conversation, name_of, names_of, sequence_of
+from attnstore_vllm.store.lookup import Lookup
+from tests.helpers import Rig, Rigs, conversation, lookup_of, name_of, names_of, sequence_of
 from tests.unit.test_by_return import KIND, anything, empty, fill, untrained
 
 
@@ -192,7 +193,7 @@ def ask(rig: Rig, number: int, num_tokens: int = 40, terms: Terms | None = None)
     with rig.store.queue() as queue:
         queue.append("request")
     terms = terms or Terms()
-    pieces, visit = rig.store.arrive("request", sequence, num_tokens, 1, terms)
+    pieces, visit = rig.store.arrive("request", Lookup(sequence), num_tokens, 1, terms)
     rig.store.leave_queue(["request"])
     for place, name in enumerate(names_of(sequence)):
         chunk = rig.store.begin_save(name, visit.run(place), terms.pin_s)
@@ -210,9 +211,9 @@ def test_what_has_expired_is_not_found_and_is_dropped(open_rig: Rigs) -> None:
     clock.now += 59.0
     assert ask(rig, 1, terms=Terms(ttl_s=60.0)) == 36  # a use: it begins anew
     clock.now += 59.0
-    assert rig.store.find(sequence_of(conversation(1)), 0, 40, 1) != []
+    assert rig.store.find(lookup_of(conversation(1)), 0, 40, 1) != []
     clock.now += 61.0
-    assert rig.store.find(sequence_of(conversation(1)), 0, 40, 1) == []
+    assert rig.store.find(lookup_of(conversation(1)), 0, 40, 1) == []
     assert rig.store.figures().counts["expired"] == 3
     assert ask(rig, 2) == 36
     device.settle()
@@ -242,12 +243,12 @@ def test_what_somebody_waits_for_does_not_expire_meanwhile(open_rig: Rigs) -> No
     sequence = sequence_of(conversation(1))
     with rig.store.queue() as queue:
         queue.append("waits")
-    _, visit = rig.store.arrive("waits", sequence, 40, 1, terms)
+    _, visit = rig.store.arrive("waits", Lookup(sequence), 40, 1, terms)
     clock.now += 100.0
-    assert rig.store.find(sequence, 0, 39, request_id="waits", visit=visit) != []
+    assert rig.store.find(Lookup(sequence), 0, 39, request_id="waits", visit=visit) != []
     rig.store.leave_queue(["waits"])
     clock.now += 59.0
-    assert rig.store.find(sequence, 0, 39) != []
+    assert rig.store.find(Lookup(sequence), 0, 39) != []
 
 
 def test_a_pin_outlasts_what_others_say_of_the_chunk(open_rig: Rigs) -> None:
@@ -274,7 +275,7 @@ def test_a_prefetch_leaves_what_is_known_of_the_conversation_as_it_is(open_rig: 
     chunk = rig.chunk(name_of(sequence, 0))
     before = rig.store.residency.run_of(chunk)
     clock.now += 50.0
-    pieces = rig.store.find(sequence, 0, 40)
+    pieces = rig.store.find(Lookup(sequence), 0, 40)
     device.settle()
     assert {piece.chunk.dram.slot >= 0 for piece in pieces} == {True}
     runs = {rig.store.residency.run_of(piece.chunk) for piece in pieces}

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.index.chunk import Chunk, State
-from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.checksum import copy_checksums
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.peers import asker, owner
 from attnstore_vllm.tiers.peers.generation import FILE_NAME, Generation
 from attnstore_vllm.tiers.peers.owner import PIECE
@@ -36,7 +36,7 @@ from attnstore_vllm.tiers.peers.wire import (
 from attnstore_vllm.tiers.remote import AskedBooks
 from attnstore_vllm.tiers.remote_io import is_asked
 from attnstore_vllm.types import DRAM, PEERS
-from tests.helpers import conversation, mapped_bytes, names_of, sequence_of
+from tests.helpers import conversation, lookup_of, mapped_bytes, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess
 
 LONG = 4 * 16
@@ -90,11 +90,11 @@ def test_a_conversation_goes_on_at_another_engine(pair: Pair) -> None:
 def test_what_is_found_comes_before_the_next_look(pair: Pair) -> None:
     here, sibling = pair
     sibling.call("put", 1, WITH_TAIL)
-    sequence = wanted(here, 1, WITH_TAIL)
+    lookup = wanted(here, 1, WITH_TAIL)
     index = here.store.residency.index
     here.wait(lambda: len(chunks := list(index.all_live())) == 4 and all(map(is_here, chunks)))
     held = here.store.hold_ready(
-        here.store.find(sequence, 0, WITH_TAIL, request_id="request"), sequence, WITH_TAIL
+        here.store.find(lookup, 0, WITH_TAIL, request_id="request"), lookup.keys, WITH_TAIL
     )
     assert here.store.tiers(held, 0) == {PEERS: WITH_TAIL}
     here.store.release(piece.chunk for piece in held)
@@ -107,27 +107,27 @@ def test_what_takes_the_place_of_a_tail_is_wanted_on(pair: Pair) -> None:
     here.put(1, WITH_TAIL)
     here.wait(here.is_idle)
     sibling.call("put", 1, 7 * 16)
-    sequence = asking(1, 7 * 16 + 1)
+    lookup = asking(1, 7 * 16 + 1)
     with here.store.queue() as queue:
         queue.append("request")
-    here.store.arrive("request", sequence, 7 * 16 + 1)
+    here.store.arrive("request", lookup, 7 * 16 + 1)
     index = here.store.residency.index
     here.wait(lambda: len(chunks := list(index.all_live())) == 7 and all(map(is_here, chunks)))
     held = here.store.hold_ready(
-        here.store.find(sequence, 0, 7 * 16, request_id="request"), sequence, 7 * 16
+        here.store.find(lookup, 0, 7 * 16, request_id="request"), lookup.keys, 7 * 16
     )
     assert here.store.tiers(held, 0) == {DRAM: 3 * 16, PEERS: 4 * 16}
     here.store.release(piece.chunk for piece in held)
     here.store.leave_queue(["request"])
 
 
-def wanted(here: PeerEngine, number: int, num_tokens: int) -> SequenceKeys:
+def wanted(here: PeerEngine, number: int, num_tokens: int) -> Lookup:
     """A request of the queue asks for the conversation."""
-    sequence = asking(number, num_tokens + 1)
+    lookup = asking(number, num_tokens + 1)
     with here.store.queue() as queue:
         queue.append("request")
-    assert here.store.arrive("request", sequence, num_tokens + 1)[0] == []
-    return sequence
+    assert here.store.arrive("request", lookup, num_tokens + 1)[0] == []
+    return lookup
 
 
 def test_what_is_found_is_asked_for_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +169,10 @@ def test_who_waits_is_told_when_something_has_come(
         notify_all()
 
     monkeypatch.setattr(progress, "notify_all", noted)
-    sequence = wanted(here, 1, LONG)
+    lookup = wanted(here, 1, LONG)
     here.wait(lambda: len(told) >= LONG // 16)
     assert all(told)
-    assert not is_asked(sequence)
+    assert not is_asked(lookup)
     here.store.leave_queue(["request"])
 
 
@@ -182,9 +182,9 @@ def test_who_waits_for_nothing_that_comes_is_told_at_once(
     here, _ = pair
     told = threading.Event()
     monkeypatch.setattr(here.io.context.progress, "notify_all", told.set)
-    sequence = wanted(here, 1, LONG)
+    lookup = wanted(here, 1, LONG)
     assert told.wait(10.0)
-    assert not is_asked(sequence)
+    assert not is_asked(lookup)
     here.store.leave_queue(["request"])
 
 
@@ -215,12 +215,12 @@ def test_bytes_that_were_computed_again_have_a_checksum_of_their_own(pair: Pair)
     sibling.call("put", 1, LONG)
     sibling.call("push_out", 500, 20)
     sibling.call("put_again", 1, LONG)
-    sequence = asking(1, LONG)
-    assert here.store.find(sequence, 0, LONG) == []
-    here.wait(lambda: not is_asked(sequence))
-    pieces = here.store.find(sequence, 0, LONG)
+    lookup = asking(1, LONG)
+    assert here.store.find(lookup, 0, LONG) == []
+    here.wait(lambda: not is_asked(lookup))
+    pieces = here.store.find(lookup, 0, LONG)
     here.wait(lambda: not any(piece.chunk.dram.state is State.READING for piece in pieces))
-    held = here.store.hold_ready(pieces, sequence, LONG)
+    held = here.store.hold_ready(pieces, lookup.keys, LONG)
     assert sum(piece.stop - piece.start for piece in held) == LONG
     here.store.release(piece.chunk for piece in held)
     assert here.store.residency.counts["corrupt"] == 0
@@ -262,10 +262,8 @@ def test_reads_that_end_together_share_their_time(
         assert 0.9 * slow_s < sum(batch)
 
 
-def asking(number: int, num_tokens: int) -> SequenceKeys:
-    sequence = sequence_of(conversation(number, num_tokens))
-    sequence.may_ask = True
-    return sequence
+def asking(number: int, num_tokens: int) -> Lookup:
+    return lookup_of(conversation(number, num_tokens), may_ask=True)
 
 
 def test_a_copy_is_written_once_it_is_used_again(pair: Pair) -> None:

@@ -13,6 +13,7 @@ from attnstore_vllm.index import moved as moved_kv
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys, encode_tokens, root_key
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.peers import asker
 from attnstore_vllm.tiers.peers.owner import MOVABLE
 from attnstore_vllm.tiers.peers.wire import WireError
@@ -59,26 +60,25 @@ def truncated(number: int = 1) -> list[int]:
     return tokens[:SYSTEM] + tokens[CUT:]
 
 
-def keys_of(tokens: list[int], salt: str | None = None, *, finds_moved: bool) -> SequenceKeys:
+def lookup_for(tokens: list[int], salt: str | None = None, *, finds_moved: bool) -> Lookup:
     root = root_key(NAMESPACE, salt, b"")
-    sequence = SequenceKeys(root, tokens, CHUNK_TOKENS, finds_moved=finds_moved)
-    sequence.may_ask = True
-    return sequence
+    keys = SequenceKeys(root, tokens, CHUNK_TOKENS)
+    return Lookup(keys, may_ask=True, finds_moved=finds_moved)
 
 
 def read(
     engine: PeerEngine, tokens: list[int], salt: str | None = None, *, finds_moved: bool = True
 ) -> list[Piece]:
     """What a request finds once siblings were asked and all has come, its bytes compared."""
-    sequence = keys_of(tokens, salt, finds_moved=finds_moved)
+    lookup = lookup_for(tokens, salt, finds_moved=finds_moved)
 
     def find() -> list[Piece]:
-        return engine.store.find(sequence, 0, len(tokens))
+        return engine.store.find(lookup, 0, len(tokens))
 
     find()
-    engine.wait(lambda: not is_asked(sequence))
+    engine.wait(lambda: not is_asked(lookup))
     engine.wait(lambda: all(piece.chunk.dram.state is State.READY for piece in find()))
-    held = engine.store.hold_ready(find(), sequence, len(tokens))
+    held = engine.store.hold_ready(find(), lookup.keys, len(tokens))
     for piece in held:
         assert bytes(engine.pool.slot(piece.chunk.dram.slot)) == payload_of(piece.chunk.name)
     engine.store.loaded(piece.chunk for piece in held)
@@ -108,9 +108,9 @@ def test_what_was_cut_is_moved_from_a_siblings_chunks(
 def test_it_is_moved_again_without_a_question(here: PeerEngine, sibling: PeerProcess) -> None:
     sibling.call("put_movable", 1, WHOLE)
     read(here, truncated())
-    sequence = keys_of(truncated(), finds_moved=True)
-    sequence.may_ask = False
-    assert here.store.find(sequence, 0, len(truncated()))[-1].stop == len(truncated())
+    lookup = lookup_for(truncated(), finds_moved=True)
+    lookup.may_ask = False
+    assert here.store.find(lookup, 0, len(truncated()))[-1].stop == len(truncated())
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_a_note_of_what_has_gone_hides_nothing(here: PeerEngine, sibling: PeerPr
 
 
 def test_what_is_in_its_place_comes_before_what_is_moved() -> None:
-    sequence = keys_of(truncated(), finds_moved=True)
-    ask = Ask(sequence, 0, WHOLE - CUT, lambda: 0.0)
+    lookup = lookup_for(truncated(), finds_moved=True)
+    ask = Ask(lookup, 0, WHOLE - CUT, lambda: 0.0)
     moved = asker.movable_of(ask, answer()) * 100
     assert asker.length_of([Found(ask.name(0))]) > asker.length_of(moved) > asker.length_of([])
     assert asker.length_of([Found(ask.name(0)), *moved]) > asker.length_of([Found(ask.name(0))])
@@ -191,9 +191,9 @@ def test_a_note_goes_with_what_was_only_heard_of(
 ) -> None:
     monkeypatch.setattr(here.io, "lease_s", 0.2)
     sibling.call("put_movable", 1, WHOLE)
-    sequence = keys_of(truncated(), finds_moved=True)
-    here.store.find(sequence, 0, len(truncated()))
-    here.wait(lambda: not is_asked(sequence))
+    lookup = lookup_for(truncated(), finds_moved=True)
+    here.store.find(lookup, 0, len(truncated()))
+    here.wait(lambda: not is_asked(lookup))
     forgotten: list[bytes] = []
     forget = here.io.context.moved.forget
 
@@ -213,8 +213,8 @@ def answer(**changed: object) -> list[bytes]:
 
 
 def test_an_answer_that_cannot_be_ends_the_connection() -> None:
-    sequence = keys_of(truncated(), finds_moved=True)
-    ask = Ask(sequence, 0, WHOLE - CUT, lambda: 0.0)
+    lookup = lookup_for(truncated(), finds_moved=True)
+    ask = Ask(lookup, 0, WHOLE - CUT, lambda: 0.0)
     assert len(asker.movable_of(ask, answer())) == 1
     for wrong in (
         answer(head=MOVABLE.pack(64, 16, True)),

@@ -33,6 +33,7 @@ from tests.helpers import (
     conversation,
     format_device,
     found_slab,
+    lookup_of,
     memory_rig,
     names_of,
     new_slab,
@@ -66,7 +67,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def found(rig: Rig, number: int, num_tokens: int = 40) -> int:
     """Tokens that a request would find, after the last whole block."""
-    pieces = rig.store.find(sequence_of(conversation(number, num_tokens)), 0, num_tokens)
+    pieces = rig.store.find(lookup_of(conversation(number, num_tokens)), 0, num_tokens)
     rig.until_idle()
     return pieces[-1].stop if pieces else 0
 

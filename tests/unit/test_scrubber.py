@@ -19,6 +19,7 @@ from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MIN_S
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.nvme.nvme_io import SCRUB_BURST_S
 from attnstore_vllm.tiers.nvme.scrubber import LOOK_MAX
 from attnstore_vllm.types import NVME, Key
@@ -297,7 +298,7 @@ def test_without_a_rate_nothing_is_read(open_cold: Cold) -> None:
 
 def test_nothing_is_scrubbed_while_a_request_waits_for_the_disk(open_cold: Cold) -> None:
     rig, memory = open_cold()
-    rig.store.find(sequence(3), 0, CHUNK_TOKENS)
+    rig.store.find(Lookup(sequence(3)), 0, CHUNK_TOKENS)
     rig.turn(5)
     assert in_flight(rig, memory) == [3]
     memory.step()
@@ -331,7 +332,7 @@ def test_what_is_wanted_while_it_is_scrubbed_is_served_right_or_not_at_all(
     rig, memory = open_cold()
     memory.image[rig.slab.payload_offset(0)] ^= rot
     rig.turn()
-    pieces = rig.store.find(sequence(0), 0, CHUNK_TOKENS)
+    pieces = rig.store.find(Lookup(sequence(0)), 0, CHUNK_TOKENS)
     assert in_flight(rig, memory) == [0, 0]
     memory.step(ends_first)
     rig.turn()

@@ -21,6 +21,7 @@ from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.scheduler.costs import BEYOND_MAX, Costs
 from attnstore_vllm.scheduler.lookups import LOOK_TOKENS, ORDERS_MAX, UNKNOWN_MAX
 from attnstore_vllm.scheduler.saving import SAVE_TOKENS
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.types import Key
 from tests.helpers import NAMESPACE, memory_rig, name_of, sequence_of, tokens_of
@@ -209,7 +210,7 @@ def test_requests_that_cross_a_chunk_in_one_step(world: StepWorld) -> None:
         world.report(world.side.build_step(output({}, told)))
         assert world.counts["saves"] <= SAVES
     found = [sequence_of(r.all_token_ids) for r in requests]
-    assert all(world.store.find(keys, 0, CHUNK) for keys in found), "nothing is lost"
+    assert all(world.store.find(Lookup(keys), 0, CHUNK) for keys in found), "nothing is lost"
 
 
 def test_requests_that_end_in_one_step(world: StepWorld) -> None:

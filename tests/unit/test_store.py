@@ -18,6 +18,7 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.cost import READS_MIN
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.types import DRAM, NVME, Flow
 from tests.helpers import (
     PAYLOAD_BYTES,
@@ -27,6 +28,7 @@ from tests.helpers import (
     conversation,
     found_slab,
     held_device,
+    lookup_of,
     name_of,
     names_of,
     nvme_only,
@@ -62,7 +64,7 @@ def test_the_stores_thread_places_what_begun_requests_leave(open_rig: Rigs) -> N
     before = len(clean)
     with rig.store.queue() as queue:
         queue.append("a")
-    found = rig.store.find(sequence, 0, 40, request_id="a")
+    found = rig.store.find(Lookup(sequence), 0, 40, request_id="a")
     assert len(clean) < before
     rig.store.leave_queue(["a"])
     assert found
@@ -77,7 +79,7 @@ def test_what_nearer_requests_want_comes_first(open_rig: Rigs) -> None:
     for number, sequence in enumerate(sequences):
         with rig.store.queue() as queue:
             queue.append(str(number))
-        found = rig.store.find(sequence, 0, 40, request_id=str(number))
+        found = rig.store.find(Lookup(sequence), 0, 40, request_id=str(number))
         assert len(found) == 3
         seconds = rig.store.arrivals(str(number), found)
         assert seconds is not None
@@ -99,7 +101,7 @@ def test_nothing_is_read_that_would_sooner_be_computed(open_rig: Rigs) -> None:
     with rig.store.queue() as queue:
         for number in range(3):
             queue.append(str(number))
-    found = rig.store.find(sequences[0], 0, 40, request_id="0")
+    found = rig.store.find(Lookup(sequences[0]), 0, 40, request_id="0")
     assert states()[0] == {State.ABSENT}
     assert not rig.store.has_missing("0"), "it does not wait for what is not read"
     assert rig.store.arrivals("0", found) == [math.inf] * 3, "nor for what might be"
@@ -107,16 +109,16 @@ def test_nothing_is_read_that_would_sooner_be_computed(open_rig: Rigs) -> None:
         pace = rig.store.residency.dram.pace
         for turn in range(400):
             pace.left(1, True, turn * 0.05)
-    rig.store.find(sequences[2], 0, 40, request_id="2")
+    rig.store.find(Lookup(sequences[2]), 0, 40, request_id="2")
     assert states() == [{State.ABSENT}, {State.ABSENT}, {State.READING}]
     rig.store.weigh_reads(lambda start, stop: (stop - start) * 1e-2)
-    rig.store.find(sequences[0], 0, 40, request_id="0")
+    rig.store.find(Lookup(sequences[0]), 0, 40, request_id="0")
     assert State.READING in states()[0], "asked again, it is weighed again"
 
 
 def test_without_a_queue_what_was_wanted_earlier_comes_first(open_rig: Rigs) -> None:
     rig, sequences = three_on_nvme(open_rig)
-    found = [rig.store.find(sequence, 0, 40) for sequence in sequences]
+    found = [rig.store.find(Lookup(sequence), 0, 40) for sequence in sequences]
     arrivals = [rig.store.arrivals("unknown", pieces) for pieces in found]
     # Four are being read, one of them the second's.
     assert [times[-1] for times in arrivals if times] == pytest.approx([0.04, 0.06, 0.09])
@@ -131,7 +133,7 @@ def test_what_is_saved_is_read_from_dram(open_rig: Rigs) -> None:
     sequence = sequence_of(conversation(1))
     rig.put_all(sequence)
     assert rig.check_read(sequence) == 3
-    assert rig.store.tiers(rig.store.find(sequence, 0, 40), 0) == {DRAM: 40}
+    assert rig.store.tiers(rig.store.find(Lookup(sequence), 0, 40), 0) == {DRAM: 40}
 
 
 def test_written_back_evicted_prefetched_equal(open_rig: Rigs) -> None:
@@ -139,7 +141,7 @@ def test_written_back_evicted_prefetched_equal(open_rig: Rigs) -> None:
     tokens = nvme_only(rig, device)
     assert rig.store.is_idle()
     sequence = sequence_of(tokens)
-    pieces = rig.store.find(sequence, 0, 40)
+    pieces = rig.store.find(Lookup(sequence), 0, 40)
     device.settle()
     assert rig.store.tiers(pieces, 0) == {NVME: 40}
     assert rig.check_read(sequence) == 3
@@ -152,7 +154,7 @@ def test_written_back_evicted_prefetched_equal(open_rig: Rigs) -> None:
 def test_a_find_from_the_middle_prefetches_only_what_is_asked_for(open_rig: Rigs) -> None:
     rig, device = open_rig()
     tokens = nvme_only(rig, device)
-    rig.store.find(sequence_of(tokens), 16, 32)
+    rig.store.find(lookup_of(tokens), 16, 32)
     device.settle()
     places = [rig.chunk(name).dram.state for name in names_of(sequence_of(tokens))]
     assert places == [State.ABSENT, State.READY, State.ABSENT]
@@ -162,14 +164,14 @@ def test_reads_come_nearest_first(open_rig: Rigs) -> None:
     rig, device = open_rig()
     tokens = nvme_only(rig, device)
     device.hold()
-    rig.store.find(sequence_of(tokens), 0, 40)
+    rig.store.find(lookup_of(tokens), 0, 40)
     names = names_of(sequence_of(tokens))
     wanted = [rig.slab.offset(rig.chunk(name).at(NVME).slot) for name in names]
     assert [request.offset for request in device.pending] == wanted
     device.step()
     device.settle()
     assert rig.store.hold_ready([], sequence_of(tokens), 40) == []
-    held = rig.store.hold_ready(rig.store.find(sequence_of(tokens), 0, 40), sequence_of(tokens), 40)
+    held = rig.store.hold_ready(rig.store.find(lookup_of(tokens), 0, 40), sequence_of(tokens), 40)
     assert [piece.chunk.name for piece in held] == names[:1]
     rig.store.release(piece.chunk for piece in held)
 
@@ -178,7 +180,7 @@ def test_a_read_that_ends_out_of_order_is_not_offered_before_its_prefix(open_rig
     rig, device = open_rig()
     tokens = nvme_only(rig, device)
     device.hold()
-    pieces = rig.store.find(sequence_of(tokens), 0, 40)
+    pieces = rig.store.find(lookup_of(tokens), 0, 40)
     device.step(1)
     device.settle()
     assert rig.store.hold_ready(pieces, sequence_of(tokens), 40) == []
@@ -193,17 +195,17 @@ def test_a_run_that_is_too_short_is_neither_kept_nor_read(open_rig: Rigs) -> Non
     rig.put_all(sequence_of(old))
     rig.put_all(sequence_of(new))
     device.settle()
-    (piece,) = rig.store.find(template, 0, 16, min_tokens=4)
+    (piece,) = rig.store.find(Lookup(template), 0, 16, min_tokens=4)
     assert piece.stop == 4, "or this shows nothing"
-    rig.store.find(sequence_of(new), 0, 16)
-    assert rig.store.find(template, 0, 16, min_tokens=5) == []
+    rig.store.find(lookup_of(new), 0, 16)
+    assert rig.store.find(Lookup(template), 0, 16, min_tokens=5) == []
     push_out_of_dram(rig, device, 1)
-    (piece,) = rig.store.find(sequence_of(new), 0, 16)
+    (piece,) = rig.store.find(lookup_of(new), 0, 16)
     assert piece.chunk.dram.state is State.READY, "the other one was pushed out"
 
     push_out_of_dram(rig, device, 2)
     device.hold()
-    assert rig.store.find(sequence_of(old), 0, 16, min_tokens=17) == []
+    assert rig.store.find(lookup_of(old), 0, 16, min_tokens=17) == []
     device.settle()
     assert not device.pending
 
@@ -215,7 +217,7 @@ def test_reads_in_flight_are_limited_by_the_depth(open_rig: Rigs) -> None:
     device.settle()
     push_out_of_dram(rig, device, 16)
     device.hold()
-    rig.store.find(sequence_of(tokens), 0, 96)
+    rig.store.find(lookup_of(tokens), 0, 96)
     assert len(device.pending) == rig.depth
     device.step()
     device.settle()
@@ -232,7 +234,7 @@ def test_at_most_half_of_the_depth_writes_and_reads_go_first(open_rig: Rigs) -> 
     rig.put_all(sequence_of(conversation(2, 80)))
     device.settle()
     assert [request.op for request in device.pending] == [Op.WRITE] * (rig.depth // 2)
-    rig.store.find(sequence_of(tokens), 0, 40)
+    rig.store.find(lookup_of(tokens), 0, 40)
     device.settle()
     assert [request.op for request in device.pending].count(Op.READ) == 3
     for _ in range(rig.depth // 2):
@@ -246,7 +248,7 @@ def test_writes_go_beside_reads_before_saves_are_lost(open_rig: Rigs) -> None:
     rig, device = open_rig()
     tokens = nvme_only(rig, device)
     device.hold()
-    rig.store.find(sequence_of(tokens), 0, 40)
+    rig.store.find(lookup_of(tokens), 0, 40)
     rig.put_all(sequence_of(conversation(2, 64)))
     device.settle()
     assert {request.op for request in device.pending} == {Op.READ}
@@ -272,10 +274,10 @@ def test_room_for_a_read_that_comes_late_is_used(open_rig: Rigs) -> None:
     push_out_of_dram(rig, device, 2)
     held = []
     for other in (700, 701):
-        pieces = rig.store.find(sequence_of(conversation(other, 16)), 0, 16)
+        pieces = rig.store.find(lookup_of(conversation(other, 16)), 0, 16)
         held += rig.store.hold_ready(pieces, sequence_of(tokens), 40)
     assert len(held) == 2
-    rig.store.find(sequence_of(tokens), 0, 16)
+    rig.store.find(lookup_of(tokens), 0, 16)
     device.settle()
     assert rig.chunk(name_of(sequence_of(tokens), 0)).dram.state is State.ABSENT
     rig.store.loaded(piece.chunk for piece in held)
@@ -352,7 +354,7 @@ def test_the_end_does_not_wait_for_what_is_worth_little(
     rig.close()
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.figures().counts["recovered"] == 3
-    assert again.store.find(sequence_of(conversation(2, 16)), 0, 16) == []
+    assert again.store.find(lookup_of(conversation(2, 16)), 0, 16) == []
 
 
 def test_records_written_after_a_restart_are_newer(open_rig: Rigs) -> None:
@@ -369,7 +371,7 @@ def test_records_written_after_a_restart_are_newer(open_rig: Rigs) -> None:
     last, device = open_rig(image=bytes(device.image))
     last.put_all(sequence_of(conversation(5, 16)))
     device.settle()
-    assert not last.store.find(sequence_of(conversation(2, 16)), 0, 16), "2 was the oldest then"
+    assert not last.store.find(lookup_of(conversation(2, 16)), 0, 16), "2 was the oldest then"
 
 
 def test_what_is_saved_while_recovery_runs_is_kept(open_rig: Rigs) -> None:
@@ -396,7 +398,7 @@ def test_an_empty_step_sleeps_until_a_run_has_come(open_rig: Rigs) -> None:
     rig, device = open_rig()
     tokens = nvme_only(rig, device)
     device.hold()
-    pieces = rig.store.find(sequence_of(tokens), 0, 40)
+    pieces = rig.store.find(lookup_of(tokens), 0, 40)
     threading.Timer(0.05, device.release).start()
     started = time.monotonic()
     rig.store.wait_for_any([pieces], 5.0)
@@ -410,7 +412,7 @@ def test_an_empty_step_does_not_wait_for_what_will_never_come(open_rig: Rigs) ->
     rig, device = open_rig()
     tokens = nvme_only(rig, device)
     device.hold()
-    pieces = rig.store.find(sequence_of(tokens), 0, 40)
+    pieces = rig.store.find(lookup_of(tokens), 0, 40)
     rig.store.residency.drop(pieces[1].chunk)
     started = time.monotonic()
     rig.store.wait_for_any([pieces], 5.0)
@@ -422,7 +424,7 @@ def test_an_empty_step_ends_at_its_deadline(open_rig: Rigs, waiting: int) -> Non
     rig, device = open_rig()
     tokens = nvme_only(rig, device)
     device.hold()
-    pieces = rig.store.find(sequence_of(tokens), 0, 40)
+    pieces = rig.store.find(lookup_of(tokens), 0, 40)
     started = time.monotonic()
     rig.store.wait_for_any([pieces] * waiting, 0.02)
     assert 0.015 < time.monotonic() - started < 4
@@ -439,7 +441,7 @@ def test_an_end_is_used_by_all_who_have_its_blocks(open_rig: Rigs, has_end: bool
     asked = [*tokens, 7] if has_end else [*tokens[:20], 8, 8, 8, 7]
     with rig.store.queue() as queue:
         queue.append("r")
-    _, visit = rig.store.arrive("r", sequence_of(asked), len(asked))
+    _, visit = rig.store.arrive("r", lookup_of(asked), len(asked))
     assert rig.store.residency.run_of(tail) is visit.own is not before
     rig.store.leave_queue(["r"])
 
@@ -453,6 +455,6 @@ def test_an_end_is_not_used_by_who_has_not_its_blocks(open_rig: Rigs) -> None:
     asked = [*tokens[:19], 8, *tokens[20:], 7]
     with rig.store.queue() as queue:
         queue.append("r")
-    rig.store.arrive("r", sequence_of(asked), len(asked))
+    rig.store.arrive("r", lookup_of(asked), len(asked))
     assert rig.store.residency.run_of(tail) is before
     rig.store.leave_queue(["r"])

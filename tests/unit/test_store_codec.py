@@ -27,6 +27,7 @@ from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.io.codec import CODECS, Lossless
 from attnstore_vllm.io.device import CHECKSUM_BYTES
 from attnstore_vllm.scheduler.figures import ERROR_EVENTS
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.nvme.format import (
     PAGE_BYTES,
     Encoding,
@@ -335,7 +336,7 @@ def test_a_store_that_ends_waits_for_its_codec(
 
     monkeypatch.setattr(LOSSLESS, "decode", slow)
     sequence = sequence_of(tokens_of(1, 16))
-    assert rig.store.find(sequence, 0, 16)
+    assert rig.store.find(Lookup(sequence), 0, 16)
     assert begun.wait(10)
     rig.close()
     assert has_ended.is_set()

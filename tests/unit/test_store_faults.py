@@ -20,6 +20,7 @@ from tests.helpers import (
     Rig,
     format_device,
     found_slab,
+    lookup_of,
     name_of,
     new_slab,
     payload_of,
@@ -258,7 +259,7 @@ def test_dram_goes_on_when_the_device_dies(
     faulty.device.die()
     until_out(faulty)
     assert "NVMe tier stops" in caplog.text
-    assert rig.store.find(sequence_of(tokens_of(1, 16)), 0, 16) == [], "a request would wait for it"
+    assert rig.store.find(lookup_of(tokens_of(1, 16)), 0, 16) == [], "a request would wait for it"
     for number in range(20, 60):
         rig.put(name_of(sequence_of(tokens_of(number, 16)), 0))
         assert faulty.read(number) == right(number)
@@ -276,7 +277,7 @@ def test_what_dram_evicts_after_the_death_is_not_offered(open_faulty: Open) -> N
     assert faulty.read(1) == right(1)
     for number in range(20, 20 + DRAM_SLOTS):
         faulty.rig.put(name_of(sequence_of(tokens_of(number, 16)), 0))
-    assert faulty.rig.store.find(sequence_of(tokens_of(1, 16)), 0, 16) == []
+    assert faulty.rig.store.find(lookup_of(tokens_of(1, 16)), 0, 16) == []
 
 
 def test_slots_that_a_dead_device_may_still_touch_are_not_given_away(open_faulty: Open) -> None:
@@ -284,7 +285,7 @@ def test_slots_that_a_dead_device_may_still_touch_are_not_given_away(open_faulty
     faulty.put_on_nvme_only(1)
     faulty.memory.hold()
     rig = faulty.rig
-    (piece,) = rig.store.find(sequence_of(tokens_of(1, 16)), 0, 16)
+    (piece,) = rig.store.find(lookup_of(tokens_of(1, 16)), 0, 16)
     reading = piece.chunk.dram.slot
     faulty.device.die()
     until_out(faulty)

@@ -20,6 +20,7 @@ from tests.helpers import (
     SHAPE,
     Rig,
     capacity_for,
+    lookup_of,
     name_of,
     names_of,
     payload_of,
@@ -146,7 +147,7 @@ def test_a_file_that_is_cut_under_the_store_costs_chunks_only(start: Open, tmp_p
 def test_closing_writes_back_even_while_much_is_wanted(start: Open) -> None:
     rig = start()
     tokens = put_on_nvme_only(rig)
-    rig.store.find(sequence_of(tokens), 0, 40)
+    rig.store.find(lookup_of(tokens), 0, 40)
     rig.put_all(sequence_of(tokens_of(9, 40)))
     again = start()
     assert again.check_read(sequence_of(tokens_of(9, 40))) == 3

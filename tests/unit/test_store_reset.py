@@ -12,6 +12,7 @@ from attnstore_lab.testing.devices import MemoryDevice, SlowDevice
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.store import store as store_module
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.nvme.format import PAGE_BYTES
 from attnstore_vllm.types import DRAM, NVME
 from tests.helpers import (
@@ -22,6 +23,7 @@ from tests.helpers import (
     format_device,
     found_slab,
     held_device,
+    lookup_of,
     name_of,
     new_slab,
     nvme_only,
@@ -33,7 +35,7 @@ from tests.helpers import (
 
 def hold(rig: Rig, tokens: list[int]) -> list[Piece]:
     sequence, stop = sequence_of(tokens), len(tokens)
-    return rig.store.hold_ready(rig.store.find(sequence, 0, stop), sequence, stop)
+    return rig.store.hold_ready(rig.store.find(Lookup(sequence), 0, stop), sequence, stop)
 
 
 def test_a_reset_drops_all_also_for_the_next_start(open_rig: Rigs) -> None:
@@ -92,7 +94,7 @@ def test_a_reset_during_saves_loads_reads_and_writes(open_rig: Rigs) -> None:
     device.hold()
     rig.put(name_of(sequence_of(conversation(3)), 0))
     device.settle()
-    rig.store.find(sequence_of(tokens), 0, 40)
+    rig.store.find(lookup_of(tokens), 0, 40)
     assert {request.op for request in device.pending} == {Op.READ, Op.WRITE}
     resetter = threading.Thread(target=rig.store.reset)
     resetter.start()
@@ -187,7 +189,7 @@ def test_closing_writes_what_is_dirty_before_it_reads_what_was_wanted(
     memory.image[:] = device.image
     late = Rig(SlowDevice(memory, delay_s=0.1), found_slab(memory.image), dram_slots=40, depth=2)
     late.until(lambda: "recovered" in late.store.figures().counts)
-    late.store.find(sequence_of(conversation(1, 30 * 16)), 0, 30 * 16)  # 1.5 s of reads
+    late.store.find(lookup_of(conversation(1, 30 * 16)), 0, 30 * 16)  # 1.5 s of reads
     late.put_all(sequence_of(conversation(2, 16)))
     late.close()
     again, _ = open_rig(image=bytes(memory.image))

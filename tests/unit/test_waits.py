@@ -221,12 +221,12 @@ def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> 
     state.adapter = b""
     rig.store.missing.clear()
     question: Any = SimpleNamespace(is_over=False, clock=rig.clock, until=rig.clock.now + 1.0)
-    sequence: Any = state.sequence
-    sequence.asked = (question,)
+    lookup: Any = state.lookup
+    lookup.asked = (question,)
 
     def find(*args: Any, request_id: str, visit: Any) -> list[Piece]:
         looks.append(request_id)
-        sequence.asked = (SimpleNamespace(is_over=False, clock=rig.clock, until=9e9),)  # anew
+        lookup.asked = (SimpleNamespace(is_over=False, clock=rig.clock, until=9e9),)  # anew
         return []
 
     rig.store.find = find
@@ -236,6 +236,6 @@ def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> 
     assert rig.store.slept == [0], "a step that computes nothing waits for the answer"
     rig.clock.now += 2.0
     assert not rig.waits.awaits(state)
-    assert sequence.asked == (), "what is over is looked at once"
+    assert lookup.asked == (), "what is over is looked at once"
     assert offers.ask(state, 0, StepStats()) == (None, False)
     assert looks == ["one"], "which has asked once more"

@@ -18,6 +18,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.scheduler.offer import has_all, still_coming
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.types import DRAM, NVME
 from tests.helpers import (
@@ -25,6 +26,7 @@ from tests.helpers import (
     Rig,
     Rigs,
     conversation,
+    lookup_of,
     names_of,
     payload_of,
     push_out_of_dram,
@@ -50,7 +52,7 @@ def left(open_rig: Rigs, *lost: int, **options: object) -> tuple[Rig, MemoryDevi
 
 
 def find(rig: Rig, start: int = 0, stop: int = LENGTH) -> list[Piece]:
-    return rig.store.find(keys(), start, stop)
+    return rig.store.find(Lookup(keys()), start, stop)
 
 
 def hold(rig: Rig, start: int = 0, stop: int = LENGTH) -> list[Piece]:
@@ -91,10 +93,10 @@ def test_what_is_in_hbm_is_not_needed(open_rig: Rigs) -> None:
 
 def test_a_branch_is_served_where_its_window_is(open_rig: Rigs) -> None:
     rig, _ = left(open_rig)
-    branch = sequence_of(conversation(1)[:39] + conversation(2))
+    branch = lookup_of(conversation(1)[:39] + conversation(2))
     assert runs(rig.store.find(branch, 0, 79)) == [(12, 16), (16, 32), (32, 36)]
     rig.store.drop([rig.chunk(names_of(keys())[0])])
-    branch = sequence_of(conversation(1)[:39] + conversation(2))
+    branch = lookup_of(conversation(1)[:39] + conversation(2))
     assert rig.store.find(branch, 0, 79) == []
     assert branch.spine_stop == 36, "where it parts is known, be the window there or not"
 
@@ -148,7 +150,7 @@ def test_what_is_ready_is_held_though_a_better_chunk_is_not(open_rig: Rigs) -> N
     device.settle()
     rig.store.residency.leave_dram(rig.chunk(farther.name(1, bytes(32))))
     wanted = sequence_of([*begin, *conversation(9, 20)])
-    pieces = rig.store.find(wanted, 0, 41)
+    pieces = rig.store.find(Lookup(wanted), 0, 41)
     assert runs(pieces) == [(0, 16), (16, 20), (12, 16), (16, 20)]
     assert all(piece.chunk.dram.state is State.READY for piece in pieces)
     held = rig.store.hold_ready(pieces, wanted, 41, 0)
@@ -180,7 +182,7 @@ def test_what_was_damaged_is_dropped_and_what_is_before_it_serves(open_rig: Rigs
 def test_what_has_expired_is_no_part_of_a_hit(open_rig: Rigs) -> None:
     now = 0.0
     rig, _ = open_rig(needs=NEEDS, clock=lambda: now)
-    _, visit = rig.store.arrive("a", keys(), LENGTH, terms=Terms(ttl_s=5.0))
+    _, visit = rig.store.arrive("a", Lookup(keys()), LENGTH, terms=Terms(ttl_s=5.0))
     for number, name in enumerate(names_of(keys())):
         chunk = rig.store.begin_save(name, visit.run(number) if number == 4 else None)
         assert chunk is not None
@@ -193,7 +195,7 @@ def test_what_has_expired_is_no_part_of_a_hit(open_rig: Rigs) -> None:
 
 def lease_one(rig: Rig, of: SequenceKeys, number: int) -> None:
     """All is stored, and one chunk of it under a lease of 5 s."""
-    _, visit = rig.store.arrive("a", keys(), LENGTH, terms=Terms(ttl_s=5.0))
+    _, visit = rig.store.arrive("a", Lookup(keys()), LENGTH, terms=Terms(ttl_s=5.0))
     for name in [*names_of(keys()), *(of.name(n, bytes(32)) for n in range(5) if of is not keys())]:
         is_leased = name.parent == of.parent(number)
         chunk = rig.store.begin_save(name, visit.run(number) if is_leased else None)
@@ -226,8 +228,8 @@ def test_an_expired_section_backs_nothing(open_rig: Rigs) -> None:
 def test_chunks_that_others_used_are_theirs_too(open_rig: Rigs) -> None:
     """The visit counts chunks from the first on, though the first ones are not there."""
     rig, _ = left(open_rig, 0, 1)
-    rig.store.arrive("first", keys(), LENGTH)
-    branch = sequence_of(conversation(1, LENGTH)[:72] + conversation(2))
+    rig.store.arrive("first", Lookup(keys()), LENGTH)
+    branch = lookup_of(conversation(1, LENGTH)[:72] + conversation(2))
     pieces, visit = rig.store.arrive("branch", branch, 100)
     assert runs(pieces) == [(48, 64), (64, 72)]
     assert visit.num_shared == 5
@@ -245,7 +247,7 @@ def test_a_tail_is_used_by_who_has_its_blocks(open_rig: Rigs, end: list[int]) ->
     *_, before, tail = map(rig.chunk, names_of(whole))
     rig.store.drop([before])
     now = 5.0
-    asked = sequence_of(conversation(1, 88) + end + conversation(2))
+    asked = lookup_of(conversation(1, 88) + end + conversation(2))
     rig.store.find(asked, 0, 100)
     assert rig.store.residency.run_of(tail).since == now
 

@@ -154,9 +154,9 @@ def offers_kept(engine: Any) -> Undo:
 
 def last_token_offered(engine: Any) -> Undo:
     """A hit ends with the last token that matches, whatever its KV depends on."""
-    store = engine.store
-    needs = _replace(store, "needs", tuple(replace(need, ahead=0) for need in store.needs))
-    ahead = _replace(store, "ahead", 0)
+    looks = engine.store.strategy
+    needs = _replace(looks, "needs", tuple(replace(need, ahead=0) for need in looks.needs))
+    ahead = _replace(looks, "ahead", 0)
     return lambda: (needs(), ahead())
 
 

@@ -96,9 +96,9 @@ def test_only_right_kv_of_drafts_is_used(engine: GroupedEngine, seed: int) -> No
 
 
 def test_a_last_token_that_is_offered_is_seen(engine: GroupedEngine) -> None:
-    store = engine.ours.store
-    store.ahead = 0
-    store.needs = tuple(replace(need, ahead=0) for need in store.needs)
+    looks = engine.ours.store.strategy
+    looks.ahead = 0
+    looks.needs = tuple(replace(need, ahead=0) for need in looks.needs)
     with pytest.raises(AssertionError, match="wrong KV of drafts"):
         drive_on(engine)
 
@@ -111,10 +111,10 @@ def test_guesses_that_are_saved_are_seen(
     save = Saving.save_chunks
 
     def early(saving: Saving, *arguments: object) -> None:
-        store = saving._store
-        ahead, store.ahead = store.ahead, 1
+        looks = saving._store.strategy
+        ahead, looks.ahead = looks.ahead, 1
         save(saving, *arguments)  # type: ignore[arg-type]
-        store.ahead = ahead
+        looks.ahead = ahead
 
     monkeypatch.setattr(Saving, "save_chunks", early)
     with pytest.raises(AssertionError, match="wrong KV of drafts"):

@@ -314,7 +314,7 @@ def test_tokens_that_are_replaced_have_keys_of_their_own() -> None:
     state = state_of(tokens, resumable=True)
     sequence = state.sequence
     before = [sequence.key(0), sequence.key(1)]
-    sequence.spine_stop = 2 * CHUNK
+    state.lookup.spine_stop = 2 * CHUNK
     tokens[-1:] = [tokens[-1] + 1, *prompt("turn 1", CHUNK)]
     vars(state.request).update(num_prompt_tokens=len(tokens), arrival_time=1.0)
     anew = state_of(list(tokens), resumable=False).sequence
@@ -322,7 +322,7 @@ def test_tokens_that_are_replaced_have_keys_of_their_own() -> None:
     assert state.sequence.key(0) == before[0]
     assert state.sequence.key(1) != before[1]
     assert state.sequence is sequence
-    assert sequence.spine_stop == CHUNK, "what was found of other tokens is believed"
+    assert state.lookup.spine_stop == CHUNK, "what was found of other tokens is believed"
 
 
 def test_an_input_that_replaces_no_token_changes_no_key() -> None:
@@ -330,11 +330,11 @@ def test_an_input_that_replaces_no_token_changes_no_key() -> None:
     tokens = prompt("session", 2 * CHUNK + 7)
     state = state_of(tokens, resumable=True)
     before = state.sequence.keys(0, 2)
-    state.sequence.spine_stop = 2 * CHUNK
+    state.lookup.spine_stop = 2 * CHUNK
     tokens += prompt("turn 1", CHUNK)
     vars(state.request).update(num_prompt_tokens=len(tokens), arrival_time=1.0)
     assert state.sequence.keys(0, 2) == before
-    assert state.sequence.spine_stop == 2 * CHUNK
+    assert state.lookup.spine_stop == 2 * CHUNK
 
 
 def test_fewer_tokens_than_before_have_fewer_keys() -> None:
@@ -355,5 +355,5 @@ def test_the_keys_of_other_requests_are_kept() -> None:
 
 def test_a_session_finds_no_moved_kv() -> None:
     """What is moved is worked out of tokens that may still be replaced."""
-    assert not state_of(prompt("session", CHUNK), resumable=True).sequence.finds_moved
-    assert state_of(prompt("plain", CHUNK), resumable=False).sequence.finds_moved
+    assert not state_of(prompt("session", CHUNK), resumable=True).lookup.finds_moved
+    assert state_of(prompt("plain", CHUNK), resumable=False).lookup.finds_moved

@@ -502,7 +502,7 @@ def _fields_of(ask: Ask, generation: bytes) -> list[bytes]:
         generation,
         FIND_HEAD.pack(len(keys), size, ask.at - start),
         ask.sequence.parent(ask.first),
-        ask.sequence.root if ask.sequence.finds_moved else b"",
+        ask.sequence.root if ask.finds_moved else b"",
         b"".join(keys),
         ask.sequence.tokens(start, stop),
         *(extras if any(extras) else ()),
@@ -535,7 +535,7 @@ def movable_of(ask: Ask, fields: Sequence[bytes]) -> list[Found]:
         key = chunk_key(Key(parent), b"", tokens)
         name = ChunkName(key, Key(parent), b"", ask.tenant, position, num_tokens, tokens)
         found.append(Found(name, movable=Movable(name, root, native_from, is_exact)))
-    return found if ask.sequence.finds_moved else []
+    return found if ask.finds_moved else []
 
 
 def length_of(found: Sequence[Found]) -> tuple[int, int]:

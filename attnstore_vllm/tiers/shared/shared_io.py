@@ -28,7 +28,6 @@ import numpy as np
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError, GoneError
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.eviction.departures import Departures
@@ -36,7 +35,7 @@ from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.health import Health
-from attnstore_vllm.tiers.remote import Ask, Found
+from attnstore_vllm.tiers.remote import Ask, Found, RemoteLookup
 from attnstore_vllm.tiers.remote_io import AskedIo
 from attnstore_vllm.tiers.shared import shared_generation as generations
 from attnstore_vllm.tiers.shared.backend import FAILED, MISSING, WRONG_SIZE
@@ -196,12 +195,10 @@ class SharedIo(AskedIo):
 
     # ---- asking ------------------------------------------------------------------------
 
-    def wonder(
-        self, sequence: SequenceKeys, at: int, stop: int, request_id: str = ""
-    ) -> Ask | None:
+    def wonder(self, lookup: RemoteLookup, at: int, stop: int, request_id: str = "") -> Ask | None:
         if self.generation.usable is None:
             return None
-        return super().wonder(sequence, at, stop, request_id)
+        return super().wonder(lookup, at, stop, request_id)
 
     def ask(self, ask: Ask) -> None:
         """Whoever asks plans a step: all that a question takes is done on the tier's thread."""

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One Lookup a request: its keys, and what look-ups have found. One Strategy a store: how it looks.
+
+    AllTokens      a run of chunks from the left; behind it moved KV, for who takes that
+    Sections       that run, as far as all other KV cache groups back it
+    WindowsAlone   no group has all tokens: names are walked from the right
+
+Which of them is chosen once, by the needs of the model's groups (index/sections.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.index.keys import SequenceKeys
+from attnstore_vllm.index.prefix import Matched, Piece, no_ends, ready_run, settle
+from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
+from attnstore_vllm.policy.visits import Visit
+from attnstore_vllm.tiers.context import Context
+from attnstore_vllm.tiers.remote import RemoteLookup
+from attnstore_vllm.tiers.tier_io import TierIo
+
+
+class Lookup(RemoteLookup):
+    """The look-ups of one request, from its first to its end. Written by the store, on the
+    scheduler's thread. See RemoteLookup for the arguments."""
+
+    def __init__(
+        self,
+        keys: SequenceKeys,
+        *,
+        tenant: bytes = bytes(32),
+        may_ask: bool = False,
+        finds_moved: bool = False,
+    ) -> None:
+        super().__init__(keys, tenant=tenant, may_ask=may_ask, finds_moved=finds_moved)
+        self.matched = Matched()
+        """Whole chunks of the spine, for the next look."""
+        self.spine_stop = 0
+        """Up to where the spine was stored at the last look, whatever else was."""
+        self.short_of: set[int] = set()
+        """The groups that lacked something of that then."""
+
+    def follow(self) -> None:
+        """Its tokens may be others than they were (SequenceKeys.follow). What was noted stands as
+        far as the chunks do. Cost: 5 ns a token."""
+        changed = self.keys.follow()
+        if changed is not None:
+            self.matched.forget()
+            self.spine_stop = min(self.spine_stop, changed)
+
+
+class Strategy(ABC):
+    """All methods are called with the store's lock, and wait for nothing.
+
+    Args:
+        tiers: those behind DRAM.
+        needs: of the KV cache groups beside the spine, and of the spine if it needs less than all
+            tokens; a hit ends where all have what they need.
+        ahead: so many tokens behind it decide KV of a token too (drafts): a hit ends before those
+            of which that is not known.
+    """
+
+    walks = False
+    """Whether no group has all tokens, so that the names alone are walked."""
+    asks_remote = False
+    """Whether tiers that must be asked take part. What one lacks of a group would have to shorten
+    the hit of all."""
+
+    def __init__(
+        self, context: Context, tiers: Sequence[TierIo], needs: Sequence[Need], ahead: int
+    ) -> None:
+        self.needs = tuple(replace(need, ahead=ahead) for need in needs)
+        self.ahead = ahead
+        self._context = context
+        self._tiers = tiers
+        self._residency = context.residency
+        self._index = context.residency.index
+        self._num_slots = context.pool.num_slots
+
+    @abstractmethod
+    def match(
+        self, lookup: Lookup, start: int, stop: int, min_tokens: int, *, in_parts: bool
+    ) -> list[Piece]:
+        """The longest hit for tokens [start, stop), the spine's pieces first. Empty if it has
+        fewer than `min_tokens`.
+
+        Args:
+            in_parts: it may be longer than DRAM (scheduler/stages.py).
+        """
+
+    @abstractmethod
+    def hold(
+        self, pieces: Sequence[Piece], keys: SequenceKeys, start: int | None, stop: int
+    ) -> list[Piece]:
+        """See Store.hold_ready()."""
+
+    def want(
+        self,
+        lookup: Lookup,
+        pieces: Sequence[Piece],
+        start: int,
+        stop: int,
+        request_id: str | None,
+        visit: Visit | None,
+    ) -> None:
+        """These pieces were found: they are used, and what is not in DRAM is queued for reading.
+
+        Args:
+            request_id: that waits for them; None: one is likely to come.
+            visit: whose use it is; None: they are renewed.
+        """
+        residency, size = self._residency, lookup.keys.chunk_tokens
+        at = self._tail_start(lookup, pieces, start)
+        ends = self._index.ends_like(lookup.keys, at // size, stop) if at < stop else []
+        near = pieces[: self._num_slots]  # what is beyond is wanted once there may be room
+        is_known = residency.is_wanted_so(request_id, near, visit)
+        used = [] if is_known else no_ends(pieces, self._index.grain)
+        if visit is None:
+            residency.renew([*(piece.chunk for piece in used), *ends])
+        else:
+            border = visit.num_shared * size
+            own_ends, shared_ends = ([], ends) if at < border else (ends, [])
+            shared = [p.chunk for p in used if p.start < border] + shared_ends
+            own = [p.chunk for p in used if p.start >= border] + own_ends
+            for chunks, run in ((shared, visit.shared), (own, visit.own)):
+                residency.use(chunks, run)
+            if is_known:
+                residency.use_again(visit.shared, visit.own)
+                return
+        chunks = [piece.chunk for piece in near]
+        if request_id is not None and request_id in residency.look_ahead:
+            residency.dram.want(request_id, chunks)
+        else:
+            absent = (chunk for chunk in chunks if chunk.dram.state is State.ABSENT)
+            self._context.reader.want(absent)
+
+    def _tail_start(self, lookup: Lookup, pieces: Sequence[Piece], start: int) -> int:
+        """A token of the chunk whose tails the request may have (prefix.py, 4)."""
+        size = lookup.keys.chunk_tokens
+        spine = [piece for piece in pieces if piece.group == 0]
+        at = start if not spine else spine[-1].stop
+        return spine[-1].start if at % size and spine else at
+
+    def _comes(self, chunk: Chunk) -> bool:
+        """Whether it is in DRAM, or a tier that answers is believed to have it."""
+        is_in_dram = chunk.dram.state is State.READY
+        return is_in_dram or self._context.reader.can_bring(chunk)
+
+    def _drops_expired(self, pieces: list[Piece]) -> bool:
+        """Whether some have expired, which are dropped."""
+        has_leases = self._context.has_leases
+        return has_leases and len(self._residency.unexpired(pieces)) < len(pieces)
+
+    def _hold(self, pieces: Sequence[Piece]) -> None:
+        self._residency.hold(*(piece.chunk for piece in pieces))
+
+
+class AllTokens(Strategy):
+    """One KV cache group, which has all tokens."""
+
+    asks_remote = True
+
+    def match(
+        self, lookup: Lookup, start: int, stop: int, min_tokens: int, *, in_parts: bool
+    ) -> list[Piece]:
+        pieces = self._spine(lookup, start, stop, in_parts=in_parts)
+        return [] if _is_short(pieces, start, min_tokens) else pieces
+
+    def _spine(self, lookup: Lookup, start: int, stop: int, *, in_parts: bool) -> list[Piece]:
+        index = self._index
+        pieces = index.match(lookup.keys, start, stop, matched=lookup.matched)
+        if lookup.finds_moved:
+            pieces = self._context.moved.go_on(pieces, lookup.keys, start, stop)
+        if self._context.has_leases:
+            pieces = self._residency.unexpired(pieces)
+        if not all(io.health.reads.in_use and not io.tier.is_asked for io in self._tiers):
+            pieces = list(takewhile(lambda piece: self._comes(piece.chunk), pieces))
+        if not in_parts or lookup.finds_moved:
+            pieces = pieces[: self._num_slots]  # more can never be in DRAM at once
+        pieces = settle(pieces, index.grain)
+        return proven(pieces, self.ahead, index.grain) if self.ahead else pieces
+
+    def hold(
+        self, pieces: Sequence[Piece], keys: SequenceKeys, start: int | None, stop: int
+    ) -> list[Piece]:
+        held, ends_anew = ready_run(pieces, keys, stop, self._index.grain)
+        if ends_anew and self.ahead:
+            held = proven(held, self.ahead, self._index.grain)
+        self._hold(held)
+        return held
+
+
+class Sections(AllTokens):
+    """A group that has all tokens, and others beside it."""
+
+    asks_remote = False
+
+    def match(
+        self, lookup: Lookup, start: int, stop: int, min_tokens: int, *, in_parts: bool
+    ) -> list[Piece]:
+        spine = self._spine(lookup, start, stop, in_parts=in_parts)
+        if _is_short(spine, start, min_tokens):
+            return []
+        lookup.spine_stop = spine[-1].stop if spine else start
+        lookup.short_of = set()
+        pieces = self._fit(lookup.keys, spine, start, self._comes, lookup.short_of)
+        is_too_long = len(pieces) > self._num_slots
+        return [] if is_too_long or _is_short(pieces, start, min_tokens) else pieces
+
+    def _fit(
+        self,
+        keys: SequenceKeys,
+        spine: Sequence[Piece],
+        start: int,
+        is_there: Callable[[Chunk], bool],
+        short: set[int] | None = None,
+    ) -> list[Piece]:
+        """Sections that have expired are dropped; of the spine they are gone already."""
+        while True:
+            pieces = fit(self._index, keys, self.needs, spine, start, is_there, short)
+            if not self._drops_expired([piece for piece in pieces if piece.group]):
+                return pieces
+
+    def hold(
+        self, pieces: Sequence[Piece], keys: SequenceKeys, start: int | None, stop: int
+    ) -> list[Piece]:
+        """With the spine's pieces their sections. What they do not back is let go."""
+        spine = super().hold(pieces, keys, start, stop)
+        fitting = self._fit(keys, spine, spine[0].start if spine else 0, is_ready)
+        kept = [piece for piece in fitting if piece.group == 0]
+        sections = [piece for piece in fitting if piece.group]
+        if not all(piece.exact for piece in sections):  # tokens of what is READY are known
+            kept, sections, fitting = [], [], []
+        self._residency.release(*(piece.chunk for piece in spine[len(kept) :]))
+        self._hold(sections)
+        return fitting
+
+
+class WindowsAlone(Strategy):
+    """No group has all tokens."""
+
+    walks = True
+
+    def match(
+        self, lookup: Lookup, start: int, stop: int, min_tokens: int, *, in_parts: bool
+    ) -> list[Piece]:
+        pieces, lookup.spine_stop = self._walk(lookup.keys, start, stop, self._comes)
+        is_too_long = len(pieces) > self._num_slots
+        return [] if is_too_long or _is_short(pieces, start, min_tokens) else pieces
+
+    def _walk(
+        self, keys: SequenceKeys, start: int, stop: int, is_there: Callable[[Chunk], bool]
+    ) -> tuple[list[Piece], int]:
+        """What has expired is dropped, and another hit looked for."""
+        while True:
+            pieces, spine_stop = walk(self._index, keys, self.needs, start, stop, is_there)
+            if not self._drops_expired(pieces):
+                return pieces, spine_stop
+
+    def hold(
+        self, pieces: Sequence[Piece], keys: SequenceKeys, start: int | None, stop: int
+    ) -> list[Piece]:
+        """All of what was found, or else the farthest hit of which all is READY.
+
+        A walk of what is READY passes a chunk that is not, even if another one ends there as well:
+        so it may miss what was found, and nothing would be read that could change it.
+        """
+        assert start is not None, "a window begins behind what is in HBM"
+        held = list(pieces)
+        if not all(is_ready(piece.chunk) and piece.exact for piece in held):
+            held, _ = self._walk(keys, start, stop, is_ready)
+        if not all(piece.exact for piece in held):  # tokens of what is READY are known
+            return []
+        self._hold(held)
+        return held
+
+    def _tail_start(self, lookup: Lookup, pieces: Sequence[Piece], start: int) -> int:
+        """The tail that it seems to have, be the window before it there or not."""
+        size = lookup.keys.chunk_tokens
+        return max(start, lookup.spine_stop // size * size)
+
+
+def strategy_for(needs: Sequence[Need]) -> type[Strategy]:
+    """How a store looks up KV of a model whose groups have these needs."""
+    if walks(needs):
+        return WindowsAlone
+    return Sections if needs else AllTokens
+
+
+def is_ready(chunk: Chunk) -> bool:
+    """Whether it is in DRAM, and may be held."""
+    return chunk.dram.state is State.READY and not chunk.dropped
+
+
+def _is_short(pieces: Sequence[Piece], start: int, min_tokens: int) -> bool:
+    return bool(pieces) and pieces[-1].stop - start < min_tokens
