@@ -73,8 +73,8 @@ def make_scheduler(
     slab = open_slab(directory / SLAB_NAME, capacity, shape)
     device, _ = open_device(slab.path, 64, "auto")
     store = Store(pool, slab, device, 8, more_tiers=more_tiers)
-    if store.asking is not None:
-        store.asking.weights_seen(True)
+    if store.remote is not None:
+        store.remote.weights_seen(True)
     return Scheduler(store, geometry, Weights(bytes(32), b""), 1.0, lock)
 
 

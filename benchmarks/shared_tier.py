@@ -165,8 +165,8 @@ def our_tier(store: NetworkStore, directory: Path) -> Iterator[SharedIo]:
         clock=time.monotonic,
     )
     stored = Store(pool, slab, device, 8, more_tiers=(tier,))
-    assert stored.asking is not None
-    stored.asking.weights_seen(True)
+    assert stored.remote is not None
+    stored.remote.weights_seen(True)
     io = stored.thread.tiers[1]
     assert isinstance(io, SharedIo)
     deadline = time.monotonic() + SETTLE_S

@@ -20,10 +20,10 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.tiers.peers.asker import PeersIo
+from attnstore_vllm.tiers.peers.peers_io import PeersIo
 from attnstore_vllm.tiers.peers.peers_tier import peers_of
 from attnstore_vllm.tiers.peers.wire import MessageKind, Wire
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import PEERS
 from tests.helpers import (
     CHUNK_TOKENS,
@@ -140,7 +140,7 @@ class PeerEngine:
         sequence.may_ask = True
         began = time.monotonic()
         self.store.find(sequence, 0, num_tokens)
-        self.wait(lambda: not is_asked(sequence))
+        self.wait(lambda: not awaits_remote(sequence))
         asked_s = time.monotonic() - began
 
         def find() -> list[Piece]:
@@ -208,8 +208,8 @@ class PeerEngine:
         return self.store.residency.counts["written"]
 
     def leave(self) -> bool:
-        assert self.store.asking is not None
-        self.store.asking.leave()
+        assert self.store.remote is not None
+        self.store.remote.leave()
         return True
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ KNOWS = {
 # an executor, which hands every exception to its caller; and a trial of the model's own code.
 MAY_CATCH_ALL = {
     "store/announcer.py": 1,
-    "tiers/peers/asker.py": 1,  # the outermost frame of its thread
+    "tiers/peers/peers_io.py": 1,  # the outermost frame of its thread
     "tiers/peers/owner.py": 1,  # the same
     "store/thread.py": 1,
     "io/daemon_pool.py": 1,

@@ -66,7 +66,7 @@ class SharedTier:
         self.num_slots = network.capacity // record_bytes
         self.num_moved = {Op.READ: 0, Op.WRITE: 0}
         self._free_at = {Op.READ: 0.0, Op.WRITE: 0.0}
-        self._kept: OrderedDict[Key, tuple[ChunkName, list[HostBooks]]] = OrderedDict()
+        self._kept: OrderedDict[Key, tuple[ChunkName, list[HostTier]]] = OrderedDict()
         """By key, the one unused for longest first; with the servers that know of it."""
 
     def __len__(self) -> int:
@@ -86,9 +86,9 @@ class SharedTier:
             self._kept.move_to_end(name.key)
         return names
 
-    def knows(self, key: Key, books: HostBooks) -> None:
+    def knows(self, key: Key, tier: HostTier) -> None:
         """This server is to be told when the chunk leaves."""
-        self._kept[key][1].append(books)
+        self._kept[key][1].append(tier)
 
     def put(self, name: ChunkName) -> None:
         """The chunk is written. What is unused for longest makes room."""
@@ -96,8 +96,8 @@ class SharedTier:
             return
         while name.key not in self._kept and len(self._kept) >= self.num_slots:
             key, (_, knowing) = self._kept.popitem(last=False)
-            for books in knowing:
-                books.has_left(key)
+            for tier in knowing:
+                tier.has_left(key)
         self._kept.setdefault(name.key, (name, []))
         self._kept.move_to_end(name.key)
 
@@ -109,7 +109,7 @@ class SharedTier:
         return self._free_at[op]
 
 
-class HostBooks(TierBehind):
+class HostTier(TierBehind):
     """Books of what one server knows to be in the shared tier. They have no order of their own."""
 
     def __init__(
@@ -197,9 +197,9 @@ class HostReset:
 class HostIo(TierIo):
     """One server's transfers, one after the other each way: as fast as its link and the tier."""
 
-    def __init__(self, context: Context, tier: HostBooks, shared: SharedTier, depth: int) -> None:
+    def __init__(self, context: Context, tier: HostTier, shared: SharedTier, depth: int) -> None:
         super().__init__()
-        self.tier: HostBooks = tier
+        self.tier: HostTier = tier
         self.record_bytes = shared.record_bytes
         self.health = Health(
             NAME, "simulated", context.progress, context.residency.counts, context.clock
@@ -328,12 +328,12 @@ class MakeHostTier:
         self._depth = depth
         self.made: HostIo
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> HostBooks:
-        return HostBooks(self._shared, policy, dram, look_ahead)
+    ) -> HostTier:
+        return HostTier(self._shared, policy, dram, look_ahead)
 
     def io(self, context: Context, tier: TierBehind) -> HostIo:
-        assert isinstance(tier, HostBooks)
+        assert isinstance(tier, HostTier)
         self.made = HostIo(context, tier, self._shared, self._depth)
         return self.made

@@ -27,7 +27,7 @@ DEPTH = 4
 """Loads, and stores, at a time."""
 
 
-class DictBooks(TierBehind):
+class DictTier(TierBehind):
     """`owned` keeps its chunks alive; those that were dropped stay until nothing touches them."""
 
     def __init__(
@@ -201,13 +201,11 @@ class MakeDictTier:
         self.name = name
         self._num_slots = num_slots
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> DictBooks:
+    ) -> DictTier:
         order = policy(self._num_slots)
-        return DictBooks(
-            self.name, self._num_slots, order, policy(dram.num_slots), dram, look_ahead
-        )
+        return DictTier(self.name, self._num_slots, order, policy(dram.num_slots), dram, look_ahead)
 
     def io(self, context: Context, tier: TierBehind) -> DictIo:
         return DictIo(context, tier)

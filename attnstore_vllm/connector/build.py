@@ -366,7 +366,7 @@ def _store(
     lines = start_lines(own_version(), config, geometry, pool.num_slots, slab, kind)
     logger.info("%s", "\n".join(lines))
     pinning, truncation = config.pinning, config.truncation
-    siblings = [] if needs_of(geometry) else config.siblings()  # see asking_of()
+    siblings = [] if needs_of(geometry) else config.siblings()  # see remote_tiers_of()
     own, group = config.nvme.path, config.nvme.group_path
     peers = peers_of(own, group, siblings, namespace, geometry.chunk_tokens, pool)
     store = Store(

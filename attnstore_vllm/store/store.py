@@ -43,7 +43,7 @@ from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import Context, Figures, Pool, boot_seconds, unix_seconds
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import Slab
-from attnstore_vllm.tiers.remote_io import asking_of, is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote, remote_tiers_of
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.types import DRAM, Clock, Key
@@ -146,7 +146,7 @@ class Store:
         more = [make.io(context, tier) for make, tier in pairs]
         learn = partial(learn_from, context, self._estimator, self._curve)
         self.thread = StoreThread(context, [nvme, *more], daily_writes=daily_writes, learn=learn)
-        self.asking = asking_of(context, more, self.thread.reader, has_groups=bool(needs))
+        self.remote = remote_tiers_of(context, more, self.thread.reader, has_groups=bool(needs))
         if threaded:
             self.thread.start()
 
@@ -185,8 +185,8 @@ class Store:
             if terms.pin_s is not None:
                 for piece in no_ends(pieces, self.residency.index.grain):
                     self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
-        if self.asking is not None:
-            self.asking.look(sequence, pieces, 0, stop, request_id)
+        if self.remote is not None:
+            self.remote.look(sequence, pieces, 0, stop, request_id)
         self._read(pieces)
         if self._estimator.is_due:
             self.thread.wake()
@@ -223,8 +223,8 @@ class Store:
             self.residency.now = self._clock()
             pieces = self._match(sequence, start, stop, min_tokens, request_id)
             self._want(request_id, pieces, visit, sequence, start, stop)
-        if self.asking is not None:
-            self.asking.look(sequence, pieces, start, stop, request_id)
+        if self.remote is not None:
+            self.remote.look(sequence, pieces, start, stop, request_id)
         self._read(pieces)
         return pieces
 
@@ -250,7 +250,7 @@ class Store:
             pieces = self._moved.go_on(pieces, sequence, start, stop)
         if self._context.has_leases:
             pieces = self.residency.unexpired(pieces)
-        if not all(io.health.reads.in_use and not io.tier.is_asked for io in self.thread.tiers):
+        if not all(io.health.reads.in_use and not io.tier.is_remote for io in self.thread.tiers):
             pieces = list(takewhile(lambda p: self._comes(p.chunk), pieces))
         waits = request_id is not None and request_id in self.residency.look_ahead
         if not (self.loads_in_parts and waits) or sequence.finds_moved:
@@ -649,7 +649,7 @@ class Store:
         """
         with self._progress:
             return self._progress.wait_for(
-                lambda: any(map(has_come, waiting)) or not all(map(is_asked, asked)), timeout_s
+                lambda: any(map(has_come, waiting)) or not all(map(awaits_remote, asked)), timeout_s
             )
 
     def reset(self) -> bool:

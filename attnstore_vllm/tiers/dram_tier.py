@@ -380,11 +380,11 @@ class DramTier(Tier):
         assert all(slot in self.owned for slot in self.pins)
 
 
-class MakeBooks(Protocol):
+class MakeTierBehind(Protocol):
     """Makes the books of one more tier behind DRAM (tiers/tier.py)."""
 
     name: str
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
     ) -> TierBehind: ...

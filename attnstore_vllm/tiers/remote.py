@@ -103,7 +103,7 @@ class Ask:
         return self.sequence.part(self.first + number, self.stop)
 
 
-class AskedBooks(TierBehind):
+class RemoteTier(TierBehind):
     """See the module.
 
     Args:
@@ -112,7 +112,7 @@ class AskedBooks(TierBehind):
         takes_writes: chunks are written there as well.
     """
 
-    is_asked = True
+    is_remote = True
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class AskedBooks(TierBehind):
             assert chunk.dropped or has_lease == (copy.state is State.READY)
 
 
-def enter(residency: Residency, tier: AskedBooks, found: Found, until: float) -> Chunk | None:
+def enter(residency: Residency, tier: RemoteTier, found: Found, until: float) -> Chunk | None:
     """The tier says that it has the chunk: look-ups find it until then. None: it is not entered,
     since it or what extends it is known here, or there is no room."""
     name = found.name
@@ -267,7 +267,7 @@ def is_believed(residency: Residency, chunk: Chunk) -> bool:
     )
 
 
-def end_leases(residency: Residency, tier: AskedBooks, moved: MovedKv) -> None:
+def end_leases(residency: Residency, tier: RemoteTier, moved: MovedKv) -> None:
     """Forget what is not believed to be there any more. Cost: bounded."""
     for chunk in tier.ended(residency.now):
         chunk.refused_by.add(tier.name)  # it is not written there once more for that

@@ -23,7 +23,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.questions import ASKED_FOR_S, AnswerTime, worth_asking
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.reader import Reader
-from attnstore_vllm.tiers.remote import Ask, AskedBooks, Found, end_leases, enter
+from attnstore_vllm.tiers.remote import Ask, Found, RemoteTier, end_leases, enter
 from attnstore_vllm.tiers.tier_io import TierIo
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class AskError(AttnStoreError):
     """A tier has not answered a question."""
 
 
-class AskedIo(TierIo):
+class RemoteIo(TierIo):
     """A tier that must be asked. As in TierIo, methods marked *locked* are called with the lock.
 
     ask() hands the question to a thread of the tier's own, which calls answer(). A subclass calls
@@ -51,9 +51,9 @@ class AskedIo(TierIo):
     """Its loads are over in so few milliseconds that a request that is told "not yet" may as well
     hear of its answer with them. An end of each is told."""
 
-    def __init__(self, context: Context, tier: AskedBooks) -> None:
+    def __init__(self, context: Context, tier: RemoteTier) -> None:
         super().__init__()
-        self.books = self.tier = tier
+        self.tier: RemoteTier = tier
         self.context = context
         self.answer_time = AnswerTime()
         self._open: deque[Ask] = deque()
@@ -65,9 +65,9 @@ class AskedIo(TierIo):
         """Locked. Hand it to the tier's thread. Waits for nothing."""
 
     def weights_seen(self, same: bool | None) -> None:
-        """Locked. See Asking.weights_seen()."""
+        """Locked. See RemoteTiers.weights_seen()."""
 
-    def wonder(
+    def look_up(
         self, sequence: SequenceKeys, at: int, stop: int, request_id: str = ""
     ) -> Ask | None:
         """Locked. Ask, if the tier answers; else None. While it is out of use, what is to show
@@ -119,7 +119,7 @@ class AskedIo(TierIo):
     def _enter(self, found: Found, now: float) -> Chunk | None:
         """Locked. None: it is no news."""
         residency, movable = self.context.residency, found.movable
-        chunk = enter(residency, self.books, found, now + self.lease_s)
+        chunk = enter(residency, self.tier, found, now + self.lease_s)
         if movable is None or residency.index.get(found.name.key) is None:
             return chunk
         if chunk is not None or movable.is_exact:  # else we may know more of it than we are told
@@ -140,8 +140,8 @@ class AskedIo(TierIo):
         context = self.context
         with context.progress:
             context.residency.now = now = context.clock()
-            end_leases(context.residency, self.books, context.moved)
-            if self.books.has_ended(now):
+            end_leases(context.residency, self.tier, context.moved)
+            if self.tier.has_ended(now):
                 context.wake()  # the next turn goes on, and others get the lock between
             late = 0
             while self._open:
@@ -171,14 +171,14 @@ class AskedIo(TierIo):
         self.health.reads.forget_probe()  # its answer would be one of these
 
 
-class Asking:
+class RemoteTiers:
     """Asks for requests. From the scheduler's thread.
 
     Args:
         tiers: that must be asked; nearest first.
     """
 
-    def __init__(self, context: Context, tiers: Sequence[AskedIo], reader: Reader) -> None:
+    def __init__(self, context: Context, tiers: Sequence[RemoteIo], reader: Reader) -> None:
         self._context = context
         self._tiers = tiers
         self._reader = reader
@@ -221,7 +221,7 @@ class Asking:
                 at = placed[-1].stop if placed else start
                 if at >= stop:
                     return
-            asks = [tier.wonder(sequence, at, stop, request_id or "") for tier in worth]
+            asks = [tier.look_up(sequence, at, stop, request_id or "") for tier in worth]
         asked = tuple(ask for ask in asks if ask is not None)
         if asked:  # else the next look may: at the first one nobody knows the weights yet
             sequence.asked_at, sequence.asked = now, asked
@@ -243,7 +243,7 @@ class Asking:
         logger.warning("weights have changed: this engine shares KV with no other any more")
 
 
-def is_asked(sequence: SequenceKeys) -> bool:
+def awaits_remote(sequence: SequenceKeys) -> bool:
     """Whether somebody is asked for these tokens who may still answer in time."""
     for ask in sequence.asked:  # noqa: SIM110 - asked of every request, step after step
         if not ask.is_over and ask.clock() < ask.until:
@@ -251,14 +251,14 @@ def is_asked(sequence: SequenceKeys) -> bool:
     return False
 
 
-def asking_of(
+def remote_tiers_of(
     context: Context, tiers: Iterable[TierIo], reader: Reader, *, has_groups: bool
-) -> Asking | None:
+) -> RemoteTiers | None:
     """None where no tier must be asked. With several KV cache groups none is: what it lacks of one
     group would have to shorten the hit of all."""
-    asked = [tier for tier in tiers if isinstance(tier, AskedIo)]
+    asked = [tier for tier in tiers if isinstance(tier, RemoteIo)]
     if asked and has_groups:
         names = ", ".join(tier.tier.name for tier in asked)
         logger.warning("%s: not asked, since this model has several KV cache groups", names)
         return None
-    return Asking(context, asked, reader) if asked else None
+    return RemoteTiers(context, asked, reader) if asked else None

@@ -139,8 +139,8 @@ class TierBehind(Tier):
 
     order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
-    is_asked = False
-    """Only by asking it is known what it has (asked_tier.py)."""
+    is_remote = False
+    """Only by asking it is known what it has (remote.py)."""
 
     def __init__(
         self, name: str, waiting: Departures, dram_pins: Pins, look_ahead: LookAhead[Chunk]

@@ -17,7 +17,7 @@ from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.cost import ReadCost
 from attnstore_vllm.tiers.context import Context
-from attnstore_vllm.tiers.dram_tier import MakeBooks
+from attnstore_vllm.tiers.dram_tier import MakeTierBehind
 from attnstore_vllm.tiers.health import Health
 from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.types import Flow, StoreFailure
@@ -175,7 +175,7 @@ class TierIo(ABC):
         return True
 
 
-class MakeTier(MakeBooks, Protocol):
+class MakeTier(MakeTierBehind, Protocol):
     """Makes one more tier: its books, then what moves its bytes."""
 
     def io(self, context: Context, tier: TierBehind) -> TierIo: ...

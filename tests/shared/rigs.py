@@ -9,7 +9,7 @@ from typing import Any
 
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import tenant_hash
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared.record import RecordNames
 from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_io import MakeShared, SharedIo
@@ -56,8 +56,8 @@ def shared_rig(
 
 def see_weights(rig: Rig, *, same: bool) -> None:
     """As after a look of the workers."""
-    assert rig.store.asking is not None
-    rig.store.asking.weights_seen(same)
+    assert rig.store.remote is not None
+    rig.store.remote.weights_seen(same)
 
 
 def io_of(rig: Rig) -> SharedIo:
@@ -95,7 +95,7 @@ def fetch(rig: Rig, tokens: list[int], salt: str | None = None) -> int:
     sequence.tenant = tenant_hash(salt)
     sequence.may_ask = True
     rig.store.find(sequence, 0, len(tokens))
-    rig.until(lambda: not is_asked(sequence))
+    rig.until(lambda: not awaits_remote(sequence))
     io = io_of(rig)
     rig.store.find(sequence, 0, len(tokens))
     rig.until(lambda: io.num_loading == 0)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from attnstore_lab.testing.asked_dict import AskedDictIo, MakeAskedDict, Others
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others, RemoteDictIo
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S
 from attnstore_vllm.policy.questions import ASK_MIN_TOKENS, AnswerTime, worth_asking
 from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.tiers.context import boot_seconds
 from attnstore_vllm.tiers.remote import Found
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from tests.helpers import (
     NAMESPACE,
     Rig,
@@ -38,15 +38,15 @@ def others() -> Others:
 
 @pytest.fixture
 def rig(others: Others) -> Iterator[Rig]:
-    rig = memory_rig(more_tiers=(MakeAskedDict(others),))
+    rig = memory_rig(more_tiers=(MakeRemoteDict(others),))
     yield rig
     rig.store.residency.check_integrity()
     rig.close()
 
 
-def tier_of(rig: Rig) -> AskedDictIo:
+def tier_of(rig: Rig) -> RemoteDictIo:
     io = rig.store.thread.tiers[1]
-    assert isinstance(io, AskedDictIo)
+    assert isinstance(io, RemoteDictIo)
     return io
 
 
@@ -65,7 +65,7 @@ def test_one_question_a_request_and_what_it_finds_comes_up(rig: Rig, others: Oth
     fill(others, 1)
     sequence = asked_for(1)
     assert rig.store.find(sequence, 0, LONG) == []
-    rig.until(lambda: not is_asked(sequence))
+    rig.until(lambda: not awaits_remote(sequence))
     found = rig.store.find(sequence, 0, LONG)
     assert found[-1].stop == LONG
     rig.until(lambda: len(rig.store.hold_ready(found, sequence, LONG)) == len(found))
@@ -89,9 +89,9 @@ def test_a_late_answer_is_waited_for_no_longer_and_welcome(rig: Rig, others: Oth
     sequence = asked_for(1)
     began = time.monotonic()
     rig.store.find(sequence, 0, LONG)
-    assert is_asked(sequence)
-    rig.until(lambda: not is_asked(sequence))
-    assert time.monotonic() - began >= AskedDictIo.answer_deadline_s
+    assert awaits_remote(sequence)
+    rig.until(lambda: not awaits_remote(sequence))
+    assert time.monotonic() - began >= RemoteDictIo.answer_deadline_s
     others.is_silent = False
     tier_of(rig).submit()
     rig.until(lambda: len(rig.store.find(sequence, 0, LONG)) == LONG // 16)
@@ -114,11 +114,11 @@ def test_a_tier_that_does_not_answer_is_left_alone(rig: Rig, others: Others) -> 
     for number in range(FAILURES_MAX):
         sequence = asked_for(number)
         rig.store.find(sequence, 0, LONG)
-        rig.until(lambda s=sequence: not is_asked(s))  # type: ignore[misc]
+        rig.until(lambda s=sequence: not awaits_remote(s))  # type: ignore[misc]
     rig.until(lambda: not io.health.reads.in_use)
     sequence = asked_for(50)
     rig.store.find(sequence, 0, LONG)
-    assert not is_asked(sequence), "nobody waits for it"
+    assert not awaits_remote(sequence), "nobody waits for it"
     others.is_silent = False
     fill(others, 60)
 
@@ -139,11 +139,11 @@ def test_who_could_ask_nobody_may_ask_later(rig: Rig, others: Others) -> None:
     io.has_left = False
     assert rig.store.find(sequence, 0, LONG) == []
     assert len(sequence.asked) == 1
-    rig.until(lambda: not is_asked(sequence))
+    rig.until(lambda: not awaits_remote(sequence))
     assert rig.store.find(sequence, 0, LONG)[-1].stop == LONG
 
 
-def put_out(io: AskedDictIo) -> None:
+def put_out(io: RemoteDictIo) -> None:
     """Out of use, and a probe is due."""
     io.others.is_silent = True
     for _ in range(FAILURES_MAX):
@@ -184,7 +184,7 @@ def test_hearsay_is_no_copy(rig: Rig, others: Others) -> None:
     fill(others, 1)
     sequence = asked_for(1)
     rig.store.find(sequence, 0, LONG)
-    rig.until(lambda: not is_asked(sequence))
+    rig.until(lambda: not awaits_remote(sequence))
     name = names_of(sequence)[0]
     assert rig.put(name, payload_of(name)) is not None
 
@@ -199,7 +199,7 @@ def test_an_empty_step_waits_for_an_answer(rig: Rig, others: Others) -> None:
     others.is_silent = False
     tier_of(rig).submit()
     rig.store.wait_for_any((), 5.0, [sequence])
-    assert not is_asked(sequence)
+    assert not awaits_remote(sequence)
 
 
 @pytest.mark.parametrize(

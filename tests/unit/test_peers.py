@@ -22,7 +22,7 @@ import pytest
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.checksum import copy_checksums
-from attnstore_vllm.tiers.peers import asker, owner
+from attnstore_vllm.tiers.peers import owner, peers_io
 from attnstore_vllm.tiers.peers.generation import FILE_NAME, Generation
 from attnstore_vllm.tiers.peers.owner import PIECE
 from attnstore_vllm.tiers.peers.wire import (
@@ -33,8 +33,8 @@ from attnstore_vllm.tiers.peers.wire import (
     connect,
     listen,
 )
-from attnstore_vllm.tiers.remote import AskedBooks
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote import RemoteTier
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import DRAM, PEERS
 from tests.helpers import conversation, mapped_bytes, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess
@@ -172,7 +172,7 @@ def test_who_waits_is_told_when_something_has_come(
     sequence = wanted(here, 1, LONG)
     here.wait(lambda: len(told) >= LONG // 16)
     assert all(told)
-    assert not is_asked(sequence)
+    assert not awaits_remote(sequence)
     here.store.leave_queue(["request"])
 
 
@@ -184,7 +184,7 @@ def test_who_waits_for_nothing_that_comes_is_told_at_once(
     monkeypatch.setattr(here.io.context.progress, "notify_all", told.set)
     sequence = wanted(here, 1, LONG)
     assert told.wait(10.0)
-    assert not is_asked(sequence)
+    assert not awaits_remote(sequence)
     here.store.leave_queue(["request"])
 
 
@@ -217,7 +217,7 @@ def test_bytes_that_were_computed_again_have_a_checksum_of_their_own(pair: Pair)
     sibling.call("put_again", 1, LONG)
     sequence = asking(1, LONG)
     assert here.store.find(sequence, 0, LONG) == []
-    here.wait(lambda: not is_asked(sequence))
+    here.wait(lambda: not awaits_remote(sequence))
     pieces = here.store.find(sequence, 0, LONG)
     here.wait(lambda: not any(piece.chunk.dram.state is State.READING for piece in pieces))
     held = here.store.hold_ready(pieces, sequence, LONG)
@@ -251,7 +251,7 @@ def test_reads_that_end_together_share_their_time(
         time.sleep(slow_s * bool(copies))
         return copy_checksums(copies)
 
-    monkeypatch.setattr(asker, "copy_checksums", slowly)
+    monkeypatch.setattr(peers_io, "copy_checksums", slowly)
     monkeypatch.setattr(here.io.cost, "observe", seconds.append)
     assert here.tokens(1, LONG) == LONG
     assert sum(batches) == len(seconds) == LONG // 16
@@ -321,13 +321,13 @@ def test_killed_while_it_serves(pair: Pair, how: signal.Signals) -> None:
 def test_a_stopped_sibling_costs_its_deadline_and_then_nothing(pair: Pair) -> None:
     here, sibling = pair
     sibling.call("put", 1, LONG)
-    here.io.answer_deadline_s = asker.ANSWER_DEADLINE_S
+    here.io.answer_deadline_s = peers_io.ANSWER_DEADLINE_S
     sibling.process.send_signal(signal.SIGSTOP)
 
     def is_out() -> bool:
         found = here.read(10, LONG)
         assert found["tiers"] == {}
-        assert found["asked_s"] < 10 * asker.ANSWER_DEADLINE_S  # this machine is busy, too
+        assert found["asked_s"] < 10 * peers_io.ANSWER_DEADLINE_S  # this machine is busy, too
         return not here.io.siblings[0].breaker.in_use
 
     here.wait(is_out)
@@ -542,7 +542,7 @@ def test_books_are_checked(pair: Pair) -> None:
     here, sibling = pair
     sibling.call("put", 1, LONG)
     assert here.tokens(1, LONG) == LONG
-    assert isinstance(here.io.books, AskedBooks)
+    assert isinstance(here.io.tier, RemoteTier)
     here.wait(here.is_idle)  # its own NVMe is written meanwhile
     here.store.residency.check_integrity()
 

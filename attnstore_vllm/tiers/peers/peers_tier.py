@@ -14,11 +14,11 @@ from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
-from attnstore_vllm.tiers.peers.asker import PeersIo
 from attnstore_vllm.tiers.peers.generation import Generation
+from attnstore_vllm.tiers.peers.peers_io import PeersIo
 from attnstore_vllm.tiers.peers.sibling import SHAPE, Sibling
 from attnstore_vllm.tiers.peers.wire import listen
-from attnstore_vllm.tiers.remote import AskedBooks
+from attnstore_vllm.tiers.remote import RemoteTier
 from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.transfer.page_tables import Unmapped
 from attnstore_vllm.transfer.pool import SharedPool
@@ -84,13 +84,13 @@ class MakePeers:
         self._pool = pool
         self._hello = _HELLO.pack(VERSION, chunk_tokens, pool.slot_bytes, namespace)
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> AskedBooks:
-        return AskedBooks(PEERS, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=False)
+    ) -> RemoteTier:
+        return RemoteTier(PEERS, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=False)
 
     def io(self, context: Context, tier: TierBehind) -> PeersIo:
-        assert isinstance(tier, AskedBooks)
+        assert isinstance(tier, RemoteTier)
         pool, slot_bytes = self._pool, self._pool.slot_bytes
         return PeersIo(
             context,

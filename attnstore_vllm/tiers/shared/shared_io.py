@@ -37,15 +37,15 @@ from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.health import Health
 from attnstore_vllm.tiers.remote import Ask, Found
-from attnstore_vllm.tiers.remote_io import AskedIo
+from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.tiers.shared import shared_generation as generations
 from attnstore_vllm.tiers.shared.backend import FAILED, MISSING, WRONG_SIZE
-from attnstore_vllm.tiers.shared.books import PAUSE_S, SharedBooks
 from attnstore_vllm.tiers.shared.helper import Helper, LateError
 from attnstore_vllm.tiers.shared.lanes import LaneOp, Lanes
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES, RecordNames, place_bytes
 from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_reset import SharedReset
+from attnstore_vllm.tiers.shared.shared_tier import PAUSE_S, SharedTier
 from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
 from attnstore_vllm.types import SHARED, Clock, Flow, StoreFailure
@@ -91,7 +91,7 @@ class _StoreJob(NamedTuple):
 _Job = TypeVar("_Job", _LoadJob, _StoreJob)
 
 
-class SharedIo(AskedIo):
+class SharedIo(RemoteIo):
     """See the module.
 
     Args:
@@ -109,7 +109,7 @@ class SharedIo(AskedIo):
     def __init__(
         self,
         context: Context,
-        books: SharedBooks,
+        tier: SharedTier,
         settings: Mapping[str, Any],
         *,
         keys: SharedKeys,
@@ -119,8 +119,8 @@ class SharedIo(AskedIo):
         directory: Path | None,
         write_rates: Mapping[float, float | None],
     ) -> None:
-        super().__init__(context, books)
-        self._books = books
+        super().__init__(context, tier)
+        self.tier: SharedTier = tier
         payload_bytes = context.pool.slot_bytes
         self.record_bytes = HEADER_BYTES + payload_bytes
         places = max(1, min(PLACES_MAX, LANE_BYTES // place_bytes(payload_bytes)))
@@ -196,12 +196,12 @@ class SharedIo(AskedIo):
 
     # ---- asking ------------------------------------------------------------------------
 
-    def wonder(
+    def look_up(
         self, sequence: SequenceKeys, at: int, stop: int, request_id: str = ""
     ) -> Ask | None:
         if self.generation.usable is None:
             return None
-        return super().wonder(sequence, at, stop, request_id)
+        return super().look_up(sequence, at, stop, request_id)
 
     def ask(self, ask: Ask) -> None:
         """Whoever asks plans a step: all that a question takes is done on the tier's thread."""
@@ -434,7 +434,7 @@ class SharedIo(AskedIo):
         super().turn()
         now, health = self.context.clock(), self.health
         with self.context.progress:
-            self._books.ripen(now)
+            self.tier.ripen(now)
             probes = [which.take_probe(now) for which in (health.reads, health.writes)]
             is_due = now >= self._look_at and health.reads.in_use
             if self._is_looking or not (any(probes) or is_due):
@@ -468,7 +468,7 @@ class SharedIo(AskedIo):
             with self.context.progress:
                 order = self.generation.see(theirs)
                 why_out = self.generation.why_out
-                self._books.open_to(self.generation.usable is not None)
+                self.tier.open_to(self.generation.usable is not None)
             if order is None:
                 break
             # What is too large to be read is nothing, and there all the same.
@@ -503,14 +503,14 @@ class SharedIo(AskedIo):
 
     def weights_seen(self, same: bool | None) -> None:
         self.generation.weights_seen(same)
-        self._books.open_to(self.generation.usable is not None)
+        self.tier.open_to(self.generation.usable is not None)
         self._look_at = 0.0
         self.context.wake()
 
     def reset(self) -> SharedReset:
         self.generation.reset()
         self.forget_asks()
-        self._books.open_to(False)
+        self.tier.open_to(False)
         self._alone.clear()
         self._damaged.clear()
         self._look_at = 0.0
@@ -570,7 +570,7 @@ class MakeShared:
         clock: Clock,
         pause_s: float = PAUSE_S,
     ) -> None:
-        self._books = partial(SharedBooks, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s)
+        self._tier = partial(SharedTier, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s)
         self._io = partial(
             SharedIo,
             settings=settings,
@@ -585,11 +585,11 @@ class MakeShared:
             },
         )
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> SharedBooks:
-        return self._books(policy, dram, look_ahead)
+    ) -> SharedTier:
+        return self._tier(policy, dram, look_ahead)
 
     def io(self, context: Context, tier: TierBehind) -> SharedIo:
-        assert isinstance(tier, SharedBooks)
+        assert isinstance(tier, SharedTier)
         return self._io(context, tier)

@@ -44,8 +44,8 @@ from attnstore_vllm.tiers.peers.owner import (
 )
 from attnstore_vllm.tiers.peers.sibling import Sibling
 from attnstore_vllm.tiers.peers.wire import Message, MessageKind, WireError
-from attnstore_vllm.tiers.remote import Ask, AskedBooks, Found
-from attnstore_vllm.tiers.remote_io import AskedIo
+from attnstore_vllm.tiers.remote import Ask, Found, RemoteTier
+from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
 from attnstore_vllm.transfer.page_tables import PAUSE_S, Unmapped
 from attnstore_vllm.types import KEY_BYTES, TOKEN_BYTES, Flow, Key
@@ -89,7 +89,7 @@ class _PeerLoad:
     ends_at: float = 0.0
 
 
-class PeersIo(AskedIo):
+class PeersIo(RemoteIo):
     """See the module.
 
     Args:
@@ -110,7 +110,7 @@ class PeersIo(AskedIo):
     def __init__(
         self,
         context: Context,
-        tier: AskedBooks,
+        tier: RemoteTier,
         siblings: Sequence[Sibling],
         generation: Generation,
         listening: socket.socket,
@@ -385,7 +385,7 @@ class PeersIo(AskedIo):
             assert question.whose is not None
             self._where[found.name.key] = question.whose
             self._where.move_to_end(found.name.key)
-        while len(self._where) > self.books.num_slots:
+        while len(self._where) > self.tier.num_slots:
             self._where.popitem(last=False)
         self.answer(question.ask, question.best)
 

@@ -20,8 +20,8 @@ from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.health import Health
-from attnstore_vllm.tiers.remote import Ask, AskedBooks, Found
-from attnstore_vllm.tiers.remote_io import AskedIo
+from attnstore_vllm.tiers.remote import Ask, Found, RemoteTier
+from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
 
@@ -42,11 +42,11 @@ class Others:
         self.records[bytes(name.key)] = name, payload, digest or checksum(payload)
 
 
-class AskedDictIo(AskedIo):
+class RemoteDictIo(RemoteIo):
     answer_deadline_s = 0.05
     lease_s = 1.0
 
-    def __init__(self, context: Context, tier: AskedBooks, others: Others) -> None:
+    def __init__(self, context: Context, tier: RemoteTier, others: Others) -> None:
         super().__init__(context, tier)
         self.record_bytes = context.pool.slot_bytes
         self.health = Health(
@@ -139,7 +139,7 @@ class AskedDictIo(AskedIo):
         self._stores.clear()
 
 
-class MakeAskedDict:
+class MakeRemoteDict:
     """For Store's `more_tiers`."""
 
     def __init__(
@@ -155,13 +155,13 @@ class MakeAskedDict:
         self.others = others
         self._num_slots = num_slots
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> AskedBooks:
-        return AskedBooks(
+    ) -> RemoteTier:
+        return RemoteTier(
             self.name, self._num_slots, policy, dram, look_ahead, takes_writes=self._takes_writes
         )
 
-    def io(self, context: Context, tier: TierBehind) -> AskedDictIo:
-        assert isinstance(tier, AskedBooks)
-        return AskedDictIo(context, tier, self.others)
+    def io(self, context: Context, tier: TierBehind) -> RemoteDictIo:
+        assert isinstance(tier, RemoteTier)
+        return RemoteDictIo(context, tier, self.others)
