@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.config import settings as config_module
+from attnstore_vllm.config import settings, values
 from attnstore_vllm.config.settings import NvmeConfig, PinningConfig, StoreConfig, TraceConfig
 from attnstore_vllm.config.values import format_size, parse_size
 from attnstore_vllm.errors import ConfigError
@@ -130,7 +130,8 @@ def test_every_setting_that_is_a_size_has_a_least(monkeypatch: pytest.MonkeyPatc
         asked[key] = least
         return parse_size(key, value, least, unit)
 
-    monkeypatch.setattr(config_module, "parse_size", record)
+    for module in (settings, values):
+        monkeypatch.setattr(module, "parse_size", record)
     nvme = MINIMAL["nvme"] | {"daily_writes": "1TiB", "scrub": "8MiB"}
     StoreConfig.parse(MINIMAL | {"nvme": nvme, "write_buffer": "1GiB"})
     assert len(asked) == sum(

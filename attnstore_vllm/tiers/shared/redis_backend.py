@@ -13,7 +13,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -33,6 +33,17 @@ class RedisBackend(Backend):
     Args:
         settings: url, timeout_s; password, ca, cert, key where they are given.
     """
+
+    @classmethod
+    def open(
+        cls, options: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
+    ) -> RedisBackend:
+        return cls(options)
+
+    @classmethod
+    def secrets(cls, options: Mapping[str, Any]) -> Collection[str]:
+        in_url = urlsplit(options.get("url", "")).password or ""
+        return {options.get("password", ""), in_url, unquote(in_url)}
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._url = urlsplit(settings["url"])

@@ -8,7 +8,7 @@ import logging
 import time
 from pathlib import Path
 
-from attnstore_vllm.config.shared import SharedConfig
+from attnstore_vllm.config.shared import KINDS, SharedConfig
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.tiers.shared.helper import Helper
 from attnstore_vllm.tiers.shared.lanes import Lanes
@@ -23,9 +23,11 @@ TRIAL_NAME = b"attnstore doctor".ljust(32, b"\0")
 def check_client(shared: SharedConfig) -> None:
     """Raises ConfigError if the client is not installed, or the password or the secret cannot be
     read."""
-    if shared.kind == "mooncake" and importlib.util.find_spec("mooncake") is None:
+    kind = KINDS[shared.kind]
+    if kind.client and importlib.util.find_spec(kind.client) is None:
         raise ConfigError(
-            "shared.mooncake needs Mooncake's client; run: pip install 'attnstore-vllm[mooncake]'"
+            f"shared.{shared.kind} needs {kind.title}'s client; run: "
+            f"pip install 'attnstore-vllm[{shared.kind}]'"
         )
     shared.for_client()
     SharedKeys.of_file(shared.secret_file)
