@@ -38,7 +38,7 @@ from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_io import MakeShared
+from attnstore_vllm.tiers.shared.start import MakeShared
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Seen

@@ -45,7 +45,8 @@ from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.tiers.shared.backend import open_backend
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_io import MakeShared, SharedIo
+from attnstore_vllm.tiers.shared.shared_io import SharedIo
+from attnstore_vllm.tiers.shared.start import MakeShared
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Key
 from benchmarks.hit_latency import ARGUMENTS, CASES, DEV, LOADED, Client

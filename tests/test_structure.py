@@ -99,4 +99,6 @@ def test_kinds_of_shared_stores_are_known_in_one_file() -> None:
     """Another one is a class of Backend and an entry there."""
     assert users(rf"[\"']({'|'.join(KINDS)})[\"']") == {"config/shared.py"}
     named = row("another shared store")
-    assert "`config/shared.py: SharedKind`" in named and "`tiers/shared/backend.py: Backend`" in named
+    assert (
+        "`config/shared.py: SharedKind`" in named and "`tiers/shared/backend.py: Backend`" in named
+    )

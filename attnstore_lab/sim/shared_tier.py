@@ -20,18 +20,17 @@ from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Op
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.health import Health
-from attnstore_vllm.tiers.tier import Pin, Pins, TierBehind
+from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.tiers.tier_io import Loaded, Stored, TierIo
 from attnstore_vllm.types import Key, StoreFailure
 
 NAME = "shared"
 _CHECKSUM = bytes(CHECKSUM_BYTES)
 _MANY_SLOTS = 1 << 30
-"""A server's books of the tier have no limit of their own: the tier has."""
+"""What a server knows of the tier has no limit of their own: the tier has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,8 @@ class SharedTier:
 
 
 class HostTier(TierBehind):
-    """Books of what one server knows to be in the shared tier. They have no order of their own."""
+    """What one server knows to be in the shared tier. It has no order of its own: in the tier, what
+    was looked up last stays longest."""
 
     def __init__(
         self,
@@ -122,7 +122,6 @@ class HostTier(TierBehind):
         super().__init__(NAME, policy(dram.num_slots), dram.pins, look_ahead)
         self.num_slots = _MANY_SLOTS
         self.order = policy(1)
-        self.pins = Pins()
         self.gone: Callable[[Chunk], None]
         """Told of a chunk that has left; HostIo says what then happens."""
         self._shared = shared
@@ -166,18 +165,6 @@ class HostTier(TierBehind):
 
     def live(self, slot: int) -> Chunk | None:
         return self._owned[slot]
-
-    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
-        """The tier has an order of its own: what was looked up last stays longest."""
-
-    def pin(self, chunk: Chunk, pin: Pin) -> bool:
-        return False
-
-    def unpin(self, chunk: Chunk) -> None:
-        """Nothing is pinned here."""
-
-    def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
-        """Nothing is pinned here."""
 
     def check_integrity(self) -> None:
         for slot, chunk in self._owned.items():
@@ -307,12 +294,6 @@ class HostIo(TierIo):
 
     def reset(self) -> HostReset:
         return HostReset()
-
-    def turn(self) -> None:
-        """It does nothing by itself."""
-
-    def wake(self) -> None:
-        """Nobody waits."""
 
     def cancel(self) -> None:
         """Nothing can be cancelled."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers that must be asked: a look-up that ends early asks them for the rest.
+"""Remote tiers: a look-up that ends early asks them for the rest.
 
     look-up ends early -> Ask -> the tier's own thread answers -> entries in the index
                             \\_ the request is told "not yet", until then or the tier's deadline
@@ -20,7 +20,6 @@ from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.questions import ASKED_FOR_S, AnswerTime, worth_asking
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.reader import Reader
 from attnstore_vllm.tiers.remote import Ask, Found, RemoteTier, end_leases, enter
@@ -30,6 +29,34 @@ logger = logging.getLogger(__name__)
 
 OPEN_MAX = 64
 """Questions that a tier has not answered; more are not asked."""
+ASK_MIN_TOKENS = 32
+"""Fewer tokens that are not stored here are computed without a question."""
+ASKED_FOR_S = 2.0
+"""After so long a request that still waits may ask again: what was found may have gone."""
+ANSWERS_KEPT = 64
+"""About so many answers make up the mean."""
+
+
+class AnswerTime:
+    """The usual time of an answer, in seconds."""
+
+    def __init__(self) -> None:
+        self.mean_s = 0.0
+        self._count = 0
+
+    def observe(self, seconds: float) -> None:
+        self._count = min(self._count + 1, ANSWERS_KEPT)
+        self.mean_s += (seconds - self.mean_s) / self._count
+
+
+def worth_asking(num_tokens: int, computing_s: float | None, answer_s: float) -> bool:
+    """Whether so many tokens that are not stored here are worth a question.
+
+    Args:
+        computing_s: that computing them takes; None: it is not known.
+        answer_s: that an answer usually takes, before anything is loaded.
+    """
+    return num_tokens >= ASK_MIN_TOKENS and (computing_s is None or computing_s > answer_s)
 
 
 class AskError(AttnStoreError):
@@ -37,7 +64,7 @@ class AskError(AttnStoreError):
 
 
 class RemoteIo(TierIo):
-    """A tier that must be asked. As in TierIo, methods marked *locked* are called with the lock.
+    """The I/O of one remote tier. As in TierIo, methods marked *locked* are called with the lock.
 
     ask() hands the question to a thread of the tier's own, which calls answer(). A subclass calls
     turn() of this class in its own.
@@ -172,11 +199,7 @@ class RemoteIo(TierIo):
 
 
 class RemoteTiers:
-    """Asks for requests. From the scheduler's thread.
-
-    Args:
-        tiers: that must be asked; nearest first.
-    """
+    """All of them, nearest first: asks for requests. From the scheduler's thread."""
 
     def __init__(self, context: Context, tiers: Sequence[RemoteIo], reader: Reader) -> None:
         self._context = context
@@ -254,7 +277,7 @@ def awaits_remote(sequence: SequenceKeys) -> bool:
 def remote_tiers_of(
     context: Context, tiers: Iterable[TierIo], reader: Reader, *, has_groups: bool
 ) -> RemoteTiers | None:
-    """None where no tier must be asked. With several KV cache groups none is: what it lacks of one
+    """None where there is none. With several KV cache groups none is: what it lacks of one
     group would have to shorten the hit of all."""
     asked = [tier for tier in tiers if isinstance(tier, RemoteIo)]
     if asked and has_groups:

@@ -140,12 +140,14 @@ class TierBehind(Tier):
     order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
     is_remote = False
-    """Only by asking it is known what it has (remote.py)."""
+    """What it has is known by asking it alone (remote.py)."""
 
     def __init__(
         self, name: str, waiting: Departures, dram_pins: Pins, look_ahead: LookAhead[Chunk]
     ) -> None:
         self.name = name
+        self.pins = Pins()
+        """Empty where pins are kept in the tiers before it alone."""
         self.is_lost = False
         """Out of use for good: nothing comes here any more."""
         self.waiting = waiting
@@ -203,6 +205,23 @@ class TierBehind(Tier):
 
     def place(self, chunk: Chunk) -> None:
         """Nothing depends on what other tiers have of the chunk."""
+
+    # ---- uses and pins: what a tier without an order of its own need not say --------------
+
+    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
+        """Uses change nothing: who leaves is not ours to say."""
+
+    def pin(self, chunk: Chunk, pin: Pin) -> bool:
+        """No chunk is pinned here."""
+        return False
+
+    def unpin(self, chunk: Chunk) -> None:
+        """None was."""
+
+    def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
+        """None ends."""
+
+    # ---- what waits in DRAM ----------------------------------------------------------------
 
     def place_in_dram(self, chunk: Chunk) -> None:
         """The chunk waits for being written here, or does not any more. It has a slot of DRAM."""

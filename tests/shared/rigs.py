@@ -12,7 +12,8 @@ from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared.record import RecordNames
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_io import MakeShared, SharedIo
+from attnstore_vllm.tiers.shared.shared_io import SharedIo
+from attnstore_vllm.tiers.shared.start import MakeShared
 from tests.helpers import CHUNK_TOKENS, Rig, memory_rig, name_of, payload_of, sequence_of
 
 NO_KEYS = SharedKeys.of(None)

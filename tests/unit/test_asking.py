@@ -13,11 +13,15 @@ import pytest
 from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others, RemoteDictIo
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S
-from attnstore_vllm.policy.questions import ASK_MIN_TOKENS, AnswerTime, worth_asking
 from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.tiers.context import boot_seconds
 from attnstore_vllm.tiers.remote import Found
-from attnstore_vllm.tiers.remote_io import awaits_remote
+from attnstore_vllm.tiers.remote_io import (
+    ASK_MIN_TOKENS,
+    AnswerTime,
+    awaits_remote,
+    worth_asking,
+)
 from tests.helpers import (
     NAMESPACE,
     Rig,

@@ -19,7 +19,6 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -31,10 +30,8 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.policy.eviction.departures import Departures
-from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.tiers.context import Context
-from attnstore_vllm.tiers.dram_tier import DramTier
+from attnstore_vllm.tiers.generation import NotedReset
 from attnstore_vllm.tiers.health import Health
 from attnstore_vllm.tiers.remote import Ask, Found
 from attnstore_vllm.tiers.remote_io import RemoteIo
@@ -44,11 +41,9 @@ from attnstore_vllm.tiers.shared.helper import Helper, LateError
 from attnstore_vllm.tiers.shared.lanes import LaneOp, Lanes
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES, RecordNames, place_bytes
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_reset import SharedReset
-from attnstore_vllm.tiers.shared.shared_tier import PAUSE_S, SharedTier
-from attnstore_vllm.tiers.tier import TierBehind
+from attnstore_vllm.tiers.shared.shared_tier import SharedTier
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
-from attnstore_vllm.types import SHARED, Clock, Flow, StoreFailure
+from attnstore_vllm.types import SHARED, Flow, StoreFailure
 
 logger = logging.getLogger(__name__)
 
@@ -507,21 +502,15 @@ class SharedIo(RemoteIo):
         self._look_at = 0.0
         self.context.wake()
 
-    def reset(self) -> SharedReset:
+    def reset(self) -> NotedReset:
+        """Whether the store hears of it or not, this engine has left."""
         self.generation.reset()
         self.forget_asks()
         self.tier.open_to(False)
         self._alone.clear()
         self._damaged.clear()
         self._look_at = 0.0
-        return SharedReset(self.context, self.save_generation)
-
-    def poll(self, timeout_s: float) -> bool:
-        """The threads that end something tell of it."""
-        return False
-
-    def wake(self) -> None:
-        """Never waits."""
+        return NotedReset(self.context, SHARED, self.save_generation)
 
     def cancel(self) -> None:
         self.helper.close()
@@ -548,48 +537,3 @@ def _remember(table: OrderedDict[bytes, Any], key: bytes, value: Any) -> None:
     table.move_to_end(key)
     while len(table) > ALONE_MAX:
         table.popitem(last=False)
-
-
-class MakeShared:
-    """For Store's `more_tiers`."""
-
-    name = SHARED
-
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        *,
-        keys: SharedKeys,
-        namespace: bytes,
-        where: str,
-        chunk_tokens: int,
-        deadline_s: float,
-        directory: Path | None,
-        bandwidth: int | None = None,
-        daily_writes: int | None = None,
-        clock: Clock,
-        pause_s: float = PAUSE_S,
-    ) -> None:
-        self._tier = partial(SharedTier, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s)
-        self._io = partial(
-            SharedIo,
-            settings=settings,
-            keys=keys,
-            namespace=namespace,
-            where=where,
-            deadline_s=deadline_s,
-            directory=directory,
-            write_rates={
-                BANDWIDTH_BURST_S: bandwidth,
-                DAILY_BURST_S: daily_writes / 86_400 if daily_writes else None,
-            },
-        )
-
-    def tier(
-        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> SharedTier:
-        return self._tier(policy, dram, look_ahead)
-
-    def io(self, context: Context, tier: TierBehind) -> SharedIo:
-        assert isinstance(tier, SharedTier)
-        return self._io(context, tier)
