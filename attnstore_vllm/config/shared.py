@@ -182,11 +182,11 @@ class SharedKind:
 
     title: str
     example: str
-    """Of its setting, for errors."""
+    """The value of its setting, for errors."""
     backend: str
     """MODULE:CLASS of its Backend, which is loaded where it is used."""
     options: Callable[[Mapping[str, Any]], dict[str, str]]
-    """Of all that `shared` has, what its Backend is to know. Raises ConfigError."""
+    """Options of its Backend, by all that `shared` has. Raises ConfigError."""
     where: Callable[[Mapping[str, str]], str]
     """By the options: the store's address for the log, without secrets."""
     keys: frozenset[str] = frozenset()

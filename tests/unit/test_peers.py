@@ -22,9 +22,11 @@ import pytest
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.checksum import copy_checksums
+from attnstore_vllm.store import store
 from attnstore_vllm.tiers.peers import owner, peers_io
 from attnstore_vllm.tiers.peers.generation import FILE_NAME, Generation
 from attnstore_vllm.tiers.peers.owner import PIECE
+from attnstore_vllm.tiers.peers.peers_tier import PeersTier
 from attnstore_vllm.tiers.peers.wire import (
     SOCKET_NAME,
     MessageKind,
@@ -33,7 +35,6 @@ from attnstore_vllm.tiers.peers.wire import (
     connect,
     listen,
 )
-from attnstore_vllm.tiers.remote import RemoteTier
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import DRAM, PEERS
 from tests.helpers import conversation, mapped_bytes, names_of, sequence_of
@@ -408,8 +409,23 @@ def test_a_reset_waits_for_its_files_without_the_lock_and_shares_nothing_meanwhi
         peers.reset()
         assert peers.generation() is None, "it is not on the disk yet"
     assert here.reset()
+    here.wait(lambda: peers.generation() is not None)
     assert seen == [(True, None)] * 3, "one generation for each reset"
-    assert peers.generation() not in (None, before)
+    assert peers.generation() != before
+    here.close()
+
+
+def test_a_disk_that_hangs_holds_no_reset_beyond_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = PeerEngine(tmp_path, 0)
+    goes_on = threading.Event()
+    monkeypatch.setattr(Generation, "advance", lambda _: goes_on.wait(10.0))
+    monkeypatch.setattr(store, "RESET_DEADLINE_S", 0.2)
+    assert not here.reset(), "it says that KV of before may come back"
+    assert not goes_on.is_set() and here.io.generation() is None
+    goes_on.set()
+    here.wait(lambda: here.io.generation() is not None)
     here.close()
 
 
@@ -542,7 +558,7 @@ def test_books_are_checked(pair: Pair) -> None:
     here, sibling = pair
     sibling.call("put", 1, LONG)
     assert here.tokens(1, LONG) == LONG
-    assert isinstance(here.io.tier, RemoteTier)
+    assert isinstance(here.io.tier, PeersTier)
     here.wait(here.is_idle)  # its own NVMe is written meanwhile
     here.store.residency.check_integrity()
 
