@@ -33,6 +33,7 @@ from tests.helpers import (
     format_device,
     names_of,
     new_slab,
+    num_dirty,
     open_pool,
     payload_of,
     sequence_of,
@@ -167,7 +168,7 @@ class PeerEngine:
         """Fill DRAM with conversations that nobody asks for."""
         for number in range(first, first + count):
             self.put(number, CHUNK_TOKENS)
-            self.wait(lambda: self.store.residency.num_dirty == 0)
+            self.wait(lambda: num_dirty(self.store.residency) == 0)
         return count
 
     def damage(self, number: int, num_tokens: int, first: int = 0) -> bool:

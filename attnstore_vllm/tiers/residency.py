@@ -107,11 +107,6 @@ class Residency:
         self.watch: Announced | None = None
         """Told of chunks that come to tiers and leave them, where routers want to know."""
 
-    @property
-    def num_dirty(self) -> int:
-        """Chunks that wait for being written, of all tiers."""
-        return sum(len(tier.waiting) for tier in self.behind)
-
     # ---- who uses what -----------------------------------------------------------------
 
     def use(self, chunks: Sequence[Chunk], run: Run | None = None) -> None:

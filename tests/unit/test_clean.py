@@ -13,7 +13,7 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.shared.shared_tier import PAUSE_S, SharedTier
 from attnstore_vllm.types import SHARED, StoreFailure
-from tests.helpers import CHUNK_TOKENS, conversation, lru, name_of, sequence_of
+from tests.helpers import CHUNK_TOKENS, conversation, lru, name_of, num_dirty, sequence_of
 
 SLOTS = 4
 
@@ -77,7 +77,7 @@ def test_what_the_shared_tier_waits_for_is_dirty_until_it_is_left(tiers: _Tiers)
     tiers.fail_in_nvme(chunk)
     assert tiers.is_dirty(chunk), "it pauses"
     tiers.shared.ripen(PAUSE_S)
-    assert tiers.num_dirty == 1
+    assert num_dirty(tiers) == 1
     assert tiers.is_dirty(chunk)
     tiers.shared.open_to(False)
     assert not tiers.is_dirty(chunk)
