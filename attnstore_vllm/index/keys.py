@@ -228,7 +228,7 @@ class SequenceKeys:
         """... and which index it was, since when."""
         self.tenant = bytes(32)
         self.may_ask = False
-        """Tiers that must be asked may be asked for it (tiers/remote_io.py), ..."""
+        """Remote tiers may be asked for it (tiers/remote_io.py), ..."""
         self.asked: tuple[Ask, ...] = ()
         self.asked_at = -math.inf
         """... these were, and when."""

@@ -381,7 +381,7 @@ class DramTier(Tier):
 
 
 class MakeTierBehind(Protocol):
-    """Makes the books of one more tier behind DRAM (tiers/tier.py)."""
+    """Makes one more tier behind DRAM (tiers/tier.py)."""
 
     name: str
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam of a tier: what residency.py needs of the books of each, and what they share.
+"""The seam of a tier: what residency.py needs of each, and what they share.
 
-A tier's books say which slots are free, whose the others are, and who leaves next. They move no
+A tier says which slots are free, whose the others are, and who leaves next. It moves no
 bytes: tiers/tier_io.py is the seam for that. DRAM (dram_tier.py) stands before all others, since
 HBM is copied from and to it alone. The tiers behind it are a list, nearest first: NVMe
-(nvme_tier.py), and whatever else is made of TierBehind.
+(nvme/nvme_tier.py), and others that are made of TierBehind.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Pins(dict[int, Pin]):
 
 
 class Tier(ABC):
-    """The books of one tier. A chunk has at most one slot in it."""
+    """One tier. A chunk has at most one slot in it."""
 
     name: str
     num_slots: int

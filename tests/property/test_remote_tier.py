@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store machine with a tier that must be asked, which others fill, damage, empty and silence.
+"""The store machine with a remote tier, which others fill, damage, empty and silence.
 
 Goal: what a request is given are bytes that somebody put under that key and nobody has damaged;
 after a reset none that others had before; nothing stays held, whatever others do.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulation with a tier that must be asked: answers come late, and what they say is lost,
+"""The simulation with a remote tier: answers come late, and what they say is lost,
 damaged or too old by the time it is loaded."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier that must be asked said to have is believed while its lease lasts, and no longer.
+"""What a remote tier said to have is believed while its lease lasts, and no longer.
 
 However often it was renewed, and whether or not the store's thread came to free what has ended.
 """
@@ -40,7 +40,7 @@ def name_of(number: int) -> ChunkName:
 
 
 class Tier:
-    """Books of a tier that must be asked, and a clock."""
+    """A remote tier, and a clock."""
 
     def __init__(self, entries: int = ENTRIES) -> None:
         make = MakeRemoteDict(Others(), entries)

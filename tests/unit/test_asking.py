@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to a tier that must be asked: one a request, for a while, and none where it fails."""
+"""Questions to a remote tier: one a request, for a while, and none where it fails."""
 
 from __future__ import annotations
 
