@@ -27,24 +27,23 @@ class NotedReset:
     It waits for the disk alone, on a thread of its own.
 
     Args:
-        tier: its name.
+        of: the tier, in words.
         note: makes the reset durable. Raises OSError.
     """
 
-    def __init__(self, context: Context, tier: str, note: Callable[[], None]) -> None:
+    def __init__(self, context: Context, of: str, note: Callable[[], None]) -> None:
         self.is_over = self.succeeded = False
         self._context = context
-        self._tier = tier
+        self._of = of
         self._note = note
-        name = f"attnstore-{tier}-reset"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threading.Thread(target=self._run, name="attnstore-reset", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._note()
             succeeded = True
         except OSError as error:
-            logger.error("the reset of %s was not noted on the disk: %s", self._tier, error)
+            logger.error("the reset of %s was not noted on the disk: %s", self._of, error)
             succeeded = False
         progress = self._context.progress
         with progress:

@@ -194,7 +194,7 @@ class PeersIo(RemoteIo):
         """We share nothing until the next generation is on the disk."""
         self.forget_asks()
         self._num_resets += 1
-        return NotedReset(self.context, self.tier.name, self._advance)
+        return NotedReset(self.context, "siblings", self._advance)
 
     def _advance(self) -> None:
         with self._advancing:  # one for each: others may have taken one

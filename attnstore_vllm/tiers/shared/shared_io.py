@@ -510,7 +510,7 @@ class SharedIo(RemoteIo):
         self._alone.clear()
         self._damaged.clear()
         self._look_at = 0.0
-        return NotedReset(self.context, SHARED, self.save_generation)
+        return NotedReset(self.context, "the shared tier", self.save_generation)
 
     def cancel(self) -> None:
         self.helper.close()
