@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,13 +27,7 @@ NUM_LANES = 5
 class Watched(Backend):
     """It takes its time, and counts who does what meanwhile."""
 
-    @classmethod
-    def open(
-        cls, options: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
-    ) -> Watched:
-        return cls()
-
-    def __init__(self) -> None:
+    def __init__(self, *_: object) -> None:
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self._lock = threading.Lock()

@@ -7,6 +7,7 @@ import logging
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from attnstore_vllm.index.chunk import Chunk
@@ -41,7 +42,11 @@ def peers_of(
 ) -> tuple[MakePeers, ...]:
     """The tier; none without siblings, or where no socket can be made beside the store's file.
 
-    Args: as MakePeers has them.
+    Args:
+        own: the directory of this engine's store, whose lock it holds.
+        group: the one that all engines know (generation.py).
+        others: those of its siblings.
+        namespace: of the store: siblings with another are none.
     """
     if not others:
         return ()
@@ -50,37 +55,21 @@ def peers_of(
     except OSError as error:
         logger.warning("this engine reads no others and is read by none: %s: %s", own, error)
         return ()
-    return (MakePeers(own, group, others, namespace, chunk_tokens, pool, listening),)
+    hello = _HELLO.pack(VERSION, chunk_tokens, pool.slot_bytes, namespace)
+    return (MakePeers(own, group, others, pool, listening, hello),)
 
 
+@dataclass(slots=True)
 class MakePeers:
-    """For Store's `more_tiers`.
+    """For Store's `more_tiers`. The fields are as peers_of() has them."""
 
-    Args:
-        own: the directory of this engine's store, whose lock it holds.
-        group: the one that all engines know (generation.py).
-        others: those of its siblings.
-        namespace: of the store: siblings with another are none.
-    """
-
-    name = PEERS
-
-    def __init__(
-        self,
-        own: Path,
-        group: Path,
-        others: Sequence[Path],
-        namespace: bytes,
-        chunk_tokens: int,
-        pool: SharedPool,
-        listening: socket.socket,
-    ) -> None:
-        self._own = own
-        self._group = group
-        self._listening = listening
-        self._others = others
-        self._pool = pool
-        self._hello = _HELLO.pack(VERSION, chunk_tokens, pool.slot_bytes, namespace)
+    own: Path
+    group: Path
+    others: Sequence[Path]
+    pool: SharedPool
+    listening: socket.socket
+    hello: bytes
+    name: str = field(default=PEERS, init=False)
 
     def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
@@ -89,14 +78,14 @@ class MakePeers:
 
     def io(self, context: Context, tier: TierBehind) -> PeersIo:
         assert isinstance(tier, PeersTier)
-        pool, slot_bytes = self._pool, self._pool.slot_bytes
+        pool, slot_bytes = self.pool, self.pool.slot_bytes
         return PeersIo(
             context,
             tier,
-            [Sibling(directory, self._hello, slot_bytes) for directory in self._others],
-            Generation(self._own, self._group),
-            self._listening,
-            self._hello,
+            [Sibling(directory, self.hello, slot_bytes) for directory in self.others],
+            Generation(self.own, self.group),
+            self.listening,
+            self.hello,
             (pool.read_only_fds, SHAPE.pack(*pool.shape)),
             Unmapped([pool.buffer], writes=True),
         )

@@ -39,11 +39,10 @@ class Backend(ABC):
     RecordNames are text. Places are of memory that strangers may write: nothing is verified here.
     """
 
-    @classmethod
     @abstractmethod
-    def open(
-        cls, options: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
-    ) -> Backend:
+    def __init__(
+        self, options: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
+    ) -> None:
         """Raises BackendError.
 
         Args:
@@ -113,6 +112,6 @@ def backend_of(settings: Mapping[str, Any]) -> tuple[type[Backend], Mapping[str,
 def open_backend(
     settings: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
 ) -> Backend:
-    """See backend_of() and Backend.open(). Raises BackendError."""
+    """See backend_of() and Backend. Raises BackendError."""
     backend, options = backend_of(settings)
-    return backend.open(options, buffer, shared)
+    return backend(options, buffer, shared)

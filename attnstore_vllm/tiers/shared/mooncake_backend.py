@@ -103,7 +103,7 @@ class MooncakeBackend(Backend):
 
     Args:
         settings: master, metadata, protocol, devices, host.
-        buffer, shared: see Backend.open().
+        buffer, shared: see Backend.
     """
 
     def __init__(
@@ -115,12 +115,6 @@ class MooncakeBackend(Backend):
         if "client" not in shared:
             shared["client"] = _connect(settings, buffer)
         self._made = shared["client"]
-
-    @classmethod
-    def open(
-        cls, options: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
-    ) -> MooncakeBackend:
-        return cls(options, buffer, shared)
 
     @classmethod
     def environment(cls) -> dict[str, str]:

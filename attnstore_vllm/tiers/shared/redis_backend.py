@@ -35,17 +35,11 @@ class RedisBackend(Backend):
     """
 
     @classmethod
-    def open(
-        cls, options: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
-    ) -> RedisBackend:
-        return cls(options)
-
-    @classmethod
     def secrets(cls, options: Mapping[str, Any]) -> Collection[str]:
         in_url = urlsplit(options.get("url", "")).password or ""
         return {options.get("password", ""), in_url, unquote(in_url)}
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], *_: object) -> None:
         self._url = urlsplit(settings["url"])
         self._settings = settings
         self._timeout_s = float(settings["timeout_s"])
