@@ -51,7 +51,7 @@ class Network:
         return self.capacity > 0 and self.link > 0 and self.bandwidth > 0
 
 
-class SharedTier:
+class SharedStore:
     """The tier itself, which all servers see.
 
     Args:
@@ -114,7 +114,7 @@ class HostTier(TierBehind):
 
     def __init__(
         self,
-        shared: SharedTier,
+        shared: SharedStore,
         policy: Callable[[int], Departures],
         dram: DramTier,
         look_ahead: LookAhead[Chunk],
@@ -184,7 +184,7 @@ class HostReset:
 class HostIo(TierIo):
     """One server's transfers, one after the other each way: as fast as its link and the tier."""
 
-    def __init__(self, context: Context, tier: HostTier, shared: SharedTier, depth: int) -> None:
+    def __init__(self, context: Context, tier: HostTier, shared: SharedStore, depth: int) -> None:
         super().__init__()
         self.tier: HostTier = tier
         self.record_bytes = shared.record_bytes
@@ -304,7 +304,7 @@ class MakeHostTier:
 
     name = NAME
 
-    def __init__(self, shared: SharedTier, depth: int) -> None:
+    def __init__(self, shared: SharedStore, depth: int) -> None:
         self._shared = shared
         self._depth = depth
         self.made: HostIo
