@@ -49,7 +49,7 @@ class DeviceError(AttnStoreError):
 
 
 class GoneError(AttnStoreError):
-    """A tier that must be asked has not, or not in time, what it said it had. No fault: others may
+    """A remote tier has not, or not in time, what it said it had. No fault: others may
     drop what they have."""
 
 

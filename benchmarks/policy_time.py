@@ -99,7 +99,7 @@ def fill(engine: ScriptedEngine, prompts: list[list[int]], num_chunks: int, rand
             entered += len(saved)
             bar.update(len(saved))
             saved.clear()
-            while store.residency.num_dirty > DRAM_SLOTS // 2:
+            while len(store.residency.nvme.waiting) > DRAM_SLOTS // 2:
                 time.sleep(0.001)
     while not store.is_idle():
         time.sleep(0.01)

@@ -38,7 +38,7 @@ from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.tiers.nvme.format import SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_io import MakeShared
+from attnstore_vllm.tiers.shared.start import MakeShared
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Seen
@@ -73,8 +73,8 @@ def make_scheduler(
     slab = open_slab(directory / SLAB_NAME, capacity, shape)
     device, _ = open_device(slab.path, 64, "auto")
     store = open_store(pool, slab, device, more_tiers=more_tiers)
-    if store.asking is not None:
-        store.asking.weights_seen(True)
+    if store.remote is not None:
+        store.remote.weights_seen(True)
     return open_scheduler(store, geometry, Weights(bytes(32), b""), lock=lock)
 
 

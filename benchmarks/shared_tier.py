@@ -45,7 +45,8 @@ from attnstore_vllm.tiers.nvme.slab import open_slab
 from attnstore_vllm.tiers.shared.backend import open_backend
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_io import MakeShared, SharedIo
+from attnstore_vllm.tiers.shared.shared_io import SharedIo
+from attnstore_vllm.tiers.shared.start import MakeShared
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Key
 from benchmarks.hit_latency import ARGUMENTS, CASES, DEV, LOADED, Client
@@ -165,8 +166,8 @@ def our_tier(store: NetworkStore, directory: Path) -> Iterator[SharedIo]:
         clock=time.monotonic,
     )
     stored = open_store(pool, slab, device, more_tiers=(tier,))
-    assert stored.asking is not None
-    stored.asking.weights_seen(True)
+    assert stored.remote is not None
+    stored.remote.weights_seen(True)
     io = stored.thread.tiers[1]
     assert isinstance(io, SharedIo)
     deadline = time.monotonic() + SETTLE_S

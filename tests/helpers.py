@@ -36,6 +36,7 @@ from attnstore_vllm.tiers.nvme.slab import (
     open_slab,
     segment_bytes_for,
 )
+from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import NVME
 
@@ -326,3 +327,8 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     return user
+
+
+def num_dirty(residency: Residency) -> int:
+    """Chunks that wait for being written, of all tiers."""
+    return sum(len(tier.waiting) for tier in residency.behind)

@@ -21,10 +21,10 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.store.lookup import Lookup
-from attnstore_vllm.tiers.peers.asker import PeersIo
-from attnstore_vllm.tiers.peers.peers_tier import peers_of
+from attnstore_vllm.tiers.peers.peers_io import PeersIo
+from attnstore_vllm.tiers.peers.start import peers_of
 from attnstore_vllm.tiers.peers.wire import MessageKind, Wire
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import PEERS
 from tests.helpers import (
     CHUNK_TOKENS,
@@ -35,6 +35,7 @@ from tests.helpers import (
     lookup_of,
     names_of,
     new_slab,
+    num_dirty,
     open_pool,
     payload_of,
     sequence_of,
@@ -145,7 +146,7 @@ class PeerEngine:
         lookup = lookup_of(conversation(number, num_tokens), salt, may_ask=True)
         began = time.monotonic()
         self.store.find(lookup, 0, num_tokens)
-        self.wait(lambda: not is_asked(lookup))
+        self.wait(lambda: not awaits_remote(lookup))
         asked_s = time.monotonic() - began
 
         def find() -> list[Piece]:
@@ -172,7 +173,7 @@ class PeerEngine:
         """Fill DRAM with conversations that nobody asks for."""
         for number in range(first, first + count):
             self.put(number, CHUNK_TOKENS)
-            self.wait(lambda: self.store.residency.num_dirty == 0)
+            self.wait(lambda: num_dirty(self.store.residency) == 0)
         return count
 
     def damage(self, number: int, num_tokens: int, first: int = 0) -> bool:
@@ -213,8 +214,8 @@ class PeerEngine:
         return self.store.residency.counts["written"]
 
     def leave(self) -> bool:
-        assert self.store.asking is not None
-        self.store.asking.leave()
+        assert self.store.remote is not None
+        self.store.remote.leave()
         return True
 
     def close(self) -> None:

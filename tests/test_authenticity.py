@@ -26,7 +26,7 @@ WHY = {
     "tiers/nvme/recovery.py": "the same",
     "cli/slab_file.py": "the same, for `attnstore verify` and its like",
     "tiers/peers/owner.py": "of this engine's own pool",
-    "tiers/peers/asker.py": "siblings' pools: socket, peer and files are of our user (wire.py)",
+    "tiers/peers/peers_io.py": "siblings' pools: socket, peer and files are of our user (wire.py)",
     "tiers/shared/secret.py": "where there is no secret, as a warning says; else BLAKE3 has a key",
     "io/aiofiles_device.py": "takes one where a disk's request asks for it (tiers/nvme/format.py)",
     "transfer/board.py": "figures for metrics, no KV: a forged board may show wrong ones",

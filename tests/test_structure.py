@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from attnstore_vllm.config.shared import KINDS
 from tests.test_tidy import KNOWS, LAB, LOW, OURS
 
 ROOT = Path(__file__).parent.parent
@@ -92,3 +93,12 @@ def test_who_adds_a_kind_of_group_is_told_of_all_who_tell_kinds_apart() -> None:
     who = users(r"Reach\.[A-Z]+\b|[a-z]\.reach (==|!=|in) ")
     assert len(who) > 8
     assert not {name for name in who if f"`{name}" not in named}
+
+
+def test_kinds_of_shared_stores_are_known_in_one_file() -> None:
+    """Another one is a class of Backend and an entry there."""
+    assert users(rf"[\"']({'|'.join(KINDS)})[\"']") == {"config/shared.py"}
+    named = row("another shared store")
+    assert (
+        "`config/shared.py: SharedKind`" in named and "`tiers/shared/backend.py: Backend`" in named
+    )

@@ -61,7 +61,7 @@ KNOWS = {
 # an executor, which hands every exception to its caller; and a trial of the model's own code.
 MAY_CATCH_ALL = {
     "store/announcer.py": 1,
-    "tiers/peers/asker.py": 1,  # the outermost frame of its thread
+    "tiers/peers/peers_io.py": 1,  # the outermost frame of its thread
     "tiers/peers/owner.py": 1,  # the same
     "store/thread.py": 1,
     "io/daemon_pool.py": 1,
@@ -285,3 +285,33 @@ def test_no_two_classes_have_one_name() -> None:
                 where.setdefault(node.name, []).append(short(path))
     twice = {name: files for name, files in where.items() if len(files) > 1}
     assert twice == {}
+
+
+# vLLM, or its metrics, call what these files define.
+CALLED_BY_VLLM = ("connector/connector.py", "connector/prefetch_route.py", "connector/metrics.py")
+FOR_TESTS = {
+    "check_quiet": "asserts what always holds, of all that the scheduler's side has",
+    "command_names": "the commands that pages may name",
+    "returns": "what the estimator has learned of one kind",
+}
+
+
+def test_what_tests_alone_use_is_theirs() -> None:
+    """Else it is kept alive by its own test."""
+    used: set[str] = set()
+    for path in python_files(PACKAGE, LAB, ROOT / "benchmarks", ROOT / "tools"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+                used.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if re.fullmatch(r"(?:[\w.]+:)?\w+", node.value):  # getattr(), and MODULE:CLASS
+                    used.add(node.value.rpartition(":")[2])
+    unused = set()
+    for path in OURS:
+        if short(path).endswith(CALLED_BY_VLLM):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                is_special = node.name.startswith("__")
+                unused |= set() if is_special or node.name in used else {node.name}
+    assert unused == FOR_TESTS.keys()

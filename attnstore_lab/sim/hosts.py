@@ -18,7 +18,7 @@ from itertools import takewhile
 from attnstore_lab.sim.hardware import Machine
 from attnstore_lab.sim.outcome import Outcome
 from attnstore_lab.sim.server import Server
-from attnstore_lab.sim.shared_tier import MakeHostTier, Network, SharedTier
+from attnstore_lab.sim.shared_tier import MakeHostTier, Network, SharedStore
 from attnstore_lab.sim.simulated_store import NAMESPACE
 from attnstore_lab.sim.trace import Trace, TraceRequest
 from attnstore_lab.sim.trace_tokens import TraceTokens
@@ -174,7 +174,7 @@ class Hosts:
         self.policy, self.step = policy, step
         self.shared = None
         if network.is_there:
-            self.shared = SharedTier(network, machine.chunk_bytes, machine.chunk_tokens)
+            self.shared = SharedStore(network, machine.chunk_bytes, machine.chunk_tokens)
         everything = Server(trace, machine, "recompute")  # its queues of arrivals alone are used
         self.arrivals, self.later = everything.queues
         self._trace = trace

@@ -20,18 +20,17 @@ from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Op
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.health import Health
-from attnstore_vllm.tiers.tier import Pin, Pins, TierBehind
+from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.tiers.tier_io import Loaded, Stored, TierIo
 from attnstore_vllm.types import Key, StoreFailure
 
 NAME = "shared"
 _CHECKSUM = bytes(CHECKSUM_BYTES)
 _MANY_SLOTS = 1 << 30
-"""A server's books of the tier have no limit of their own: the tier has."""
+"""What a server knows of the tier has no limit of their own: the tier has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class Network:
         return self.capacity > 0 and self.link > 0 and self.bandwidth > 0
 
 
-class SharedTier:
+class SharedStore:
     """The tier itself, which all servers see.
 
     Args:
@@ -66,7 +65,7 @@ class SharedTier:
         self.num_slots = network.capacity // record_bytes
         self.num_moved = {Op.READ: 0, Op.WRITE: 0}
         self._free_at = {Op.READ: 0.0, Op.WRITE: 0.0}
-        self._kept: OrderedDict[Key, tuple[ChunkName, list[HostBooks]]] = OrderedDict()
+        self._kept: OrderedDict[Key, tuple[ChunkName, list[HostTier]]] = OrderedDict()
         """By key, the one unused for longest first; with the servers that know of it."""
 
     def __len__(self) -> int:
@@ -86,9 +85,9 @@ class SharedTier:
             self._kept.move_to_end(name.key)
         return names
 
-    def knows(self, key: Key, books: HostBooks) -> None:
+    def knows(self, key: Key, tier: HostTier) -> None:
         """This server is to be told when the chunk leaves."""
-        self._kept[key][1].append(books)
+        self._kept[key][1].append(tier)
 
     def put(self, name: ChunkName) -> None:
         """The chunk is written. What is unused for longest makes room."""
@@ -96,8 +95,8 @@ class SharedTier:
             return
         while name.key not in self._kept and len(self._kept) >= self.num_slots:
             key, (_, knowing) = self._kept.popitem(last=False)
-            for books in knowing:
-                books.has_left(key)
+            for tier in knowing:
+                tier.has_left(key)
         self._kept.setdefault(name.key, (name, []))
         self._kept.move_to_end(name.key)
 
@@ -109,12 +108,13 @@ class SharedTier:
         return self._free_at[op]
 
 
-class HostBooks(TierBehind):
-    """Books of what one server knows to be in the shared tier. They have no order of their own."""
+class HostTier(TierBehind):
+    """What one server knows to be in the shared tier. It has no order of its own: in the tier, what
+    was looked up last stays longest."""
 
     def __init__(
         self,
-        shared: SharedTier,
+        shared: SharedStore,
         policy: Callable[[int], Departures],
         dram: DramTier,
         look_ahead: LookAhead[Chunk],
@@ -122,7 +122,6 @@ class HostBooks(TierBehind):
         super().__init__(NAME, policy(dram.num_slots), dram.pins, look_ahead)
         self.num_slots = _MANY_SLOTS
         self.order = policy(1)
-        self.pins = Pins()
         self.gone: Callable[[Chunk], None]
         """Told of a chunk that has left; HostIo says what then happens."""
         self._shared = shared
@@ -167,18 +166,6 @@ class HostBooks(TierBehind):
     def live(self, slot: int) -> Chunk | None:
         return self._owned[slot]
 
-    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
-        """The tier has an order of its own: what was looked up last stays longest."""
-
-    def pin(self, chunk: Chunk, pin: Pin) -> bool:
-        return False
-
-    def unpin(self, chunk: Chunk) -> None:
-        """Nothing is pinned here."""
-
-    def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
-        """Nothing is pinned here."""
-
     def check_integrity(self) -> None:
         for slot, chunk in self._owned.items():
             assert chunk.at(NAME).slot == slot
@@ -197,9 +184,9 @@ class HostReset:
 class HostIo(TierIo):
     """One server's transfers, one after the other each way: as fast as its link and the tier."""
 
-    def __init__(self, context: Context, tier: HostBooks, shared: SharedTier, depth: int) -> None:
+    def __init__(self, context: Context, tier: HostTier, shared: SharedStore, depth: int) -> None:
         super().__init__()
-        self.tier: HostBooks = tier
+        self.tier: HostTier = tier
         self.record_bytes = shared.record_bytes
         self.health = Health(
             NAME, "simulated", context.progress, context.residency.counts, context.clock
@@ -308,12 +295,6 @@ class HostIo(TierIo):
     def reset(self) -> HostReset:
         return HostReset()
 
-    def turn(self) -> None:
-        """It does nothing by itself."""
-
-    def wake(self) -> None:
-        """Nobody waits."""
-
     def cancel(self) -> None:
         """Nothing can be cancelled."""
 
@@ -323,17 +304,17 @@ class MakeHostTier:
 
     name = NAME
 
-    def __init__(self, shared: SharedTier, depth: int) -> None:
+    def __init__(self, shared: SharedStore, depth: int) -> None:
         self._shared = shared
         self._depth = depth
         self.made: HostIo
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> HostBooks:
-        return HostBooks(self._shared, policy, dram, look_ahead)
+    ) -> HostTier:
+        return HostTier(self._shared, policy, dram, look_ahead)
 
     def io(self, context: Context, tier: TierBehind) -> HostIo:
-        assert isinstance(tier, HostBooks)
+        assert isinstance(tier, HostTier)
         self.made = HostIo(context, tier, self._shared, self._depth)
         return self.made

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from attnstore_lab.sim.disk import SimulatedDisk
 from attnstore_lab.sim.hardware import Machine
@@ -15,7 +15,7 @@ from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit
+from attnstore_vllm.policy.visits import NO_TERMS, Terms, Visit
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.store.store import Store
@@ -66,30 +66,8 @@ class SimulatedStore(Store):
         self.before_arrival(lookup.keys, num_tokens - 1)
         return super().arrive(request_id, lookup, num_tokens, min_tokens, terms)
 
-    def begin_save(
-        self,
-        name: ChunkName,
-        run: Run | None = None,
-        pin_s: float | None = None,
-        *,
-        again: bool = False,
-        stays: bool = False,
-        is_alone: bool = False,
-        dram_only: bool = False,
-        waits: bool = False,
-        yields: bool = False,
-    ) -> Chunk | None:
-        chunk = super().begin_save(
-            name,
-            run,
-            pin_s,
-            again=again,
-            stays=stays,
-            is_alone=is_alone,
-            dram_only=dram_only,
-            waits=waits,
-            yields=yields,
-        )
+    def begin_save(self, name: ChunkName, *args: Any, **kwargs: Any) -> Chunk | None:
+        chunk = super().begin_save(name, *args, **kwargs)
         if chunk is not None:
             self.saved_tokens += name.num_tokens
         return chunk

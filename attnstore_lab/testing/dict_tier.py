@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, State
@@ -20,14 +21,14 @@ from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.health import Health
-from attnstore_vllm.tiers.tier import Pin, Pins, TierBehind
+from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.tiers.tier_io import Loaded, Stored, TierIo
 
 DEPTH = 4
 """Loads, and stores, at a time."""
 
 
-class DictBooks(TierBehind):
+class DictTier(TierBehind):
     """`owned` keeps its chunks alive; those that were dropped stay until nothing touches them."""
 
     def __init__(
@@ -42,7 +43,6 @@ class DictBooks(TierBehind):
         super().__init__(name, waiting, dram.pins, look_ahead)
         self.num_slots = num_slots
         self.order = order
-        self.pins = Pins()  # pins are kept in the tiers before it
         self.owned: dict[int, Chunk] = {}
         self._free = list(range(num_slots))
 
@@ -83,15 +83,6 @@ class DictBooks(TierBehind):
         slots = [chunk.at(self.name).slot for chunk in chunks if self.name in chunk.behind]
         self.order.use([slot for slot in slots if slot in self.order], run)
 
-    def pin(self, chunk: Chunk, pin: Pin) -> bool:
-        return False
-
-    def unpin(self, chunk: Chunk) -> None:
-        """Nothing is pinned here."""
-
-    def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
-        """Nothing is pinned here."""
-
     def check_integrity(self) -> None:
         assert len(self._free) + len(self.owned) == self.num_slots
         assert not set(self._free) & self.owned.keys()
@@ -108,41 +99,66 @@ class DictReset:
     succeeded = True
 
 
-class DictIo(TierIo):
+class QueuedIo(TierIo):
+    """Loads and stores that wait in queues, and end in the next poll()."""
+
+    context: Context
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.loads: deque[Callable[[], None]] = deque()
+        self.stores: deque[Callable[[], None]] = deque()
+
+    @property
+    def num_loading(self) -> int:
+        return len(self.loads)
+
+    @property
+    def num_storing(self) -> int:
+        return len(self.stores)
+
+    @property
+    def can_load(self) -> bool:
+        return len(self.loads) < DEPTH
+
+    @property
+    def can_store(self) -> bool:
+        return len(self.stores) < DEPTH
+
+    def submit(self) -> None:
+        self.context.wake()
+
+    def poll(self, timeout_s: float) -> bool:
+        with self.context.progress:
+            begun = len(self.loads) + len(self.stores)
+            for queue in (self.loads, self.stores):
+                while queue:
+                    queue.popleft()()
+        return begun > 0
+
+    def cancel(self) -> None:
+        """Whatever was begun is not done any more."""
+        self.loads.clear()
+        self.stores.clear()
+
+
+class DictIo(QueuedIo):
     """Bytes by slot, beside the chunk's key and tokens, and the payload's checksum."""
 
     def __init__(self, context: Context, tier: TierBehind) -> None:
         super().__init__()
+        self.context = context
         self.tier = tier
         self.record_bytes = context.pool.slot_bytes
         self.health = Health(
             tier.name, "a dictionary", context.progress, context.residency.counts, context.clock
         )
         self.records: dict[int, tuple[bytes, bytes, bytes]] = {}
-        self._context = context
-        self._loads: deque[Callable[[], None]] = deque()
-        self._stores: deque[Callable[[], None]] = deque()
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._loads)
-
-    @property
-    def num_storing(self) -> int:
-        return len(self._stores)
-
-    @property
-    def can_load(self) -> bool:
-        return len(self._loads) < DEPTH
-
-    @property
-    def can_store(self) -> bool:
-        return len(self._stores) < DEPTH
 
     def begin_load(
         self, chunk: Chunk, payload: memoryview, done: Loaded, late: Callable[[], None]
     ) -> None:
-        self._loads.append(partial(self._load, chunk, payload, done))
+        self.loads.append(partial(self._load, chunk, payload, done))
 
     def _load(self, chunk: Chunk, payload: memoryview, done: Loaded) -> None:
         copy = chunk.at(self.tier.name)
@@ -159,7 +175,7 @@ class DictIo(TierIo):
         done(None, tokens)
 
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
-        self._stores.append(partial(self._store, chunk, payload, done))
+        self.stores.append(partial(self._store, chunk, payload, done))
 
     def _store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
         found = bytes(payload)
@@ -167,31 +183,9 @@ class DictIo(TierIo):
         self.records[slot] = bytes(name.key), name.tokens, found
         done(checksum(found))
 
-    def submit(self) -> None:
-        """Whatever was begun ends in poll()."""
-
-    def poll(self, timeout_s: float) -> bool:
-        with self._context.progress:
-            begun = len(self._loads) + len(self._stores)
-            for queue in (self._loads, self._stores):
-                while queue:
-                    queue.popleft()()
-        return begun > 0
-
     def reset(self) -> DictReset:
         self.records.clear()
         return DictReset()
-
-    def turn(self) -> None:
-        """Does nothing by itself."""
-
-    def wake(self) -> None:
-        """Never waits."""
-
-    def cancel(self) -> None:
-        """Whatever was begun is not done any more."""
-        self._loads.clear()
-        self._stores.clear()
 
 
 class MakeDictTier:
@@ -201,13 +195,11 @@ class MakeDictTier:
         self.name = name
         self._num_slots = num_slots
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> DictBooks:
+    ) -> DictTier:
         order = policy(self._num_slots)
-        return DictBooks(
-            self.name, self._num_slots, order, policy(dram.num_slots), dram, look_ahead
-        )
+        return DictTier(self.name, self._num_slots, order, policy(dram.num_slots), dram, look_ahead)
 
     def io(self, context: Context, tier: TierBehind) -> DictIo:
         return DictIo(context, tier)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from attnstore_vllm.config import shared
 from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.config.values import (
     LEAST,
@@ -235,28 +234,7 @@ def _shared(given: object, nvme: NvmeConfig) -> SharedConfig | None:
             f"nvme.codec is {nvme.codec}, which changes KV, and shared is set. What comes from "
             "others does not say whether it may be changed; set shared: off, or codec: lossless"
         )
-    if not isinstance(given, Mapping) or ("redis" in given) == ("mooncake" in given):
-        # Not as it was given: there may be a password in it.
-        raise ConfigError(
-            "shared must be off, {redis: redis://host:6379/0} or {mooncake: {master: host:port}}"
-        )
-    kind = "redis" if "redis" in given else "mooncake"
-    check_keys("shared.", given, shared.KEYS, set())
-    for key in sorted(shared.REDIS_KEYS & given.keys()) if kind == "mooncake" else ():
-        raise ConfigError(f"shared.{key} is for Redis: Mooncake has neither passwords nor TLS")
-    is_redis = kind == "redis"
-    bandwidth, writes = given.get("bandwidth", False), given.get("daily_writes", False)
-    options = shared.redis_options(given) if is_redis else shared.mooncake_options(given[kind])
-    return SharedConfig(
-        kind=kind,
-        options=tuple(sorted(options.items())),
-        password_file=shared.file_of("password_file", given),
-        secret_file=shared.file_of("secret_file", given),
-        deadline_ms=parse_integer("shared.deadline_ms", given.get("deadline_ms", 500), 10, 10_000),
-        bandwidth_bytes=parse_off_or_size("shared.bandwidth", bandwidth, SIZE_MIN, "MiB"),
-        daily_writes_bytes=parse_off_or_size("shared.daily_writes", writes, SIZE_MIN, "GiB"),
-        prefix=shared.prefix_of(given.get("prefix", "as1/")),
-    )
+    return SharedConfig.parse(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

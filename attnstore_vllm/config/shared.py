@@ -4,23 +4,25 @@
 shared: {redis: "rediss://user@cache:6379/0", password_file: /run/secrets/redis,
          secret_file: /run/secrets/attnstore}
 shared: {mooncake: {master: "10.0.0.1:50051"}, secret_file: /run/secrets/attnstore}
+
+KINDS has the kinds of stores. No other file knows them by name, but the Backend of each
+(tiers/shared/).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from attnstore_vllm.config.values import SIZE_MIN, check_keys, parse_integer, parse_off_or_size
 from attnstore_vllm.errors import ConfigError
 
-REDIS_KEYS = {"password_file", "ca", "cert", "key"}
-MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
 COMMON_KEYS = {"secret_file", "deadline_ms", "bandwidth", "daily_writes", "prefix"}
-KEYS = COMMON_KEYS | REDIS_KEYS | {"redis", "mooncake"}
+MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
 _HOST_PORT = re.compile(r"\S+:\d{1,5}")
 _PREFIX = re.compile(r"[\x21-\x7e]{0,64}")
 _SCHEMES = ("redis", "rediss", "unix")
@@ -31,7 +33,7 @@ class SharedConfig:
     """One network store. `options` has no secret but the URL's own."""
 
     kind: str
-    """redis or mooncake."""
+    """One of KINDS."""
     options: tuple[tuple[str, str], ...] = field(repr=False)
     """By name: settings are compared, and kept in sets."""
     password_file: Path | None = None
@@ -41,13 +43,38 @@ class SharedConfig:
     daily_writes_bytes: int | None = None
     prefix: str = "as1/"
 
+    @classmethod
+    def parse(cls, given: object) -> SharedConfig:
+        """Raises ConfigError. No message has a URL: there may be a password in it."""
+        if not isinstance(given, Mapping) or len(KINDS.keys() & given.keys()) != 1:
+            examples = [f"{{{name}: {kind.example}}}" for name, kind in KINDS.items()]
+            known = ", ".join(["off", *examples[:-1]])
+            raise ConfigError(f"shared must be {known} or {examples[-1]}")
+        (name,) = KINDS.keys() & given.keys()
+        of_kinds = {key for kind in KINDS.values() for key in kind.keys}
+        check_keys("shared.", given, COMMON_KEYS | KINDS.keys() | of_kinds, set())
+        for key in sorted((of_kinds - KINDS[name].keys) & given.keys()):
+            chosen = KINDS[name]
+            raise ConfigError(
+                f"shared.{key} makes no sense: {chosen.title} has {chosen.lacks}; take it out"
+            )
+        bandwidth, writes = given.get("bandwidth", False), given.get("daily_writes", False)
+        deadline_ms = given.get("deadline_ms", 500)
+        return cls(
+            kind=name,
+            options=tuple(sorted(KINDS[name].options(given).items())),
+            password_file=_file_of("password_file", given),
+            secret_file=_file_of("secret_file", given),
+            deadline_ms=parse_integer("shared.deadline_ms", deadline_ms, 10, 10_000),
+            bandwidth_bytes=parse_off_or_size("shared.bandwidth", bandwidth, SIZE_MIN, "MiB"),
+            daily_writes_bytes=parse_off_or_size("shared.daily_writes", writes, SIZE_MIN, "GiB"),
+            prefix=_prefix_of(given.get("prefix", "as1/")),
+        )
+
     @property
     def where(self) -> str:
         """For the log: without secrets."""
-        if self.kind == "mooncake":
-            return f"Mooncake's master {dict(self.options)['master']}"
-        url = urlsplit(dict(self.options)["url"])
-        return f"Redis at {url.hostname or url.path}" + (f":{url.port}" if url.port else "")
+        return KINDS[self.kind].where(dict(self.options))
 
     def share(self, ranks: int) -> SharedConfig:
         """One engine's part of what may be written."""
@@ -64,10 +91,9 @@ class SharedConfig:
     def for_client(self) -> dict[str, Any]:
         """For tiers/shared/backend.py: has the password, never the secret. Raises ConfigError."""
         options: dict[str, Any] = dict(self.options)
-        if self.kind == "redis":
-            options["timeout_s"] = self.deadline_ms / 1000
-            if self.password_file is not None:
-                options["password"] = read_password(self.password_file)
+        options["timeout_s"] = self.deadline_ms / 1000
+        if self.password_file is not None:
+            options["password"] = read_password(self.password_file)
         return {"prefix": self.prefix, self.kind: options}
 
 
@@ -81,7 +107,7 @@ def read_password(path: Path) -> str:
         ) from error
 
 
-def redis_options(given: Mapping[str, Any]) -> dict[str, str]:
+def _redis_options(given: Mapping[str, Any]) -> dict[str, str]:
     """Raises ConfigError. No message has the URL: there may be a password in it."""
     raw = given["redis"]
     if not (isinstance(raw, str) and _is_redis_url(raw)):
@@ -90,10 +116,15 @@ def redis_options(given: Mapping[str, Any]) -> dict[str, str]:
             "TLS, or unix:///run/redis.sock"
         )
     options = {"url": raw}
-    for key in sorted(REDIS_KEYS - {"password_file"}):
+    for key in ("ca", "cert", "key"):
         if key in given:
             options[key] = _file(f"shared.{key}", given[key])
     return options
+
+
+def _redis_where(options: Mapping[str, str]) -> str:
+    url = urlsplit(options["url"])
+    return f"Redis at {url.hostname or url.path}" + (f":{url.port}" if url.port else "")
 
 
 def _is_redis_url(text: str) -> bool:
@@ -105,7 +136,8 @@ def _is_redis_url(text: str) -> bool:
         return False
 
 
-def mooncake_options(given: object) -> dict[str, str]:
+def _mooncake_options(shared: Mapping[str, Any]) -> dict[str, str]:
+    given = shared["mooncake"]
     if not isinstance(given, Mapping) or not set(given) <= MOONCAKE_KEYS or "master" not in given:
         raise ConfigError(
             f"shared.mooncake is {given!r}; it must be {{master: host:port}}, and may have "
@@ -124,7 +156,7 @@ def mooncake_options(given: object) -> dict[str, str]:
     return options
 
 
-def prefix_of(value: object) -> str:
+def _prefix_of(value: object) -> str:
     if isinstance(value, str) and _PREFIX.fullmatch(value):
         return value
     raise ConfigError(
@@ -138,6 +170,50 @@ def _file(key: str, value: object) -> str:
     raise ConfigError(f"{key} is {value!r}; it must be the absolute path of a file")
 
 
-def file_of(key: str, given: Mapping[str, Any]) -> Path | None:
+def _file_of(key: str, given: Mapping[str, Any]) -> Path | None:
     """`password_file` or `secret_file`, None where it is not given. Raises ConfigError."""
     return Path(_file(f"shared.{key}", given[key])) if given.get(key) is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedKind:
+    """A kind of network store: its settings, and where its client is. Its name is the setting below
+    `shared` that chooses it, and the extra of the package that brings its client."""
+
+    title: str
+    example: str
+    """The value of its setting, for errors."""
+    backend: str
+    """MODULE:CLASS of its Backend, which is loaded where it is used."""
+    options: Callable[[Mapping[str, Any]], dict[str, str]]
+    """Options of its Backend, by all that `shared` has. Raises ConfigError."""
+    where: Callable[[Mapping[str, str]], str]
+    """By the options: the store's address for the log, without secrets."""
+    keys: frozenset[str] = frozenset()
+    """Settings below `shared` that are for this kind, beside its name."""
+    lacks: str = "no use for it"
+    """Why other kinds' settings make no sense, for errors."""
+    client: str = ""
+    """The module of a client that has to be installed; empty: none."""
+
+
+KINDS = {
+    "redis": SharedKind(
+        title="Redis",
+        example="redis://host:6379/0",
+        backend="attnstore_vllm.tiers.shared.redis_backend:RedisBackend",
+        options=_redis_options,
+        where=_redis_where,
+        keys=frozenset({"password_file", "ca", "cert", "key"}),
+    ),
+    "mooncake": SharedKind(
+        title="Mooncake",
+        example="{master: host:port}",
+        backend="attnstore_vllm.tiers.shared.mooncake_backend:MooncakeBackend",
+        options=_mooncake_options,
+        where=lambda options: f"Mooncake's master {options['master']}",
+        lacks="neither passwords nor TLS",
+        client="mooncake",
+    ),
+}
+"""Another kind is an entry here, a Backend, and texts of its settings (config/texts.py)."""

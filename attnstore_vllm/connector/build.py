@@ -55,7 +55,7 @@ from attnstore_vllm.store.lookup import strategy_for
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import LABEL_BYTES, Encoding, SegmentHeader, pages
 from attnstore_vllm.tiers.nvme.slab import Slab, open_slab
-from attnstore_vllm.tiers.peers.peers_tier import peers_of
+from attnstore_vllm.tiers.peers.start import peers_of
 from attnstore_vllm.tiers.shared.start import check_client, make_shared
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.transfer.board import Board
@@ -271,7 +271,7 @@ def _scheduler(
     info = own_version(), vllm.__version__, disk, config.eviction
     engine = facts_of(vllm_config, geometry, ranks, info, zeroes=zeroes)
     asks_remote = strategy_for(engine.needs).asks_remote
-    tiers = _remote_tiers(config, geometry, namespace, pool, is_asked=asks_remote)
+    tiers = _remote_tiers(config, geometry, namespace, pool, asks=asks_remote)
     store = Store(pool, slab, device, config, engine, codec=codec, more_tiers=tiers, teller=teller)
     watchers = watchers_of(vllm_config, config, geometry, own_version())
     make = partial(ObservedScheduler, watchers) if watchers else Scheduler
@@ -318,15 +318,15 @@ def _open_slab(
 
 
 def _remote_tiers(
-    config: StoreConfig, geometry: Geometry, namespace: bytes, pool: SharedPool, *, is_asked: bool
+    config: StoreConfig, geometry: Geometry, namespace: bytes, pool: SharedPool, *, asks: bool
 ) -> Sequence[MakeTier]:
     """The tiers that must be asked, nearest first: other engines of this host, and the one that
     several servers share. Raises ConfigError.
 
     Args:
-        is_asked: see Strategy.asks_remote.
+        asks: see Strategy.asks_remote.
     """
-    if not is_asked:
+    if not asks:
         if config.shared is not None:
             logger.warning(
                 "shared: is not used, since some layers of this model keep no KV of all "

@@ -117,7 +117,7 @@ DRAM though a request far back in the queue wants it. `lost`: evicted from its l
 `read_late`: not waited for any longer. `expired`: looked for after its ttl, and dropped. `pinned`,
 `pin_refused`: a slot was pinned, or not, since its tenant or all have their share. `does_not_fit`:
 encoded it takes more than its place on NVMe has, and stays in DRAM. `unsaved`: its copy from HBM
-was given up for want of room in the write buffer, or failed. `found`: a tier that must be asked
+was given up for want of room in the write buffer, or failed. `found`: a remote tier
 (peers, shared) has it. `gone`: it said so, and had it no more when it was to be loaded.
 `answers_late`: questions that such a tier did not answer in time. `is_there`: not written to the
 shared tier, since others had."""

@@ -104,7 +104,7 @@ class Chunk(_Referable):
     came_from: str = ""
     """The tier that its DRAM bytes came up from, while no request has loaded them since."""
     origin: str = ""
-    """The tier of others that it was copied from (asked_tier.py); empty: it was computed here."""
+    """The tier of others that it was copied from (remote.py); empty: it was computed here."""
     copied_for: Run | None = None
     """The run that it was copied for. No other has used it since, as long as tiers refuse it."""
 

@@ -117,11 +117,6 @@ class HitCurve:
         """All chunks that were looked up."""
         self._tokens = 0.0
 
-    @property
-    def num_followed(self) -> int:
-        """Chunks that are followed now."""
-        return len(self._used_at)
-
     @classmethod
     def around(cls, num_slots: int, chunk_tokens: int) -> HitCurve:
         """A curve of pools of CURVE_TIMES so many slots."""

@@ -407,14 +407,14 @@ class Scheduler:
             self._stats.add("chunks", "unsaved", num_given_up)
         is_late = self._watch.is_late(report)
         if self._watch.on_report(report):
-            if self.store.asking is not None:
-                self.store.asking.leave()
+            if self.store.remote is not None:
+                self.store.remote.leave()
             self.store.reset()  # requests that wait go on: nobody has blocks of before
             self._save_anew()
         is_seen = report.weights is not Seen.NOTHING and not is_late
-        if is_seen and self.store.asking is not None:
+        if is_seen and self.store.remote is not None:
             is_known = report.weights is not Seen.UNKNOWN
-            self.store.asking.weights_seen(report.weights is Seen.SAME if is_known else None)
+            self.store.remote.weights_seen(report.weights is Seen.SAME if is_known else None)
 
     def _on_adapters(self, report: StepReport) -> None:
         """Ranks have said what the adapters were in that step.

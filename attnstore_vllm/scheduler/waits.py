@@ -13,7 +13,7 @@ from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_queue import VllmQueue
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.remote import RemoteLookup
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import Clock
 
 WAITS_MAX = 4
@@ -97,7 +97,7 @@ class Waits:
 
     def awaits(self, state: RequestState) -> bool:
         """Whether the request waits for a tier's answer to what it has."""
-        if not is_asked(state.lookup):
+        if not awaits_remote(state.lookup):
             state.lookup.asked = ()  # nor will it: what comes late finds its place alone
             return False
         if state.waiting.since is None:

@@ -178,7 +178,7 @@ class AllTokens(Strategy):
             pieces = self._context.moved.go_on(pieces, lookup.keys, start, stop)
         if self._context.has_leases:
             pieces = self._residency.unexpired(pieces)
-        if not all(io.health.reads.in_use and not io.tier.is_asked for io in self._tiers):
+        if not all(io.health.reads.in_use and not io.tier.is_remote for io in self._tiers):
             pieces = list(takewhile(lambda piece: self._comes(piece.chunk), pieces))
         if not in_parts or lookup.finds_moved:
             pieces = pieces[: self._num_slots]  # more can never be in DRAM at once

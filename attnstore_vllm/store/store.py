@@ -45,7 +45,7 @@ from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, 
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.tiers.remote import RemoteLookup
-from attnstore_vllm.tiers.remote_io import asking_of, is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote, remote_tiers_of
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.types import DRAM, Key
@@ -129,7 +129,7 @@ class Store:
         make = strategy_for(engine.needs)
         self.strategy = make(context, self.thread.tiers, engine.needs, engine.ahead)
         asked = more if self.strategy.asks_remote else ()
-        self.asking = asking_of(context, asked, self.thread.reader)
+        self.remote = remote_tiers_of(context, asked, self.thread.reader)
         if harness.threaded:
             self.thread.start()
 
@@ -178,8 +178,8 @@ class Store:
             if terms.pin_s is not None:
                 for piece in no_ends(pieces, self.residency.index.grain):
                     self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
-        if self.asking is not None:
-            self.asking.look(lookup, pieces, 0, stop, request_id)
+        if self.remote is not None:
+            self.remote.look(lookup, pieces, 0, stop, request_id)
         self._read(pieces)
         if self._estimator.is_due:
             self.thread.wake()
@@ -216,8 +216,8 @@ class Store:
             self.residency.now = self._clock()
             pieces = self._match(lookup, start, stop, min_tokens, request_id)
             self.strategy.want(lookup, pieces, start, stop, request_id, visit)
-        if self.asking is not None:
-            self.asking.look(lookup, pieces, start, stop, request_id)
+        if self.remote is not None:
+            self.remote.look(lookup, pieces, start, stop, request_id)
         self._read(pieces)
         return pieces
 
@@ -503,7 +503,7 @@ class Store:
         """
         with self._progress:
             return self._progress.wait_for(
-                lambda: any(map(has_come, waiting)) or not all(map(is_asked, asked)), timeout_s
+                lambda: any(map(has_come, waiting)) or not all(map(awaits_remote, asked)), timeout_s
             )
 
     def reset(self) -> bool:

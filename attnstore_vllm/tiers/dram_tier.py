@@ -437,11 +437,11 @@ class _Kept:
         return self._order.last_of(self._run, can_go)
 
 
-class MakeBooks(Protocol):
-    """Makes the books of one more tier behind DRAM (tiers/tier.py)."""
+class MakeTierBehind(Protocol):
+    """Makes one more tier behind DRAM (tiers/tier.py)."""
 
     name: str
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
     ) -> TierBehind: ...

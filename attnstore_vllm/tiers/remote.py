@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Books of a tier that must be asked: what it has is known by asking it, and for a while only.
+"""A remote tier: what it has is known by asking it, and for a while only.
 
 Others put chunks there and take them away. So an entry is hearsay with a lease. While the lease
 lasts, or a waiting request wants the chunk, a look-up finds it, and the load that follows verifies
@@ -12,7 +12,7 @@ what has ended, some entries a turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
@@ -21,10 +21,10 @@ from attnstore_vllm.index.moved import Movable, MovedKv
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lazy_heap import LazyHeap
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.policy.visits import Run, unknown_run
+from attnstore_vllm.policy.visits import unknown_run
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.residency import Residency
-from attnstore_vllm.tiers.tier import Pin, Pins, TierBehind
+from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.types import Clock, Key
 
 ENDED_MAX = 64
@@ -130,7 +130,7 @@ class Ask:
         return self.sequence.part(self.first + number, self.stop)
 
 
-class AskedBooks(TierBehind):
+class RemoteTier(TierBehind):
     """See the module.
 
     Args:
@@ -139,7 +139,7 @@ class AskedBooks(TierBehind):
         takes_writes: chunks are written there as well.
     """
 
-    is_asked = True
+    is_remote = True
 
     def __init__(
         self,
@@ -155,7 +155,6 @@ class AskedBooks(TierBehind):
         self.num_slots = num_slots
         self.takes_writes = takes_writes
         self.order = policy(0)  # leases say who leaves
-        self.pins = Pins()  # pins are kept in the tiers before it
         self.owned: dict[int, Chunk] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._until: dict[int, float] = {}
@@ -237,18 +236,6 @@ class AskedBooks(TierBehind):
     def live(self, slot: int) -> Chunk | None:
         return self.owned[slot]
 
-    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
-        """Uses do not change what others keep."""
-
-    def pin(self, chunk: Chunk, pin: Pin) -> bool:
-        return False
-
-    def unpin(self, chunk: Chunk) -> None:
-        """Nothing is pinned here."""
-
-    def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
-        """Nothing is pinned here."""
-
     def check_integrity(self) -> None:
         assert len(self._free) + len(self.owned) == self.num_slots
         assert not set(self._free) & self.owned.keys()
@@ -261,7 +248,7 @@ class AskedBooks(TierBehind):
             assert chunk.dropped or has_lease == (copy.state is State.READY)
 
 
-def enter(residency: Residency, tier: AskedBooks, found: Found, until: float) -> Chunk | None:
+def enter(residency: Residency, tier: RemoteTier, found: Found, until: float) -> Chunk | None:
     """The tier says that it has the chunk: look-ups find it until then. None: it is not entered,
     since it or what extends it is known here, or there is no room."""
     name = found.name
@@ -294,7 +281,7 @@ def is_believed(residency: Residency, chunk: Chunk) -> bool:
     )
 
 
-def end_leases(residency: Residency, tier: AskedBooks, moved: MovedKv) -> None:
+def end_leases(residency: Residency, tier: RemoteTier, moved: MovedKv) -> None:
     """Forget what is not believed to be there any more. Cost: bounded."""
     for chunk in tier.ended(residency.now):
         chunk.refused_by.add(tier.name)  # it is not written there once more for that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers that must be asked: a look-up that ends early asks them for the rest.
+"""Remote tiers: a look-up that ends early asks them for the rest.
 
     look-up ends early -> Ask -> the tier's own thread answers -> entries in the index
                             \\_ the request is told "not yet", until then or the tier's deadline
@@ -19,24 +19,51 @@ from itertools import takewhile
 from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.questions import ASKED_FOR_S, AnswerTime, worth_asking
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.reader import Reader
-from attnstore_vllm.tiers.remote import Ask, AskedBooks, Found, RemoteLookup, end_leases, enter
+from attnstore_vllm.tiers.remote import Ask, Found, RemoteLookup, RemoteTier, end_leases, enter
 from attnstore_vllm.tiers.tier_io import TierIo
 
 logger = logging.getLogger(__name__)
 
 OPEN_MAX = 64
 """Questions that a tier has not answered; more are not asked."""
+ASK_MIN_TOKENS = 32
+"""Fewer tokens that are not stored here are computed without a question."""
+ASKED_FOR_S = 2.0
+"""After so long a request that still waits may ask again: what was found may have gone."""
+ANSWERS_KEPT = 64
+"""About so many answers make up the mean."""
+
+
+class AnswerTime:
+    """The usual time of an answer, in seconds."""
+
+    def __init__(self) -> None:
+        self.mean_s = 0.0
+        self._count = 0
+
+    def observe(self, seconds: float) -> None:
+        self._count = min(self._count + 1, ANSWERS_KEPT)
+        self.mean_s += (seconds - self.mean_s) / self._count
+
+
+def worth_asking(num_tokens: int, computing_s: float | None, answer_s: float) -> bool:
+    """Whether so many tokens that are not stored here are worth a question.
+
+    Args:
+        computing_s: that computing them takes; None: it is not known.
+        answer_s: that an answer usually takes, before anything is loaded.
+    """
+    return num_tokens >= ASK_MIN_TOKENS and (computing_s is None or computing_s > answer_s)
 
 
 class AskError(AttnStoreError):
     """A tier has not answered a question."""
 
 
-class AskedIo(TierIo):
-    """A tier that must be asked. As in TierIo, methods marked *locked* are called with the lock.
+class RemoteIo(TierIo):
+    """The I/O of one remote tier. As in TierIo, methods marked *locked* are called with the lock.
 
     ask() hands the question to a thread of the tier's own, which calls answer(). A subclass calls
     turn() of this class in its own.
@@ -50,9 +77,9 @@ class AskedIo(TierIo):
     """Its loads are over in so few milliseconds that a request that is told "not yet" may as well
     hear of its answer with them. An end of each is told."""
 
-    def __init__(self, context: Context, tier: AskedBooks) -> None:
+    def __init__(self, context: Context, tier: RemoteTier) -> None:
         super().__init__()
-        self.books = self.tier = tier
+        self.tier: RemoteTier = tier
         self.context = context
         self.answer_time = AnswerTime()
         self._open: deque[Ask] = deque()
@@ -64,9 +91,9 @@ class AskedIo(TierIo):
         """Locked. Hand it to the tier's thread. Waits for nothing."""
 
     def weights_seen(self, same: bool | None) -> None:
-        """Locked. See Asking.weights_seen()."""
+        """Locked. See RemoteTiers.weights_seen()."""
 
-    def wonder(self, lookup: RemoteLookup, at: int, stop: int, request_id: str = "") -> Ask | None:
+    def look_up(self, lookup: RemoteLookup, at: int, stop: int, request_id: str = "") -> Ask | None:
         """Locked. Ask, if the tier answers; else None. While it is out of use, what is to show
         whether it works again is a question that nobody waits for."""
         now = self.context.clock()
@@ -116,7 +143,7 @@ class AskedIo(TierIo):
     def _enter(self, found: Found, now: float) -> Chunk | None:
         """Locked. None: it is no news."""
         residency, movable = self.context.residency, found.movable
-        chunk = enter(residency, self.books, found, now + self.lease_s)
+        chunk = enter(residency, self.tier, found, now + self.lease_s)
         if movable is None or residency.index.get(found.name.key) is None:
             return chunk
         if chunk is not None or movable.is_exact:  # else we may know more of it than we are told
@@ -137,8 +164,8 @@ class AskedIo(TierIo):
         context = self.context
         with context.progress:
             context.residency.now = now = context.clock()
-            end_leases(context.residency, self.books, context.moved)
-            if self.books.has_ended(now):
+            end_leases(context.residency, self.tier, context.moved)
+            if self.tier.has_ended(now):
                 context.wake()  # the next turn goes on, and others get the lock between
             late = 0
             while self._open:
@@ -168,14 +195,10 @@ class AskedIo(TierIo):
         self.health.reads.forget_probe()  # its answer would be one of these
 
 
-class Asking:
-    """Asks for requests. From the scheduler's thread.
+class RemoteTiers:
+    """All of them, nearest first: asks for requests. From the scheduler's thread."""
 
-    Args:
-        tiers: that must be asked; nearest first.
-    """
-
-    def __init__(self, context: Context, tiers: Sequence[AskedIo], reader: Reader) -> None:
+    def __init__(self, context: Context, tiers: Sequence[RemoteIo], reader: Reader) -> None:
         self._context = context
         self._tiers = tiers
         self._reader = reader
@@ -218,7 +241,7 @@ class Asking:
                 at = placed[-1].stop if placed else start
                 if at >= stop:
                     return
-            asks = [tier.wonder(lookup, at, stop, request_id or "") for tier in worth]
+            asks = [tier.look_up(lookup, at, stop, request_id or "") for tier in worth]
         asked = tuple(ask for ask in asks if ask is not None)
         if asked:  # else the next look may: at the first one nobody knows the weights yet
             lookup.asked_at, lookup.asked = now, asked
@@ -240,7 +263,7 @@ class Asking:
         logger.warning("weights have changed: this engine shares KV with no other any more")
 
 
-def is_asked(lookup: RemoteLookup) -> bool:
+def awaits_remote(lookup: RemoteLookup) -> bool:
     """Whether a tier that was asked for it may still answer in time."""
     for ask in lookup.asked:  # noqa: SIM110 - asked of every request, step after step
         if not ask.is_over and ask.clock() < ask.until:
@@ -248,7 +271,9 @@ def is_asked(lookup: RemoteLookup) -> bool:
     return False
 
 
-def asking_of(context: Context, tiers: Iterable[TierIo], reader: Reader) -> Asking | None:
+def remote_tiers_of(
+    context: Context, tiers: Iterable[TierIo], reader: Reader
+) -> RemoteTiers | None:
     """None where no tier must be asked."""
-    asked = [tier for tier in tiers if isinstance(tier, AskedIo)]
-    return Asking(context, asked, reader) if asked else None
+    asked = [tier for tier in tiers if isinstance(tier, RemoteIo)]
+    return RemoteTiers(context, asked, reader) if asked else None

@@ -26,7 +26,7 @@ from attnstore_vllm.policy.eviction.rules import SPARE_PRIORITY, Gives, may_go_f
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
 from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run, Visit, unknown_run
 from attnstore_vllm.tiers.announced import Announced
-from attnstore_vllm.tiers.dram_tier import DramTier, MakeBooks
+from attnstore_vllm.tiers.dram_tier import DramTier, MakeTierBehind
 from attnstore_vllm.tiers.nvme.nvme_tier import NvmeTier
 from attnstore_vllm.tiers.pinning import Pinning
 from attnstore_vllm.tiers.tier import Pins, TierBehind
@@ -64,7 +64,7 @@ class Residency:
         seed: int = 0,
         grain: int = GRAIN_TOKENS,
         pin_shares: tuple[float, float] = (0.0, 0.0),
-        more: Sequence[MakeBooks] = (),
+        more: Sequence[MakeTierBehind] = (),
     ) -> None:
         expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
         self.index = PrefixIndex(chunk_tokens, seed, expected, grain)
@@ -91,13 +91,13 @@ class Residency:
         )
         self.behind: list[TierBehind] = [
             self.nvme,
-            *(make.books(policy, self.dram, self.look_ahead) for make in more),
+            *(make.tier(policy, self.dram, self.look_ahead) for make in more),
         ]
         """All tiers behind DRAM, nearest first."""
         self.dram.behind = self.behind
         for tier in self.behind:
             tier.waiting.depth_of = self.dram.depth_of
-        self._asked = {tier.name for tier in self.behind if tier.is_asked}
+        self._asked = {tier.name for tier in self.behind if tier.is_remote}
         self._tiers = [self.dram, *self.behind]
         behind = [order for tier in self.behind for order in tier.orders()]
         self._orders = [self.dram.clean, self.dram.dirty, *behind]
@@ -105,11 +105,6 @@ class Residency:
         self.pinning = Pinning(self._tiers, self.counts)
         self.watch: Announced | None = None
         """Told of chunks that come to tiers and leave them, where routers want to know."""
-
-    @property
-    def num_dirty(self) -> int:
-        """Chunks that wait for being written, of all tiers."""
-        return sum(len(tier.waiting) for tier in self.behind)
 
     # ---- who uses what -----------------------------------------------------------------
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam of a tier: what residency.py needs of the books of each, and what they share.
+"""The seam of a tier: what residency.py needs of each, and what they share.
 
-A tier's books say which slots are free, whose the others are, and who leaves next. They move no
+A tier says which slots are free, whose the others are, and who leaves next. It moves no
 bytes: tiers/tier_io.py is the seam for that. DRAM (dram_tier.py) stands before all others, since
 HBM is copied from and to it alone. The tiers behind it are a list, nearest first: NVMe
-(nvme_tier.py), and whatever else is made of TierBehind.
+(nvme/nvme_tier.py), and others that are made of TierBehind.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Pins(dict[int, Pin]):
 
 
 class Tier(ABC):
-    """The books of one tier. A chunk has at most one slot in it."""
+    """One tier. A chunk has at most one slot in it."""
 
     name: str
     num_slots: int
@@ -140,13 +140,15 @@ class TierBehind(Tier):
 
     order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
-    is_asked = False
-    """Only by asking it is known what it has (asked_tier.py)."""
+    is_remote = False
+    """What it has is known by asking it alone (remote.py)."""
 
     def __init__(
         self, name: str, waiting: Departures, dram_pins: Pins, look_ahead: LookAhead[Chunk]
     ) -> None:
         self.name = name
+        self.pins = Pins()
+        """Empty where pins are kept in the tiers before it alone."""
         self.is_lost = False
         """Out of use for good: nothing comes here any more."""
         self.waiting = waiting
@@ -204,6 +206,23 @@ class TierBehind(Tier):
 
     def place(self, chunk: Chunk) -> None:
         """Nothing depends on what other tiers have of the chunk."""
+
+    # ---- uses and pins: what a tier without an order of its own need not say --------------
+
+    def use(self, chunks: Sequence[Chunk], run: Run) -> None:
+        """Uses change nothing: who leaves is not ours to say."""
+
+    def pin(self, chunk: Chunk, pin: Pin) -> bool:
+        """No chunk is pinned here."""
+        return False
+
+    def unpin(self, chunk: Chunk) -> None:
+        """None was."""
+
+    def end_pins(self, now: float, renewed: Callable[[Run], Run]) -> None:
+        """None ends."""
+
+    # ---- what waits in DRAM ----------------------------------------------------------------
 
     def place_in_dram(self, chunk: Chunk) -> None:
         """The chunk waits for being written here, or does not any more. It has a slot of DRAM."""

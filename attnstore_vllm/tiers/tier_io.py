@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam of a tier's bytes: how those of one tier behind DRAM are read, written and given up.
 
-The books are another seam (tiers/tier.py). A tier is both, made by a MakeTier; Store.__init__ lists
-them. Whatever fails here costs a chunk or the tier, and never the server: a failure is handed to
-`done`, and noted in `health`.
+What is where is another seam (tiers/tier.py). A tier is both, made by a MakeTier; Store.__init__
+lists them. A failure costs a chunk or the tier, and never the server: it is handed to `done`, and
+noted in `health`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.cost import ReadCost
 from attnstore_vllm.tiers.context import Context
-from attnstore_vllm.tiers.dram_tier import MakeBooks
+from attnstore_vllm.tiers.dram_tier import MakeTierBehind
 from attnstore_vllm.tiers.health import Health
 from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.types import Flow, StoreFailure
@@ -133,13 +133,14 @@ class TierIo(ABC):
     def submit(self) -> None:
         """Send what was begun. From any thread."""
 
-    @abstractmethod
     def poll(self, timeout_s: float) -> bool:
-        """Tell of what has ended, and return whether something has.
+        """Tell of what has ended, and return whether something has. A tier with threads of its own
+        tells it there.
 
         Args:
             timeout_s: to wait for it at most. Only the first tier's is not 0.
         """
+        return False
 
     @abstractmethod
     def reset(self) -> Reset:
@@ -149,8 +150,7 @@ class TierIo(ABC):
         """Locked. Whether nothing can be stored before the tier has got more slots. Begins that."""
         return False
 
-    @abstractmethod
-    def turn(self) -> None:
+    def turn(self) -> None:  # noqa: B027 - not all do something
         """Do what the tier does by itself, at the beginning of each round of the store's thread."""
 
     def idle_turn(self) -> bool:
@@ -162,8 +162,7 @@ class TierIo(ABC):
         """Locked. Whether it does nothing by itself that has an end."""
         return True
 
-    @abstractmethod
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027 - the first tier's alone waits
         """End a poll() that waits. From any thread."""
 
     @abstractmethod
@@ -175,7 +174,7 @@ class TierIo(ABC):
         return True
 
 
-class MakeTier(MakeBooks, Protocol):
-    """Makes one more tier: its books, then what moves its bytes."""
+class MakeTier(MakeTierBehind, Protocol):
+    """Makes one more tier, then what moves its bytes."""
 
     def io(self, context: Context, tier: TierBehind) -> TierIo: ...

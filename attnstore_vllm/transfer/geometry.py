@@ -125,11 +125,6 @@ class Geometry:
         assert len(set(self.regions)) == 1, "pages have several sizes"
         return self.regions[0]
 
-    @property
-    def layer_bytes(self) -> int:
-        """A region's part of a chunk, where all are equal."""
-        return self.blocks_per_chunk * self.page_bytes
-
     def of_a_part(self) -> Geometry:
         """The shapes to a rank whose part of the slots lies apart: it is the only one there."""
         return replace(self, num_ranks=1, replicas=1)

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from attnstore_lab.bench.summary import percentile
 from attnstore_lab.bench.traffic import traffic
-from attnstore_vllm.prometheus import LoggedStep, Metrics, total
+from attnstore_vllm.prometheus import Metrics, total
+from benchmarks.compare.steps import LoggedStep
 
 Record = Mapping[str, Any]
 """A line of --records."""

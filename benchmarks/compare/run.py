@@ -20,8 +20,9 @@ from attnstore_lab.bench.replay import ReplayOutcome, replay
 from attnstore_lab.bench.schedule import Load
 from attnstore_lab.bench.talk import Talk
 from attnstore_lab.bench.tokens import as_ids, fitting
-from attnstore_vllm.prometheus import Metrics, parse_steps
+from attnstore_vllm.prometheus import Metrics
 from benchmarks.compare.figures import Figures, figures, ratios
+from benchmarks.compare.steps import parse_steps
 from benchmarks.compare.systems import System
 from benchmarks.server import ServerError
 

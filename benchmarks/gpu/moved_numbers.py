@@ -111,7 +111,7 @@ class Pages:
             rotations=[Rotation(rope, content, heads, dim, name)],
         )
         self.bits = np.int32 if dtype == torch.float32 else np.int16
-        used = LAYERS * geometry.layer_bytes
+        used = LAYERS * geometry.blocks_per_chunk * geometry.page_bytes
         # [slot, layer, block of the chunk, element]
         self.stored = self.slots.view(self.bits)[:, : used // np.dtype(self.bits).itemsize].reshape(
             SLOTS, LAYERS, WITHIN, -1

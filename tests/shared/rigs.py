@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from attnstore_vllm.index.chunk import ChunkName
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared.record import RecordNames
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_io import MakeShared, SharedIo
+from attnstore_vllm.tiers.shared.shared_io import SharedIo
+from attnstore_vllm.tiers.shared.start import MakeShared
 from tests.helpers import CHUNK_TOKENS, Rig, lookup_of, memory_rig, name_of, payload_of, sequence_of
 
 NO_KEYS = SharedKeys.of(None)
@@ -55,8 +56,8 @@ def shared_rig(
 
 def see_weights(rig: Rig, *, same: bool) -> None:
     """As after a look of the workers."""
-    assert rig.store.asking is not None
-    rig.store.asking.weights_seen(same)
+    assert rig.store.remote is not None
+    rig.store.remote.weights_seen(same)
 
 
 def io_of(rig: Rig) -> SharedIo:
@@ -92,7 +93,7 @@ def fetch(rig: Rig, tokens: list[int], salt: str | None = None) -> int:
     """Chunks that a request finds, as it asks and waits. Asserts that their bytes are right."""
     lookup = lookup_of(tokens, salt, may_ask=True)
     rig.store.find(lookup, 0, len(tokens))
-    rig.until(lambda: not is_asked(lookup))
+    rig.until(lambda: not awaits_remote(lookup))
     io = io_of(rig)
     rig.store.find(lookup, 0, len(tokens))
     rig.until(lambda: io.num_loading == 0)

@@ -146,7 +146,7 @@ def test_a_question_that_nobody_is_asked_shows_nothing_of_the_store() -> None:
         io.generation.weights_seen(True)
         now = io.context.clock()
         io.health.reads.failure(now - 60.0, hung=True)
-        ask = io.wonder(lookup_of(conversation(1, NUM_TOKENS)), 0, 10)
+        ask = io.look_up(lookup_of(conversation(1, NUM_TOKENS)), 0, 10)
         assert ask is not None and ask.is_over
         assert io.health.reads.take_probe(now), "another one may be sent"
     assert not io.health.reads.in_use

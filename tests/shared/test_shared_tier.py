@@ -19,7 +19,7 @@ import pytest
 from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.io.checksum import copy_checksums
 from attnstore_vllm.store.lookup import Lookup
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared import secret, shared_io
 from attnstore_vllm.tiers.shared.lanes import LaneOp
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES, VERSION
@@ -266,11 +266,11 @@ def test_a_question_that_nobody_is_asked_any_more_ends_at_once(
     )
     for lookup in (before, behind):
         rig.store.find(lookup, 0, NUM_TOKENS)
-        assert is_asked(lookup)
+        assert awaits_remote(lookup)
     io.generation.is_behind = True  # others were reset: whose KV there is nobody knows
     go_on.set()
     assert rig.store.wait_for_any((), DEADLINE_S / 2, [behind]), "long before its deadline"
-    rig.until(lambda: not is_asked(before))
+    rig.until(lambda: not awaits_remote(before))
     assert io.health.reads.in_use
     assert not counts(rig).get("answers_late") and not counts(rig).get("shared_read_failed")
 

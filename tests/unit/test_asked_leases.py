@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier that must be asked said to have is believed while its lease lasts, and no longer.
+"""What a remote tier said to have is believed while its lease lasts, and no longer.
 
 However often it was renewed, and whether or not the store's thread came to free what has ended.
 """
@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from attnstore_lab.testing.asked_dict import MakeAskedDict, Others
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.policy.eviction.departures import departures
@@ -19,13 +19,13 @@ from attnstore_vllm.policy.lazy_heap import STALE_MAX
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.tiers.remote import (
     ENDED_MAX,
-    AskedBooks,
     Found,
+    RemoteTier,
     end_leases,
     enter,
     is_believed,
 )
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.residency import Residency
 from tests.helpers import (
     CHUNK_TOKENS,
@@ -48,10 +48,10 @@ def name_of(number: int) -> ChunkName:
 
 
 class Tier:
-    """Books of a tier that must be asked, and a clock."""
+    """A remote tier, and a clock."""
 
     def __init__(self, entries: int = ENTRIES) -> None:
-        make = MakeAskedDict(Others(), entries)
+        make = MakeRemoteDict(Others(), entries)
         self.residency = Residency(
             8,
             8,
@@ -59,9 +59,9 @@ class Tier:
             chunk_tokens=CHUNK_TOKENS,
             more=(make,),
         )
-        books = self.residency.behind[1]
-        assert isinstance(books, AskedBooks)
-        self.books = books
+        tier = self.residency.behind[1]
+        assert isinstance(tier, RemoteTier)
+        self.tier = tier
         self.moved = MovedKv(
             self.residency.index, CHUNK_TOKENS, 0, min_tokens=CHUNK_TOKENS, sinks=0, seed=0
         )
@@ -69,12 +69,12 @@ class Tier:
     def say(self, number: int, lease_s: float = LEASE_S) -> Chunk | None:
         """The tier has this chunk."""
         found = Found(name_of(number))
-        return enter(self.residency, self.books, found, self.residency.now + lease_s)
+        return enter(self.residency, self.tier, found, self.residency.now + lease_s)
 
     def turn(self, now: float) -> None:
         """Of the store's thread."""
         self.residency.now = now
-        end_leases(self.residency, self.books, self.moved)
+        end_leases(self.residency, self.tier, self.moved)
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_leases_that_are_renewed_end_all_the_same(tier: Tier) -> None:
         tier.residency.now = 0.01 * number
         for other in range(ENTRIES):
             assert tier.say(other) is None, "no news"
-    assert len(tier.books.ends) <= 2 * ENTRIES + STALE_MAX
+    assert len(tier.tier.ends) <= 2 * ENTRIES + STALE_MAX
     for second in range(2, 61):
         tier.turn(float(second))
-    assert tier.books.num_used == 0
+    assert tier.tier.num_used == 0
     assert len(tier.residency.index) == 0
     assert all(chunk is not None and chunk.dropped for chunk in chunks)
 
@@ -108,11 +108,11 @@ def test_what_has_ended_is_not_believed_before_it_is_freed(tier: Tier) -> None:
     tier.residency.now = LEASE_S
     assert not is_believed(tier.residency, last)
     tier.turn(LEASE_S)
-    assert tier.books.num_used == 2 * ENDED_MAX, "a turn's work is bounded"
-    assert tier.books.has_ended(LEASE_S), "so the next one follows at once"
+    assert tier.tier.num_used == 2 * ENDED_MAX, "a turn's work is bounded"
+    assert tier.tier.has_ended(LEASE_S), "so the next one follows at once"
     for _ in range(2):
         tier.turn(LEASE_S)
-    assert not tier.books.has_ended(LEASE_S)
+    assert not tier.tier.has_ended(LEASE_S)
 
 
 def test_what_is_wanted_or_read_stays_and_ends_later(tier: Tier) -> None:
@@ -148,7 +148,7 @@ def test_entries_that_come_and_go_take_no_memory(tier: Tier) -> None:
         chunk = tier.say(number, 1e6)
         assert chunk is not None
         tier.residency.drop(chunk)
-    assert len(tier.books.ends) <= STALE_MAX + 2
+    assert len(tier.tier.ends) <= STALE_MAX + 2
 
 
 class Clock:
@@ -163,13 +163,13 @@ class Clock:
 def test_a_look_up_ends_before_what_is_not_believed(later_s: float, found: int) -> None:
     """Also where the store's thread has not come to free it."""
     others, clock = Others(), Clock()
-    rig = memory_rig(more_tiers=(MakeAskedDict(others),), clock=clock, threaded=False)
+    rig = memory_rig(more_tiers=(MakeRemoteDict(others),), clock=clock, threaded=False)
     lookup = lookup_of(conversation(1, 64), may_ask=True)
     for name in names_of(lookup.keys):
         others.put(name, payload_of(name))
     rig.store.find(lookup, 0, 64)
     for _ in range(100):
         rig.store.turn()
-    assert not is_asked(lookup)
+    assert not awaits_remote(lookup)
     clock.now += later_s
     assert len(rig.store.find(lookup_of(conversation(1, 64)), 0, 64)) == found

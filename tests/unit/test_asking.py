@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to a tier that must be asked: one a request, for a while, and none where it fails."""
+"""Questions to a remote tier: one a request, for a while, and none where it fails."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 
-from attnstore_lab.testing.asked_dict import AskedDictIo, MakeAskedDict, Others
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others, RemoteDictIo
 from attnstore_vllm.policy.breaker import FAILURES_MAX, PAUSE_MAX_S
-from attnstore_vllm.policy.questions import ASK_MIN_TOKENS, AnswerTime, worth_asking
 from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.context import boot_seconds
 from attnstore_vllm.tiers.remote import Found
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import (
+    ASK_MIN_TOKENS,
+    AnswerTime,
+    awaits_remote,
+    worth_asking,
+)
 from tests.helpers import (
     NAMESPACE,
     Rig,
@@ -39,15 +43,15 @@ def others() -> Others:
 
 @pytest.fixture
 def rig(others: Others) -> Iterator[Rig]:
-    rig = memory_rig(more_tiers=(MakeAskedDict(others),))
+    rig = memory_rig(more_tiers=(MakeRemoteDict(others),))
     yield rig
     rig.store.residency.check_integrity()
     rig.close()
 
 
-def tier_of(rig: Rig) -> AskedDictIo:
+def tier_of(rig: Rig) -> RemoteDictIo:
     io = rig.store.thread.tiers[1]
-    assert isinstance(io, AskedDictIo)
+    assert isinstance(io, RemoteDictIo)
     return io
 
 
@@ -64,7 +68,7 @@ def test_one_question_a_request_and_what_it_finds_comes_up(rig: Rig, others: Oth
     fill(others, 1)
     lookup = asked_for(1)
     assert rig.store.find(lookup, 0, LONG) == []
-    rig.until(lambda: not is_asked(lookup))
+    rig.until(lambda: not awaits_remote(lookup))
     found = rig.store.find(lookup, 0, LONG)
     assert found[-1].stop == LONG
     rig.until(lambda: len(rig.store.hold_ready(found, lookup.keys, LONG)) == len(found))
@@ -88,9 +92,9 @@ def test_a_late_answer_is_waited_for_no_longer_and_welcome(rig: Rig, others: Oth
     lookup = asked_for(1)
     began = time.monotonic()
     rig.store.find(lookup, 0, LONG)
-    assert is_asked(lookup)
-    rig.until(lambda: not is_asked(lookup))
-    assert time.monotonic() - began >= AskedDictIo.answer_deadline_s
+    assert awaits_remote(lookup)
+    rig.until(lambda: not awaits_remote(lookup))
+    assert time.monotonic() - began >= RemoteDictIo.answer_deadline_s
     others.is_silent = False
     tier_of(rig).submit()
     rig.until(lambda: len(rig.store.find(lookup, 0, LONG)) == LONG // 16)
@@ -113,11 +117,11 @@ def test_a_tier_that_does_not_answer_is_left_alone(rig: Rig, others: Others) -> 
     for number in range(FAILURES_MAX):
         lookup = asked_for(number)
         rig.store.find(lookup, 0, LONG)
-        rig.until(lambda lookup=lookup: not is_asked(lookup))  # type: ignore[misc]
+        rig.until(lambda lookup=lookup: not awaits_remote(lookup))  # type: ignore[misc]
     rig.until(lambda: not io.health.reads.in_use)
     lookup = asked_for(50)
     rig.store.find(lookup, 0, LONG)
-    assert not is_asked(lookup), "nobody waits for it"
+    assert not awaits_remote(lookup), "nobody waits for it"
     others.is_silent = False
     fill(others, 60)
 
@@ -138,11 +142,11 @@ def test_who_could_ask_nobody_may_ask_later(rig: Rig, others: Others) -> None:
     io.has_left = False
     assert rig.store.find(lookup, 0, LONG) == []
     assert len(lookup.asked) == 1
-    rig.until(lambda: not is_asked(lookup))
+    rig.until(lambda: not awaits_remote(lookup))
     assert rig.store.find(lookup, 0, LONG)[-1].stop == LONG
 
 
-def put_out(io: AskedDictIo) -> None:
+def put_out(io: RemoteDictIo) -> None:
     """Out of use, and a probe is due."""
     io.others.is_silent = True
     for _ in range(FAILURES_MAX):
@@ -183,7 +187,7 @@ def test_hearsay_is_no_copy(rig: Rig, others: Others) -> None:
     fill(others, 1)
     lookup = asked_for(1)
     rig.store.find(lookup, 0, LONG)
-    rig.until(lambda: not is_asked(lookup))
+    rig.until(lambda: not awaits_remote(lookup))
     name = names_of(lookup.keys)[0]
     assert rig.put(name, payload_of(name)) is not None
 
@@ -198,7 +202,7 @@ def test_an_empty_step_waits_for_an_answer(rig: Rig, others: Others) -> None:
     others.is_silent = False
     tier_of(rig).submit()
     rig.store.wait_for_any((), 5.0, [lookup])
-    assert not is_asked(lookup)
+    assert not awaits_remote(lookup)
 
 
 @pytest.mark.parametrize(

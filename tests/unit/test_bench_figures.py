@@ -12,9 +12,10 @@ from attnstore_lab.bench.client import RequestSettings
 from attnstore_lab.bench.conversations import Conversation
 from attnstore_lab.bench.schedule import Load
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.prometheus import LoggedStep, Metrics, parse_metrics, parse_steps
+from attnstore_vllm.prometheus import Metrics, parse_metrics
 from benchmarks.compare.figures import figures, ratios, table_rows, unlimited_hits
 from benchmarks.compare.sizes import Sizes, prompt_lengths, sized
+from benchmarks.compare.steps import LoggedStep, parse_steps
 from benchmarks.compare.systems import (
     BOUND,
     RE,

@@ -11,27 +11,27 @@ import pytest
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.tiers.residency import Residency
-from attnstore_vllm.tiers.shared.books import PAUSE_S, SharedBooks
+from attnstore_vllm.tiers.shared.shared_tier import PAUSE_S, SharedTier
 from attnstore_vllm.types import SHARED, StoreFailure
-from tests.helpers import CHUNK_TOKENS, conversation, lru, name_of, sequence_of
+from tests.helpers import CHUNK_TOKENS, conversation, lru, name_of, num_dirty, sequence_of
 
 SLOTS = 4
 
 
-class _MakeBooks:
+class _MakeTierBehind:
     name = SHARED
-    books = staticmethod(partial(SharedBooks, chunk_tokens=CHUNK_TOKENS, clock=lambda: 0.0))
+    tier = staticmethod(partial(SharedTier, chunk_tokens=CHUNK_TOKENS, clock=lambda: 0.0))
 
 
 class _Tiers(Residency):
     """DRAM, NVMe that fails whatever it is to write, and a shared tier."""
 
     def __init__(self) -> None:
-        more: Any = [_MakeBooks()]
+        more: Any = [_MakeTierBehind()]
         super().__init__(SLOTS, SLOTS, lru, chunk_tokens=CHUNK_TOKENS, more=more)
         self.nvme.open(0, SLOTS)
         shared = self.behind[1]
-        assert isinstance(shared, SharedBooks)
+        assert isinstance(shared, SharedTier)
         self.shared = shared
 
     def save(self, num_tokens: int, number: int = 1) -> Chunk:
@@ -77,7 +77,7 @@ def test_what_the_shared_tier_waits_for_is_dirty_until_it_is_left(tiers: _Tiers)
     tiers.fail_in_nvme(chunk)
     assert tiers.is_dirty(chunk), "it pauses"
     tiers.shared.ripen(PAUSE_S)
-    assert tiers.num_dirty == 1
+    assert num_dirty(tiers) == 1
     assert tiers.is_dirty(chunk)
     tiers.shared.open_to(False)
     assert not tiers.is_dirty(chunk)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_lab.testing.asked_dict import MakeAskedDict, Others
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from attnstore_lab.testing.small_store import open_scheduler
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.request import Computing
@@ -31,8 +31,8 @@ class _Engine:
 
     def __init__(self, rig: Rig) -> None:
         self.seen: list[bool | None] = []
-        assert rig.store.asking is not None
-        rig.store.asking.weights_seen = self.seen.append  # type: ignore[assignment, method-assign]
+        assert rig.store.remote is not None
+        rig.store.remote.weights_seen = self.seen.append  # type: ignore[assignment, method-assign]
         geometry = Geometry(1, (64,), (Group(4, ("l",)),), 16)
         self.scheduler = open_scheduler(rig.store, geometry, _Names(), load_deadline_ms=200)
         self.pool = SimpleNamespace(cached_block_hash_to_block=object())
@@ -62,7 +62,7 @@ class _Engine:
 
 @pytest.fixture
 def engine() -> Iterator[_Engine]:
-    rig = memory_rig(more_tiers=(MakeAskedDict(Others()),))
+    rig = memory_rig(more_tiers=(MakeRemoteDict(Others()),))
     yield _Engine(rig)
     rig.close()
 

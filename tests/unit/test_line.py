@@ -9,7 +9,7 @@ import time
 import pytest
 
 from attnstore_vllm.tiers.shared.backend import BackendError, NoAnswerError
-from attnstore_vllm.tiers.shared.line import CONNECT_S, Line
+from attnstore_vllm.tiers.shared.mooncake_backend import CONNECT_S, Line
 
 
 def listening(port: int = 0, backlog: int = 8) -> socket.socket:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_lab.testing.asked_dict import AskedDictIo, MakeAskedDict, Others
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others, RemoteDictIo
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.connector.groups import needs_of
 from attnstore_vllm.index.chunk import Chunk
@@ -26,7 +26,7 @@ from attnstore_vllm.store.lookup import (
     strategy_for,
 )
 from attnstore_vllm.tiers.nvme.slab import Slab
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.types import Key
 from tests.helpers import CHUNK_TOKENS, SHAPE, conversation, lookup_of, memory_rig, sequence_of
@@ -76,21 +76,21 @@ def test_the_start_says_who_is_asked(
     (Need(0, Reach.WINDOW, 24, 4),),
 ])  # fmt: skip
 def test_no_remote_tier_is_asked_for_several_groups(needs: tuple[Need, ...]) -> None:
-    rig = memory_rig(more_tiers=(MakeAskedDict(Others()),), needs=needs)
+    rig = memory_rig(more_tiers=(MakeRemoteDict(Others()),), needs=needs)
     lookup = lookup_of(conversation(1, LONG), may_ask=True)
     rig.store.find(lookup, 0, LONG)
-    assert (rig.store.asking is not None) == (not needs)
+    assert (rig.store.remote is not None) == (not needs)
     assert bool(lookup.asked) == (not needs)
     io = rig.store.thread.tiers[1]
-    assert isinstance(io, AskedDictIo)
-    rig.until(lambda: not is_asked(lookup))
+    assert isinstance(io, RemoteDictIo)
+    rig.until(lambda: not awaits_remote(lookup))
     assert io.num_asked == (not needs)
     rig.close()
 
 
 def test_requests_of_one_prompt_have_look_ups_of_their_own() -> None:
     """Children of `n` have the same keys; each asks, waits and finds for itself."""
-    rig = memory_rig(more_tiers=(MakeAskedDict(Others()),))
+    rig = memory_rig(more_tiers=(MakeRemoteDict(Others()),))
     keys = sequence_of(conversation(1, LONG))
     first, second = (Lookup(keys, may_ask=may) for may in (True, False))
     rig.store.find(first, 0, LONG)

@@ -21,10 +21,12 @@ import pytest
 
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.io.checksum import copy_checksums
+from attnstore_vllm.store import store
 from attnstore_vllm.store.lookup import Lookup
-from attnstore_vllm.tiers.peers import asker, owner
+from attnstore_vllm.tiers.peers import owner, peers_io
 from attnstore_vllm.tiers.peers.generation import FILE_NAME, Generation
 from attnstore_vllm.tiers.peers.owner import PIECE
+from attnstore_vllm.tiers.peers.peers_tier import PeersTier
 from attnstore_vllm.tiers.peers.wire import (
     SOCKET_NAME,
     MessageKind,
@@ -33,8 +35,7 @@ from attnstore_vllm.tiers.peers.wire import (
     connect,
     listen,
 )
-from attnstore_vllm.tiers.remote import AskedBooks
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import DRAM, PEERS
 from tests.helpers import conversation, lookup_of, mapped_bytes, names_of, sequence_of
 from tests.peer_engine import PeerEngine, PeerProcess
@@ -172,7 +173,7 @@ def test_who_waits_is_told_when_something_has_come(
     lookup = wanted(here, 1, LONG)
     here.wait(lambda: len(told) >= LONG // 16)
     assert all(told)
-    assert not is_asked(lookup)
+    assert not awaits_remote(lookup)
     here.store.leave_queue(["request"])
 
 
@@ -184,7 +185,7 @@ def test_who_waits_for_nothing_that_comes_is_told_at_once(
     monkeypatch.setattr(here.io.context.progress, "notify_all", told.set)
     lookup = wanted(here, 1, LONG)
     assert told.wait(10.0)
-    assert not is_asked(lookup)
+    assert not awaits_remote(lookup)
     here.store.leave_queue(["request"])
 
 
@@ -217,7 +218,7 @@ def test_bytes_that_were_computed_again_have_a_checksum_of_their_own(pair: Pair)
     sibling.call("put_again", 1, LONG)
     lookup = asking(1, LONG)
     assert here.store.find(lookup, 0, LONG) == []
-    here.wait(lambda: not is_asked(lookup))
+    here.wait(lambda: not awaits_remote(lookup))
     pieces = here.store.find(lookup, 0, LONG)
     here.wait(lambda: not any(piece.chunk.dram.state is State.READING for piece in pieces))
     held = here.store.hold_ready(pieces, lookup.keys, LONG)
@@ -251,7 +252,7 @@ def test_reads_that_end_together_share_their_time(
         time.sleep(slow_s * bool(copies))
         return copy_checksums(copies)
 
-    monkeypatch.setattr(asker, "copy_checksums", slowly)
+    monkeypatch.setattr(peers_io, "copy_checksums", slowly)
     monkeypatch.setattr(here.io.cost, "observe", seconds.append)
     assert here.tokens(1, LONG) == LONG
     assert sum(batches) == len(seconds) == LONG // 16
@@ -319,13 +320,13 @@ def test_killed_while_it_serves(pair: Pair, how: signal.Signals) -> None:
 def test_a_stopped_sibling_costs_its_deadline_and_then_nothing(pair: Pair) -> None:
     here, sibling = pair
     sibling.call("put", 1, LONG)
-    here.io.answer_deadline_s = asker.ANSWER_DEADLINE_S
+    here.io.answer_deadline_s = peers_io.ANSWER_DEADLINE_S
     sibling.process.send_signal(signal.SIGSTOP)
 
     def is_out() -> bool:
         found = here.read(10, LONG)
         assert found["tiers"] == {}
-        assert found["asked_s"] < 10 * asker.ANSWER_DEADLINE_S  # this machine is busy, too
+        assert found["asked_s"] < 10 * peers_io.ANSWER_DEADLINE_S  # this machine is busy, too
         return not here.io.siblings[0].breaker.in_use
 
     here.wait(is_out)
@@ -406,8 +407,23 @@ def test_a_reset_waits_for_its_files_without_the_lock_and_shares_nothing_meanwhi
         peers.reset()
         assert peers.generation() is None, "it is not on the disk yet"
     assert here.reset()
+    here.wait(lambda: peers.generation() is not None)
     assert seen == [(True, None)] * 3, "one generation for each reset"
-    assert peers.generation() not in (None, before)
+    assert peers.generation() != before
+    here.close()
+
+
+def test_a_disk_that_hangs_holds_no_reset_beyond_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = PeerEngine(tmp_path, 0)
+    goes_on = threading.Event()
+    monkeypatch.setattr(Generation, "advance", lambda _: goes_on.wait(10.0))
+    monkeypatch.setattr(store, "RESET_DEADLINE_S", 0.2)
+    assert not here.reset(), "it says that KV of before may come back"
+    assert not goes_on.is_set() and here.io.generation() is None
+    goes_on.set()
+    here.wait(lambda: here.io.generation() is not None)
     here.close()
 
 
@@ -540,7 +556,7 @@ def test_books_are_checked(pair: Pair) -> None:
     here, sibling = pair
     sibling.call("put", 1, LONG)
     assert here.tokens(1, LONG) == LONG
-    assert isinstance(here.io.books, AskedBooks)
+    assert isinstance(here.io.tier, PeersTier)
     here.wait(here.is_idle)  # its own NVMe is written meanwhile
     here.store.residency.check_integrity()
 

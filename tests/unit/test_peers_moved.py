@@ -14,11 +14,11 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys, encode_tokens, root_key
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.store.lookup import Lookup
-from attnstore_vllm.tiers.peers import asker
+from attnstore_vllm.tiers.peers import peers_io
 from attnstore_vllm.tiers.peers.owner import MOVABLE
 from attnstore_vllm.tiers.peers.wire import WireError
 from attnstore_vllm.tiers.remote import Ask, Found
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import TOKEN_BYTES, Key
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, conversation, payload_of
 from tests.peer_engine import PeerEngine, PeerProcess
@@ -76,7 +76,7 @@ def read(
         return engine.store.find(lookup, 0, len(tokens))
 
     find()
-    engine.wait(lambda: not is_asked(lookup))
+    engine.wait(lambda: not awaits_remote(lookup))
     engine.wait(lambda: all(piece.chunk.dram.state is State.READY for piece in find()))
     held = engine.store.hold_ready(find(), lookup.keys, len(tokens))
     for piece in held:
@@ -162,9 +162,15 @@ def test_a_note_of_what_has_gone_hides_nothing(here: PeerEngine, sibling: PeerPr
 def test_what_is_in_its_place_comes_before_what_is_moved() -> None:
     lookup = lookup_for(truncated(), finds_moved=True)
     ask = Ask(lookup, 0, WHOLE - CUT, lambda: 0.0)
-    moved = asker.movable_of(ask, answer()) * 100
-    assert asker.length_of([Found(ask.name(0))]) > asker.length_of(moved) > asker.length_of([])
-    assert asker.length_of([Found(ask.name(0)), *moved]) > asker.length_of([Found(ask.name(0))])
+    moved = peers_io.movable_of(ask, answer()) * 100
+    assert (
+        peers_io.length_of([Found(ask.name(0))])
+        > peers_io.length_of(moved)
+        > peers_io.length_of([])
+    )
+    assert peers_io.length_of([Found(ask.name(0)), *moved]) > peers_io.length_of(
+        [Found(ask.name(0))]
+    )
 
 
 def test_a_long_prompt_is_answered_in_parts(
@@ -193,7 +199,7 @@ def test_a_note_goes_with_what_was_only_heard_of(
     sibling.call("put_movable", 1, WHOLE)
     lookup = lookup_for(truncated(), finds_moved=True)
     here.store.find(lookup, 0, len(truncated()))
-    here.wait(lambda: not is_asked(lookup))
+    here.wait(lambda: not awaits_remote(lookup))
     forgotten: list[bytes] = []
     forget = here.io.context.moved.forget
 
@@ -215,7 +221,7 @@ def answer(**changed: object) -> list[bytes]:
 def test_an_answer_that_cannot_be_ends_the_connection() -> None:
     lookup = lookup_for(truncated(), finds_moved=True)
     ask = Ask(lookup, 0, WHOLE - CUT, lambda: 0.0)
-    assert len(asker.movable_of(ask, answer())) == 1
+    assert len(peers_io.movable_of(ask, answer())) == 1
     for wrong in (
         answer(head=MOVABLE.pack(64, 16, True)),
         answer(parent=bytes(31)),
@@ -226,11 +232,11 @@ def test_an_answer_that_cannot_be_ends_the_connection() -> None:
         answer(head=MOVABLE.pack(1 << 40, 0, True)),
     ):
         with pytest.raises(WireError):
-            asker.movable_of(ask, wrong)
+            peers_io.movable_of(ask, wrong)
     with pytest.raises((struct.error, ValueError)):
-        asker.movable_of(ask, answer()[:-1])
+        peers_io.movable_of(ask, answer()[:-1])
     with pytest.raises(struct.error):
-        asker.movable_of(ask, answer(head=b"short"))
+        peers_io.movable_of(ask, answer(head=b"short"))
 
 
 def test_what_has_a_time_of_its_own_is_not_told(here: PeerEngine, sibling: PeerProcess) -> None:

@@ -104,7 +104,6 @@ def test_geometry_adds_up() -> None:
         num_ranks=2, num_layers=3, block_tokens=16, page_bytes=1000, chunk_tokens=64
     )
     assert g.blocks_per_chunk == 4
-    assert g.layer_bytes == 4000
     assert g.rank_bytes == 12000
     assert g.slot_bytes == 24576  # whole pages of 4096
     assert g.token_bytes() == 375.0

@@ -18,7 +18,7 @@ from attnstore_vllm.policy.eviction.rules import SPARE_PRIORITY
 from attnstore_vllm.policy.visits import Run, Visit, unknown_run
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME, StoreFailure
-from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
+from tests.helpers import CHUNK_TOKENS, lru, name_of, num_dirty, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
 
@@ -83,7 +83,7 @@ def test_a_save(tiers: Checked) -> None:
     tiers.finish_save(chunk)
     assert place(chunk) == (State.READY, State.ABSENT)
     assert (chunk.dram.uses, chunk.usable) == (0, True)
-    assert (tiers.num_dirty, tiers.dram.num_used, tiers.nvme.num_used) == (1, 1, 0)
+    assert (num_dirty(tiers), tiers.dram.num_used, tiers.nvme.num_used) == (1, 1, 0)
     assert tiers.counts == {"saved": 1}
 
 
@@ -278,7 +278,7 @@ def test_write_back_waits_while_no_nvme_slot_can_go(tiers: Checked) -> None:
     first, second = small.save(name(1)), small.save(name(2))
     assert small.begin_store(small.nvme) is second
     assert small.begin_store(small.nvme) is None  # the only slot is being written
-    assert small.num_dirty == 1
+    assert num_dirty(small) == 1
     small.finish_store(small.nvme, second, CHECKSUM)
     assert small.begin_store(small.nvme) is first
     assert second.at(NVME).state is State.ABSENT
@@ -443,7 +443,7 @@ def test_dropped_while_being_saved(tiers: Checked) -> None:
     tiers.drop_all()
     assert tiers.dram.num_used == 1  # the workers still write into it
     tiers.finish_save(chunk)
-    assert (tiers.dram.num_used, tiers.num_dirty) == (0, 0)
+    assert (tiers.dram.num_used, num_dirty(tiers)) == (0, 0)
     assert tiers.counts["saved"] == 0
 
 
@@ -451,7 +451,7 @@ def test_drop_all(tiers: Checked) -> None:
     on_nvme_only(tiers)
     tiers.drop_all()
     assert len(tiers.index) == 0
-    assert (tiers.dram.num_used, tiers.nvme.num_used, tiers.num_dirty) == (0, 0, 0)
+    assert (tiers.dram.num_used, tiers.nvme.num_used, num_dirty(tiers)) == (0, 0, 0)
 
 
 # ---- what is worth little --------------------------------------------------------------

@@ -22,7 +22,7 @@ from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run, unknown_run
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME, StoreFailure
-from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
+from tests.helpers import CHUNK_TOKENS, lru, name_of, num_dirty, sequence_of, tokens_of
 
 CHECKSUM = b"c" * 16
 SLOTS = 4
@@ -209,9 +209,9 @@ def test_what_could_not_be_written_makes_room_and_is_tried_again_when_it_is_used
     for _ in range(2):
         assert tiers.begin_store(tiers.nvme) is chunk
         tiers.finish_store(tiers.nvme, chunk, StoreFailure.FAILED)
-        assert (tiers.num_dirty, chunk.dram.state) == (0, State.READY)
+        assert (num_dirty(tiers), chunk.dram.state) == (0, State.READY)
         tiers.use([chunk])
-        assert tiers.num_dirty == 1
+        assert num_dirty(tiers) == 1
     assert tiers.begin_store(tiers.nvme) is chunk
     tiers.finish_store(tiers.nvme, chunk, StoreFailure.FAILED)
     cold = tiers.cold(1)
@@ -256,7 +256,7 @@ def test_what_was_computed_though_nvme_has_it_is_in_dram_again(tiers: Tiers) -> 
         State.READY,
         name(0).tokens,
     )
-    assert (tiers.num_dirty, tiers.counts["saved_again"]) == (0, 1)
+    assert (num_dirty(tiers), tiers.counts["saved_again"]) == (0, 1)
     tiers.dram.leave_queue("a")
     tiers.dram.place_left()
     for number in range(1, 1 + SLOTS):
@@ -313,9 +313,9 @@ def test_it_may_lose_its_place_on_nvme_while_it_is_copied() -> None:
     other = tiers.clean(1)
     assert (chunk.at(NVME).state, other.at(NVME).state) == (State.ABSENT, State.READY)
     tiers.use([chunk])
-    assert tiers.num_dirty == 0, "its bytes are not there yet"
+    assert num_dirty(tiers) == 0, "its bytes are not there yet"
     tiers.finish_save(chunk)
-    assert (chunk.dram.state, tiers.num_dirty) == (State.READY, 1)
+    assert (chunk.dram.state, num_dirty(tiers)) == (State.READY, 1)
     tiers.check_integrity()
 
 
@@ -443,10 +443,10 @@ def full() -> Iterator[Tiers]:
 def test_what_is_worth_less_than_all_that_nvme_has_is_not_written(full: Tiers) -> None:
     refused = [full.save(20), full.save(21)]
     assert full.begin_store(full.nvme) is None
-    assert (full.num_dirty, full.counts["refused"], full.counts["evicted_nvme"]) == (0, 2, 0)
+    assert (num_dirty(full), full.counts["refused"], full.counts["evicted_nvme"]) == (0, 2, 0)
     assert all(chunk.dram.state is State.READY for chunk in refused)
     full.use([refused[1]], None)
-    assert full.num_dirty == 1  # it is asked for: worth another look
+    assert num_dirty(full) == 1  # it is asked for: worth another look
     assert full.begin_store(full.nvme) is None
     assert full.counts["refused"] == 3
 

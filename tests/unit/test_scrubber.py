@@ -222,7 +222,7 @@ def test_the_stores_own_thread_scrubs() -> None:
     image = medium(4, 4)
     memory = helpers.held_device(image)
     slab = found_slab(image)
-    memory.image[slab.payload_offset(2)] ^= 1
+    memory.image[slab.offset(2) + slab.header_bytes] ^= 1
     memory.release()
     store = open_store(helpers.open_pool(4), slab, memory, io_depth=4, scrub_bytes_per_s=UNLIMITED)
     helpers.wait_until(lambda: store.figures().counts.get("scrubbed", 0) >= 6, store)
@@ -235,7 +235,7 @@ def test_it_goes_round_the_file_and_starts_again(open_cold: Cold) -> None:
     rig, memory = open_cold(5, num_records=9)
     rig.store.drop([rig.chunk(name(2))])
     assert visit(rig, memory, 10) == [0, 1, 3, 4, 0, 1, 3, 4, 0, 1]
-    memory.image[rig.slab.payload_offset(1)] ^= 1  # rot that comes later
+    memory.image[rig.slab.offset(1) + rig.slab.header_bytes] ^= 1  # rot that comes later
     assert visit(rig, memory, 7) == [3, 4, 0, 1, 3, 4, 0]
     assert rig.records.keys() == {0, 3, 4}
 
@@ -253,7 +253,7 @@ def test_what_dram_has_as_well_is_left_alone(open_cold: Cold) -> None:
     memory.release()
     assert rig.check_read(sequence(1)) == 1
     memory.hold()
-    memory.image[rig.slab.payload_offset(1)] ^= 1
+    memory.image[rig.slab.offset(1) + rig.slab.header_bytes] ^= 1
     assert visit(rig, memory, 6) == [0, 2, 3, 0, 2, 3]
     assert rig.check_read(sequence(1)) == 1
     assert rig.count("corrupt") == 0
@@ -288,7 +288,7 @@ def test_an_idle_hour_is_not_saved_up(open_cold: Cold) -> None:
 
 def test_without_a_rate_nothing_is_read(open_cold: Cold) -> None:
     rig, memory = open_cold(rate=None)
-    memory.image[rig.slab.payload_offset(1)] ^= 1
+    memory.image[rig.slab.offset(1) + rig.slab.header_bytes] ^= 1
     for _ in range(200):
         rig.now += 60.0
         assert scrub(rig, memory) == []
@@ -330,7 +330,7 @@ def test_what_is_wanted_while_it_is_scrubbed_is_served_right_or_not_at_all(
     open_cold: Cold, rot: int, ends_first: int
 ) -> None:
     rig, memory = open_cold()
-    memory.image[rig.slab.payload_offset(0)] ^= rot
+    memory.image[rig.slab.offset(0) + rig.slab.header_bytes] ^= rot
     rig.turn()
     pieces = rig.store.find(Lookup(sequence(0)), 0, CHUNK_TOKENS)
     assert in_flight(rig, memory) == [0, 0]

@@ -11,9 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from attnstore_vllm.tiers.shared.backend import Backend
+import pytest
+
+from attnstore_vllm.config.shared import KINDS, SharedConfig, SharedKind
+from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.tiers.shared.backend import Backend, backend_of, open_backend
 from attnstore_vllm.tiers.shared.child import Lane, locks
 from attnstore_vllm.tiers.shared.lanes import LaneOp, Lanes, Turns
+from attnstore_vllm.tiers.shared.start import check_client
 
 NAMES = [bytes(32)]
 NUM_LANES = 5
@@ -22,7 +27,7 @@ NUM_LANES = 5
 class Watched(Backend):
     """It takes its time, and counts who does what meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object) -> None:
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -88,3 +93,34 @@ def test_who_waits_for_a_turn_has_the_deadline_from_then_on() -> None:
     assert turns.left(LaneOp.EXIST, 10.0, 0.5, 10.5) == 0, "nor does a question"
     turns.end(LaneOp.OVERWRITE, 10.25)
     assert turns.left(LaneOp.PUT, 10.0, 0.5, 11.0) == 0, "it has had its time"
+
+
+def test_another_kind_is_an_entry_and_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings, the log, the child and a missing client: all of them go by the table."""
+    kind = SharedKind(
+        title="A watched store",
+        example="{at: place}",
+        backend=f"{__name__}:Watched",
+        options=lambda shared: {"at": str(shared["watched"]["at"])},
+        where=lambda options: f"a watched store at {options['at']}",
+        keys=frozenset({"glasses"}),
+        client="glasses_that_are_not_installed",
+    )
+    monkeypatch.setitem(KINDS, "watched", kind)
+    shared = SharedConfig.parse({"watched": {"at": "home"}, "glasses": "on", "prefix": "w/"})
+    assert (shared.kind, shared.where) == ("watched", "a watched store at home")
+    settings = shared.for_client()
+    assert settings == {"prefix": "w/", "watched": {"at": "home", "timeout_s": 0.5}}
+    assert isinstance(open_backend(settings, None, {}), Watched)
+    with pytest.raises(ConfigError, match=r"watched store's client.*attnstore-vllm\[watched\]"):
+        check_client(shared)
+    with pytest.raises(ConfigError, match=r"or \{watched: \{at: place\}\}"):
+        SharedConfig.parse({"watched": {"at": "home"}, "redis": "redis://h"})
+    with pytest.raises(ConfigError, match=r"shared\.glasses makes no sense: Redis"):
+        SharedConfig.parse({"redis": "redis://h", "glasses": "on"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_a_backend(kind: str) -> None:
+    backend, options = backend_of({"prefix": "", kind: {}})
+    assert issubclass(backend, Backend) and options == {}

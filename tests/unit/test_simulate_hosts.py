@@ -13,7 +13,7 @@ import pytest
 from attnstore_lab.sim.hosts import Hosts, HostsOutcome, conversations, one_large
 from attnstore_lab.sim.outcome import Outcome
 from attnstore_lab.sim.server import Server
-from attnstore_lab.sim.shared_tier import Network, SharedTier
+from attnstore_lab.sim.shared_tier import Network, SharedStore
 from attnstore_lab.sim.simulated_store import NAMESPACE
 from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_lab.sim.trace_tokens import TraceTokens
@@ -153,7 +153,7 @@ def test_a_small_shared_tier_keeps_its_size_and_tells_who_knew(slots: int) -> No
 
 
 def test_the_network_is_one_transfer_after_the_other() -> None:
-    shared = SharedTier(Network(capacity=100, link=1.0, bandwidth=5.0), 10, SIZE)
+    shared = SharedStore(Network(capacity=100, link=1.0, bandwidth=5.0), 10, SIZE)
 
     assert [shared.pass_through(Op.READ, at) for at in (0.0, 0.0, 10.0)] == [2.0, 4.0, 12.0]
     assert shared.pass_through(Op.WRITE, 1.0) == 3.0

@@ -23,6 +23,7 @@ from tests.helpers import (
     lookup_of,
     name_of,
     new_slab,
+    num_dirty,
     payload_of,
     sequence_of,
     slab_bytes,
@@ -101,7 +102,8 @@ def check_goes_on(faulty: Faulty) -> None:
 def test_a_damaged_payload_is_a_miss(open_faulty: Open, byte: int) -> None:
     faulty = open_faulty()
     record = faulty.put_on_nvme_only(1)
-    faulty.memory.image[faulty.rig.slab.payload_offset(record) + byte] ^= 0x10
+    slab = faulty.rig.slab
+    faulty.memory.image[slab.offset(record) + slab.header_bytes + byte] ^= 0x10
     assert faulty.read(1) is None
     assert faulty.counts["corrupt"] == 1
     assert faulty.read(1) is None, "a wrong record is not tried again"
@@ -199,7 +201,7 @@ def test_a_disk_that_refuses_every_write(open_faulty: Open) -> None:
     assert faulty.counts["device_out"] == 1
     assert faulty.rig.store.gauges()["nvme_in_use", "writes"] == 0
     assert faulty.rig.store.gauges()["nvme_in_use", "reads"] == 1
-    assert faulty.rig.store.residency.num_dirty <= 2 * DRAM_SLOTS, "what is not written piles up"
+    assert num_dirty(faulty.rig.store.residency) <= 2 * DRAM_SLOTS, "what is not written piles up"
     assert faulty.rig.store.residency.nvme.num_used == 0
     assert not faulty.rig.store.reset(), "the old records may come back: that has to be said"
     assert faulty.read(19) is None
@@ -213,7 +215,7 @@ def test_what_waits_for_a_disk_that_is_left_alone_keeps_nobody_waiting(open_faul
     faulty.rig.until(lambda: not store.gauges()["nvme_in_use", "writes"])
     faulty.rig.put(name_of(sequence_of(tokens_of(30, 16)), 0))
     faulty.rig.until(store.is_idle)
-    assert store.residency.num_dirty == 1, "it is written when the disk works again"
+    assert num_dirty(store.residency) == 1, "it is written when the disk works again"
 
 
 def test_a_reset_whose_sync_fails_is_said_to_have_failed(open_faulty: Open) -> None:
@@ -265,7 +267,7 @@ def test_dram_goes_on_when_the_device_dies(
         assert faulty.read(number) == right(number)
         rig.store.residency.check_integrity()
     assert rig.store.is_idle()
-    assert rig.store.residency.num_dirty == 0, "what will never be written piles up"
+    assert num_dirty(rig.store.residency) == 0, "what will never be written piles up"
 
 
 def test_what_dram_evicts_after_the_death_is_not_offered(open_faulty: Open) -> None:

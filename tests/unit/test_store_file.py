@@ -122,7 +122,7 @@ def test_damage_between_two_starts_is_a_miss(start: Open, tmp_path: Path, in_hea
     rig.put_all(sequence_of(tokens_of(1, 40)))
     rig.until_idle()
     slot = rig.chunk(name_of(sequence_of(tokens_of(1, 40)), 1)).at(NVME).slot
-    at = rig.slab.offset(slot) + 100 if in_header else rig.slab.payload_offset(slot) + 5000
+    at = rig.slab.offset(slot) + (100 if in_header else rig.slab.header_bytes + 5000)
     rig.close()
     with (tmp_path / "slab").open("r+b") as file:
         file.seek(at)
@@ -162,5 +162,5 @@ def test_the_page_cache_is_bypassed_where_that_is_possible(start: Open, tmp_path
     rig.until_idle()
     record = rig.chunk(name).at(NVME).slot
     with (tmp_path / "slab").open("rb") as file:
-        file.seek(rig.slab.payload_offset(record))
+        file.seek(rig.slab.offset(record) + rig.slab.header_bytes)
         assert file.read(PAYLOAD_BYTES) == payload_of(name)

@@ -307,7 +307,8 @@ def rank_0_only(worker: Any) -> Undo:
         for plan in hbm.connector._get_connector_metadata().plan.loads:
             for slot, block_in_chunk, block_id in pages(plan.copies).tolist():
                 for layer, kv in enumerate(hbm.layers):
-                    at = layer * geometry.layer_bytes + block_in_chunk * geometry.page_bytes
+                    number = layer * geometry.blocks_per_chunk + block_in_chunk
+                    at = number * geometry.page_bytes
                     at += SLOTS_AT + slot * geometry.rank_bytes
                     page = os.pread(parts_of_rank_0, geometry.page_bytes, at)
                     values = torch.frombuffer(bytearray(page), dtype=kv.dtype)

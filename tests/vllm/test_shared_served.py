@@ -66,8 +66,8 @@ def leave(engine: Engine, names: Sequence[str]) -> list[Answer]:
     """Compute, and wait until all whole chunks are in the network store."""
     join(engine)
     answers = [ask(engine, name)[1] for name in names]
-    books = tier_of(engine).books
-    engine.wait_for(lambda: books.num_used == len(names) * (LENGTH // CHUNK))
+    tier = tier_of(engine).tier
+    engine.wait_for(lambda: tier.num_used == len(names) * (LENGTH // CHUNK))
     engine.settle()
     return answers
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Things that the parts of the NVMe tier share: its books, its file, its requests and how it is
+"""Things that the parts of the NVMe tier share: the tier, its file, its requests and how it is
 doing."""
 
 from __future__ import annotations

@@ -99,9 +99,6 @@ class Slab:
         segment, number = divmod(record, self.records_per_segment)
         return self.segment_offset(segment) + PAGE_BYTES + number * self.record_bytes
 
-    def payload_offset(self, record: int) -> int:
-        return self.offset(record) + self.header_bytes
-
     def segment(self, record: int) -> SegmentHeader:
         """The header of the record's segment. The segment is ours."""
         return self.own[record // self.records_per_segment]

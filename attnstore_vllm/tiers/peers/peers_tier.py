@@ -1,104 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers' tier: other engines of this host that serve the same model (Store's more_tiers)."""
+"""The peers' tier: what other engines of this host have, which serve the same model. Nothing is
+written to it: a peer keeps what it has computed."""
 
 from __future__ import annotations
 
-import logging
-import socket
-import struct
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
-from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
-from attnstore_vllm.tiers.peers.asker import PeersIo
-from attnstore_vllm.tiers.peers.generation import Generation
-from attnstore_vllm.tiers.peers.sibling import SHAPE, Sibling
-from attnstore_vllm.tiers.peers.wire import listen
-from attnstore_vllm.tiers.remote import AskedBooks
-from attnstore_vllm.tiers.tier import TierBehind
-from attnstore_vllm.transfer.page_tables import Unmapped
-from attnstore_vllm.transfer.pool import SharedPool
+from attnstore_vllm.tiers.remote import RemoteTier
 from attnstore_vllm.types import PEERS
 
-logger = logging.getLogger(__name__)
-
-VERSION = 3
-"""That of the messages."""
 ENTRIES_MAX = 1 << 16
 """Chunks of siblings that are known at a time."""
-_HELLO = struct.Struct("<IQQ32s")
 
 
-def peers_of(
-    own: Path,
-    group: Path,
-    others: Sequence[Path],
-    namespace: bytes,
-    chunk_tokens: int,
-    pool: SharedPool,
-) -> tuple[MakePeers, ...]:
-    """The tier; none without siblings, or where no socket can be made beside the store's file.
-
-    Args: as MakePeers has them.
-    """
-    if not others:
-        return ()
-    try:
-        listening = listen(own)
-    except OSError as error:
-        logger.warning("this engine reads no others and is read by none: %s: %s", own, error)
-        return ()
-    return (MakePeers(own, group, others, namespace, chunk_tokens, pool, listening),)
-
-
-class MakePeers:
-    """For Store's `more_tiers`.
-
-    Args:
-        own: the directory of this engine's store, whose lock it holds.
-        group: the one that all engines know (generation.py).
-        others: those of its siblings.
-        namespace: of the store: siblings with another are none.
-    """
-
-    name = PEERS
+class PeersTier(RemoteTier):
+    """See the module."""
 
     def __init__(
-        self,
-        own: Path,
-        group: Path,
-        others: Sequence[Path],
-        namespace: bytes,
-        chunk_tokens: int,
-        pool: SharedPool,
-        listening: socket.socket,
-    ) -> None:
-        self._own = own
-        self._group = group
-        self._listening = listening
-        self._others = others
-        self._pool = pool
-        self._hello = _HELLO.pack(VERSION, chunk_tokens, pool.slot_bytes, namespace)
-
-    def books(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> AskedBooks:
-        return AskedBooks(PEERS, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=False)
-
-    def io(self, context: Context, tier: TierBehind) -> PeersIo:
-        assert isinstance(tier, AskedBooks)
-        pool, slot_bytes = self._pool, self._pool.slot_bytes
-        return PeersIo(
-            context,
-            tier,
-            [Sibling(directory, self._hello, slot_bytes) for directory in self._others],
-            Generation(self._own, self._group),
-            self._listening,
-            self._hello,
-            (pool.read_only_fds, SHAPE.pack(*pool.shape)),
-            Unmapped([pool.buffer], writes=True),
-        )
+    ) -> None:
+        super().__init__(PEERS, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=False)

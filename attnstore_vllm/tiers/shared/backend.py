@@ -3,13 +3,19 @@
 
 No method waits for a store that does not answer, and then tries again: the engine gives up at a
 deadline of its own, and ends the child then.
+
+Another store is a class of Backend, and an entry of config/shared.py: KINDS. Nothing else knows
+kinds by name.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
 from typing import Any
+
+from attnstore_vllm.config.shared import KINDS
 
 MISSING = -1
 """Result of a get: there is nothing of this name."""
@@ -32,6 +38,28 @@ class Backend(ABC):
 
     RecordNames are text. Places are of memory that strangers may write: nothing is verified here.
     """
+
+    @abstractmethod
+    def __init__(
+        self, options: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
+    ) -> None:
+        """Raises BackendError.
+
+        Args:
+            options: of the store (config/shared.py: for_client).
+            buffer: the lanes' memory, which some clients have to know.
+            shared: what the lanes of one process have together.
+        """
+
+    @classmethod
+    def environment(cls) -> Mapping[str, str]:
+        """Variables of the environment of the process that is to own the client."""
+        return {}
+
+    @classmethod
+    def secrets(cls, options: Mapping[str, Any]) -> Collection[str]:
+        """What of the options no log may have."""
+        return ()
 
     @abstractmethod
     def exist(self, names: Sequence[str]) -> list[bool]: ...
@@ -69,18 +97,21 @@ class Backend(ABC):
         """Let go what the client has."""
 
 
+def backend_of(settings: Mapping[str, Any]) -> tuple[type[Backend], Mapping[str, Any]]:
+    """The kind of client, and its options.
+
+    Args:
+        settings: of one store, by its kind, as in {"redis": {...}}.
+    """
+    kind = next(name for name in KINDS if name in settings)
+    module, _, name = KINDS[kind].backend.partition(":")
+    backend: type[Backend] = getattr(import_module(module), name)
+    return backend, settings[kind]
+
+
 def open_backend(
     settings: Mapping[str, Any], buffer: memoryview | None, shared: dict[str, Any]
 ) -> Backend:
-    """Args:
-    settings: of one store, by its kind: {"redis": {...}} or {"mooncake": {...}}.
-    buffer: the lanes' memory, which some clients have to know.
-    shared: what the lanes of one process have together. Raises BackendError.
-    """
-    if "redis" in settings:
-        from attnstore_vllm.tiers.shared.redis_backend import RedisBackend  # noqa: PLC0415
-
-        return RedisBackend(settings["redis"])
-    from attnstore_vllm.tiers.shared.mooncake_backend import MooncakeBackend  # noqa: PLC0415
-
-    return MooncakeBackend(settings["mooncake"], buffer, shared)
+    """See backend_of() and Backend. Raises BackendError."""
+    backend, options = backend_of(settings)
+    return backend(options, buffer, shared)

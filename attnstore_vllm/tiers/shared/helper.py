@@ -16,11 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from attnstore_vllm.errors import DeviceError
+from attnstore_vllm.tiers.shared.backend import backend_of
 from attnstore_vllm.tiers.shared.lanes import (
     ERROR,
     NO_ANSWER,
@@ -32,8 +33,6 @@ from attnstore_vllm.tiers.shared.lanes import (
     parse_numbers,
     request,
 )
-from attnstore_vllm.tiers.shared.last_words import LastWords
-from attnstore_vllm.tiers.shared.mooncake_backend import child_environment
 
 _CHILD = """
 import os, sys
@@ -46,6 +45,11 @@ in the working directory, beside the password. -P says the same, and Python 3.10
 """
 START_S = 10.0
 """A child that has not answered by then does not start."""
+TEXT_MAX = 2048
+"""Characters that are told of what the child has said."""
+_KEPT_BYTES = 4 * TEXT_MAX
+_END_S = 0.2
+"""How long the end of a process that was ended is waited for."""
 
 
 def _import_path() -> list[str]:
@@ -67,6 +71,8 @@ class Helper:
     def __init__(self, settings: Mapping[str, Any], lanes: Lanes) -> None:
         self.lanes = lanes
         self._settings = settings
+        self._backend, options = backend_of(settings)
+        self._secrets = self._backend.secrets(options)
         memory = os.memfd_create("attnstore-shared", os.MFD_CLOEXEC)
         os.ftruncate(memory, lanes.buffer_bytes)
         self._memory = memory
@@ -103,8 +109,8 @@ class Helper:
                     pair[1].close()
                 raise DeviceError(f"the shared tier's process does not start: {error}") from error
             theirs = [there.fileno() for _, there in pairs]
-            added = child_environment() if "mooncake" in self._settings else {}
-            command = ["env", *(f"{name}={value}" for name, value in added.items())]
+            variables = self._backend.environment().items()
+            command = ["env", *(f"{name}={value}" for name, value in variables)]
             command += [sys.executable, "-I", "-c", _CHILD, os.pathsep.join(_import_path())]
             command += map(str, (os.getpid(), self._memory, *theirs))
             try:
@@ -124,7 +130,7 @@ class Helper:
                 for _, there in pairs:
                     there.close()
             assert self._child.stderr is not None
-            self._last_words = LastWords(self._child.stderr, self._settings)
+            self._last_words = LastWords(self._child.stderr, self._secrets)
             self._sockets = [ours for ours, _ in pairs]
         hello = {
             "settings": self._settings,
@@ -222,3 +228,32 @@ class Helper:
         if answer[:1] == ERROR:
             raise DeviceError(answer[1:].decode(errors="replace"))
         return answer
+
+
+class LastWords:
+    """The end of what the child has written to its standard error, for the log. Reads the stream
+    until the process has ended, and keeps little of it.
+
+    Args:
+        secrets: are not told.
+    """
+
+    def __init__(self, stream: IO[bytes], secrets: Collection[str]) -> None:
+        self._stream = stream
+        self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
+        self._kept = b""
+        self._thread = threading.Thread(target=self._run, name="attnstore-shared-said", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._stream:
+            while some := self._stream.read(4096):
+                self._kept = (self._kept + some)[-_KEPT_BYTES:]
+
+    def __str__(self) -> str:
+        """Empty if it has said nothing."""
+        self._thread.join(_END_S)
+        text = self._kept.decode(errors="replace").strip()
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text[-TEXT_MAX:]

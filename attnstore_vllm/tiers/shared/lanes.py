@@ -6,6 +6,9 @@
               NO_ANSWER and a sentence: the client waited for the store in vain
 
 Values lie in the lane's places of the bounce buffer: the first name's in the first place.
+
+It has nothing in common with peers/wire.py: an engine trusts its child and waits for it, on a
+socket that keeps packets whole; peers frame a stream, wait for nothing and check each other.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from attnstore_vllm.tiers.shared.backend import (
     BackendError,
     NoAnswerError,
 )
-from attnstore_vllm.tiers.shared.line import Line
 
 NOT_THERE = (-703, -704)
 """Not ready (its writer is at it, or died), and not there."""
@@ -41,6 +40,62 @@ QUIET = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
     "MC_SLICE_TIMEOUT": "1",
 }
+CONNECT_S = 0.1
+_KEEPALIVE = (
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 2),
+)
+"""A machine that is gone is seen after 3 s, and not at once like a process."""
+
+
+class Line:
+    """Whether a server is there, by a connection that says nothing: it ends when the server does.
+
+    Mooncake's client hangs where its master is dead: it tries again for longer than any request may
+    wait, from the second call on. Used by one thread.
+
+    Args:
+        what: the server, for errors.
+        address: its host:port.
+    """
+
+    def __init__(self, what: str, address: str) -> None:
+        self._what = f"{what} at {address}"
+        host, _, port = address.rpartition(":")
+        self._address = host.strip("[]"), int(port)
+        self._socket: socket.socket | None = None
+
+    def check(self) -> None:
+        """Cost: 2 us if it is there. Raises BackendError; NoAnswerError if nobody says no."""
+        if self._is_up():
+            return
+        self.close()
+        try:
+            self._socket = socket.create_connection(self._address, CONNECT_S)
+            self._socket.setblocking(False)
+            for option, value in _KEEPALIVE:
+                self._socket.setsockopt(*option, value)
+        except TimeoutError:
+            raise NoAnswerError(f"{self._what} takes no connection within {CONNECT_S} s") from None
+        except (OSError, ValueError, OverflowError) as error:  # the last two: no such address
+            raise BackendError(f"{self._what} is not there: {error}") from error
+
+    def _is_up(self) -> bool:
+        if self._socket is None:
+            return False
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:  # nothing was said, and nothing has ended
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 class MooncakeBackend(Backend):
@@ -48,6 +103,7 @@ class MooncakeBackend(Backend):
 
     Args:
         settings: master, metadata, protocol, devices, host.
+        buffer, shared: see Backend.
     """
 
     def __init__(
@@ -59,6 +115,16 @@ class MooncakeBackend(Backend):
         if "client" not in shared:
             shared["client"] = _connect(settings, buffer)
         self._made = shared["client"]
+
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        """As PyPI has it, the client asks for the time in a loop until a transfer is over. That
+        takes a core. With another clock (csrc/io/pausing_clock.cpp) the loop sleeps. What our own
+        process was started with in LD_PRELOAD, such as an allocator, that one does without.
+        """
+        clock = importlib.util.find_spec("attnstore_vllm._pausing_clock")
+        preloaded = {"LD_PRELOAD": clock.origin} if clock is not None and clock.origin else {}
+        return {**QUIET, **preloaded}
 
     @property
     def _client(self) -> Any:
@@ -134,18 +200,6 @@ class MooncakeBackend(Backend):
         if result < 0:
             raise BackendError(f"Mooncake's master does not delete what it is told to ({result})")
         return result
-
-
-def child_environment() -> dict[str, str]:
-    """Variables of the environment of the process that is to own the client.
-
-    As PyPI has it, the client asks for the time in a loop until a transfer is over, and takes a
-    core. With another clock (csrc/io/pausing_clock.cpp) whoever does so sleeps. What our own
-    process was started with in LD_PRELOAD, such as an allocator, that one does without.
-    """
-    clock = importlib.util.find_spec("attnstore_vllm._pausing_clock")
-    preloaded = {"LD_PRELOAD": clock.origin} if clock is not None and clock.origin else {}
-    return {**QUIET, **preloaded}
 
 
 def own_address(master: str) -> str:

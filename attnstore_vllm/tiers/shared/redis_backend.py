@@ -13,7 +13,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -34,7 +34,12 @@ class RedisBackend(Backend):
         settings: url, timeout_s; password, ca, cert, key where they are given.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    @classmethod
+    def secrets(cls, options: Mapping[str, Any]) -> Collection[str]:
+        in_url = urlsplit(options.get("url", "")).password or ""
+        return {options.get("password", ""), in_url, unquote(in_url)}
+
+    def __init__(self, settings: Mapping[str, Any], *_: object) -> None:
         self._url = urlsplit(settings["url"])
         self._settings = settings
         self._timeout_s = float(settings["timeout_s"])

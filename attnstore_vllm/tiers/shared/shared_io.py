@@ -19,7 +19,6 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,24 +29,20 @@ from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceErro
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.policy.eviction.departures import Departures
-from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.tiers.context import Context
-from attnstore_vllm.tiers.dram_tier import DramTier
+from attnstore_vllm.tiers.generation import NotedReset
 from attnstore_vllm.tiers.health import Health
 from attnstore_vllm.tiers.remote import Ask, Found, RemoteLookup
-from attnstore_vllm.tiers.remote_io import AskedIo
+from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.tiers.shared import shared_generation as generations
 from attnstore_vllm.tiers.shared.backend import FAILED, MISSING, WRONG_SIZE
-from attnstore_vllm.tiers.shared.books import PAUSE_S, SharedBooks
 from attnstore_vllm.tiers.shared.helper import Helper, LateError
 from attnstore_vllm.tiers.shared.lanes import LaneOp, Lanes
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES, RecordNames, place_bytes
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_reset import SharedReset
-from attnstore_vllm.tiers.tier import TierBehind
+from attnstore_vllm.tiers.shared.shared_tier import SharedTier
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
-from attnstore_vllm.types import SHARED, Clock, Flow, StoreFailure
+from attnstore_vllm.types import SHARED, Flow, StoreFailure
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +85,7 @@ class _StoreJob(NamedTuple):
 _Job = TypeVar("_Job", _LoadJob, _StoreJob)
 
 
-class SharedIo(AskedIo):
+class SharedIo(RemoteIo):
     """See the module.
 
     Args:
@@ -108,7 +103,7 @@ class SharedIo(AskedIo):
     def __init__(
         self,
         context: Context,
-        books: SharedBooks,
+        tier: SharedTier,
         settings: Mapping[str, Any],
         *,
         keys: SharedKeys,
@@ -118,8 +113,8 @@ class SharedIo(AskedIo):
         directory: Path | None,
         write_rates: Mapping[float, float | None],
     ) -> None:
-        super().__init__(context, books)
-        self._books = books
+        super().__init__(context, tier)
+        self.tier: SharedTier = tier
         payload_bytes = context.pool.slot_bytes
         self.record_bytes = HEADER_BYTES + payload_bytes
         places = max(1, min(PLACES_MAX, LANE_BYTES // place_bytes(payload_bytes)))
@@ -195,10 +190,10 @@ class SharedIo(AskedIo):
 
     # ---- asking ------------------------------------------------------------------------
 
-    def wonder(self, lookup: RemoteLookup, at: int, stop: int, request_id: str = "") -> Ask | None:
+    def look_up(self, lookup: RemoteLookup, at: int, stop: int, request_id: str = "") -> Ask | None:
         if self.generation.usable is None:
             return None
-        return super().wonder(lookup, at, stop, request_id)
+        return super().look_up(lookup, at, stop, request_id)
 
     def ask(self, ask: Ask) -> None:
         """Whoever asks plans a step: all that a question takes is done on the tier's thread."""
@@ -431,7 +426,7 @@ class SharedIo(AskedIo):
         super().turn()
         now, health = self.context.clock(), self.health
         with self.context.progress:
-            self._books.ripen(now)
+            self.tier.ripen(now)
             probes = [which.take_probe(now) for which in (health.reads, health.writes)]
             is_due = now >= self._look_at and health.reads.in_use
             if self._is_looking or not (any(probes) or is_due):
@@ -465,7 +460,7 @@ class SharedIo(AskedIo):
             with self.context.progress:
                 order = self.generation.see(theirs)
                 why_out = self.generation.why_out
-                self._books.open_to(self.generation.usable is not None)
+                self.tier.open_to(self.generation.usable is not None)
             if order is None:
                 break
             # What is too large to be read is nothing, and there all the same.
@@ -500,25 +495,19 @@ class SharedIo(AskedIo):
 
     def weights_seen(self, same: bool | None) -> None:
         self.generation.weights_seen(same)
-        self._books.open_to(self.generation.usable is not None)
+        self.tier.open_to(self.generation.usable is not None)
         self._look_at = 0.0
         self.context.wake()
 
-    def reset(self) -> SharedReset:
+    def reset(self) -> NotedReset:
+        """Whether the store hears of it or not, this engine has left."""
         self.generation.reset()
         self.forget_asks()
-        self._books.open_to(False)
+        self.tier.open_to(False)
         self._alone.clear()
         self._damaged.clear()
         self._look_at = 0.0
-        return SharedReset(self.context, self.save_generation)
-
-    def poll(self, timeout_s: float) -> bool:
-        """The threads that end something tell of it."""
-        return False
-
-    def wake(self) -> None:
-        """Never waits."""
+        return NotedReset(self.context, "the shared tier", self.save_generation)
 
     def cancel(self) -> None:
         self.helper.close()
@@ -545,48 +534,3 @@ def _remember(table: OrderedDict[bytes, Any], key: bytes, value: Any) -> None:
     table.move_to_end(key)
     while len(table) > ALONE_MAX:
         table.popitem(last=False)
-
-
-class MakeShared:
-    """For Store's `more_tiers`."""
-
-    name = SHARED
-
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        *,
-        keys: SharedKeys,
-        namespace: bytes,
-        where: str,
-        chunk_tokens: int,
-        deadline_s: float,
-        directory: Path | None,
-        bandwidth: int | None = None,
-        daily_writes: int | None = None,
-        clock: Clock,
-        pause_s: float = PAUSE_S,
-    ) -> None:
-        self._books = partial(SharedBooks, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s)
-        self._io = partial(
-            SharedIo,
-            settings=settings,
-            keys=keys,
-            namespace=namespace,
-            where=where,
-            deadline_s=deadline_s,
-            directory=directory,
-            write_rates={
-                BANDWIDTH_BURST_S: bandwidth,
-                DAILY_BURST_S: daily_writes / 86_400 if daily_writes else None,
-            },
-        )
-
-    def books(
-        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> SharedBooks:
-        return self._books(policy, dram, look_ahead)
-
-    def io(self, context: Context, tier: TierBehind) -> SharedIo:
-        assert isinstance(tier, SharedBooks)
-        return self._io(context, tier)

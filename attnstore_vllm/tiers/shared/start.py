@@ -6,14 +6,25 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from attnstore_vllm.config.shared import SharedConfig
+from attnstore_vllm.config.shared import KINDS, SharedConfig
 from attnstore_vllm.errors import ConfigError
+from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.policy.eviction.departures import Departures
+from attnstore_vllm.policy.lookahead import LookAhead
+from attnstore_vllm.tiers.context import Context
+from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.shared.helper import Helper
 from attnstore_vllm.tiers.shared.lanes import Lanes
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_io import MakeShared
+from attnstore_vllm.tiers.shared.shared_io import BANDWIDTH_BURST_S, DAILY_BURST_S, SharedIo
+from attnstore_vllm.tiers.shared.shared_tier import PAUSE_S, SharedTier
+from attnstore_vllm.tiers.tier import TierBehind
+from attnstore_vllm.types import SHARED, Clock
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +34,11 @@ TRIAL_NAME = b"attnstore doctor".ljust(32, b"\0")
 def check_client(shared: SharedConfig) -> None:
     """Raises ConfigError if the client is not installed, or the password or the secret cannot be
     read."""
-    if shared.kind == "mooncake" and importlib.util.find_spec("mooncake") is None:
+    kind = KINDS[shared.kind]
+    if kind.client and importlib.util.find_spec(kind.client) is None:
         raise ConfigError(
-            "shared.mooncake needs Mooncake's client; run: pip install 'attnstore-vllm[mooncake]'"
+            f"shared.{shared.kind} needs {kind.title}'s client; run: "
+            f"pip install 'attnstore-vllm[{shared.kind}]'"
         )
     shared.for_client()
     SharedKeys.of_file(shared.secret_file)
@@ -38,6 +51,51 @@ def without_secret(shared: SharedConfig) -> str:
         "served to any tenant. Who can read there reads KV, and can test guesses of prompts by "
         "names alone. Give all servers one shared.secret_file, or close that network"
     )
+
+
+class MakeShared:
+    """For Store's `more_tiers`."""
+
+    name = SHARED
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        keys: SharedKeys,
+        namespace: bytes,
+        where: str,
+        chunk_tokens: int,
+        deadline_s: float,
+        directory: Path | None,
+        bandwidth: int | None = None,
+        daily_writes: int | None = None,
+        clock: Clock,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        self._tier = partial(SharedTier, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s)
+        self._io = partial(
+            SharedIo,
+            settings=settings,
+            keys=keys,
+            namespace=namespace,
+            where=where,
+            deadline_s=deadline_s,
+            directory=directory,
+            write_rates={
+                BANDWIDTH_BURST_S: bandwidth,
+                DAILY_BURST_S: daily_writes / 86_400 if daily_writes else None,
+            },
+        )
+
+    def tier(
+        self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
+    ) -> SharedTier:
+        return self._tier(policy, dram, look_ahead)
+
+    def io(self, context: Context, tier: TierBehind) -> SharedIo:
+        assert isinstance(tier, SharedTier)
+        return self._io(context, tier)
 
 
 def make_shared(

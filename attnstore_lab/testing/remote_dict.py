@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that must be asked, made of a dictionary that others may fill and empty as well.
+"""A remote tier, made of a dictionary that others may fill and empty as well.
 
 It is an example for who makes another such tier. Answers and loads end in the next turn of the
 store's thread, or as `faults` say.
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from attnstore_lab.testing.dict_tier import DictReset
+from attnstore_lab.testing.dict_tier import DictReset, QueuedIo
 from attnstore_vllm.errors import CorruptRecordError
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.io.checksum import checksum
@@ -20,13 +21,10 @@ from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.health import Health
-from attnstore_vllm.tiers.remote import Ask, AskedBooks, Found
-from attnstore_vllm.tiers.remote_io import AskedIo
+from attnstore_vllm.tiers.remote import Ask, Found, RemoteTier
+from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.tiers.tier import TierBehind
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
-
-DEPTH = 4
-"""Loads, and stores, at a time."""
 
 
 @dataclass(slots=True)
@@ -42,11 +40,11 @@ class Others:
         self.records[bytes(name.key)] = name, payload, digest or checksum(payload)
 
 
-class AskedDictIo(AskedIo):
+class RemoteDictIo(QueuedIo, RemoteIo):
     answer_deadline_s = 0.05
     lease_s = 1.0
 
-    def __init__(self, context: Context, tier: AskedBooks, others: Others) -> None:
+    def __init__(self, context: Context, tier: RemoteTier, others: Others) -> None:
         super().__init__(context, tier)
         self.record_bytes = context.pool.slot_bytes
         self.health = Health(
@@ -55,24 +53,6 @@ class AskedDictIo(AskedIo):
         self.others = others
         self.num_asked = 0
         self._asks: deque[Ask] = deque()
-        self._loads: deque[tuple[Chunk, memoryview, Loaded]] = deque()
-        self._stores: deque[tuple[Chunk, memoryview, Stored]] = deque()
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._loads)
-
-    @property
-    def num_storing(self) -> int:
-        return len(self._stores)
-
-    @property
-    def can_load(self) -> bool:
-        return len(self._loads) < DEPTH
-
-    @property
-    def can_store(self) -> bool:
-        return len(self._stores) < DEPTH
 
     def ask(self, ask: Ask) -> None:
         self.num_asked += 1
@@ -82,28 +62,16 @@ class AskedDictIo(AskedIo):
     def begin_load(
         self, chunk: Chunk, payload: memoryview, done: Loaded, late: Callable[[], None]
     ) -> None:
-        self._loads.append((chunk, payload, done))
+        self.loads.append(partial(self._load, chunk, payload, done))
 
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
-        self._stores.append((chunk, payload, done))
-
-    def submit(self) -> None:
-        """Whatever was begun ends in poll()."""
-        self.context.wake()
+        self.stores.append(partial(self._store, chunk, payload, done))
 
     def poll(self, timeout_s: float) -> bool:
         while self._asks and not self.others.is_silent:
             ask = self._asks.popleft()
             self.answer(ask, self._found(ask))
-        with self.context.progress:
-            begun = len(self._loads) + len(self._stores)
-            while self._loads:
-                self._load(*self._loads.popleft())
-            while self._stores:
-                chunk, payload, done = self._stores.popleft()
-                self.others.put(chunk.name, bytes(payload))
-                done(checksum(payload))
-        return begun > 0
+        return super().poll(timeout_s)
 
     def _found(self, ask: Ask) -> list[Found]:
         found = []
@@ -122,6 +90,10 @@ class AskedDictIo(AskedIo):
         payload[:] = found
         done(None, name.tokens)
 
+    def _store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
+        self.others.put(chunk.name, bytes(payload))
+        done(checksum(payload))
+
     def reset(self) -> DictReset:
         """All that others have is of another generation from now on: here, it is gone."""
         self.forget_asks()
@@ -129,17 +101,12 @@ class AskedDictIo(AskedIo):
         self.others.records.clear()
         return DictReset()
 
-    def wake(self) -> None:
-        """Never waits."""
-
     def cancel(self) -> None:
-        """Whatever was begun is not done any more."""
         self._asks.clear()
-        self._loads.clear()
-        self._stores.clear()
+        super().cancel()
 
 
-class MakeAskedDict:
+class MakeRemoteDict:
     """For Store's `more_tiers`."""
 
     def __init__(
@@ -155,13 +122,13 @@ class MakeAskedDict:
         self.others = others
         self._num_slots = num_slots
 
-    def books(
+    def tier(
         self, policy: Callable[[int], Departures], dram: DramTier, look_ahead: LookAhead[Chunk]
-    ) -> AskedBooks:
-        return AskedBooks(
+    ) -> RemoteTier:
+        return RemoteTier(
             self.name, self._num_slots, policy, dram, look_ahead, takes_writes=self._takes_writes
         )
 
-    def io(self, context: Context, tier: TierBehind) -> AskedDictIo:
-        assert isinstance(tier, AskedBooks)
-        return AskedDictIo(context, tier, self.others)
+    def io(self, context: Context, tier: TierBehind) -> RemoteDictIo:
+        assert isinstance(tier, RemoteTier)
+        return RemoteDictIo(context, tier, self.others)

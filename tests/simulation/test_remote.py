@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulation with a tier that must be asked: answers come late, and what they say is lost,
+"""The simulation with a remote tier: answers come late, and what they say is lost,
 damaged or too old by the time it is loaded."""
 
 from __future__ import annotations
@@ -7,17 +7,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from attnstore_lab.testing.asked_dict import MakeAskedDict, Others
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from tests.helpers import names_of, payload_of, sequence_of
 from tests.simulation.world import World
 
 
-class AskedWorld(World):
+class RemoteWorld(World):
     """Others have the same conversations, since they serve the same users."""
 
     def __init__(self, seed: int, *, takes_writes: bool) -> None:
         self.others = Others()
-        make = MakeAskedDict(self.others, 24, takes_writes=takes_writes)
+        make = MakeRemoteDict(self.others, 24, takes_writes=takes_writes)
         super().__init__(seed, more_tiers=(make,))
 
     def step(self) -> None:
@@ -66,7 +66,7 @@ def run_asked(seeds: range, steps: int) -> Counter[str]:
     counts = Counter[str]()
     try:
         for seed in seeds:
-            world = AskedWorld(seed, takes_writes=seed % 2 == 0)
+            world = RemoteWorld(seed, takes_writes=seed % 2 == 0)
             try:
                 world.run(steps)
             except BaseException as error:

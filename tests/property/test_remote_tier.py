@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store machine with a tier that must be asked, which others fill, damage, empty and silence.
+"""The store machine with a remote tier, which others fill, damage, empty and silence.
 
 Goal: what a request is given are bytes that somebody put under that key and nobody has damaged;
 after a reset none that others had before; nothing stays held, whatever others do.
@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from attnstore_lab.testing.asked_dict import MakeAskedDict, Others
 from attnstore_lab.testing.devices import PowerLossDevice
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.tiers.remote_io import is_asked
+from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import Key
 from tests.helpers import lookup_of, payload_of
 from tests.property.test_store_machine import StoreMachine, ends, prefix_name, sequences
@@ -26,11 +26,11 @@ from tests.property.test_store_machine import StoreMachine, ends, prefix_name, s
 OTHERS = Others()
 
 
-class AskedMachine(StoreMachine):
+class RemoteMachine(StoreMachine):
     """See the module. What we write there is of others, too."""
 
     options: ClassVar[dict[str, Any]] = {
-        "more_tiers": (MakeAskedDict(OTHERS, 6, takes_writes=True),)
+        "more_tiers": (MakeRemoteDict(OTHERS, 6, takes_writes=True),)
     }
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class AskedMachine(StoreMachine):
     def find(self, tokens: list[int], start: int, stop: int) -> list[Piece]:
         lookup = lookup_of(tokens, may_ask=True)
         self.rig.store.find(lookup, start, stop)
-        self.rig.until(lambda: not is_asked(lookup))
+        self.rig.until(lambda: not awaits_remote(lookup))
         return super().find(tokens, start, stop)
 
     def check_payload(self, key: Key, payload: bytes) -> None:
@@ -93,5 +93,5 @@ class AskedMachine(StoreMachine):
         super().begin_anew(device)
 
 
-TestAsked = AskedMachine.TestCase
-TestAsked.settings = settings(max_examples=15, stateful_step_count=50)
+TestRemote = RemoteMachine.TestCase
+TestRemote.settings = settings(max_examples=15, stateful_step_count=50)

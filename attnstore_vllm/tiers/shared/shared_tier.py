@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Books of the shared tier: which of what is in DRAM is to be written there, and when.
+"""The shared tier: which of what is in DRAM is to be written there, and when.
 
 Whole chunks alone, since whoever asks can name no others. Written when a conversation pauses, or at
 the second use, of most worth first (Departures), within a budget (tier_io.py). What came from there
@@ -15,7 +15,7 @@ from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.dram_tier import DramTier
-from attnstore_vllm.tiers.remote import AskedBooks
+from attnstore_vllm.tiers.remote import RemoteTier
 from attnstore_vllm.types import SHARED, Clock
 
 ENTRIES_MAX = 1 << 16
@@ -26,7 +26,7 @@ RIPE_MAX = 256
 """Chunks that one look lets be written."""
 
 
-class SharedBooks(AskedBooks):
+class SharedTier(RemoteTier):
     """See the module.
 
     Args:

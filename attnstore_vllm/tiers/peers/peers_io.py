@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The asker's side: siblings as a tier that must be asked (tiers/remote_io.py).
+"""The asker's side: siblings as a remote tier (tiers/remote_io.py).
 
 It is long since one thread does all that is asked, copied and verified.
 
@@ -31,6 +31,7 @@ from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.moved import Movable
 from attnstore_vllm.io.checksum import copy_checksums
 from attnstore_vllm.tiers.context import Context
+from attnstore_vllm.tiers.generation import NotedReset
 from attnstore_vllm.tiers.health import Health
 from attnstore_vllm.tiers.peers.generation import Generation
 from attnstore_vllm.tiers.peers.owner import (
@@ -42,10 +43,11 @@ from attnstore_vllm.tiers.peers.owner import (
     PIECE,
     Owner,
 )
+from attnstore_vllm.tiers.peers.peers_tier import PeersTier
 from attnstore_vllm.tiers.peers.sibling import Sibling
 from attnstore_vllm.tiers.peers.wire import Message, MessageKind, WireError
-from attnstore_vllm.tiers.remote import Ask, AskedBooks, Found
-from attnstore_vllm.tiers.remote_io import AskedIo
+from attnstore_vllm.tiers.remote import Ask, Found
+from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
 from attnstore_vllm.transfer.page_tables import PAUSE_S, Unmapped
 from attnstore_vllm.types import KEY_BYTES, TOKEN_BYTES, Flow, Key
@@ -89,7 +91,7 @@ class _PeerLoad:
     ends_at: float = 0.0
 
 
-class PeersIo(AskedIo):
+class PeersIo(RemoteIo):
     """See the module.
 
     Args:
@@ -110,7 +112,7 @@ class PeersIo(AskedIo):
     def __init__(
         self,
         context: Context,
-        tier: AskedBooks,
+        tier: PeersTier,
         siblings: Sequence[Sibling],
         generation: Generation,
         listening: socket.socket,
@@ -127,8 +129,8 @@ class PeersIo(AskedIo):
         self._mapped_first = 0
         self._of = generation
         self._advancing = threading.Lock()
-        self._num_resets = self._num_advanced = 0
-        """Resets that have begun, and those of which the generation is on the disk."""
+        self._num_resets = 0
+        """Resets whose generation is not on the disk yet."""
         self._owner = Owner(context, listening, hello, pool, self.generation)
         self._asks: deque[Ask] = deque()
         self._begun: deque[_PeerLoad] = deque()
@@ -178,40 +180,31 @@ class PeersIo(AskedIo):
         raise NotImplementedError("what siblings keep they have computed")
 
     def submit(self) -> None:
-        with self._advancing:  # whoever resets waits here until its generation is on the disk
-            while self._num_advanced < self._num_resets:  # one for each: others may have taken one
-                self._of.advance()
-                with self.context.progress:
-                    self._num_advanced += 1
         if self._may_send and threading.get_ident() == self._thread.ident:
             self._may_send = False  # what fails meanwhile is none of this turn's
             self._send_gets(self.context.clock())
         else:
             os.eventfd_write(self._wake, 1)
 
-    def poll(self, timeout_s: float) -> bool:
-        return False  # what ends is told on our own thread
-
     def gauges_now(self) -> dict[tuple[str, str], float]:
         ready = sum(s.is_ready and s.breaker.in_use for s in self.siblings)
         return {("siblings", "ready"): float(ready), ("siblings", "all"): float(len(self.siblings))}
 
-    def reset(self) -> PeersIo:
-        """We share nothing until submit() has made the generation: files are no work for the
-        lock."""
+    def reset(self) -> NotedReset:
+        """We share nothing until the next generation is on the disk."""
         self.forget_asks()
         self._num_resets += 1
-        return self
+        return NotedReset(self.context, "siblings", self._advance)
 
-    is_over = succeeded = True  # of a reset: its caller's submit() waits for it
+    def _advance(self) -> None:
+        with self._advancing:  # one for each: others may have taken one
+            self._of.advance()
+        with self.context.progress:
+            self._num_resets -= 1
 
     def generation(self) -> bytes | None:
         """None: we share nothing."""
-        is_on_disk = self._num_advanced == self._num_resets
-        return self._of.value if is_on_disk and not self.has_left else None
-
-    def wake(self) -> None:
-        """Nobody waits in poll()."""
+        return self._of.value if not (self._num_resets or self.has_left) else None
 
     def cancel(self) -> None:
         self._stopping = True
@@ -385,7 +378,7 @@ class PeersIo(AskedIo):
             assert question.whose is not None
             self._where[found.name.key] = question.whose
             self._where.move_to_end(found.name.key)
-        while len(self._where) > self.books.num_slots:
+        while len(self._where) > self.tier.num_slots:
             self._where.popitem(last=False)
         self.answer(question.ask, question.best)
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the generations of peers and of the shared tier share.
+
+A generation is a name of the last reset that all KV of an engine comes after. Who has another one
+gets no KV from it. A reset is over once the next one is on the disk, so that no restart goes back.
+
+How an engine learns of the resets of others differs, and with it all else. Engines of a host meet
+in a file, which they lock and trust (peers/generation.py). Servers meet in a network store, which
+may lose the name or be given an old one: so theirs are counted and sealed
+(shared/shared_generation.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from attnstore_vllm.tiers.context import Context
+
+logger = logging.getLogger(__name__)
+
+
+class NotedReset:
+    """One reset. `is_over` and `succeeded` are read with the store's lock held.
+
+    It waits for the disk alone, on a thread of its own.
+
+    Args:
+        of: the tier, in words.
+        note: makes the reset durable. Raises OSError.
+    """
+
+    def __init__(self, context: Context, of: str, note: Callable[[], None]) -> None:
+        self.is_over = self.succeeded = False
+        self._context = context
+        self._of = of
+        self._note = note
+        threading.Thread(target=self._run, name="attnstore-reset", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._note()
+            succeeded = True
+        except OSError as error:
+            logger.error("the reset of %s was not noted on the disk: %s", self._of, error)
+            succeeded = False
+        progress = self._context.progress
+        with progress:
+            self.is_over, self.succeeded = True, succeeded
+            progress.notify_all()
