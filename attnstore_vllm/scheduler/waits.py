@@ -98,6 +98,7 @@ class Waits:
     def awaits(self, state: RequestState) -> bool:
         """Whether the request waits for a tier's answer to what it has."""
         if not is_asked(state.sequence):
+            state.counted.is_unanswered |= any(not ask.is_over for ask in state.sequence.asked)
             state.sequence.asked = ()  # nor will it: what comes late finds its place alone
             return False
         if state.waiting.since is None:

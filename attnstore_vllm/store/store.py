@@ -46,7 +46,7 @@ from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.tiers.remote_io import asking_of, is_asked
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import MakeTier
-from attnstore_vllm.types import DRAM, Clock, Key
+from attnstore_vllm.types import DRAM, Clock, Event, Key
 
 CHUNK_LOOKS_MAX = 8
 RESET_DEADLINE_S = 5.0
@@ -561,7 +561,7 @@ class Store:
     def give_up(self, num_chunks: int) -> None:
         """So many chunks that waited for room are not saved."""
         with self._lock:
-            self.residency.counts["dropped"] += num_chunks
+            self.residency.counts[Event.DROPPED] += num_chunks
 
     @property
     def num_openings(self) -> int:
@@ -630,7 +630,7 @@ class Store:
         for chunk in chunks:
             self.residency.drop(chunk)
             num_dropped += 1
-        self.residency.counts["superseded"] += num_dropped
+        self.residency.counts[Event.SUPERSEDED] += num_dropped
         return num_dropped
 
     # ---- the rest ----------------------------------------------------------------------

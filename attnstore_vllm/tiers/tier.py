@@ -19,6 +19,7 @@ from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lazy_heap import LazyHeap
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.visits import Run
+from attnstore_vllm.types import Event
 
 ENDED_MAX = 64
 """Pins that one look ends."""
@@ -139,6 +140,8 @@ class TierBehind(Tier):
 
     order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
+    evicted = Event.EVICTED_NVME
+    """What is counted when a chunk gives its place here to another."""
     is_asked = False
     """Only by asking it is known what it has (asked_tier.py)."""
 

@@ -15,6 +15,7 @@ from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.types import Cause
 from tests.vllm_objects import Clock, as_store, output, request
 
 DEADLINE_S = 1.0
@@ -268,7 +269,7 @@ def test_what_a_request_waited_is_in_its_report() -> None:
     clock.now += 0.5
     rig.end_wait()
     rig.state.counted.sources, rig.state.counted.in_hbm = {"dram": 1000, "nvme": 500}, 200
-    rig.state.counted.why_computed = "deadline"
+    rig.state.counted.why_computed = Cause.DEADLINE
     assert rig.state.report() == {
         "prompt_tokens": 3000,
         "hbm_tokens": 200,
@@ -278,6 +279,7 @@ def test_what_a_request_waited_is_in_its_report() -> None:
         "approximate": None,
         "computed_tokens": 1300,
         "why_computed": "deadline",
+        "why_not_stored": None,
         "waited_ms": 750,
     }
     rig.state.load_failed = True
