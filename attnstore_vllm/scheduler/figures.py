@@ -124,10 +124,10 @@ def in_words(data: Mapping[str, Any]) -> str:
     return "; ".join(_parts(data["counters"], data["observed"])) or "nothing was asked for"
 
 
-def _parts(counts: Mapping[str, float], observed: Mapping[str, list[float]]) -> Iterator[str]:
+def _parts(counters: Mapping[str, float], observed: Mapping[str, list[float]]) -> Iterator[str]:
     def of(name: str) -> dict[str, float]:
-        found = (key.partition(":") for key in counts)
-        return {label: counts[f"{n}:{label}"] for n, _, label in found if n == name}
+        found = (key.partition(":") for key in counters)
+        return {label: counters[f"{n}:{label}"] for n, _, label in found if n == name}
 
     prompts = of("prompt_tokens")
     if total := sum(prompts.values()):

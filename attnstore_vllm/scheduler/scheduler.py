@@ -295,7 +295,7 @@ class Scheduler:
             if request.request_id in self._left_alone:
                 self._left_alone[request.request_id].in_hbm = num_computed_tokens
             return 0, False
-        why_not = self._why_not_look(state, num_computed_tokens)
+        why_not = self._why_not_look(state, request, num_computed_tokens)
         if why_not is not None:
             cause, may_wait = why_not
             return state.is_not_looked_up(cause, num_computed_tokens, may_wait=may_wait), False
@@ -304,13 +304,14 @@ class Scheduler:
             self._saving.begin(state, num_computed_tokens + found)
         return found, is_ahead
 
-    def _why_not_look(self, state: RequestState, local: int) -> tuple[Cause, bool] | None:
+    def _why_not_look(
+        self, state: RequestState, request: Request, local: int
+    ) -> tuple[Cause, bool] | None:
         """Why a request that vLLM asks for is not looked up now, and whether it may be later.
 
         Args:
             local: tokens that are in HBM already.
         """
-        request = state.request
         if self._watch.must_wait():
             return Cause.RESET_UNCHECKED, True
         if state.load_failed:
