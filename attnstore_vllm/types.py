@@ -127,11 +127,11 @@ PUT_OFF: Final = (
     Event.LOOKUP_LATER, Event.LOOKUP_DROPPED, Event.PREFETCH_LATER, Event.PREFETCH_DROPPED,
     Event.SAVE_LATER, Event.SAVE_DROPPED, Event.LEAVE_LATER,
 )  # fmt: skip
-"""Of the metric of that name."""
+"""Events of the metric of that name."""
 OUTCOMES: Final = (Event.APPLIED, Event.IGNORED, Event.HIT, Event.MISS)
-"""Of the metrics `hints` and `prefetches`."""
+"""Events of the metrics `hints` and `prefetches`."""
 CHUNK_EVENTS: Final = tuple(e for e in Event if e not in {*ERRORS, *PUT_OFF, *OUTCOMES})
-"""Of the metric `chunks`: all others."""
+"""Events of the metric `chunks`: all others."""
 
 
 class Cause(Word):
@@ -176,7 +176,7 @@ class Cause(Word):
     DRAM_TOO_SMALL = "dram_too_small"
     """More is stored than DRAM has room for at once."""
     GROUP_LACKS = "group_lacks"
-    """What another KV cache group needs to go on there is not stored."""
+    """Another KV cache group needs more there than is stored."""
     # It was stored, and is computed all the same.
     DEADLINE = "deadline"
     """It did not come up from NVMe in time."""
@@ -200,7 +200,7 @@ class Cause(Word):
 RECOMPUTED: Final = (
     Cause.DEADLINE, Cause.SLOWER, Cause.LOST, Cause.DRAM_TOO_SMALL, Cause.COPY_FAILED,
 )  # fmt: skip
-"""Of the metric `recomputations`."""
+"""Causes of the metric `recomputations`."""
 
 
 class StoreFailure(Enum):

@@ -138,7 +138,9 @@ class Offers:
                 stats.add("recomputations", cause, 1)
                 state.counted.why_computed = cause
             else:
-                state.counted.why_short = self._why_short(state, found_stop)
+                why = state.counted.why_short = self._why_short(state, found_stop)
+                if why is Cause.DRAM_TOO_SMALL:
+                    stats.add("recomputations", why, 1)
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
             held, rest = [], []

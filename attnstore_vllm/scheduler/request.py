@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request of vLLM: where it is on its way, and what of it names its KV."""
+"""One request of vLLM: where it is on its way, and what of it names its KV.
+
+It is long since each part of a request's way has its record here, and one owner that writes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -24,10 +27,8 @@ from attnstore_vllm.policy.visits import Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.vllm_types import Request
-from attnstore_vllm.types import DRAM, NVME, Cause, Key
+from attnstore_vllm.types import Cause, Key
 
-Report = dict[str, int | str | None]
-"""See docs/hints.md."""
 MIN_LOAD_TOKENS = 16
 """A shorter run of stored KV is not worth a load."""
 
@@ -167,18 +168,6 @@ class Counted:
 
 
 @dataclass(slots=True)
-class LeftAlone:
-    """A request that neither uses nor leaves stored KV, as far as it is told of."""
-
-    cause: Cause
-    wants_report: bool
-    in_hbm: int = 0
-
-    def report(self, request: Request) -> Report:
-        return make_report(request, self.in_hbm, {}, why_computed=self.cause, why_not=self.cause)
-
-
-@dataclass(slots=True)
 class RequestState:
     """A request between on_new_request and request_finished. Its own fields are what it is and asks
     for; each part of its way has an owner, which alone writes it."""
@@ -243,22 +232,6 @@ class RequestState:
         if pieces:
             self.counted.stored_stop = max(self.counted.stored_stop, pieces[-1].stop)
 
-    def report(self) -> Report:
-        """Where its prompt's KV came from, for who has sent it (docs/hints.md)."""
-        report = make_report(
-            self.request,
-            self.counted.in_hbm,
-            self.counted.sources,
-            why_computed=self.why_computed(),
-            why_not=self.why_not_stored(),
-        )
-        is_found = self.num_computed() < self.request.num_prompt_tokens
-        return report | {
-            "moved_tokens": self.moved_tokens,
-            "approximate": self.approximate if is_found else None,
-            "waited_ms": round(1000 * self.counted.waited_s),
-        }
-
     def is_not_looked_up(self, cause: Cause, local: int, *, may_wait: bool) -> int | None:
         """The answer to vLLM: to ask again; or 0, where there is no waiting: it is computed.
 
@@ -271,40 +244,6 @@ class RequestState:
         if not self.counted.offered:
             self.counted.in_hbm = local
         return 0
-
-    def num_computed(self) -> int:
-        """Tokens of its prompt that were neither in HBM nor loaded."""
-        loaded = sum(self.counted.sources.values())
-        return self.request.num_prompt_tokens - self.counted.in_hbm - loaded
-
-    def why_computed(self) -> Cause | None:
-        """Why its prompt, or the rest of it, was computed; None: as good as nothing was, or it has
-        ended before."""
-        found = self.counted
-        if self.load_failed:
-            return Cause.COPY_FAILED
-        if found.why_computed is not None or not found.offered:
-            return found.why_computed
-        return found.why_short if self.num_computed() > MIN_LOAD_TOKENS else None
-
-    def why_not_stored(self) -> Cause | None:
-        """Why what it computed is not stored, or not all; None: it is, or there was as good as
-        nothing. Asked when it has ended, and its end is saved."""
-        computed, computing = self.request.num_computed_tokens, self.computing
-        if computed - computing.first < MIN_LOAD_TOKENS:
-            return None
-        if not self.stores:
-            return self.counted.why_not_stored or Cause.STORE_FALSE
-        if computing.is_outdated:
-            return Cause.OUTDATED
-        if self.adapter is None:
-            return Cause.ADAPTER_UNKNOWN
-        if computing.no_room_at is not None:
-            return Cause.NO_ROOM
-        usable = max(computing.first, self.usable_tokens())
-        if computed - usable >= MIN_LOAD_TOKENS:
-            return self.why_unusable()
-        return self.counted.why_not_stored
 
     def begin_anew(self) -> None:
         """It was preempted: it may wait again, and will have other blocks."""
@@ -407,29 +346,6 @@ class RequestState:
         for keys in (self._sequence, self._other[1]):
             if keys is not None:
                 keys.matched = ()
-
-
-def make_report(
-    request: Request,
-    in_hbm: int,
-    sources: Mapping[str, int],
-    *,
-    why_computed: Cause | None,
-    why_not: Cause | None,
-) -> Report:
-    """Of plain strings and numbers, since it crosses processes."""
-    tokens = {DRAM: 0, NVME: 0} | dict(sources)
-    return {
-        "prompt_tokens": request.num_prompt_tokens,
-        "hbm_tokens": in_hbm,
-        **{f"{tier}_tokens": number for tier, number in tokens.items()},
-        "moved_tokens": 0,
-        "approximate": None,
-        "computed_tokens": request.num_prompt_tokens - in_hbm - sum(sources.values()),
-        "why_computed": None if why_computed is None else why_computed.value,
-        "why_not_stored": None if why_not is None else why_not.value,
-        "waited_ms": 0,
-    }
 
 
 def list_of(token_ids: Sequence[int]) -> Sequence[int]:

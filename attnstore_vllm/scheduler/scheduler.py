@@ -33,9 +33,9 @@ from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.open_plans import OpenPlans
+from attnstore_vllm.scheduler.report import LeftAlone, report_of, why_computed, why_not_stored
 from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
-    LeftAlone,
     RequestState,
     brings_kv,
     bypasses,
@@ -559,10 +559,10 @@ class Scheduler:
             self._truncation.finished(state)
         self.stages.ended(request.request_id)
         keeps = self.plans.finished(request.request_id)
-        for cause in {state.why_computed(), state.why_not_stored()}:
+        for cause in {why_computed(state), why_not_stored(state)}:
             if cause is not None:
                 self._stats.add("skipped", cause, 1)
-        said = {SECTION: state.report()} if state.hints.report else None
+        said = {SECTION: report_of(state)} if state.hints.report else None
         return keeps, said
 
     # ---- the rest ----------------------------------------------------------------------

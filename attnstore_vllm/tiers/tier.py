@@ -141,7 +141,7 @@ class TierBehind(Tier):
     order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
     evicted = Event.EVICTED_NVME
-    """What is counted when a chunk gives its place here to another."""
+    """The event when a chunk gives its place here to another."""
     is_asked = False
     """Only by asking it is known what it has (asked_tier.py)."""
 

@@ -56,7 +56,7 @@ class TierIo(ABC):
     flow_up, flow_down = Flow.PREFETCH, Flow.WRITE_BACK
     """The directions that the bytes of its loads and stores are counted as."""
     read_failed, corrupt = Event.READ_FAILED, Event.CORRUPT
-    """What its failures count as: others than NVMe may have their own."""
+    """Events of its failures: others than NVMe may have their own."""
     sums_payloads: bool = True
     """Its checksums are of payloads as they are in DRAM."""
     is_new: bool = True
