@@ -44,7 +44,7 @@ def faults(tree: ast.AST, *, defines: bool = False) -> Iterator[str]:
                 continue
             name = node.args[0]
             if isinstance(name, ast.Constant) and name.value not in METRICS:
-                yield f"{node.lineno}: there is no metric {name.value}"
+                yield f"{node.lineno}: there is no metric {ast.unparse(name)}"
             if isinstance(name, ast.JoinedStr) or has_text(ast.Tuple(node.args[1:])):
                 yield f"{node.lineno}: {ast.unparse(node)} has a bare string"
         elif isinstance(node, ast.Constant) and node.value in WORDS and not defines:
