@@ -170,7 +170,7 @@ class Cause(Word):
     EXPIRED = "expired"
     """Its ttl was over."""
     TOO_SHORT = "too_short"
-    """What is stored is too short to be loaded."""
+    """Too little is stored to be loaded."""
     OUT_OF_USE = "out_of_use"
     """A tier has it that is left alone after failures, or is not believed any more."""
     DRAM_TOO_SMALL = "dram_too_small"
