@@ -6,7 +6,7 @@ does in a step is counted in operations.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from attnstore_lab.testing.small_store import open_scheduler
 from attnstore_vllm import _native
 from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index import keys
+from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.policy.eviction.by_return import ByReturn
 from attnstore_vllm.scheduler import hidden_blocks
 from attnstore_vllm.scheduler.messages import StepReport
@@ -85,6 +86,8 @@ class StepWorld:
     """See the module. `counts` has what was done since it was cleared.
 
     Args:
+        windows: beside the spine there is a group whose layers see the last tokens alone.
+        store: options of the store.
         options: of open_scheduler().
     """
 
@@ -95,16 +98,21 @@ class StepWorld:
         records: int = 256,
         slots: int = 256,
         truncates: bool = False,
+        windows: bool = False,
+        store: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.counts = Counter[str]()
-        self.rig = memory_rig(records, slots)
+        needs = (Need(1, Reach.WINDOW, CHUNK, BLOCK),) if windows else ()
+        self.rig = memory_rig(records, slots, needs=needs, **(store or {}))
         self.store = self.rig.store
         self.free_blocks = 0
         self.tables: dict[str, list[int]] = {}
         if truncates:
             options["truncation"] = TruncationConfig(enabled=True, shared_by="everyone")
-        geometry = Geometry(1, (64,), (Group(BLOCK, ("l",)),), CHUNK)
+        groups = (Group(BLOCK, ("l",)), Group(BLOCK, ("w",), 1, Reach.WINDOW.value, CHUNK))
+        self.num_groups = 2 if windows else 1
+        geometry = Geometry(1, (64,), groups[: self.num_groups], CHUNK)
         options.setdefault("load_deadline_ms", 200)
         self.side = open_scheduler(self.store, geometry, Names(), **options)
         pool = SimpleNamespace(
@@ -113,7 +121,7 @@ class StepWorld:
             get_num_free_blocks=lambda: self.free_blocks,
         )
         manager: Any = SimpleNamespace(
-            block_pool=pool, get_block_ids=lambda name: (self.tables[name],)
+            block_pool=pool, get_block_ids=lambda name: (self.tables[name],) * self.num_groups
         )
         self.side.bind_kv_cache_manager(manager)
         self._count(monkeypatch)
@@ -163,7 +171,7 @@ class StepWorld:
         """vLLM gives it blocks, and schedules it in the step that is being planned."""
         blocks = list(range(1, 2 - -request.num_tokens // BLOCK))
         self.tables[request.request_id] = blocks
-        self.side.update_state_after_alloc(request, (blocks,), found)
+        self.side.update_state_after_alloc(request, (blocks,) * self.num_groups, found)
         request.num_computed_tokens = found
 
     def end_step(self, *requests: Any) -> None:
@@ -184,8 +192,12 @@ class StepWorld:
 
     def finish(self, *requests: Any) -> None:
         for request in requests:
-            blocks = self.tables.pop(request.request_id, [])
-            self.side.request_finished(request, (blocks,))
+            self.end(request)
+
+    def end(self, request: Any) -> dict[str, Any] | None:
+        """What the response says of it."""
+        blocks = self.tables.pop(request.request_id, [])
+        return self.side.request_finished(request, (blocks,) * self.num_groups)[1]
 
     def serve(self, request: Any) -> None:
         """From its coming to its end."""

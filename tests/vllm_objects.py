@@ -72,6 +72,7 @@ class Request:
     cache_salt: str | None = None
     lora_request: None = None
     resumable: bool = False
+    num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
 
 

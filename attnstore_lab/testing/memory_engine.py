@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnstore_lab.testing.copy_streams import SteppedStream, Stream, StreamPiece, ThrottledStream
-from attnstore_vllm.transfer.engine import Event, Over, Pages, Rows, bytes_of, check_layers
+from attnstore_vllm.transfer.engine import Over, Pages, Rows, StreamEvent, bytes_of, check_layers
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.plan import Moved
@@ -112,11 +112,11 @@ class MemoryEngine:
         self._waited_s = 0.0
         self._unmeasured: deque[StreamPiece] = deque(maxlen=MEASURED_MAX)  # loads, in their order
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         """Over when it is made, as all that runs on the calling thread."""
         return Over()
 
-    def load(self, pages: Pages, layers: range, after: Event | None = None) -> StreamPiece:
+    def load(self, pages: Pages, layers: range, after: StreamEvent | None = None) -> StreamPiece:
         slots, within, blocks = self._checked(pages, layers)
         if self._poison:
             for layer in layers:
@@ -127,7 +127,7 @@ class MemoryEngine:
         self._unmeasured.append(piece)
         return piece
 
-    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> StreamEvent:
         raise AssertionError("only the CPU's engine moves KV so far")
 
     def save(self, pages: Pages, layers: range) -> StreamPiece:
@@ -147,7 +147,7 @@ class MemoryEngine:
         work = partial(self._drain, slots, within, self._checked_rows(pages, rows), layers)
         return self._saves.submit(work, self._num_bytes(pages, layers))
 
-    def model_waits(self, event: Event) -> None:
+    def model_waits(self, event: StreamEvent) -> None:
         if not event.done():
             began_at = time.monotonic()
             try:
@@ -155,7 +155,7 @@ class MemoryEngine:
             finally:
                 self._waited_s += time.monotonic() - began_at
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         assert isinstance(event, StreamPiece), "this is another engine's event"
         event.wait(self._deadline_s)
 

@@ -24,6 +24,7 @@ from rich.text import Text
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import AttnStoreError
 from attnstore_vllm.prometheus import Metrics, parse_metrics, total
+from attnstore_vllm.types import ERRORS
 
 TIMEOUT_S = 5.0
 ANSWER_MAX = 64 << 20
@@ -39,9 +40,6 @@ FLOWS = {
     "dram_to_shared": "DRAM to shared",
     "shared_to_dram": "shared to DRAM",
 }
-_FAILURES = ("read_failed", "write_failed", "corrupt")
-_OF_SHARED = tuple(f"shared_{kind}" for kind in (*_FAILURES, "late", "out"))
-ERRORS = (*_FAILURES, "device_full", "device_late", "device_out", *_OF_SHARED)
 WIDTH = 100
 """Characters of a table where there is no terminal to ask."""
 

@@ -24,9 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.policy.hit_curve import CURVE_TIMES
-from attnstore_vllm.scheduler.figures import ERROR_EVENTS, StepStats, in_words
+from attnstore_vllm.scheduler.figures import StepStats, in_words
 from attnstore_vllm.transfer.board import PERIOD_S, BoardReader
-from attnstore_vllm.types import Flow
+from attnstore_vllm.types import CHUNK_EVENTS, ERRORS, PUT_OFF, RECOMPUTED, Cause, Event, Flow
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,14 @@ COUNTERS = {
         "cause",
         "Requests that computed KV which the store had when they came: it did not come up from "
         "NVMe in time (deadline), computing was expected to be sooner (slower), or it was evicted, "
-        "unreadable or corrupt by then (lost), or the device failed to copy it (copy_failed).",
+        "unreadable or corrupt by then (lost), or DRAM had no room for all of it at once "
+        "(dram_too_small), or the device failed to copy it (copy_failed).",
+    ),
+    "skipped": (
+        "cause",
+        "Requests that have ended of whose prompt something was computed, or of whose KV something "
+        "is not stored, by cause; one that has two causes counts under both. And prefetches that "
+        "looked for nothing.",
     ),
     "hints": (
         "outcome",
@@ -105,22 +112,6 @@ COUNTERS = {
     "prefetches": ("outcome", "Prefetches asked for over HTTP: hit or miss, on each engine."),
     "prefetch_tokens": ("tier", "Tokens that those found, by the tier their KV was in."),
 }
-CHUNK_EVENTS = (
-    "saved", "saved_again", "dropped", "refused", "evicted_dram", "evicted_nvme", "given_up",
-    "lost", "superseded", "written",
-    "read_late", "recovered", "scrubbed", "unsaved", "expired", "pinned", "pin_refused",
-    "does_not_fit", "found", "gone", "is_there", "answers_late",
-)  # fmt: skip
-"""`saved_again`: computed though NVMe has it, and kept in DRAM. `dropped`: not saved for want of
-room. `refused`: not written, since a full NVMe has nothing that is worth less. `given_up`: left
-DRAM though a request far back in the queue wants it. `lost`: evicted from its last tier.
-`read_late`: not waited for any longer. `expired`: looked for after its ttl, and dropped. `pinned`,
-`pin_refused`: a slot was pinned, or not, since its tenant or all have their share. `does_not_fit`:
-encoded it takes more than its place on NVMe has, and stays in DRAM. `unsaved`: its copy from HBM
-was given up for want of room in the write buffer, or failed. `found`: a remote tier
-(peers, shared) has it. `gone`: it said so, and had it no more when it was to be loaded.
-`answers_late`: questions that such a tier did not answer in time. `is_there`: not written to the
-shared tier, since others had."""
 GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
     "capacity_bytes": ("tier", "Bytes of all slots that there can be."),
@@ -142,11 +133,6 @@ GAUGES = {
     "info": ("version vllm io eviction", "1. The labels say what serves."),
 }
 """By name: labels of ours, and the text."""
-ERROR_KINDS = tuple(sorted(ERROR_EVENTS))
-"""`read_failed`, `write_failed`: the disk said so. `corrupt`: bytes are not what was written.
-`device_late`, `device_out`: the disk did not answer in time, or failed again and again, and was
-left alone for a while. `device_full`: a write failed since the file system or a quota is full;
-`write_failed` counts it too. `shared_...`: the same of the shared tier."""
 _TIERS = ("dram", "nvme")
 _SOURCES = (*_TIERS, "peers", "shared")
 _NO_LABEL = ("",)
@@ -156,30 +142,23 @@ LABELS: dict[str, tuple[str, ...]] = {
     "wanted_tokens": _SOURCES,
     "prompt_tokens": ("hbm", *_SOURCES, "computed"),
     "prefill_seconds_saved": _SOURCES,
-    "errors": ERROR_KINDS,
+    "errors": ERRORS,
     "loaded_tokens": _SOURCES,
     "moved_tokens": ("dram",),
     "prefetch_tokens": _SOURCES,
     "held_bytes": _TIERS,
     "first_written_bytes": ("nvme",),
     "bytes": tuple(flow.value for flow in Flow),
-    "recomputations": ("deadline", "slower", "lost", "copy_failed"),
-    "hints": ("applied", "ignored"),
-    "put_off": (
-        "lookup",
-        "lookup_dropped",
-        "prefetch",
-        "prefetch_dropped",
-        "save",
-        "save_dropped",
-        "leave",
-    ),
+    "recomputations": RECOMPUTED,
+    "skipped": tuple(Cause),
+    "hints": (Event.APPLIED, Event.IGNORED),
+    "put_off": PUT_OFF,
     "group_saved_bytes": _KINDS,
     "group_loaded_bytes": _KINDS,
     "shortened_hits": _KINDS,
     "sections_passed": _KINDS,
     "sections_dropped": _KINDS,
-    "prefetches": ("hit", "miss"),
+    "prefetches": (Event.HIT, Event.MISS),
     "nvme_in_use": ("reads", "writes"),
     "siblings": ("ready", "all"),
     "capacity_bytes": _TIERS,

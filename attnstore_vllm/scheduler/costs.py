@@ -29,7 +29,7 @@ from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import SchedulerOutput
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.types import Clock
+from attnstore_vllm.types import Cause, Clock
 
 BEYOND_MAX = 64
 """Pieces beyond DRAM that one decision looks at: how many there are is for clients to say."""
@@ -193,20 +193,20 @@ class Costs:
 
     def why_not_wait(
         self, state: RequestState, ready_stop: int, coming: Sequence[Piece]
-    ) -> str | None:
+    ) -> Cause | None:
         """None if the request should wait for (some of) these, which are on their way."""
         if state.is_at_once:
-            return "slower"
+            return Cause.SLOWER
         now = self._clock()
         if now >= self.deadline(state, now):
-            return "deadline"
+            return Cause.DEADLINE
         arrivals = self._store.arrivals(state.request.request_id, coming)
         number = 0
         if arrivals is not None and self._steps.is_known:
             stops = [piece.stop for piece in coming]
             number = pieces_to_wait_for(ready_stop, stops, arrivals, self._steps)
             if number == 0 and self._computes_if_sooner:
-                return "slower"
+                return Cause.SLOWER
         if state.waiting.since is None:
             state.waiting.since = now
         if state.waiting.forecast is None and number > 0 and arrivals is not None:

@@ -15,13 +15,9 @@ from attnstore_vllm.config.values import format_size
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import PERIOD_S, Board
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.types import NVME, PEERS, SHARED
+from attnstore_vllm.types import ERRORS, NVME, PEERS, SHARED, Event, Flow
 
-_FAILURES = ("read_failed", "write_failed", "corrupt")
-ERROR_EVENTS = frozenset(
-    {*_FAILURES, "device_full", "device_late", "device_out", "shared_late", "shared_out"}
-    | {f"shared_{event}" for event in _FAILURES}
-)
+ERROR_EVENTS = frozenset(ERRORS)
 """Events of Residency.counts that the metric `errors` has; `chunks` has the others."""
 
 
@@ -128,10 +124,10 @@ def in_words(data: Mapping[str, Any]) -> str:
     return "; ".join(_parts(data["counters"], data["observed"])) or "nothing was asked for"
 
 
-def _parts(counts: Mapping[str, float], observed: Mapping[str, list[float]]) -> Iterator[str]:
+def _parts(counters: Mapping[str, float], observed: Mapping[str, list[float]]) -> Iterator[str]:
     def of(name: str) -> dict[str, float]:
-        found = (key.partition(":") for key in counts)
-        return {label: counts[f"{n}:{label}"] for n, _, label in found if n == name}
+        found = (key.partition(":") for key in counters)
+        return {label: counters[f"{n}:{label}"] for n, _, label in found if n == name}
 
     prompts = of("prompt_tokens")
     if total := sum(prompts.values()):
@@ -149,11 +145,11 @@ def _parts(counts: Mapping[str, float], observed: Mapping[str, list[float]]) -> 
         why = ", ".join(f"{n:,.0f} {cause}" for cause, n in sorted(causes.items()))
         yield f"computed though stored: {why}"
     chunks, moved = of("chunks"), of("bytes")
-    if saved_chunks := chunks.get("saved", 0):
+    if saved_chunks := chunks.get(Event.SAVED, 0):
         yield f"{saved_chunks:,.0f} chunks kept"
-    if written := moved.get("dram_to_nvme", 0):
+    if written := moved.get(Flow.WRITE_BACK.value, 0):
         yield f"{format_size(int(written))} written to NVMe"
-    if lost := chunks.get("dropped", 0) + chunks.get("lost", 0):
+    if lost := chunks.get(Event.DROPPED, 0) + chunks.get(Event.LOST, 0):
         yield f"{lost:,.0f} chunks had no room"
     if errors := of("errors"):
         yield "ERRORS: " + ", ".join(f"{n:,.0f} {kind}" for kind, n in sorted(errors.items()))

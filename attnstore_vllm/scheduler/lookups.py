@@ -20,6 +20,7 @@ from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.policy.step_budget import StepBudget
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import Request
+from attnstore_vllm.types import Event
 
 STEP_TOKENS = 1 << 17
 """Tokens that are looked up in a step, unless the settings say otherwise."""
@@ -88,13 +89,13 @@ class Lookups:
         self._num_unknown += 1
         if self._num_unknown <= UNKNOWN_MAX:
             return True
-        self.put_off["lookup_dropped"] += 1
+        self.put_off[Event.LOOKUP_DROPPED] += 1
         return False
 
     def _wait(self, request: Request) -> None:
         if request.request_id not in self._line:
             self._line[request.request_id] = None
-            self.put_off["lookup"] += 1
+            self.put_off[Event.LOOKUP_LATER] += 1
 
     def orders(self, order: PrefetchOrder) -> bool:
         """Whether a prefetch that has come is looked up at once; else it stands in line, behind all
@@ -104,9 +105,9 @@ class Lookups:
             return True
         if len(self._orders) < ORDERS_MAX:
             self._orders.append(order)
-            self.put_off["prefetch"] += 1
+            self.put_off[Event.PREFETCH_LATER] += 1
         else:
-            self.put_off["prefetch_dropped"] += 1
+            self.put_off[Event.PREFETCH_DROPPED] += 1
         return False
 
     def end_step(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.scheduler.report import report_of
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.vllm_types import Request, Tables
@@ -64,7 +65,7 @@ class Watched:
 
     def facts(self) -> Facts:
         """The facts of the whole request."""
-        told = {key: value for key, value in self.state.report().items() if value is not None}
+        told = {key: value for key, value in report_of(self.state).items() if value is not None}
         decision = "compute" if self.is_answered else "none"
         has_loaded = any(phase.name == "load" for phase in self.phases)
         return {**told, "decision": "load" if has_loaded else decision}

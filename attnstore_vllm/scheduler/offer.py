@@ -28,7 +28,7 @@ from attnstore_vllm.scheduler.waits import Waits
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import last_blocks_last
-from attnstore_vllm.types import DRAM, NVME
+from attnstore_vllm.types import DRAM, NVME, Cause
 
 LINGERS_MAX = 8
 """Looks at a request that is alone in a step, at most."""
@@ -110,6 +110,7 @@ class Offers:
             return None, False  # before the answer a look finds what the last one has found
         # One token is left to compute: vLLM needs its logits.
         stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
+        num_expired = self._store.residency.num_expired
         if pieces is None:
             pieces = self._store.find(
                 lookup,
@@ -119,14 +120,18 @@ class Offers:
                 request_id=request.request_id,
                 visit=state.visit,
             )
+        state.counted.has_expired |= self._store.residency.num_expired != num_expired
         if lookup.asked and self._waits.awaits(state):
             return None, False
         state.expect(pieces)
         count_wanted(stats, state, pieces)
+        found_stop = pieces[-1].stop if pieces else local
         pieces, rest = self._stages.split(state, pieces) if self._stages else (pieces, [])
         held = self._store.hold_ready(pieces, lookup.keys, stop, local)
         ready_stop = held[-1].stop if held else local
-        cause = "lost"
+        cause = Cause.LOST
+        if pieces and found_stop > [*pieces, *rest][-1].stop:
+            cause = Cause.SLOWER if rest else Cause.DRAM_TOO_SMALL
         if not has_all(held, pieces):
             rest = []
             coming = still_coming(held, pieces, local, walks=self._store.strategy.walks)
@@ -142,32 +147,71 @@ class Offers:
         num_tokens = ready_stop - local
         ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
         if held and not self._costs.copy_pays(local, ready_stop, ahead_s):
-            cause, num_tokens = "slower", 0
+            cause, num_tokens = Cause.SLOWER, 0
         state.computing.first = local
-        if not state.counted.offered:  # the request's first answer
-            state.counted.offered = True
-            self._store.answered_with(request.request_id, pieces)
-            state.counted.in_hbm = local
+        if not state.counted.offered:
+            offered = [*held, *rest] if num_tokens >= MIN_LOAD_TOKENS else []
+            self._first_answer(state, local, pieces, offered, stats)
             # A rest that is too short to be loaded is computed in any case.
-            computed = state.counted.stored_stop - local - num_tokens
-            if computed >= MIN_LOAD_TOKENS:
+            if state.counted.stored_stop - local - num_tokens >= MIN_LOAD_TOKENS:
                 stats.add("recomputations", cause, 1)
                 state.counted.why_computed = cause
-            for group in lookup.short_of:
-                self._counts.add("shortened_hits", group, 1)
-            offers = num_tokens >= MIN_LOAD_TOKENS
-            offered = self._store.tiers([*held, *rest] if offers else (), local)
-            for source, number in {
-                "hbm": local,
-                **offered,
-                "computed": request.num_tokens - local - offered.total(),
-            }.items():
-                stats.add("prompt_tokens", source, number)
+            else:
+                why = state.counted.why_short = self._why_short(state, found_stop)
+                if why is Cause.DRAM_TOO_SMALL:
+                    stats.add("recomputations", why, 1)
         if num_tokens < MIN_LOAD_TOKENS:
             self._store.release(piece.chunk for piece in held)
             held, rest = [], []
         self.untaken.note(state, local, held, rest)
         return self._offer(state, held, rest, local)
+
+    def _first_answer(
+        self,
+        state: RequestState,
+        local: int,
+        pieces: Sequence[Piece],
+        offered: Sequence[Piece],
+        stats: StepStats,
+    ) -> None:
+        """Count what is said once of a request.
+
+        Args:
+            pieces: that it waits for no longer.
+        """
+        counted, num_tokens = state.counted, state.request.num_tokens
+        counted.offered, counted.in_hbm, counted.why_computed = True, local, None
+        self._store.answered_with(state.request.request_id, pieces)
+        for group in state.lookup.short_of:
+            self._counts.add("shortened_hits", group, 1)
+        sources = self._store.tiers(offered, local)
+        for source, number in {
+            "hbm": local,
+            **sources,
+            "computed": num_tokens - local - sources.total(),
+        }.items():
+            stats.add("prompt_tokens", source, number)
+
+    def _why_short(self, state: RequestState, at: int) -> Cause:
+        """Why nothing is found behind the prompt's first `at` tokens. Asked once of a request."""
+        counted, size, ahead = state.counted, self._geometry.chunk_tokens, self._store.ahead
+        stop, usable = state.request.num_tokens - 1, state.usable_tokens()
+        if usable - at < MIN_LOAD_TOKENS <= stop - at:
+            return state.why_unusable()
+        if state.lookup.short_of:
+            return Cause.GROUP_LACKS
+        at = at if not ahead else -(-(at + ahead) // size) * size  # else what is before is there
+        stop = min(stop, usable)
+        if stop - at < MIN_LOAD_TOKENS:
+            return Cause.NOT_STORED
+        why = self._store.thread.reader.why_short(state.sequence, at, stop, MIN_LOAD_TOKENS)
+        if why is Cause.DRAM_TOO_SMALL and self._needs:
+            return Cause.GROUP_LACKS
+        if why not in (Cause.NOT_STORED, Cause.RECOVERING):
+            return why
+        if counted.has_expired:
+            return Cause.EXPIRED
+        return Cause.NOT_ANSWERED if counted.is_unanswered else why
 
     def _offer(
         self, state: RequestState, held: list[Piece], rest: list[Piece], local: int

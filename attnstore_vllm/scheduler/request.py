@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request of vLLM: where it is on its way, and what of it names its KV."""
+"""One request of vLLM: where it is on its way, and what of it names its KV.
+
+It is long since each part of a request's way has its record here, and one owner that writes it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.vllm_types import Request
 from attnstore_vllm.store.lookup import Lookup
-from attnstore_vllm.types import DRAM, NVME, Key
+from attnstore_vllm.types import Cause, Key
 
 MIN_LOAD_TOKENS = 16
 """A shorter run of stored KV is not worth a load."""
@@ -153,8 +156,16 @@ class Counted:
     """Tokens of the prompt that were in HBM when it had its first answer."""
     waited_s: float = 0.0
     """That it waited for KV to come up, all waits together."""
-    why_computed: str | None = None
-    """Why it computed what the store had: a cause of the metric `recomputations`."""
+    why_computed: Cause | None = None
+    """Why it computed what the store had, or was not looked up."""
+    why_short: Cause = Cause.NOT_STORED
+    """Why the store had no more of it, when it had its first answer."""
+    has_expired: bool = False
+    """A look-up for it has found KV whose ttl was over."""
+    is_unanswered: bool = False
+    """A tier that was asked for it has not answered in time."""
+    why_not_stored: Cause | None = None
+    """Why its end is not saved, where nothing else says it."""
 
 
 @dataclass(slots=True)
@@ -222,24 +233,18 @@ class RequestState:
         if pieces:
             self.counted.stored_stop = max(self.counted.stored_stop, pieces[-1].stop)
 
-    def report(self) -> dict[str, int | str | None]:
-        """Where its prompt's KV came from, for who has sent it (docs/hints.md)."""
-        prompt, found = self.request.num_prompt_tokens, self.counted
-        sources = {DRAM: 0, NVME: 0} | found.sources
-        computed = prompt - found.in_hbm - sum(found.sources.values())
-        why = "copy_failed" if self.load_failed else found.why_computed
-        if why is None and computed > MIN_LOAD_TOKENS:
-            why = "not_stored"
-        return {
-            "prompt_tokens": prompt,
-            "hbm_tokens": found.in_hbm,
-            **{f"{tier}_tokens": tokens for tier, tokens in sources.items()},
-            "moved_tokens": self.moved_tokens,
-            "approximate": self.approximate if computed < prompt else None,
-            "computed_tokens": computed,
-            "why_computed": why,
-            "waited_ms": round(1000 * found.waited_s),
-        }
+    def is_not_looked_up(self, cause: Cause, local: int, *, may_wait: bool) -> int | None:
+        """The answer to vLLM: to ask again; or 0, where there is no waiting: it is computed.
+
+        Args:
+            local: tokens that are in HBM already.
+        """
+        if may_wait and not self.is_at_once:
+            return None
+        self.counted.why_computed = cause
+        if not self.counted.offered:
+            self.counted.in_hbm = local
+        return 0
 
     def begin_anew(self) -> None:
         """It was preempted: it may wait again, and will have other blocks."""
@@ -256,13 +261,21 @@ class RequestState:
         """
         request = self.request
         if request.resumable:
-            lora = request.lora_request
-            now = (request.cache_salt, lora.lora_int_id if lora is not None else None)
-            if bypasses(request) or now != self.came_with:
+            if self._has_changed():
                 return 0
             self.stores = self.stores and _says_store(request)
         known = self.media.known_tokens() if request.mm_features else ALL_TOKENS
         return known // self.chunk_tokens * self.chunk_tokens
+
+    def _has_changed(self) -> bool:
+        """Whether a session's input has made another one of it."""
+        request, lora = self.request, self.request.lora_request
+        now = (request.cache_salt, lora.lora_int_id if lora is not None else None)
+        return request.resumable and (bypasses(request) or now != self.came_with)
+
+    def why_unusable(self) -> Cause:
+        """Why usable_tokens() are not all."""
+        return Cause.SESSION_CHANGED if self._has_changed() else Cause.MEDIA_UNKNOWN
 
     @property
     def may_save(self) -> bool:

@@ -36,6 +36,7 @@ from attnstore_vllm.scheduler.vllm_types import Tables
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import ChunkCopy, hole_of, plan_save
+from attnstore_vllm.types import Cause, Event
 
 MIN_TAIL_TOKENS = 16
 """A shorter tail costs a slot and saves next to nothing."""
@@ -124,7 +125,7 @@ class Saving:
             computed = min(computed, known - self._store.ahead)
         if state.may_save:
             left = self._save_chunks(state, computed, tables, has_ended=False)
-            self.put_off["save"] += left
+            self.put_off[Event.SAVE_LATER] += left
 
     def _save_chunks(
         self, state: RequestState, computed: int, tables: Tables, *, has_ended: bool
@@ -258,7 +259,8 @@ class Saving:
             state.computing.no_room_at = None
             left = self._save_chunks(state, computed, tables, has_ended=True)
             if not self._ended.take(self._each):  # nor if some are left: a hole hides the rest
-                self.put_off["save_dropped"] += left + 1
+                self.put_off[Event.SAVE_DROPPED] += left + 1
+                state.counted.why_not_stored = Cause.STEP_BUDGET
                 return 0
             end = kept_end(computed, request.num_prompt_tokens)
             # A state has seen all that was computed, and a hit may end where a tail does.

@@ -35,6 +35,7 @@ from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.open_plans import OpenPlans
+from attnstore_vllm.scheduler.report import LeftAlone, report_of, why_computed, why_not_stored
 from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
     RequestState,
@@ -54,7 +55,7 @@ from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.types import Clock, Seen
+from attnstore_vllm.types import Cause, Clock, Event, Seen
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class Scheduler:
         self._has_adapters = False  # no request has had one
         self._alive: set[str] = set()  # also those that the store does not serve
         self.requests: dict[str, RequestState] = {}
+        self._left_alone: dict[str, LeftAlone] = {}
         self._recent = RecentPrompts()
         rows, gives = engine.rows, engine.gives_blocks_away
         plans = self.plans = OpenPlans(
@@ -181,7 +183,9 @@ class Scheduler:
         if request.mm_features or request.resumable:
             self._media_of[request.request_id] = media
         state = self._begin(request, namespace, media)
-        if state is None:
+        if isinstance(state, Cause):
+            hints = self._hints.read(params) if params else NO_HINTS
+            self._left_alone[request.request_id] = LeftAlone(state, hints.report)
             if request.mm_features:
                 media.leave_alone(at_once=request.skip_reading_prefix_cache)
         elif self._queue is not None and state.adapter is not None and not media.is_pending:
@@ -190,19 +194,22 @@ class Scheduler:
 
     def _begin(
         self, request: Request, namespace: bytes | None, media: RequestMedia
-    ) -> RequestState | None:
-        """The state of a request that has come; None: the store leaves it alone."""
+    ) -> RequestState | Cause:
+        """The state of a request that has come, or why the store leaves it alone."""
         if self._is_left_alone(request):
-            return None
+            return Cause.ADAPTER_NOT_SERVED
         if request.lora_request is not None:
             self._has_adapters = True
             self.adapters.enter(request)
         is_doubtful = request.resumable and self._engine.overcounts_drafts
         if is_doubtful and self._kv_cache_manager is not None:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
-        is_alone = self._hints.salted_only and not request.cache_salt
-        if bypasses(request) or is_alone or namespace is None:
-            return None
+        if bypasses(request):
+            return Cause.BYPASS
+        if self._hints.salted_only and not request.cache_salt:
+            return Cause.NO_SALT
+        if namespace is None:
+            return Cause.WEIGHTS_UNKNOWN
         params, lora = request.kv_transfer_params, request.lora_request
         if request.mm_features:
             media.begin(at_once=brings_kv(params))
@@ -212,18 +219,23 @@ class Scheduler:
         self.requests[request.request_id] = state
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
         state.stores = hints.store and not is_doubtful
+        if is_doubtful:
+            state.counted.why_not_stored = Cause.SESSION_DRAFTS
         if self._approximate.codec is not None:
             self._approximate.begin(state, hints.approximate)
         if self._truncation.by_default if hints.truncation is None else hints.truncation:
             self._truncation.note(state)
         if hints.applied or hints.ignored:
-            self._stats.add("hints", "applied", hints.applied)
-            self._stats.add("hints", "ignored", hints.ignored)
+            self._stats.add("hints", Event.APPLIED, hints.applied)
+            self._stats.add("hints", Event.IGNORED, hints.ignored)
         return state
 
     def _prefetch(self, order: PrefetchOrder, namespace: bytes | None) -> None:
-        may_share = order.cache_salt or not self._hints.salted_only
-        if may_share and self._lookups.orders(order):
+        if namespace is None:
+            self._stats.add("skipped", Cause.WEIGHTS_UNKNOWN, 1)
+        elif self._hints.salted_only and not order.cache_salt:
+            self._stats.add("skipped", Cause.NO_SALT, 1)
+        elif self._lookups.orders(order):
             self._bring_up(order, namespace)
 
     def _bring_up(self, order: PrefetchOrder, namespace: bytes | None) -> None:
@@ -237,9 +249,11 @@ class Scheduler:
     def _look_up(self, state: RequestState) -> None:
         request = state.request
         num_tokens = max(1, min(request.num_tokens, state.usable_tokens()))
+        num_expired = self.store.residency.num_expired
         pieces, state.visit = self.store.arrive(
             request.request_id, state.lookup, num_tokens, MIN_LOAD_TOKENS, state.hints.terms
         )
+        state.counted.has_expired |= self.store.residency.num_expired != num_expired
         state.expect(pieces)
         state.waiting.coming = pieces
 
@@ -250,10 +264,37 @@ class Scheduler:
         media = self._media_of.get(request.request_id)
         if media is not None and media.waits():
             return None, False
-        if state is not None and self._watch.must_wait():
-            return (0 if state.is_at_once else None), False
-        if state is None or state.load_failed or self._is_left_alone(request):
+        if state is None:
+            if request.request_id in self._left_alone:
+                self._left_alone[request.request_id].in_hbm = num_computed_tokens
             return 0, False
+        is_new = state.visit is None
+        why_not = self._why_not_look(state, request, num_computed_tokens)
+        if why_not is not None:
+            cause, may_wait = why_not
+            return state.is_not_looked_up(cause, num_computed_tokens, may_wait=may_wait), False
+        pieces: list[Piece] | None = None
+        if is_new and state.usable_tokens() >= request.num_tokens:  # it was looked up as it is now
+            pieces = [*state.waiting.coming]
+        found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats, pieces)
+        if found is not None and self.store.needs:
+            self._saving.begin(state, num_computed_tokens + found)
+        return found, is_ahead
+
+    def _why_not_look(
+        self, state: RequestState, request: Request, local: int
+    ) -> tuple[Cause, bool] | None:
+        """Why a request that vLLM asks for is not looked up now, and whether it may be later.
+
+        Args:
+            local: tokens that are in HBM already.
+        """
+        if self._watch.must_wait():
+            return Cause.RESET_UNCHECKED, True
+        if state.load_failed:
+            return Cause.COPY_FAILED, False
+        if self._is_left_alone(request):
+            return Cause.ADAPTER_NOT_SERVED, False
         if state.offered is not None:
             self._offers.withdraw(state)
         if state.moved is not None:  # it has lost its blocks: vLLM asks of no others
@@ -262,22 +303,15 @@ class Scheduler:
             state.asked = state.asked or self.adapters.ask()
             adapter, waits = self.adapters.answer(request.lora_request, state.asked)
             state.be_of(adapter)
-            if self.adapters.may_be_mixed(request, num_computed_tokens):
+            if self.adapters.may_be_mixed(request, local):
                 state.computing.is_outdated = True
             if adapter is None:
-                return (None if waits and not state.is_at_once else 0), False
-        pieces: list[Piece] | None = None
+                return Cause.ADAPTER_UNKNOWN, waits
         if state.visit is None:
             if not self._lookups.is_asked(request):
-                waits = not state.is_at_once and self._lookups.may_wait()
-                return (None if waits else 0), False
+                return Cause.STEP_BUDGET, not state.is_at_once and self._lookups.may_wait()
             self._look_up(state)
-            if state.usable_tokens() >= request.num_tokens:  # it was looked up as it is now
-                pieces = [*state.waiting.coming]
-        found, is_ahead = self._offers.ask(state, num_computed_tokens, self._stats, pieces)
-        if found is not None and self.store.needs:
-            self._saving.begin(state, num_computed_tokens + found)
-        return found, is_ahead
+        return None
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Tables, num_external_tokens: int
@@ -404,7 +438,7 @@ class Scheduler:
             self._on_adapters(report)
         num_given_up = self.plans.on_report(report)
         if num_given_up:
-            self._stats.add("chunks", "unsaved", num_given_up)
+            self._stats.add("chunks", Event.UNSAVED, num_given_up)
         is_late = self._watch.is_late(report)
         if self._watch.on_report(report):
             if self.store.remote is not None:
@@ -450,7 +484,7 @@ class Scheduler:
             state = self.requests.get(request_id)
             if state is not None and was_ours:
                 state.load_failed = True
-                self._stats.add("recomputations", "copy_failed", 1)
+                self._stats.add("recomputations", Cause.COPY_FAILED, 1)
 
     def on_failed_load(self) -> None:
         """Another connector has loaded wrong KV. Called before the report of that step.
@@ -483,6 +517,10 @@ class Scheduler:
         media = self._media_of.pop(request.request_id, None)
         if media is not None:
             media.end()
+        left = self._left_alone.pop(request.request_id, None)
+        if left is not None:
+            self._stats.add("skipped", left.cause, 1)
+            return False, {SECTION: left.report(request)} if left.wants_report else None
         state = self.requests.pop(request.request_id, None)
         if state is None:
             return False, None
@@ -498,7 +536,10 @@ class Scheduler:
             self._truncation.finished(state)
         self.stages.ended(request.request_id)
         keeps = self.plans.finished(request.request_id)
-        said = {SECTION: state.report()} if state.hints.report else None
+        for cause in {why_computed(state), why_not_stored(state)}:
+            if cause is not None:
+                self._stats.add("skipped", cause, 1)
+        said = {SECTION: report_of(state)} if state.hints.report else None
         return keeps, said
 
     # ---- the rest ----------------------------------------------------------------------
@@ -591,7 +632,7 @@ def prefetch(
     scheduler's thread.
 
     Args:
-        namespace: None: it is not known yet whose KV there is.
+        namespace: None: it is not known whose KV there is.
         codec: that changes KV: what NVMe has is of its lineage.
     """
     if namespace is None:
@@ -600,6 +641,6 @@ def prefetch(
     root = approximate_root(root, codec) if codec is not None else root
     lookup = Lookup(SequenceKeys(root, order.token_ids, chunk_tokens))
     pieces = store.find(lookup, 0, len(order.token_ids), MIN_LOAD_TOKENS)
-    stats.add("prefetches", "hit" if pieces else "miss", 1)
+    stats.add("prefetches", Event.HIT if pieces else Event.MISS, 1)
     for tier, tokens in store.tiers(pieces, 0).items():
         stats.add("prefetch_tokens", tier, tokens)

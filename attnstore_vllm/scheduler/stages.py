@@ -34,7 +34,7 @@ from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import ChunkCopy, last_blocks_last
-from attnstore_vllm.types import Clock
+from attnstore_vllm.types import Cause, Clock
 
 FIRST = 2
 """A load in parts begins when one slot in so many has what it begins with ..."""
@@ -177,7 +177,7 @@ class Stages:
             if not is_late and self._comes(part[len(held)].chunk):
                 self._store.release(piece.chunk for piece in held)
                 return part
-            self._give_up(load, len(held), "deadline" if is_late else "lost", stats)
+            self._give_up(load, len(held), Cause.DEADLINE if is_late else Cause.LOST, stats)
             return ()
         del load.rest[: len(part)]
         self._plan(load, held, (), stats)
@@ -192,7 +192,7 @@ class Stages:
         is_queued = self._store.has_missing(self._name)  # first: it may be taken from the queue now
         return not chunk.dropped and (is_queued or chunk.dram.state is not State.ABSENT)
 
-    def _give_up(self, load: _Parts, num_held: int, cause: str, stats: StepStats) -> None:
+    def _give_up(self, load: _Parts, num_held: int, cause: Cause, stats: StepStats) -> None:
         """Only so many of the next pieces have come: vLLM computes what is behind them."""
         held, lost = load.rest[:num_held], load.rest[num_held:]
         start, state = lost[0].start, load.state

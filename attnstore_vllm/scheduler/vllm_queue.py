@@ -11,6 +11,7 @@ from attnstore_vllm.scheduler.lookups import STEP_TOKENS, Lookups, look_tokens
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, RequestState
 from attnstore_vllm.scheduler.vllm_types import Request, SchedulerOutput
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.types import Event
 
 
 class VllmQueue:
@@ -97,7 +98,7 @@ class VllmQueue:
             self._store.leave_queue([request_id])
         else:
             self._gone[request_id] = tokens
-            self._lookups.put_off["leave"] += 1
+            self._lookups.put_off[Event.LEAVE_LATER] += 1
 
     def _enter_again(self, requests: list[Request]) -> None:
         """These were preempted."""
@@ -116,7 +117,7 @@ class VllmQueue:
         if request.request_id not in self._waiting:
             return
         if not self._lookups.budget.take(look_tokens(request.num_tokens)):
-            self._lookups.put_off["lookup"] += 1  # until vLLM asks for it
+            self._lookups.put_off[Event.LOOKUP_LATER] += 1  # until vLLM asks for it
         else:
             self._store.find(
                 state.lookup,

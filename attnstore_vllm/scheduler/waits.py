@@ -97,8 +97,10 @@ class Waits:
 
     def awaits(self, state: RequestState) -> bool:
         """Whether the request waits for a tier's answer to what it has."""
-        if not awaits_remote(state.lookup):
-            state.lookup.asked = ()  # nor will it: what comes late finds its place alone
+        lookup = state.lookup
+        if not awaits_remote(lookup):
+            state.counted.is_unanswered |= any(not ask.is_over for ask in lookup.asked)
+            lookup.asked = ()  # nor will it: what comes late finds its place alone
             return False
         if state.waiting.since is None:
             state.waiting.since = self._clock()

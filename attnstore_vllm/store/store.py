@@ -48,7 +48,7 @@ from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.remote_io import awaits_remote, remote_tiers_of
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import MakeTier
-from attnstore_vllm.types import DRAM, Key
+from attnstore_vllm.types import DRAM, Event, Key
 
 CHUNK_LOOKS_MAX = 8
 RESET_DEADLINE_S = 5.0
@@ -415,7 +415,7 @@ class Store:
     def give_up(self, num_chunks: int) -> None:
         """So many chunks that waited for room are not saved."""
         with self._lock:
-            self.residency.counts["dropped"] += num_chunks
+            self.residency.counts[Event.DROPPED] += num_chunks
 
     @property
     def num_openings(self) -> int:
@@ -484,7 +484,7 @@ class Store:
         for chunk in chunks:
             self.residency.drop(chunk)
             num_dropped += 1
-        self.residency.counts["superseded"] += num_dropped
+        self.residency.counts[Event.SUPERSEDED] += num_dropped
         return num_dropped
 
     # ---- the rest ----------------------------------------------------------------------

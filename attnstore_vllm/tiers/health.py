@@ -10,7 +10,7 @@ from errno import EDQUOT, ENOSPC
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError
 from attnstore_vllm.policy.breaker import Breaker
-from attnstore_vllm.types import Clock
+from attnstore_vllm.types import Clock, Event
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Health:
         label: what the tier is called in the log.
         where: its file, or its address.
         progress: the store's lock.
-        event: what a late answer and its being put out of use count as, with _late and _out.
+        events: what a late answer and its being put out of use count as.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Health:
         progress: threading.Condition,
         counts: Counter[str],
         clock: Clock,
-        event: str = "device",
+        events: tuple[Event, Event] = (Event.DEVICE_LATE, Event.DEVICE_OUT),
     ) -> None:
         self.reads = Breaker()
         self.writes = Breaker()
@@ -45,7 +45,7 @@ class Health:
         self._progress = progress
         self._counts = counts
         self._clock = clock
-        self._event = event
+        self._late, self._out = events
         self._logged_at: dict[str, float] = {}
         self._why_out = ""
         """The last failed look's reason."""
@@ -61,9 +61,9 @@ class Health:
         """A request is late: the device hangs, for both directions."""
         now = self._clock()
         with self._progress:
-            self._counts[f"{self._event}_late"] += 1
+            self._counts[self._late] += 1
             out = [self.reads.failure(now, hung=True), self.writes.failure(now, hung=True)]
-            self._counts[f"{self._event}_out"] += any(out)
+            self._counts[self._out] += any(out)
             self._progress.notify_all()
         if any(out):
             logger.error(
@@ -86,7 +86,7 @@ class Health:
         now, why_out = self._clock(), str(failure)
         with self._progress:
             out = [which.failure(now, hung=True) for which in (self.reads, self.writes)]
-            self._counts[f"{self._event}_out"] += any(out)
+            self._counts[self._out] += any(out)
             self._progress.notify_all()
         if why_out != self._why_out:
             self._why_out = why_out
@@ -109,9 +109,9 @@ class Health:
             else:
                 changed = breaker.failure(now)
                 if isinstance(failure, DeviceError) and failure.errno in FULL:
-                    self._counts[f"{self._event}_full"] += 1
+                    self._counts[Event.DEVICE_FULL] += 1
                 if changed:
-                    self._counts[f"{self._event}_out"] += 1
+                    self._counts[self._out] += 1
             if changed:  # what has ended was told where it ended
                 self._progress.notify_all()
         if failure is None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.tier import Pin, Tier
+from attnstore_vllm.types import Event
 
 
 class Pinning:
@@ -41,7 +42,7 @@ class Pinning:
             is_new = copy.slot not in tier.pins
             accepted = tier.pin(chunk, pin)
             if is_new:
-                self._counts["pinned" if accepted else "pin_refused"] += 1
+                self._counts[Event.PINNED if accepted else Event.PIN_REFUSED] += 1
 
     def spread(self, chunk: Chunk, now: float) -> None:
         """The chunk has come into another tier."""

@@ -15,11 +15,13 @@ from functools import partial
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
 from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.policy.cost import read_pays
 from attnstore_vllm.policy.lookahead import LAST, Order
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import is_believed
 from attnstore_vllm.tiers.tier_io import TierIo
+from attnstore_vllm.types import Cause, Event
 
 WANTED_MAX = 65536
 """Chunks that may be queued for nobody in particular."""
@@ -62,6 +64,25 @@ class Reader:
     def can_bring(self, chunk: Chunk) -> bool:
         """Locked. Whether a tier that answers has the chunk, and is believed to."""
         return self.source(chunk) is not None and is_believed(self._context.residency, chunk)
+
+    def why_short(self, sequence: SequenceKeys, at: int, stop: int, min_tokens: int) -> Cause:
+        """Why a look-up of tokens [.., stop) has found nothing behind the first `at`. From the
+        scheduler's thread. Cost: a look at one chunk, and at the tails that are like it."""
+        size = sequence.chunk_tokens
+        with self._context.progress:
+            index = self._context.residency.index
+            number = at // size
+            whole = index.get(sequence.key(number)) if (number + 1) * size <= stop else None
+            there = index.ends_like(sequence, number, stop) if whole is None else [whole]
+            there = [chunk for chunk in there if chunk.usable]
+            is_here = [chunk.dram.state is State.READY for chunk in there]
+            if there and not any(is_here) and not any(map(self.can_bring, there)):
+                return Cause.OUT_OF_USE
+            if whole in there:
+                is_short = (number + 1) * size - at < min_tokens
+                return Cause.TOO_SHORT if is_short else Cause.DRAM_TOO_SMALL
+            is_known = all(tier.is_at_rest for tier in self._tiers)
+            return Cause.NOT_STORED if is_known else Cause.RECOVERING
 
     def want(self, chunks: Iterable[Chunk]) -> None:
         """Locked. Queue chunks that no waiting request wants, after all that one does."""
@@ -189,9 +210,9 @@ class Reader:
         if source.sums_payloads:
             chunk.dram.checksum = source.tier.copy_of(chunk).checksum
         if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
-            is_gone = isinstance(failure, GoneError)
-            event = "corrupt" if failure is None or is_corrupt else "read_failed"
-            context.residency.counts["gone" if is_gone else source.events + event] += 1
+            event = source.corrupt if failure is None or is_corrupt else source.read_failed
+            event = Event.GONE if isinstance(failure, GoneError) else event
+            context.residency.counts[event] += 1
         context.residency.finish_fetch(chunk, verified)
         context.progress.notify_all()
 
@@ -199,7 +220,7 @@ class Reader:
         """The read is late. Whoever waits for the chunk computes."""
         context = self._context
         with context.progress:
-            context.residency.counts["read_late"] += 1
+            context.residency.counts[Event.READ_LATE] += 1
             context.residency.drop(chunk)
             context.progress.notify_all()
 

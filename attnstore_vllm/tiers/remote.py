@@ -25,7 +25,7 @@ from attnstore_vllm.policy.visits import unknown_run
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier import TierBehind
-from attnstore_vllm.types import Clock, Key
+from attnstore_vllm.types import Clock, Event, Key
 
 ENDED_MAX = 64
 """Leases that one look ends, or finds renewed."""
@@ -264,7 +264,7 @@ def enter(residency: Residency, tier: RemoteTier, found: Found, until: float) ->
     slot = tier.give(chunk)
     chunk.behind[tier.name] = InTier(State.READY, slot, found.checksum)
     tier.lease(slot, until)
-    residency.counts["found"] += 1
+    residency.counts[Event.FOUND] += 1
     return chunk
 
 

@@ -23,6 +23,7 @@ from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.reader import Reader
 from attnstore_vllm.tiers.remote import Ask, Found, RemoteLookup, RemoteTier, end_leases, enter
 from attnstore_vllm.tiers.tier_io import TierIo
+from attnstore_vllm.types import Event
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class RemoteIo(TierIo):
                 residency.dram.want(ask.request_id, [*known, *news])
             is_late = self._is_late(ask, now)
             is_told = is_late and ask not in self._open  # turn() has seen it before
-            residency.counts["answers_late"] += is_late and not is_told
+            residency.counts[Event.ANSWERS_LATE] += is_late and not is_told
         if is_wanted:
             context.reader.start()
         with context.progress:
@@ -174,7 +175,7 @@ class RemoteIo(TierIo):
                     break
                 late += not ask.is_over
                 self._open.popleft()
-            context.residency.counts["answers_late"] += late
+            context.residency.counts[Event.ANSWERS_LATE] += late
         for _ in range(late):
             self.health.note_read(self._late())
 

@@ -30,7 +30,7 @@ from attnstore_vllm.tiers.dram_tier import DramTier, MakeTierBehind
 from attnstore_vllm.tiers.nvme.nvme_tier import NvmeTier
 from attnstore_vllm.tiers.pinning import Pinning
 from attnstore_vllm.tiers.tier import Pins, TierBehind
-from attnstore_vllm.types import NVME, StoreFailure
+from attnstore_vllm.types import NVME, Event, StoreFailure
 
 LOW_PRIORITY = -1
 SPARE_PART = 4
@@ -72,6 +72,8 @@ class Residency:
         self.look_ahead = LookAhead[Chunk]()
         self.now = 0.0  # seconds; the caller sets it before what may need room
         self.first_written_tokens = 0
+        self.num_expired = 0
+        """Chunks that look-ups found and dropped, since their ttl was over."""
         """Tokens written behind DRAM that no record there had before."""
         self.dram = DramTier(
             dram_slots,
@@ -210,7 +212,8 @@ class Residency:
                 break
             kept.append(piece)
         for chunk in expired:
-            self.counts["expired"] += 1
+            self.counts[Event.EXPIRED] += 1
+            self.num_expired += 1
             self.drop(chunk)
         return kept
 
@@ -267,7 +270,7 @@ class Residency:
             self._has_room_to_spare() if stays else self._make_room_to_save(run, yields=yields)
         ):
             if not (stays or waits):
-                self.counts["dropped"] += 1
+                self.counts[Event.DROPPED] += 1
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.is_alone = is_alone  # a record of an early release does not say it
@@ -290,13 +293,13 @@ class Residency:
         self._refuse_if_not_wanted(chunk)
         self._place(chunk)
         if not chunk.dropped:
-            self.counts["saved_again" if chunk.behind else "saved"] += 1
+            self.counts[Event.SAVED_AGAIN if chunk.behind else Event.SAVED] += 1
             for tail in self.index.extended_by(chunk.name) if not chunk.is_alone else ():
                 if tail.behind:
                     chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
                 if tail.dram.state is not State.SAVING:
                     self.pinning.inherit(chunk, tail, self.now)
-                    self.counts["superseded"] += 1
+                    self.counts[Event.SUPERSEDED] += 1
                     self.drop(tail)
         self.release(chunk)
 
@@ -345,7 +348,7 @@ class Residency:
                 return None
             if room:
                 break
-            self.counts["refused"] += 1
+            self.counts[Event.REFUSED] += 1
             chunk.refused_by.add(tier.name)
             self._place(chunk)
         else:
@@ -383,7 +386,7 @@ class Residency:
             copy.state, copy.checksum = State.READY, outcome
             if not chunk.dropped:
                 tier.written(chunk)
-            self.counts["written"] += 1
+            self.counts[Event.WRITTEN] += 1
             if is_first:
                 self.first_written_tokens += max(0, chunk.name.num_tokens - chunk.repeats)
         self._place(chunk)
@@ -436,7 +439,7 @@ class Residency:
         chunk.refused_by.update(tier.name for tier in self.behind)
         for tail in self.index.extended_by(chunk.name):
             if tail.dram.state is not State.SAVING:
-                self.counts["superseded"] += 1
+                self.counts[Event.SUPERSEDED] += 1
                 self.drop(tail)
 
     # ---- scrubbing ---------------------------------------------------------------------
@@ -518,8 +521,8 @@ class Residency:
             victim, gives = self.dram.victim(self.now, whose, run, since)
         if victim is None:
             return False
-        self.counts["given_up"] += gives is Gives.WANTED
-        self.counts["evicted_dram"] += 1
+        self.counts[Event.GIVEN_UP] += gives is Gives.WANTED
+        self.counts[Event.EVICTED_DRAM] += 1
         self.leave_dram(victim)
         return bool(self.dram.free)
 
@@ -537,7 +540,7 @@ class Residency:
         victim, gives = self.dram.victim(self.now, LAST)
         if victim is None or not may_go_for_low_value(victim.run, gives):
             return False
-        self.counts["evicted_dram"] += 1
+        self.counts[Event.EVICTED_DRAM] += 1
         self.leave_dram(victim)
         return True
 
@@ -553,10 +556,10 @@ class Residency:
         slot, is_refused = tier.victim(chunk, self.now)
         if slot is None:
             return None if is_refused else False
-        self.counts[f"evicted_{tier.name}"] += 1
+        self.counts[tier.evicted] += 1
         victim = tier.live(slot)
         if victim is None:
-            self.counts["lost"] += 1
+            self.counts[Event.LOST] += 1
             if self.watch is not None and tier is self.nvme:
                 self.watch.gone(self.nvme.key_at_rest(slot))
             tier.forget_at_rest(slot)
@@ -586,7 +589,7 @@ class Residency:
 
     def _forget_if_nowhere(self, chunk: Chunk) -> None:
         if chunk.dram is NOWHERE and not (chunk.behind or chunk.dropped):
-            self.counts["lost"] += 1
+            self.counts[Event.LOST] += 1
             self._forget(chunk)
 
     def _free_if_dropped(self, chunk: Chunk) -> None:

@@ -20,6 +20,7 @@ from attnstore_vllm.policy.eviction.rules import Gives, behind_gives_up
 from attnstore_vllm.policy.lazy_heap import LazyHeap
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.visits import Run
+from attnstore_vllm.types import Event
 
 ENDED_MAX = 64
 """Pins that one look ends."""
@@ -140,6 +141,8 @@ class TierBehind(Tier):
 
     order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
+    evicted = Event.EVICTED_NVME
+    """The event when a chunk gives its place here to another."""
     is_remote = False
     """What it has is known by asking it alone (remote.py)."""
 

@@ -20,7 +20,7 @@ from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import MakeTierBehind
 from attnstore_vllm.tiers.health import Health
 from attnstore_vllm.tiers.tier import TierBehind
-from attnstore_vllm.types import Flow, StoreFailure
+from attnstore_vllm.types import Event, Flow, StoreFailure
 
 Loaded = Callable[[AttnStoreError | None, bytes], None]
 """Called with the lock held, once: why the bytes are not those that were stored, or None; and the
@@ -55,8 +55,8 @@ class TierIo(ABC):
     """That a chunk takes in this tier."""
     flow_up, flow_down = Flow.PREFETCH, Flow.WRITE_BACK
     """The directions that the bytes of its loads and stores are counted as."""
-    events = ""
-    """Before the names of what fails: others than NVMe's may have their own."""
+    read_failed, corrupt = Event.READ_FAILED, Event.CORRUPT
+    """Events of its failures: others than NVMe may have their own."""
     sums_payloads: bool = True
     """Its checksums are of payloads as they are in DRAM."""
     is_new: bool = True

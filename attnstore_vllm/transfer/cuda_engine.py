@@ -34,10 +34,10 @@ from attnstore_vllm.transfer.cuda_pool import LockedPool
 from attnstore_vllm.transfer.cuda_selftest import check_engine, check_moves
 from attnstore_vllm.transfer.cuda_tables import TableRing
 from attnstore_vllm.transfer.engine import (
-    Event,
     Pages,
     Rotation,
     Rows,
+    StreamEvent,
     bytes_moved,
     bytes_of,
     check_layers,
@@ -136,7 +136,7 @@ class CudaEngine:
             """(row, layer) that a failed gather was to fill."""
             self._batches: dict[Copy, Batch] = {}
             """The latest of each."""
-            self._loads_after: Event | None = None
+            self._loads_after: StreamEvent | None = None
             """The mark that the stream of loads has waited for last."""
             self._load_ended: torch.cuda.Event | None = None
             """Behind the latest load, if nothing was given to its stream since."""
@@ -150,13 +150,13 @@ class CudaEngine:
 
     # ---- transfer.engine.CopyEngine ----------------------------------------------------
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         try:
             return CudaEvent(self._model().record_event(), _MODEL, next(self._numbers))
         except RuntimeError as error:
             return FailedEvent(copy_error(error))
 
-    def load(self, pages: Pages, layers: range, after: Event | None = None) -> Event:
+    def load(self, pages: Pages, layers: range, after: StreamEvent | None = None) -> StreamEvent:
         num_bytes = len(pages) * bytes_of(self._geometry, layers)
         start, self._load_ended = self._load_ended, None
         try:
@@ -175,7 +175,7 @@ class CudaEngine:
         except RuntimeError as error:
             return self._failed(self._loads, error)
 
-    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> StreamEvent:
         assert self.token_movers, "nobody has said how K is rotated"
         layers = self._geometry.layers_of(group) if layers is None else layers
         num_bytes = bytes_moved(self._geometry, moved, layers, group)
@@ -190,7 +190,7 @@ class CudaEngine:
         except RuntimeError as error:
             return self._failed(self._loads, error)
 
-    def save(self, pages: Pages, layers: range) -> Event:
+    def save(self, pages: Pages, layers: range) -> StreamEvent:
         try:
             self._saves.wait_stream(self._model())
             self._copy(Copy.SAVE, pages, _NO_ROWS, layers, self._saves)
@@ -211,7 +211,7 @@ class CudaEngine:
             logger.error("KV could not be gathered into the write buffer: %s", error)
             self._spoilt |= _places(rows, layers)
 
-    def drain(self, pages: Pages, rows: Rows, layers: range) -> Event:
+    def drain(self, pages: Pages, rows: Rows, layers: range) -> StreamEvent:
         if self._spoilt and self._spoilt & _places(rows, layers):
             return FailedEvent(CopyError("these rows could not be gathered"))
         try:
@@ -222,7 +222,7 @@ class CudaEngine:
         except RuntimeError as error:
             return self._failed(self._saves, error)
 
-    def model_waits(self, event: Event) -> None:
+    def model_waits(self, event: StreamEvent) -> None:
         if event.done():
             return
         assert isinstance(event, CudaEvent), "this is another engine's event"
@@ -238,7 +238,7 @@ class CudaEngine:
             raise copy_error(error) from error
         self._has_waited[key] = event.number
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         assert isinstance(event, CudaEvent | FailedEvent), "this is another engine's event"
         event.wait()
 

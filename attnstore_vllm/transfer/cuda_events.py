@@ -17,7 +17,7 @@ def copy_error(error: RuntimeError) -> CopyError:
 
 
 class CudaEvent:
-    """Implements transfer.engine.Event: behind a copy, on one of the engine's streams.
+    """Implements transfer.engine.StreamEvent: behind a copy, on one of the engine's streams.
 
     Args:
         lane: names the stream.
@@ -51,7 +51,7 @@ class CudaEvent:
 
 
 class FailedEvent:
-    """Implements transfer.engine.Event: of a copy that CUDA refused to begin."""
+    """Implements transfer.engine.StreamEvent: of a copy that CUDA refused to begin."""
 
     __slots__ = ("_error",)
 

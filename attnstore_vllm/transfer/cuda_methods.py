@@ -21,18 +21,19 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from attnstore_vllm.own_files import read_given
+from attnstore_vllm.types import Word
 
 logger = logging.getLogger(__name__)
 
 KIB = 1024
 
 
-class Copy(StrEnum):
+class Copy(Word):
     """The four copies. The native module names them alike (csrc/cuda/cuda_copier.h)."""
 
     LOAD = "slots to blocks"

@@ -50,7 +50,7 @@ class Rotation:
     dtype: str
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in one of the engine's streams: behind it lie the copies that were begun before."""
 
     def done(self) -> bool:
@@ -65,34 +65,34 @@ class CopyEngine(Protocol):
     num_rows: int
     """Rows of the write buffer in HBM; one holds one block, all layers. 0: there is none."""
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         """A point in the model's order: behind all that the model was given so far."""
 
-    def load(self, pages: Pages, layers: range, after: Event | None = None) -> Event:
+    def load(self, pages: Pages, layers: range, after: StreamEvent | None = None) -> StreamEvent:
         """Begin to fill blocks from slots: after earlier loads and the mark() `after`; None: after
         the model's order so far. A caller that loads layer by layer hands over the same arrays,
         which are not changed any more; so for gather(), drain() and save()."""
 
-    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> StreamEvent:
         """Begin to fill single tokens of a group's blocks, K rotated as that group's is: after
         earlier loads. Layers: those of its regions; None: all that the group has."""
 
-    def save(self, pages: Pages, layers: range) -> Event:
+    def save(self, pages: Pages, layers: range) -> StreamEvent:
         """Begin to copy blocks into slots: after the model's order so far and earlier saves."""
 
     def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
         """Copy blocks into rows, in the model's order: what comes later may overwrite them."""
 
-    def drain(self, pages: Pages, rows: Rows, layers: range) -> Event:
+    def drain(self, pages: Pages, rows: Rows, layers: range) -> StreamEvent:
         """Begin to copy rows into slots: after their gather() and earlier saves."""
 
-    def model_waits(self, event: Event) -> None:
+    def model_waits(self, event: StreamEvent) -> None:
         """All that comes from here on in the model's order comes after `event`.
 
         Waits itself only where the model runs on the calling thread. Raises CopyError.
         """
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         """Return when `event` is over. Raises CopyError."""
 
     def waited_s(self) -> float:
@@ -145,17 +145,17 @@ class CpuEngine:
         self._measured: list[tuple[int, float]] = []
         logger.info("copies between HBM and DRAM run on %d threads", omp_team_size())
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         return Over()
 
-    def load(self, pages: Pages, layers: range, after: Event | None = None) -> Event:
+    def load(self, pages: Pages, layers: range, after: StreamEvent | None = None) -> StreamEvent:
         began = time.perf_counter()
         self._pages.load(pages, layers.start, layers.stop)
         num_bytes = len(pages) * bytes_of(self._geometry, layers)
         self._measured.append((num_bytes, time.perf_counter() - began))
         return Over()
 
-    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> StreamEvent:
         assert self._rotators, "nobody has said how K is rotated"
         began = time.perf_counter()
         layers = self._geometry.layers_of(group) if layers is None else layers
@@ -164,20 +164,20 @@ class CpuEngine:
         self._measured.append((num_bytes, time.perf_counter() - began))
         return Over()
 
-    def save(self, pages: Pages, layers: range) -> Event:
+    def save(self, pages: Pages, layers: range) -> StreamEvent:
         self._pages.save(pages, layers.start, layers.stop)
         return Over()
 
     def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
         raise AssertionError("there is no write buffer")
 
-    def drain(self, pages: Pages, rows: Rows, layers: range) -> Event:
+    def drain(self, pages: Pages, rows: Rows, layers: range) -> StreamEvent:
         raise AssertionError("there is no write buffer")
 
-    def model_waits(self, event: Event) -> None:
+    def model_waits(self, event: StreamEvent) -> None:
         """It is over."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         """It is over."""
 
     def waited_s(self) -> float:
@@ -207,29 +207,29 @@ class LoadsOnly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         return self._engine.mark()
 
-    def load(self, pages: Pages, layers: range, after: Event | None = None) -> Event:
+    def load(self, pages: Pages, layers: range, after: StreamEvent | None = None) -> StreamEvent:
         return self._engine.load(pages, layers, after)
 
-    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> Event:
+    def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> StreamEvent:
         return self._engine.move(moved, layers, group=group)
 
-    def save(self, pages: Pages, layers: range) -> Event:
+    def save(self, pages: Pages, layers: range) -> StreamEvent:
         return Over()
 
     def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
         """Nothing leaves."""
 
-    def drain(self, pages: Pages, rows: Rows, layers: range) -> Event:
+    def drain(self, pages: Pages, rows: Rows, layers: range) -> StreamEvent:
         return Over()
 
-    def model_waits(self, event: Event) -> None:
+    def model_waits(self, event: StreamEvent) -> None:
         if not isinstance(event, Over):
             self._engine.model_waits(event)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         if not isinstance(event, Over):
             self._engine.wait(event)
 

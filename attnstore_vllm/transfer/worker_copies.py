@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from attnstore_vllm.errors import CopyError
-from attnstore_vllm.transfer.engine import CopyEngine, Event, Pages, Rows
+from attnstore_vllm.transfer.engine import CopyEngine, Pages, Rows, StreamEvent
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan, pages, tables_by_group
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ class _Load:
     """Plans that are begun together, over together."""
 
     plans: list[LoadPlan]
-    layers: list[Event] = field(default_factory=list)
+    layers: list[StreamEvent] = field(default_factory=list)
     """One a layer, in the order in which they come."""
-    first: Event | None = None
+    first: StreamEvent | None = None
     """The end of copies of partly filled blocks: all their layers come before everything else."""
     gates: bool = False
     """The model may read its blocks: no layer is computed before it is there."""
@@ -65,7 +65,7 @@ class Loads:
         self._engine = engine
         self._all = range(num_layers)
         self._open: list[_Load] = []
-        self._mark: Event | None = None
+        self._mark: StreamEvent | None = None
         """The point that loads ahead of this step come after."""
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -166,7 +166,7 @@ class Loads:
                 logger.error("a load failed while the worker stopped: %s", error)
         self._open.clear()
 
-    def _submit(self, load: _Load, mark: Event, *, together: bool) -> None:
+    def _submit(self, load: _Load, mark: StreamEvent, *, together: bool) -> None:
         table = pages(copy for plan in load.plans for copy in plan.copies)
         if together:
             moves = [run for plan in load.plans for run in plan.moves]
@@ -267,7 +267,7 @@ class _Batch:
     rows: Rows
     next_layer: int = 0
     """Those before it are gathered."""
-    events: list[Event] = field(default_factory=list)
+    events: list[StreamEvent] = field(default_factory=list)
     """Ends of the drains that are not over, in their order."""
     has_failed: bool = False
 

@@ -12,7 +12,7 @@ import statistics
 
 import torch
 
-from attnstore_vllm.transfer.engine import Event
+from attnstore_vllm.transfer.engine import StreamEvent
 from benchmarks.gpu.bandwidth import WAYS
 from benchmarks.gpu.rig import KvRig, KvShape, Row, begin_seconds, in_turn
 
@@ -100,7 +100,7 @@ def _beside(
     torch.cuda.synchronize()
     rig.engine.measured()
     torch.cuda._sleep(int(CYCLES_PER_S * (1.5 * count * begin_s + 0.005)))
-    events: list[Event] = [rig.engine.load(rig.pages, rig.layers) for _ in range(count)]
+    events: list[StreamEvent] = [rig.engine.load(rig.pages, rig.layers) for _ in range(count)]
     first, last = products.begin()
     last.synchronize()
     were_busy = not events[-1].done()

@@ -11,12 +11,13 @@ import pytest
 
 from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from attnstore_lab.testing.small_store import open_scheduler
+from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import StepReport
-from attnstore_vllm.scheduler.request import Computing
+from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.types import Seen
 from tests.helpers import NAMESPACE, Rig, memory_rig
-from tests.vllm_objects import output
+from tests.vllm_objects import output, request
 
 
 class _Names:
@@ -36,21 +37,15 @@ class _Engine:
         geometry = Geometry(1, (64,), (Group(4, ("l",)),), 16)
         self.scheduler = open_scheduler(rig.store, geometry, _Names(), load_deadline_ms=200)
         self.pool = SimpleNamespace(cached_block_hash_to_block=object())
-        state: Any = SimpleNamespace(
-            is_at_once=False,
-            load_failed=True,
-            offered=None,
-            computing=Computing(),
-            media=SimpleNamespace(waits=lambda: False),
-        )
-        self.scheduler.requests["one"] = state
+        one = request("one")
+        media = RequestMedia(MediaNames(), one)
+        self.scheduler.requests["one"] = RequestState(one, b"", b"", 16, media, load_failed=True)
         self.scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=self.pool))
 
     @property
     def is_waiting(self) -> bool:
         """Whether requests wait for a look. Asked as vLLM does, before a step."""
-        request: Any = SimpleNamespace(request_id="one")
-        return self.scheduler.get_num_new_matched_tokens(request, 0)[0] is None
+        return self.scheduler.get_num_new_matched_tokens(request("one"), 0)[0] is None
 
     def plan(self) -> Any:
         return self.scheduler.build_step(output({}, {}))

@@ -51,7 +51,7 @@ def test_the_dashboard_is_what_its_code_makes() -> None:
 
 @pytest.mark.parametrize(("where", "expression"), list(expressions()))
 def test_expressions_name_series_that_there_are(where: str, expression: str) -> None:
-    series, _ = metric_names()
+    series = metric_names()
     ours = {f"vllm:attnstore_{name}" for name in series}
     named = {
         re.sub(r"_seconds_(bucket|count|sum)$", "_seconds", n) for n in NAME.findall(expression)

@@ -14,7 +14,9 @@ from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.scheduler.report import report_of
 from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.types import Cause
 from tests.vllm_objects import Clock, as_store, output, request
 
 DEADLINE_S = 1.0
@@ -268,8 +270,8 @@ def test_what_a_request_waited_is_in_its_report() -> None:
     clock.now += 0.5
     rig.end_wait()
     rig.state.counted.sources, rig.state.counted.in_hbm = {"dram": 1000, "nvme": 500}, 200
-    rig.state.counted.why_computed = "deadline"
-    assert rig.state.report() == {
+    rig.state.counted.why_computed = Cause.DEADLINE
+    assert report_of(rig.state) == {
         "prompt_tokens": 3000,
         "hbm_tokens": 200,
         "dram_tokens": 1000,
@@ -278,16 +280,17 @@ def test_what_a_request_waited_is_in_its_report() -> None:
         "approximate": None,
         "computed_tokens": 1300,
         "why_computed": "deadline",
+        "why_not_stored": None,
         "waited_ms": 750,
     }
     rig.state.load_failed = True
-    assert rig.state.report()["why_computed"] == "copy_failed"
+    assert report_of(rig.state)["why_computed"] == "copy_failed"
 
 
 def test_what_came_from_others_is_in_the_report() -> None:
     rig = Rig(Clock())
     rig.state.request.num_prompt_tokens = 3000
     rig.state.counted.sources = {"dram": 1000, "peers": 500, "shared": 300}
-    report = rig.state.report()
+    report = report_of(rig.state)
     assert (report["peers_tokens"], report["shared_tokens"]) == (500, 300)
     assert (report["nvme_tokens"], report["computed_tokens"]) == (0, 1200)

@@ -27,6 +27,7 @@ class Nothing:
     needs = ()
 
     def __init__(self) -> None:
+        self.residency = SimpleNamespace(num_expired=0)
         self.missing: set[str] = set()
         self.slept: list[int] = []
         self.comes = False

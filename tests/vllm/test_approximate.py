@@ -16,6 +16,7 @@ from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.connector.build import _codec
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.identity.rank import KvFacts, KvPage, RankDescription
+from attnstore_vllm.scheduler.report import report_of
 from attnstore_vllm.transfer.geometry import Geometry
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Engine
@@ -46,7 +47,7 @@ def kv_of(engine: Engine, prompt: list[int], how: dict[str, Any]) -> tuple[Kv, d
     engine.wait_for(lambda: engine.request(number).num_output_tokens > 0, engine.step)
     state = engine.side.requests[engine.request(number).request_id]
     plain: list[Any] = engine.llm.collective_rpc(plain_kv, args=(engine.block_ids(number), WHOLE))
-    report = dict(state.report())
+    report = dict(report_of(state))
     engine.finish(number)
     engine.settle()
     return plain[0], report

@@ -12,6 +12,7 @@ import pytest
 
 from attnstore_lab.testing.tiny_model import TINY
 from attnstore_vllm.index.chunk import State
+from attnstore_vllm.scheduler.report import report_of
 from tests.vllm.adapters import make_adapter
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Engine
@@ -38,7 +39,7 @@ def when_it_speaks(engine: Engine, number: str) -> Served:
     engine.wait_for(lambda: engine.request(number).num_output_tokens > 0, engine.step)
     state = engine.side.requests[engine.request(number).request_id]
     kv = engine.llm.collective_rpc(plain_kv, args=(engine.block_ids(number), WHOLE))
-    report = dict(state.report())
+    report = dict(report_of(state))
     engine.finish(number)
     return Served(kv, report)
 

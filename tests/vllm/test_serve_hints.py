@@ -296,6 +296,7 @@ def test_a_report_says_where_the_prompt_came_from(server: VllmServer) -> None:
         "moved_tokens": 0,
         "computed_tokens": length,
         "why_computed": "not_stored",
+        "why_not_stored": None,
         "waited_ms": 0,
         "approximate": None,
     }

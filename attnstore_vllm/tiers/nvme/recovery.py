@@ -21,6 +21,7 @@ from attnstore_vllm.io.device import Completion, Op
 from attnstore_vllm.tiers.nvme.disk_requests import DiskRequest
 from attnstore_vllm.tiers.nvme.format import CHECKSUM_AT, SegmentHeader, ages, judge_headers
 from attnstore_vllm.tiers.nvme.nvme_parts import Disk
+from attnstore_vllm.types import Event
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Recovery:
             self._todo.extendleft((records[middle:], records[:middle]))
         else:
             with context.progress:
-                context.residency.counts["read_failed"] += 1
+                context.residency.counts[Event.READ_FAILED] += 1
                 disk.tier.open(records.start, 1)
         self._buffers.append(buffer)
         self._open -= 1
@@ -138,8 +139,8 @@ class Recovery:
             # A reset since then has made them invalid.
             if disk.slab.segment(records.start).generation != segment.generation:
                 good, num_damaged, num_expired, num_future = good[:0], 0, 0, 0
-            context.residency.counts["corrupt"] += num_damaged
-            context.residency.counts["expired"] += num_expired
+            context.residency.counts[Event.CORRUPT] += num_damaged
+            context.residency.counts[Event.EXPIRED] += num_expired
             self.damaged += num_damaged
             self.expired += num_expired
             self.in_future += num_future
@@ -171,7 +172,7 @@ class Recovery:
         order = disk.tier.adopted()
         with context.progress:
             disk.tier.all_adopted(order, context.clock())
-            context.residency.counts["recovered"] += self.found
+            context.residency.counts[Event.RECOVERED] += self.found
             self.gauges["recovery_seconds", ""] = self.seconds
             self.gauges["recovery_records", ""] = self.num_records
             self.is_over = True

@@ -17,7 +17,7 @@ from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.tiers.nvme.disk_requests import DiskRequest
 from attnstore_vllm.tiers.nvme.format import Header, SegmentHeader
 from attnstore_vllm.tiers.nvme.nvme_parts import Disk
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, Event
 
 LOOK_MAX = 256
 """Slots that one call looks at for a record to read."""
@@ -108,10 +108,10 @@ class Scrubber:
                 failure = error
         with context.progress:
             if failure is None:
-                context.residency.counts["scrubbed"] += 1
+                context.residency.counts[Event.SCRUBBED] += 1
             elif not chunk.dropped:
-                event = "read_failed" if completion.error is not None else "corrupt"
-                context.residency.counts[event] += 1
+                is_read = completion.error is None
+                context.residency.counts[Event.CORRUPT if is_read else Event.READ_FAILED] += 1
                 context.residency.drop(chunk)
             context.residency.end_scrub(disk.tier, chunk)
             self._is_reading = False

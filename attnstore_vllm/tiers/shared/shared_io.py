@@ -42,7 +42,7 @@ from attnstore_vllm.tiers.shared.record import HEADER_BYTES, RecordNames, place_
 from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_tier import SharedTier
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
-from attnstore_vllm.types import SHARED, Flow, StoreFailure
+from attnstore_vllm.types import SHARED, Event, Flow, StoreFailure
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class SharedIo(RemoteIo):
 
     lease_s = LEASE_S
     flow_up, flow_down = Flow.FROM_SHARED, Flow.TO_SHARED
-    events = "shared_"
+    read_failed, corrupt = Event.SHARED_READ_FAILED, Event.SHARED_CORRUPT
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class SharedIo(RemoteIo):
             context.progress,
             context.residency.counts,
             context.clock,
-            event=SHARED,
+            events=(Event.SHARED_LATE, Event.SHARED_OUT),
         )
         self._where = where
         self.keys = keys
@@ -478,7 +478,7 @@ class SharedIo(RemoteIo):
     def _note_forged(self, is_forged: bool) -> None:
         if is_forged:
             with self.context.progress:
-                self.context.residency.counts[f"{self.events}corrupt"] += 1
+                self.context.residency.counts[Event.SHARED_CORRUPT] += 1
         if is_forged and not self._said_forged:
             what = self.keys.not_ours
             logger.warning("the generation in %s is %s; it is written over", self._where, what)

@@ -16,7 +16,7 @@ from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.remote import RemoteTier
-from attnstore_vllm.types import SHARED, Clock
+from attnstore_vllm.types import SHARED, Clock, Event
 
 ENTRIES_MAX = 1 << 16
 """Chunks of the tier that are known at a time. They take no memory but their names."""
@@ -32,6 +32,8 @@ class SharedTier(RemoteTier):
     Args:
         chunk_tokens: of a whole chunk.
     """
+
+    evicted = Event.EVICTED_SHARED
 
     def __init__(
         self,
