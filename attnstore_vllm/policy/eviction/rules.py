@@ -41,7 +41,7 @@ KEPT_S = 0.05
 
 
 class For(Enum):
-    """What DRAM makes room for."""
+    """Why DRAM makes room."""
 
     SAVE = auto()
     """KV that no tier has."""
