@@ -53,7 +53,7 @@ class Lookups:
         self._num_unknown = 0
         self._line: dict[str, None] = {}
         self._came: set[tuple[object, ...]] = set()
-        """What prompts look like that were looked up since the last step, when they came."""
+        """Marks of prompts that were looked up since the last step, when they came."""
         self._alike: dict[str, None] = {}
         """Requests that look like one of these, and wait for the end of the step."""
         self._orders: deque[PrefetchOrder] = deque()

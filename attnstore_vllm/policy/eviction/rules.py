@@ -46,9 +46,9 @@ class For(Enum):
     SAVE = auto()
     """KV that no tier has."""
     READ = auto()
-    """What a waiting request wants, from a tier behind."""
+    """A waiting request wants it from a tier behind."""
     COPY = auto()
-    """What is somewhere already, or is worth little, and no request waits for."""
+    """It is somewhere already, or is worth little, and no request waits for it."""
 
 
 class Gives(Enum):
