@@ -55,13 +55,13 @@ class Gives(Enum):
     """Which chunk a tier gives up."""
 
     CLEAN = auto()
-    """Of what a tier behind has too, or has refused, the chunk that its order says."""
+    """The chunk that the order says of those that a tier behind has too, or has refused."""
     DIRTY = auto()
-    """Of what waits to be written, the chunk that its order says: it is lost."""
+    """The chunk that the order says of those that wait to be written: it is lost."""
     REST = auto()
     """The last of what is dirty in the clean chunk's run: it lies behind that one."""
     WANTED = auto()
-    """What the farthest request waits for."""
+    """A chunk that the farthest request waits for."""
     NOTHING = auto()
     REFUSED = auto()
     """Nothing: what asks is worth less than what would have to go."""
