@@ -132,7 +132,8 @@ def dram_gives_up(full: Full, what: For) -> Gives:
 
 
 def _poorer(full: Full, clean: float, dirty: float) -> Gives:
-    """What lies behind a chunk is nothing without it, so it is lost with it.
+    """Weigh the clean chunk against what is dirty. KV behind a chunk is nothing without it, so it is
+    lost with it.
 
     What can be read again is lost as often as reads come late. It is lost for good where the tiers
     that have it are smaller than DRAM, or keep nothing that is worth so little: such a tier forgets
