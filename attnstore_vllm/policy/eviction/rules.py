@@ -132,8 +132,8 @@ def dram_gives_up(full: Full, what: For) -> Gives:
 
 
 def _poorer(full: Full, clean: float, dirty: float) -> Gives:
-    """Weigh the clean chunk against what is dirty. KV behind a chunk is nothing without it, so it is
-    lost with it.
+    """Weigh the clean chunk against what is dirty. KV behind a chunk is nothing without it, so it
+    is lost with it.
 
     What can be read again is lost as often as reads come late. It is lost for good where the tiers
     that have it are smaller than DRAM, or keep nothing that is worth so little: such a tier forgets
@@ -196,7 +196,7 @@ def behind_gives_up(
     is_own: Callable[[], bool],
     is_admitted: Callable[[], bool],
 ) -> Gives:
-    """What a tier behind gives up for a chunk that is written back: CLEAN is what its order says.
+    """A tier behind gives up this for a chunk that is written back; CLEAN: what its order says.
 
     What a request waits for goes only if nothing else is found, the farthest first, and only for
     what a request waits for too, or has pinned.
