@@ -74,7 +74,7 @@ class Full(Protocol):
     num_dirty: int
 
     def clean(self) -> float | None:
-        """What the clean chunk is worth that could go. None: there is none."""
+        """The worth of the clean chunk that could go. None: there is none."""
 
     def dirty(self) -> float:
         """The same of the dirty one. Infinite: there is none."""
@@ -99,7 +99,7 @@ class Full(Protocol):
         """How long the farthest wanted chunk has waited that could go. None: there is none."""
 
     def again(self) -> float:
-        """What the chunk that is copied again is worth. 0: no chunk is."""
+        """The worth of the chunk that is copied again. 0: no chunk is."""
 
     def is_stuck(self) -> bool:
         """Whether nothing is being written, though there is much to write."""
