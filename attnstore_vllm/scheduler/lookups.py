@@ -54,7 +54,7 @@ class Lookups:
         self._num_unknown = 0
         self._line: dict[str, None] = {}
         self._came: set[tuple[object, ...]] = set()
-        """What prompts look like that were looked up since the last step, when they came."""
+        """Marks of prompts that were looked up since the last step, when they came."""
         self._alike: dict[str, None] = {}
         """Requests that look like one of these, and wait for the end of the step."""
         self._orders: deque[PrefetchOrder] = deque()
@@ -143,8 +143,8 @@ class Lookups:
 
 
 def looks_like(request: Request) -> tuple[object, ...]:
-    """What requests of one prompt have in common. Others may too: it says when a request is looked
-    up, and never what it finds. Cost: about 1 us."""
+    """A mark that requests of one prompt have in common. Others may too: it says when a request is
+    looked up, and never what it finds. Cost: its last ALIKE_TOKENS tokens."""
     return request.num_tokens, *request.all_token_ids[-ALIKE_TOKENS:]
 
 

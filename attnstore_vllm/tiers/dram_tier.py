@@ -322,7 +322,7 @@ _WAITS = {True: For.READ, False: For.COPY}
 
 
 class _Full:
-    """What DRAM says of itself for one decision: see policy/eviction/rules.py: Full."""
+    """A full DRAM's answers for one decision: see policy/eviction/rules.py: Full."""
 
     def __init__(
         self,

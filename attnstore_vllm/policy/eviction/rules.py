@@ -41,27 +41,27 @@ KEPT_S = 0.05
 
 
 class For(Enum):
-    """What DRAM makes room for."""
+    """Why DRAM makes room."""
 
     SAVE = auto()
     """KV that no tier has."""
     READ = auto()
-    """What a waiting request wants, from a tier behind."""
+    """A waiting request wants it from a tier behind."""
     COPY = auto()
-    """What is somewhere already, or is worth little, and no request waits for."""
+    """It is somewhere already, or is worth little, and no request waits for it."""
 
 
 class Gives(Enum):
     """Which chunk a tier gives up."""
 
     CLEAN = auto()
-    """Of what a tier behind has too, or has refused, the chunk that its order says."""
+    """The chunk that the order says of those that a tier behind has too, or has refused."""
     DIRTY = auto()
-    """Of what waits to be written, the chunk that its order says: it is lost."""
+    """The chunk that the order says of those that wait to be written: it is lost."""
     REST = auto()
     """The last of what is dirty in the clean chunk's run: it lies behind that one."""
     WANTED = auto()
-    """What the farthest request waits for."""
+    """A chunk that the farthest request waits for."""
     NOTHING = auto()
     REFUSED = auto()
     """Nothing: what asks is worth less than what would have to go."""
@@ -74,7 +74,7 @@ class Full(Protocol):
     num_dirty: int
 
     def clean(self) -> float | None:
-        """What the clean chunk is worth that could go. None: there is none."""
+        """The worth of the clean chunk that could go. None: there is none."""
 
     def dirty(self) -> float:
         """The same of the dirty one. Infinite: there is none."""
@@ -99,7 +99,7 @@ class Full(Protocol):
         """How long the farthest wanted chunk has waited that could go. None: there is none."""
 
     def again(self) -> float:
-        """What the chunk that is copied again is worth. 0: no chunk is."""
+        """The worth of the chunk that is copied again. 0: no chunk is."""
 
     def is_stuck(self) -> bool:
         """Whether nothing is being written, though there is much to write."""
@@ -132,7 +132,8 @@ def dram_gives_up(full: Full, what: For) -> Gives:
 
 
 def _poorer(full: Full, clean: float, dirty: float) -> Gives:
-    """What lies behind a chunk is nothing without it, so it is lost with it.
+    """Weigh the clean chunk against what is dirty. KV behind a chunk is nothing without it, so it
+    is lost with it.
 
     What can be read again is lost as often as reads come late. It is lost for good where the tiers
     that have it are smaller than DRAM, or keep nothing that is worth so little: such a tier forgets
@@ -195,7 +196,7 @@ def behind_gives_up(
     is_own: Callable[[], bool],
     is_admitted: Callable[[], bool],
 ) -> Gives:
-    """What a tier behind gives up for a chunk that is written back: CLEAN is what its order says.
+    """A tier behind gives up this for a chunk that is written back; CLEAN: what its order says.
 
     What a request waits for goes only if nothing else is found, the farthest first, and only for
     what a request waits for too, or has pinned.
