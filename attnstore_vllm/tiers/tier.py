@@ -140,7 +140,7 @@ class TierBehind(Tier):
     order: Departures
     """Who leaves next, by slot. What is pinned stands in none."""
     is_remote = False
-    """What it has is known by asking it alone (remote.py)."""
+    """Only by asking it is known what it has (remote.py)."""
 
     def __init__(
         self, name: str, waiting: Departures, dram_pins: Pins, look_ahead: LookAhead[Chunk]
