@@ -11,7 +11,6 @@ from blake3 import blake3
 
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import root_key
-from attnstore_vllm.store.announcer import Announcer
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.announced import Name, NamedBlocks, Removed, Stored
 from attnstore_vllm.types import DRAM, NVME, TOKEN_BYTES, Key
@@ -99,11 +98,3 @@ def content_of(store: Store, names: dict[Key, tuple[Name, ...]]) -> Content:
             if chunk.at(NVME).state is State.READY:
                 found[NVME].update(blocks)
     return {tier: found[tier] for tier in (DRAM, NVME)}
-
-
-def is_quiet(announcer: Announcer) -> bool:
-    """Whether all was told and taken."""
-    with announcer._lock:
-        is_told = not announcer.books.num_changed and announcer._generation == announcer._told_in
-        has_more = announcer.recovered or announcer.ready
-        return is_told and announcer._is_recovered and not has_more

@@ -21,8 +21,8 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.store.lookup import Lookup
+from attnstore_vllm.tiers.peers.make_peers import peers_of
 from attnstore_vllm.tiers.peers.peers_io import PeersIo
-from attnstore_vllm.tiers.peers.start import peers_of
 from attnstore_vllm.tiers.peers.wire import MessageKind, Wire
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import PEERS

@@ -291,6 +291,7 @@ def test_no_two_classes_have_one_name() -> None:
 CALLED_BY_VLLM = ("connector/connector.py", "connector/prefetch_route.py", "connector/metrics.py")
 FOR_TESTS = {
     "check_quiet": "asserts what always holds, of all that the scheduler's side has",
+    "is_quiet": "whether routers were told of all; it takes the announcer's lock",
     "command_names": "the commands that pages may name",
     "returns": "what the estimator has learned of one kind",
 }

@@ -55,7 +55,7 @@ from attnstore_vllm.store.lookup import strategy_for
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import LABEL_BYTES, Encoding, SegmentHeader, pages
 from attnstore_vllm.tiers.nvme.slab import Slab, open_slab
-from attnstore_vllm.tiers.peers.start import peers_of
+from attnstore_vllm.tiers.peers.make_peers import peers_of
 from attnstore_vllm.tiers.shared.start import check_client, make_shared
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.transfer.board import Board

@@ -98,7 +98,7 @@ class HitCurve:
         self.news: deque[LookedUp | NewChunk] = deque(maxlen=NEWS_MAX)
         """For catch_up(), of who has no time for use() and store() now."""
         self._threshold = _ALL
-        self._used_at: dict[int, int] = {}
+        self.used_at: dict[int, int] = {}
         """The number of the last use of each followed chunk."""
         self._times: list[int] = []
         """Those numbers, in order."""
@@ -163,7 +163,7 @@ class HitCurve:
         for tail, _ in self._tails.heads_of(place, new.extra, new.tokens):
             if tail != mark:
                 self._leave(tail)
-        if mark >= self._threshold or mark in self._used_at:
+        if mark >= self._threshold or mark in self.used_at:
             return
         if len(new.tokens) < self._chunk_tokens * TOKEN_BYTES:
             self._tails.add(mark, place, new.extra, new.tokens)
@@ -184,7 +184,7 @@ class HitCurve:
 
     def _find(self, chunk: int, hits: list[float], found: float, weight: float) -> None:
         """Count so much for each size that would have the chunk."""
-        at = self._used_at.get(chunk)
+        at = self.used_at.get(chunk)
         if at is None:
             return
         distance = (len(self._times) - bisect_left(self._times, at) - 1) * weight
@@ -204,24 +204,24 @@ class HitCurve:
         return [min(1.0, hit / self._tokens) for hit in hits]
 
     def _touch(self, chunk: int) -> None:
-        at = self._used_at.get(chunk)
+        at = self.used_at.get(chunk)
         if at is None:
             self._largest.push(-chunk, chunk)
         else:
             del self._times[bisect_left(self._times, at)]
         self._now += 1
-        self._used_at[chunk] = self._now
+        self.used_at[chunk] = self._now
         self._times.append(self._now)
-        if len(self._used_at) > self._sampled_max:
+        if len(self.used_at) > self._sampled_max:
             self._lower()
 
     def _leave(self, chunk: int) -> None:
         """It has no slot any more."""
-        del self._times[bisect_left(self._times, self._used_at.pop(chunk))]
+        del self._times[bisect_left(self._times, self.used_at.pop(chunk))]
         self._tails.remove(chunk)
 
     def _rank_of(self, chunk: int) -> int | None:
-        return -chunk if chunk in self._used_at else None
+        return -chunk if chunk in self.used_at else None
 
     def _lower(self) -> None:
         """Follow fewer: the largest goes, and whatever is as large from now on."""

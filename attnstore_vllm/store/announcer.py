@@ -82,6 +82,12 @@ class Announcer:
             self._generation += 1
             self.ready.clear()
 
+    def is_quiet(self) -> bool:
+        """Whether all was told and taken. For tests."""
+        with self._lock:
+            is_told = not self.books.num_changed and self._generation == self._told_in
+            return is_told and self._is_recovered and not (self.recovered or self.ready)
+
     # ---- on the store's thread ---------------------------------------------------------
 
     def _found(self, headers: memoryview, header_bytes: int) -> None:

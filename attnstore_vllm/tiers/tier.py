@@ -144,7 +144,7 @@ class TierBehind(Tier):
     evicted = Event.EVICTED_NVME
     """The event when a chunk gives its place here to another."""
     is_remote = False
-    """What it has is known by asking it alone (remote.py)."""
+    """Only by asking it is known what it has (remote.py)."""
 
     def __init__(
         self, name: str, waiting: Departures, dram_pins: Pins, look_ahead: LookAhead[Chunk]

@@ -19,7 +19,7 @@ from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.store.announcer import Announcer
 from attnstore_vllm.tiers.announced import Name, NamedBlocks
 from attnstore_vllm.types import Key
-from tests.event_helpers import Subscriber, TestTeller, content_of, is_quiet
+from tests.event_helpers import Subscriber, TestTeller, content_of
 from tests.property.test_store_machine import StoreMachine
 
 TELLER = TestTeller()
@@ -127,7 +127,7 @@ class EventsMachine(StoreMachine):
         def has_heard() -> bool:
             while events := self.announcer.take(3):
                 self.router.hear(events)
-            return is_quiet(self.announcer)
+            return self.announcer.is_quiet()
 
         if not has_heard():
             self.rig.store.thread.wake()

@@ -12,7 +12,7 @@ from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.store.announcer import CHANGES_A_TURN, READY_MAX, Announcer
 from attnstore_vllm.tiers.announced import Announced, Removed, Stored
 from attnstore_vllm.types import DRAM
-from tests.event_helpers import Subscriber, TestTeller, is_quiet
+from tests.event_helpers import Subscriber, TestTeller
 from tests.helpers import CHUNK_TOKENS, Rig, memory_rig, name_of, sequence_of, tokens_of
 
 TELLER = TestTeller()
@@ -106,7 +106,7 @@ def test_what_recovery_supersedes_is_told_to_be_gone() -> None:
         announcer.turn(True)
     router.hear(announcer.take(100))
     assert not router.content[DRAM]
-    assert is_quiet(announcer)
+    assert announcer.is_quiet()
     rig.pool.close()
 
 
@@ -120,7 +120,7 @@ def test_events_that_nobody_takes_do_not_pile_up() -> None:
     stored = len(rig.store.residency.index)
     assert len(announcer.books) <= 2 * stored + CHANGES_A_TURN, "nobody was told of the others"
     router.hear(announcer.take(1 << 20))
-    while not is_quiet(announcer):
+    while not announcer.is_quiet():
         announcer.turn(True)
         router.hear(announcer.take(1 << 20))
     assert len(router.content[DRAM]) == 4 * len(rig.store.residency.dram.owned)

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 
 from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from attnstore_vllm.hints import HintReader, PrefetchOrder
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.types import RECOMPUTED, Cause

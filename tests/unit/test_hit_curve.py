@@ -148,14 +148,14 @@ def test_what_goes_on_from_a_tail_takes_its_slot() -> None:
     curve = HitCurve([2], 16)
     for size in (5, 9, 16):
         curve.store(NewChunk(b"tail %3d" % size, b"before's", b"", b"okay" * size))
-        assert len(curve._used_at) == 1
+        assert len(curve.used_at) == 1
     curve.store(NewChunk(b"sibling ", b"before's", b"", b"else" * 7))
     curve.store(NewChunk(b"other   ", b"elsewhere", b"", b"okay" * 16))
-    assert len(curve._used_at) == 3
+    assert len(curve.used_at) == 3
     curve.use(
         LookedUp(mark_of(b"before's"), [mark_of(b"whole   ")], 16, lambda _: (b"", b"else" * 16))
     )
-    assert len(curve._used_at) == 3
+    assert len(curve.used_at) == 3
 
 
 def test_tails_that_come_and_go_take_no_memory() -> None:
@@ -166,7 +166,7 @@ def test_tails_that_come_and_go_take_no_memory() -> None:
         curve.store(NewChunk(key, bytes(32), b"", b"okay" * size))
         if size == 15:
             curve.use(LookedUp(0, [7], 16, lambda _: (b"", b"okay" * 16)))
-    assert len(curve._used_at) <= 64
+    assert len(curve.used_at) <= 64
     assert len(pickle.dumps(curve)) < 5000, "nothing else grows either"
 
 
@@ -196,7 +196,7 @@ def test_memory_is_bounded_and_nothing_looked_up_is_nothing_found() -> None:
         key = blake3(b"%d" % number).digest()
         curve.store(stored(key))
         curve.store(stored(blake3(key).digest(), 15))
-    assert len(curve._used_at) <= 8192
+    assert len(curve.used_at) <= 8192
 
 
 def test_news_count_late_as_they_would_have_at_once() -> None:

@@ -18,7 +18,7 @@ from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.index.keys import chunk_key, encode_tokens, root_key
 from attnstore_vllm.tiers.announced import Name
 from attnstore_vllm.types import DRAM, NVME, TOKEN_BYTES, Key
-from tests.event_helpers import Subscriber, content_of, is_quiet
+from tests.event_helpers import Subscriber, content_of
 from tests.vllm.engine import BLOCK, Engine
 
 DEADLINE_S = 30.0
@@ -161,7 +161,7 @@ class Router(Subscriber):
             self.listen()
             names = {key: blocks for key, (blocks, _) in self._hashes.items()}
             there = content_of(store, names)
-            if is_quiet(announcer) and self.content == there:
+            if announcer.is_quiet() and self.content == there:
                 break
             if time.monotonic() > deadline:
                 wrong = {tier: there[tier] ^ self.content[tier] for tier in there}

@@ -10,7 +10,6 @@ import pytest
 
 from attnstore_vllm.connector.kv_events import KvEvents
 from attnstore_vllm.types import DRAM, NVME
-from tests.event_helpers import is_quiet
 from tests.vllm import soak
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, CHUNK, Engine, EngineSpec
@@ -109,7 +108,7 @@ def find(engine: Engine) -> tuple[int, int]:
     """Blocks that were told of before any request; blocks of the same prompt with other names."""
     router, announcer = Router(engine), engine.store.announcer
     assert announcer is not None
-    engine.wait_for(lambda: is_quiet(announcer), router.publish)
+    engine.wait_for(announcer.is_quiet, router.publish)
     engine.wait_for(lambda: len(router.content[NVME]) > 0, router.listen)
     told = len(router.content[NVME])
     engine.ask(random_tokens("a", LENGTH))

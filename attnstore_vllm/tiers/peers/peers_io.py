@@ -31,8 +31,8 @@ from attnstore_vllm.index.keys import chunk_key
 from attnstore_vllm.index.moved import Movable
 from attnstore_vllm.io.checksum import copy_checksums
 from attnstore_vllm.tiers.context import Context
-from attnstore_vllm.tiers.generation import NotedReset
 from attnstore_vllm.tiers.health import Health
+from attnstore_vllm.tiers.noted_reset import NotedReset
 from attnstore_vllm.tiers.peers.generation import Generation
 from attnstore_vllm.tiers.peers.owner import (
     COMING,

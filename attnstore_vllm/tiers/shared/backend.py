@@ -58,7 +58,7 @@ class Backend(ABC):
 
     @classmethod
     def secrets(cls, options: Mapping[str, Any]) -> Collection[str]:
-        """What of the options no log may have."""
+        """Parts of the options that no log may have."""
         return ()
 
     @abstractmethod

@@ -30,8 +30,8 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.daemon_pool import DaemonPool
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.tiers.context import Context
-from attnstore_vllm.tiers.generation import NotedReset
 from attnstore_vllm.tiers.health import Health
+from attnstore_vllm.tiers.noted_reset import NotedReset
 from attnstore_vllm.tiers.remote import Ask, Found, RemoteLookup
 from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.tiers.shared import shared_generation as generations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the generations of peers and of the shared tier share.
+"""Resets of remote tiers, which end once they are noted on the disk.
 
 A generation is a name of the last reset that all KV of an engine comes after. Who has another one
 gets no KV from it. A reset is over once the next one is on the disk, so that no restart goes back.
