@@ -126,7 +126,7 @@ def test_the_next_look_goes_on_from_what_the_last_one_found(
     lookup = Lookup(keys)
     found = rig.store.find(lookup, 0, 16 * CHUNK_TOKENS)
     assert len(found) == 16
-    made = Counter[int]()
+    made = Counter[str]()
     chunk = PrefixIndex.chunk
 
     def counted(index: PrefixIndex, entry: int) -> Chunk:
