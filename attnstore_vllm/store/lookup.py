@@ -256,7 +256,7 @@ class WindowsAlone(Strategy):
     def _walk(
         self, keys: SequenceKeys, start: int, stop: int, is_there: Callable[[Chunk], bool]
     ) -> tuple[list[Piece], int]:
-        """What has expired is dropped, and another hit looked for."""
+        """Chunks that have expired are dropped, and another hit is looked for."""
         while True:
             pieces, spine_stop = walk(self._index, keys, self.needs, start, stop, is_there)
             if not self._drops_expired(pieces):
