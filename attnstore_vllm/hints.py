@@ -24,11 +24,12 @@ import numpy as np
 
 from attnstore_vllm.config.values import seconds_of
 from attnstore_vllm.index.keys import encode_tokens
-from attnstore_vllm.policy.visits import ENDED_PRIORITY, NO_TERMS, Terms
+from attnstore_vllm.policy.priority import Priority
+from attnstore_vllm.policy.visits import NO_TERMS, Terms
 from attnstore_vllm.types import TOKEN_BYTES
 
 SECTION: Final = "attnstore"
-PRIORITIES = {"low": -1, "normal": 0, "high": 1}
+PRIORITIES = {"low": Priority.LOW, "normal": Priority.NORMAL, "high": Priority.HIGH}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class HintReader:
         pin_s = min(times) if may_pin and pin and ended is not True else None
         return Hints(
             store is not False,
-            Terms(ENDED_PRIORITY if ended is True else level or 0, ttl_s, pin_s),
+            Terms(Priority.ENDED if ended is True else level or Priority.NORMAL, ttl_s, pin_s),
             truncation if moves else None,
             approximate if changes else None,
             report is True,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import (
     TURNS_MAX,
     Array,
@@ -20,16 +21,12 @@ from attnstore_vllm.policy.returns import (
     kind_of,
 )
 
-ENDED_PRIORITY = -3
-"""Priority of KV that nobody comes back to, as its last request has said."""
-
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """Terms on which a request asks for its KV to be kept."""
 
-    priority: int = 0
-    """-1: leaves tiers before others, 1: after them. ENDED_PRIORITY: first of all."""
+    priority: Priority = Priority.NORMAL
     ttl_s: float | None = None
     """After so long without use it is not found any more. None: as long as there is room."""
     pin_s: float | None = None
@@ -94,7 +91,7 @@ class Run:
     are to be told."""
     since: float
     is_shared: bool
-    priority: int = 0
+    priority: Priority = Priority.NORMAL
     lease: Lease | None = None
     before: Run | None = None
     """The shared run that its request used too, which has the chunks before these."""
@@ -188,7 +185,9 @@ def visit_of(
             mark = marks[stop - 1]
             number = estimator.open(mark, kind, follows, stop - start, now, num_tokens)
         if is_shared:
-            return Run(number, kind, now, True, max(0, terms.priority), lease_for(ttl_s, now))
+            return Run(
+                number, kind, now, True, max(Priority.NORMAL, terms.priority), lease_for(ttl_s, now)
+            )
         ttls = [ttl for ttl in (ttl_s, terms.ttl_s) if ttl is not None]
         lease = lease_for(min(ttls), now) if ttls else None
         return Run(number, kind, now, False, terms.priority, lease)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.policy.eviction.rules import SPARE_PRIORITY
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.step_budget import StepBudget
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import GroupCounts
@@ -421,7 +421,7 @@ class Saving:
         is_of_prompt = name.position < state.request.num_prompt_tokens
         chunk = self._store.begin_save(
             name,
-            replace(run, priority=SPARE_PRIORITY) if is_passed and run is not None else run,
+            replace(run, priority=Priority.LOW_VALUE) if is_passed and run is not None else run,
             state.hints.terms.pin_s if is_of_prompt and not is_passed else None,
             again=name.position >= state.computing.first and not is_passed,
             stays=is_passed,

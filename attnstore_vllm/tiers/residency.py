@@ -22,9 +22,10 @@ from itertools import groupby
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
 from attnstore_vllm.policy.eviction.departures import Departures
-from attnstore_vllm.policy.eviction.rules import SPARE_PRIORITY, Gives, may_go_for_low_value
+from attnstore_vllm.policy.eviction.rules import Gives, may_go_for_low_value
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
-from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run, Visit, unknown_run
+from attnstore_vllm.policy.priority import Priority
+from attnstore_vllm.policy.visits import Run, Visit, unknown_run
 from attnstore_vllm.tiers.announced import Announced
 from attnstore_vllm.tiers.dram_tier import DramTier, MakeTierBehind
 from attnstore_vllm.tiers.nvme.nvme_tier import NvmeTier
@@ -32,7 +33,6 @@ from attnstore_vllm.tiers.pinning import Pinning
 from attnstore_vllm.tiers.tier import Pins, TierBehind
 from attnstore_vllm.types import NVME, Event, StoreFailure
 
-LOW_PRIORITY = -1
 SPARE_PART = 4
 """Chunks that are worth little are written while one slot in so many is free."""
 REFUSALS_MAX = 32
@@ -121,7 +121,7 @@ class Residency:
         for behind in self.behind:
             if waiting := behind.waiting:
                 waiting.use([chunk.dram.slot for chunk in chunks if chunk.dram.slot >= 0], run)
-        has_ended = run.priority <= ENDED_PRIORITY
+        has_ended = run.priority <= Priority.ENDED
         for chunk in chunks:
             if has_ended or (chunk.refused_by and chunk.copied_for is not run):
                 chunk.refused_by.clear()
@@ -179,14 +179,14 @@ class Residency:
     def own(self, *, spares: bool) -> Callable[[Chunk], bool]:
         """is_own(), of what is worth little only with `spares`."""
         return lambda chunk: (
-            self.is_own(chunk) and (spares or self.run_of(chunk).priority != SPARE_PRIORITY)
+            self.is_own(chunk) and (spares or self.run_of(chunk).priority != Priority.LOW_VALUE)
         )
 
     def lower(self, chunks: Sequence[Chunk]) -> None:
         """Let these leave before most that is as old. One conversation has used all of them."""
         if chunks:
             run = self.run_of(chunks[0])
-            self.use(chunks, replace(run, priority=min(run.priority, LOW_PRIORITY)))
+            self.use(chunks, replace(run, priority=min(run.priority, Priority.LOW)))
 
     def rank(self, run: Run) -> None:
         """The kind of this run has changed. Cost: O(tiers)."""
@@ -314,7 +314,7 @@ class Residency:
     def _refuse_if_not_wanted(self, chunk: Chunk) -> None:
         """Tiers behind do not get what has ended, nor what DRAM alone may have: so DRAM gives it up
         like what is clean."""
-        if chunk.dram_only or chunk.run.priority <= ENDED_PRIORITY:
+        if chunk.dram_only or chunk.run.priority <= Priority.ENDED:
             chunk.refused_by.update(tier.name for tier in self.behind)
 
     # ---- DRAM -> HBM -------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.eviction.lru import LOOK_MAX
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import Run, lease_for, unknown_run
 from tests.helpers import lru
@@ -117,7 +118,7 @@ def test_of_one_run_the_deepest_goes_first() -> None:
 def test_a_simple_order_keeps_priorities_too(make: Callable[[int], Departures]) -> None:
     order, gone = make(3), []
     for slot, priority in enumerate((1, -1, 0)):
-        order.add(slot, replace(run_now(), priority=priority))
+        order.add(slot, replace(run_now(), priority=Priority(priority)))
     while (slot_gone := order.victim(0.0, everything)) is not None:
         gone.append(slot_gone)
         order.remove(slot_gone)

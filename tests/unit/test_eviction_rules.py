@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.policy.eviction.rules import (
-    SPARE_PRIORITY,
     For,
     Gives,
     behind_gives_up,
@@ -22,6 +21,7 @@ from attnstore_vllm.policy.eviction.rules import (
     may_be_lost,
     may_go_for_low_value,
 )
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import Run
 
 TIERS = Path(__file__).parents[2] / "attnstore_vllm" / "tiers"
@@ -139,7 +139,7 @@ def test_a_tier_behind(
 
 
 def test_shares() -> None:
-    low, usual = Run(1, 0, 5.0, False, SPARE_PRIORITY), Run(2, 0, 5.0, False)
+    low, usual = Run(1, 0, 5.0, False, Priority.LOW_VALUE), Run(2, 0, 5.0, False)
     assert may_go_for_low_value(low, Gives.CLEAN)
     assert not may_go_for_low_value(low, Gives.WANTED)
     assert not may_go_for_low_value(usual, Gives.CLEAN)
@@ -150,7 +150,7 @@ def test_shares() -> None:
     assert [is_full_of_wanted(slots, 16) for slots in (13, 14)] == [False, True]
 
 
-DECIDES = {"worth", "poorest", "late", "late_reads", "admits", "SPARE_PRIORITY", "priority"}
+DECIDES = {"worth", "poorest", "late", "late_reads", "admits", "Priority", "priority"}
 MAY_COMPARE = {"residency.py": 3}
 """residency.py: what has ended is not written (2), and low value is told from the rest."""
 

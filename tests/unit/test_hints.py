@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from attnstore_vllm.config.values import DURATION_MAX_S, seconds_of
 from attnstore_vllm.hints import HintReader, Hints, PrefetchOrder, prefetch_order
-from attnstore_vllm.policy.visits import ENDED_PRIORITY, Terms
+from attnstore_vllm.policy.priority import Priority
+from attnstore_vllm.policy.visits import Terms
 
 READER = HintReader(ttl_s=None, longest_pin_s=3600.0)
 
@@ -26,19 +27,19 @@ def read(hints: object, reader: HintReader = READER) -> Hints:
     [
         ({"store": False}, Hints(store=False, applied=1)),
         ({"store": True}, Hints(applied=1)),
-        ({"priority": "low"}, Hints(terms=Terms(-1), applied=1)),
+        ({"priority": "low"}, Hints(terms=Terms(Priority.LOW), applied=1)),
         ({"priority": "normal"}, Hints(applied=1)),
-        ({"priority": "high", "ttl": 90}, Hints(terms=Terms(1, 90.0), applied=2)),
-        ({"ttl": "10m"}, Hints(terms=Terms(0, 600.0), applied=1)),
+        ({"priority": "high", "ttl": 90}, Hints(terms=Terms(Priority.HIGH, 90.0), applied=2)),
+        ({"ttl": "10m"}, Hints(terms=Terms(ttl_s=600.0), applied=1)),
         ({"pin": True}, Hints(terms=Terms(pin_s=3600.0), applied=1)),
-        ({"pin": True, "ttl": 60}, Hints(terms=Terms(0, 60.0, 60.0), applied=2)),
-        ({"pin": True, "ttl": "7d"}, Hints(terms=Terms(0, 604_800.0, 3600.0), applied=2)),
+        ({"pin": True, "ttl": 60}, Hints(terms=Terms(ttl_s=60.0, pin_s=60.0), applied=2)),
+        ({"pin": True, "ttl": "7d"}, Hints(terms=Terms(ttl_s=604_800.0, pin_s=3600.0), applied=2)),
         ({"pin": False}, Hints(applied=1)),
-        ({"ended": True}, Hints(terms=Terms(ENDED_PRIORITY), applied=1)),
+        ({"ended": True}, Hints(terms=Terms(Priority.ENDED), applied=1)),
         ({"ended": False}, Hints(applied=1)),
         (
             {"ended": True, "priority": "high", "ttl": 60, "pin": True},
-            Hints(terms=Terms(ENDED_PRIORITY, 60.0), applied=4),
+            Hints(terms=Terms(Priority.ENDED, 60.0), applied=4),
         ),
         ({}, Hints()),
     ],

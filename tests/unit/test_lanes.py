@@ -26,6 +26,7 @@ from attnstore_vllm.policy.eviction.by_return import (
     by_return,
 )
 from attnstore_vllm.policy.eviction.departures import Departures, departures
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import (
     EDGES_S,
     NUM_AGES,
@@ -205,7 +206,12 @@ def test_what_is_held_hides_no_end_that_is_worth_less(
 
 def many(order: Departures, lanes: int, a_lane: int = 4) -> list[Run]:
     """Runs of so many kinds and priorities; slots 0 to lanes * a_lane - 1."""
-    cells = [(kind, priority) for priority in (-2, -1, 0, 1) for kind in range(NUM_KINDS)]
+    cells = [
+        (kind, priority)
+        for priority in Priority
+        if priority > Priority.ENDED
+        for kind in range(NUM_KINDS)
+    ]
     Random(1).shuffle(cells)
     runs = []
     for slot in range(lanes * a_lane):

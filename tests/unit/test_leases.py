@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from attnstore_vllm.config.settings import PinningConfig
 from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, departures
 from attnstore_vllm.policy.lazy_heap import STALE_MAX
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import ReturnEstimator
-from attnstore_vllm.policy.visits import ENDED_PRIORITY, Lease, Run, Terms, lease_for, visit_of
+from attnstore_vllm.policy.visits import Lease, Run, Terms, lease_for, visit_of
 from attnstore_vllm.store.lookup import Lookup
 from tests.helpers import Rig, Rigs, conversation, lookup_of, name_of, names_of, sequence_of
 from tests.unit.test_by_return import KIND, anything, empty, fill, untrained
 
 
 def run_of(since: float, *, ttl_s: float | None = None, priority: int = 0, kind: int = KIND) -> Run:
-    return Run(1, kind, since, False, priority, lease_for(ttl_s, since))
+    return Run(1, kind, since, False, Priority(priority), lease_for(ttl_s, since))
 
 
 # ---- the order of departure ------------------------------------------------------------------
@@ -42,9 +43,9 @@ def test_a_priority_is_a_factor_and_no_order() -> None:
 @pytest.mark.parametrize("name", ["attnstore", "lru"])
 def test_what_has_ended_goes_first_though_it_was_used_last(name: str) -> None:
     order = departures(name, 100, ReturnEstimator())
-    fill(order, range(2), run_of(-1e6, priority=-2))
+    fill(order, range(2), run_of(-1e6, priority=Priority.LOW_VALUE))
     fill(order, range(10, 13), run_of(-1e6))
-    order.use([11, 12], run_of(1000.0, priority=ENDED_PRIORITY))
+    order.use([11, 12], run_of(1000.0, priority=Priority.ENDED))
     assert empty(order, 1000.0)[:3] == [12, 11, 1]
 
 
@@ -154,17 +155,17 @@ def test_terms_are_of_what_is_the_requests_own() -> None:
     estimator = ReturnEstimator()
     others = visit_of(estimator, [], [1, 2, 3], 768, 0.0)
     last = [others.run(0), others.run(1)]
-    visit = visit_of(estimator, last, [1, 2, 4], 768, 10.0, Terms(-1, 5.0), ttl_s=60.0)
+    visit = visit_of(estimator, last, [1, 2, 4], 768, 10.0, Terms(Priority.LOW, 5.0), ttl_s=60.0)
     assert visit.num_shared == 2
     assert (visit.shared.priority, visit.own.priority) == (0, -1)
     assert visit.shared.lease is not None
     assert visit.own.lease is not None
     assert (visit.shared.lease.expires, visit.own.lease.expires) == (70.0, 15.0)
-    high = visit_of(estimator, last, [1, 2, 5], 768, 20.0, Terms(1))
+    high = visit_of(estimator, last, [1, 2, 5], 768, 20.0, Terms(Priority.HIGH))
     assert (high.shared.priority, high.own.priority) == (1, 1)
     assert high.own.lease is None
-    over = visit_of(estimator, last, [1, 2, 6], 768, 30.0, Terms(ENDED_PRIORITY))
-    assert (over.shared.priority, over.own.priority) == (0, ENDED_PRIORITY)
+    over = visit_of(estimator, last, [1, 2, 6], 768, 30.0, Terms(Priority.ENDED))
+    assert (over.shared.priority, over.own.priority) == (0, Priority.ENDED)
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(None, 60.0), (10.0, 10.0), (600.0, 60.0)])

@@ -14,7 +14,7 @@ import pytest
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.eviction.departures import Departures
-from attnstore_vllm.policy.eviction.rules import SPARE_PRIORITY
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import Run, Visit, unknown_run
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME, StoreFailure
@@ -458,7 +458,7 @@ def test_drop_all(tiers: Checked) -> None:
 
 
 def spare(number: int) -> tuple[ChunkName, Run]:
-    return name(number), replace(unknown_run(0.0), priority=SPARE_PRIORITY)
+    return name(number), replace(unknown_run(0.0), priority=Priority.LOW_VALUE)
 
 
 def test_what_is_worth_little_takes_free_slots_and_is_not_written(tiers: Checked) -> None:

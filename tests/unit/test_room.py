@@ -18,8 +18,9 @@ from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.eviction.lru import Lru
 from attnstore_vllm.policy.eviction.rules import KEPT_PART, KEPT_S, KEPT_SLOTS
 from attnstore_vllm.policy.lookahead import LAST
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import ReturnEstimator
-from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run, unknown_run
+from attnstore_vllm.policy.visits import Run, unknown_run
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME, StoreFailure
 from tests.helpers import CHUNK_TOKENS, lru, name_of, num_dirty, sequence_of, tokens_of
@@ -226,18 +227,18 @@ def test_what_has_ended_makes_room_before_what_is_clean_and_is_not_written(tiers
     """Before it ended it was as dirty as the rest; if somebody comes back it is so again."""
     tiers.clean(1)
     over = tiers.save(2)
-    tiers.use([over], replace(unknown_run(tiers.now), priority=ENDED_PRIORITY))
+    tiers.use([over], replace(unknown_run(tiers.now), priority=Priority.ENDED))
     tiers.clean(3)
     tiers.clean(4)
     tiers.save(5)
     assert over.dropped
     again = tiers.save(6)
-    tiers.use([again], replace(unknown_run(tiers.now), priority=ENDED_PRIORITY))
+    tiers.use([again], replace(unknown_run(tiers.now), priority=Priority.ENDED))
     assert again.refused_by == {NVME}
     tiers.use([again])
     assert not again.refused_by
     tiers.leave_dram(again)
-    last = tiers.begin_save(name(7), replace(unknown_run(tiers.now), priority=ENDED_PRIORITY))
+    last = tiers.begin_save(name(7), replace(unknown_run(tiers.now), priority=Priority.ENDED))
     assert last is not None
     tiers.finish_save(last)
     assert last.refused_by == {NVME}

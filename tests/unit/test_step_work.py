@@ -16,6 +16,7 @@ from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.index import prefix
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.keys import MultimodalSpan, SequenceKeys, root_key
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import NUM_KINDS
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.scheduler.costs import BEYOND_MAX, Costs
@@ -267,7 +268,7 @@ def test_priorities_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     store = world.store
 
     def save(number: int) -> None:
-        run = Run(number, number * 7 % NUM_KINDS, float(number), False, number % 3 - 1, None)
+        run = Run(number, number * 7 % NUM_KINDS, float(number), False, Priority(number % 3 - 1))
         chunk = store.begin_save(name_of(sequence_of(tokens_of(number, CHUNK)), 0), run,
                                  dram_only=True)  # fmt: skip
         assert chunk is not None

@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from attnstore_vllm.policy.eviction.base import K
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import EDGES_S, ReturnEstimator, age_of, ages_of
-from attnstore_vllm.policy.visits import ENDED_PRIORITY, Run
+from attnstore_vllm.policy.visits import Run
 
 T = TypeVar("T", bound=np.generic)
 
@@ -41,7 +42,13 @@ NEXT_AGE_S = np.append(EDGES_S[1:-1], math.inf) - EARLY_S
 LANES_MIN = 16
 FEW = 8
 """Up to so many ends are looked at one by one, which is sooner than all at once."""
-PRIORITY_FACTORS = {ENDED_PRIORITY: 1e-30, -2: 1 / 4096, -1: 1 / 16, 0: 1.0, 1: 16.0}
+PRIORITY_FACTORS = {
+    Priority.ENDED: 1e-30,
+    Priority.LOW_VALUE: 1 / 4096,
+    Priority.LOW: 1 / 16,
+    Priority.NORMAL: 1.0,
+    Priority.HIGH: 16.0,
+}
 """Factors of a run's worth, by priority. A factor and not an order: worth falls with age, so what
 nobody comes back to leaves in the end, whatever somebody said of it. What has ended is worth
 less than anything else, whatever its age."""

@@ -19,10 +19,9 @@ from collections.abc import Callable, Container, Iterable
 from enum import Enum, auto
 from typing import Protocol
 
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import Run
 
-SPARE_PRIORITY = -2
-"""Priority of runs of chunks that are worth little: they leave before what hints call low."""
 SAVES_PART = 8
 """One slot in so many is kept for what is saved and not yet written, or saves would push out what
 was read for the requests at the window's end, to be read again."""
@@ -185,7 +184,7 @@ def is_full_of_wanted(num_staying: int, num_slots: int) -> bool:
 def may_go_for_low_value(run: Run, gives: Gives) -> bool:
     """Whether a chunk of this run, which DRAM gives up, may go for one that is worth little: only
     another such chunk may."""
-    return gives is not Gives.WANTED and run.priority <= SPARE_PRIORITY
+    return gives is not Gives.WANTED and run.priority <= Priority.LOW_VALUE
 
 
 def behind_gives_up(
