@@ -107,7 +107,7 @@ class Host(Server):
 
     def have_come(self) -> None:
         """All that come at this time have."""
-        self._turn()
+        self._tick()
         if self._has_nothing_to_do:
             self._until = self.now
 
@@ -126,14 +126,14 @@ class Host(Server):
         ends = self._disk.next_end
         return ends if self._link is None else min(ends, self._link.next_end)
 
-    def _turn(self) -> None:
-        super()._turn()
+    def _tick(self) -> None:
+        super()._tick()
         while self._link is not None and self._link.take_ended():
-            super()._turn()
+            super()._tick()
 
-    def _wait_until(self, turn: float) -> Iterator[None]:
+    def _wait_until(self, tick: float) -> Iterator[None]:
         self._has_nothing_to_do = True
-        yield from self._pass_until(min(self._next_end, turn))
+        yield from self._pass_until(min(self._next_end, tick))
         self._has_nothing_to_do = False
 
     def _pass_until(self, end: float) -> Iterator[None]:
@@ -143,9 +143,9 @@ class Host(Server):
             if self._next_end > self._until:
                 break
             self.now = max(self.now, self._next_end)
-            self._turn()
+            self._tick()
         self.now = max(self.now, self._until)
-        self._turn()
+        self._tick()
 
 
 class Hosts:

@@ -122,8 +122,8 @@ class Server:
                 if plan.loads:
                     yield from self._pass_until(self.now + self._loading_s(plan))
                 if not self._report(plan) and self._is_live:
-                    turn = self.now + SPIN_S if self.is_busy else float("inf")
-                    yield from self._wait_until(turn)
+                    tick = self.now + SPIN_S if self.is_busy else float("inf")
+                    yield from self._wait_until(tick)
                 continue
             yield from self._compute(step, plan)
 
@@ -131,10 +131,10 @@ class Server:
         """Let the disk end what it has begun, and what is still to be written."""
         out, chunk = self._out, self._machine.nvme_chunk_bytes
         out.duration_s = self.now
-        self._turn()
+        self._tick()
         while self._next_end < float("inf"):
             self.now = max(self.now, self._next_end)
-            self._turn()
+            self._tick()
         self._figures()
         out.bytes_read = self._disk.num_moved[Op.READ] * chunk
         out.bytes_written = self._disk.num_moved[Op.WRITE] * chunk
@@ -160,9 +160,9 @@ class Server:
     def _next_end(self) -> float:
         return self._disk.next_end
 
-    def _wait_until(self, turn: float) -> Iterator[None]:
+    def _wait_until(self, tick: float) -> Iterator[None]:
         """Nothing can be computed before something happens."""
-        yield from self._pass_until(min(self._next_arrival, self._next_end, turn))
+        yield from self._pass_until(min(self._next_arrival, self._next_end, tick))
 
     def _pass_until(self, end: float) -> Iterator[None]:
         """Let time pass; the disk works on, and requests come."""
@@ -171,16 +171,16 @@ class Server:
             self.now = max(self.now, at)
             while self._arrivals and self._arrivals[0][0] <= self.now:
                 self._arrive(*heapq.heappop(self._arrivals))
-            self._turn()
+            self._tick()
         self.now = max(self.now, end)
-        self._turn()
+        self._tick()
         yield from ()
 
-    def _turn(self) -> None:
+    def _tick(self) -> None:
         if self.store is not None:
-            self.store.turn()  # submits, and tells of what has ended
+            self.store.tick()  # submits, and tells of what has ended
             while self._disk.take_ended():  # which has made room for more
-                self.store.turn()
+                self.store.tick()
 
     def _arrive(self, at: float, number: int, request: TraceRequest, history: int) -> None:
         tokens = TraceTokens(

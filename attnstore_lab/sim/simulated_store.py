@@ -29,7 +29,7 @@ EVICTION: dict[str, Literal["lru", "fifo"]] = {"lru": "lru", "lru-ahead": "lru",
 """By policy; else attnstore."""
 NO_DEADLINE_MS = 10**12
 NO_LIMIT = 1 << 60
-"""The budget of a step: many simulated steps are one turn of the server's loop."""
+"""The budget of a step: many simulated steps are one round of the server's loop."""
 NAMESPACE = b"simulated".ljust(32)
 
 

@@ -2,7 +2,7 @@
 """A tier behind NVMe, made of a dictionary: what a tier has to have, and nothing else.
 
 It is an example for who makes another tier, and shows in the tests that nothing outside its file
-and the list of tiers has to know of it. What ends does so in the next turn of the store's thread.
+and the list of tiers has to know of it. What ends does so in the next tick of the store's thread.
 """
 
 from __future__ import annotations

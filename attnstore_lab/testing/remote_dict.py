@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A remote tier, made of a dictionary that others may fill and empty as well.
 
-It is an example for who makes another such tier. Answers and loads end in the next turn of the
+It is an example for who makes another such tier. Answers and loads end in the next tick of the
 store's thread, or as `faults` say.
 """
 

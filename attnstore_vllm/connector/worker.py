@@ -77,9 +77,9 @@ class Worker:
     ) -> None:
         self._weights = weights
         self._own_files = own_files
-        self._rotations = rotations
+        self._read_rotations = rotations
         self._page = page
-        self._turns: list[Rotation] = []
+        self._rotations: list[Rotation] = []
         self.pool = pool
         self.rank = rank
         self.geometry = geometry
@@ -142,7 +142,7 @@ class Worker:
         every = list(of_layers.values())
         kinds = _kinds(tensors, every)
         facts = live([(i, tensors[i], every[i]) for i in kinds]) if live is not None else {}
-        self._turns, why_not = self._find_rotations(kv_caches, layouts)
+        self._rotations, why_not = self._find_rotations(kv_caches, layouts)
         page, why_no_page = self._find_page(kv_caches, layouts)
         engine = self._engine = self._make_engine(first.device, layouts)
         self.loads = Loads(engine, len(layouts))
@@ -196,7 +196,7 @@ class Worker:
         self, kv_caches: Mapping[str, torch.Tensor], layouts: Sequence[LayerLayout]
     ) -> tuple[list[Rotation], str | None]:
         """How KV of each group is moved, or why it cannot be."""
-        if self._rotations is None:
+        if self._read_rotations is None:
             return [], "truncation is off"
         groups = self.geometry.groups
         if any(group.reach == Reach.STATE.value for group in groups):
@@ -204,7 +204,7 @@ class Worker:
         if self.geometry.has_window_alone:
             return [], "all its layers have windows"
         try:
-            return self._rotations(self._first_blocks(kv_caches, layouts)), None
+            return self._read_rotations(self._first_blocks(kv_caches, layouts)), None
         except UnsupportedError as error:
             return [], str(error)
         except _OF_A_MODELS_CODE as error:  # a server that never moves KV must start
@@ -269,13 +269,13 @@ class Worker:
                 layouts,
                 device,
                 num_rows=num_rows if saves else 0,
-                rotations=self._turns,
+                rotations=self._rotations,
                 borders=self.pool.borders(),
             )
             return engine if saves else LoadsOnly(engine, num_rows)
         if device.type != "cpu":
             raise UnsupportedError(f"AttnStore does not know the device {device}")
-        engine = CpuEngine(*self.place(), layouts, self._turns)
+        engine = CpuEngine(*self.place(), layouts, self._rotations)
         self._ahead = MapAhead(self.pool.buffer)  # CUDA's engine maps all by page-locking it
         return engine if saves else LoadsOnly(engine, 0)
 

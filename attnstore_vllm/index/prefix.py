@@ -3,8 +3,8 @@
 
 It is long since the rules of where a hit may end stand beside the code that keeps them.
 
-Chunks that continue the same prefix are siblings. The native index keeps of each a *sketch*, a
-hash of each eighth of its tokens (csrc/index/prefix_index_sketch.h), and siblings in the order of
+Chunks that continue the same prefix are neighbours. The native index keeps of each a *sketch*, a
+hash of each eighth of its tokens (csrc/index/prefix_index_sketch.h), and neighbours in the order of
 their sketches: the one that shares most leading eighths with a given one stands beside its place.
 
 What a match rests on:
@@ -148,7 +148,7 @@ def stop_in(shared: int, num_tokens: int, grain: int = GRAIN_TOKENS) -> int:
 
 
 NEIGHBOURS_MAX = 32
-"""Siblings that are looked at, on each side, for the longest match and for what extends a tail;
+"""Neighbours that are looked at, on each side, for the longest match and for what extends a tail;
 and lengths of tails. What is missed costs a prefill, or goes by eviction."""
 
 
@@ -311,7 +311,7 @@ class PrefixIndex:
         self._entered_in = object()
         """Another one after clear(): objects of before it have no entry, whatever they say."""
         self._marks = array("H", bytes(2 * expected))
-        """By entry: a mark of its first tokens, 0 where that is not known. Most siblings differ
+        """By entry: a mark of its first tokens, 0 where that is not known. Most neighbours differ
         there, and to see it here touches none of their objects."""
 
     def __len__(self) -> int:
@@ -419,13 +419,13 @@ class PrefixIndex:
         """The sequence numbers of the records that recovery found these in."""
         return self.entries.sequences(entries)
 
-    # ---- siblings ----------------------------------------------------------------------
+    # ---- neighbours ----------------------------------------------------------------------
 
     def extends(self, name: ChunkName) -> bool:
-        """Whether a sibling of more whole blocks holds all those of `name`, or seems to.
+        """Whether a neighbour of more whole blocks holds all those of `name`, or seems to.
 
         Whether it has the rest of them too must make no difference (see the module, 3). It may
-        miss a sibling that stands among many: then a tail is kept twice.
+        miss a neighbour that stands among many: then a tail is kept twice.
         """
         whole = whole_blocks(name.num_tokens, self.grain)
         if whole == self.chunk_tokens:
@@ -443,7 +443,7 @@ class PrefixIndex:
         return False
 
     def extended_by(self, name: ChunkName) -> list[Chunk]:
-        """The siblings whose whole blocks `name` holds: tails it supersedes, be the rest of them
+        """The neighbours whose whole blocks `name` holds: tails it supersedes, be the rest of them
         as it may. By their hashes: a mistake costs a tail."""
         heads = self._heads_of(name.parent, name.extra, name.tokens)
         return [chunk for chunk in heads if chunk.name.key != name.key]
@@ -453,7 +453,7 @@ class PrefixIndex:
         return hash(tokens[: self.grain * TOKEN_BYTES]) & 0xFFFF or 1
 
     def _heads_of(self, parent: Key, extra: bytes, tokens: bytes) -> Iterator[Chunk]:
-        """Siblings whose whole blocks begin these tokens, those with most blocks first."""
+        """Neighbours whose whole blocks begin these tokens, those with most blocks first."""
         return map(self.chunk, self.entries.heads_of(parent, extra, tokens, NEIGHBOURS_MAX))
 
     def ends_like(self, sequence: SequenceKeys, number: int, stop: int) -> list[Chunk]:
@@ -551,14 +551,14 @@ class PrefixIndex:
             grain: see best_match().
             matched: what the sequence's last match found; gets what this one does.
 
-        Cost: a hash look-up a chunk and one search among siblings; the tokens of one chunk are
+        Cost: a hash look-up a chunk and one search among neighbours; the tokens of one chunk are
         encoded. Of what `matched` has, a look at each chunk.
         """
         grain = self.grain if grain is None else grain
         known = self._still_there(matched, start, stop, grain) if matched is not None else []
         pieces = self._match(known, sequence, start, stop, grain)
         if matched is not None:
-            # The last one may be another chunk next time: siblings of it come and go.
+            # The last one may be another chunk next time: neighbours of it come and go.
             matched.pieces, matched.entered_in = pieces[:-1], self._entered_in
         return pieces
 

@@ -10,7 +10,7 @@ A group needs other tokens than the spine does. Of a prefix that ends at `stop`:
 
 A *section* is what one group keeps of one chunk. It is stored as a chunk of its own: under the
 same tokens, behind a parent of its own (keys.py: SectionKeys). So all that is true of chunks is
-true of sections: tails, siblings, recovery, eviction, verification.
+true of sections: tails, neighbours, recovery, eviction, verification.
 
 A section may begin with a *hole*: blocks that vLLM had taken back when the chunk was complete. The
 hole's length is in the section's name, so a section never seems to have what it lacks.

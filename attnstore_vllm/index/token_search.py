@@ -73,7 +73,7 @@ class Work(NamedTuple):
     walks: int
     """Those of the places that were followed to their ends."""
     looks: int
-    """At siblings: comparisons of at most a chunk's tokens each."""
+    """At neighbours: comparisons of at most a chunk's tokens each."""
     compared_tokens: int
     """Those of `looks` left out."""
 

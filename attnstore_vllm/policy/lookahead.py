@@ -31,18 +31,18 @@ SHARED_MIN = 16
 LOOK_MAX = 64
 """Chunks that cannot go that are looked at for one that can."""
 
-Order = tuple[float, float, str]
+QueuePlace = tuple[float, float, str]
 """Requests run in ascending order of this. The last is the request's id."""
 _Rank = tuple[float, float, int, int]
 """The order of the nearest request that wants a chunk, backwards; its depth there; a number. The
 farthest is the lowest."""
-LAST: Order = (math.inf, 0.0, "")
+LAST: QueuePlace = (math.inf, 0.0, "")
 """The order of a chunk that no request waits for."""
 
 
 @dataclass(slots=True)
 class _Waiting(Generic[C]):
-    order: Order
+    order: QueuePlace
     wants: tuple[C, ...] = ()
 
 
@@ -51,14 +51,14 @@ class LookAhead(Generic[C]):
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Waiting[C]] = {}
-        self._queue: list[Order] = []
+        self._queue: list[QueuePlace] = []
         self.wanted_by: dict[C, dict[str, int]] = {}
         """By which requests, and how deep in their prompts."""
         self._nearest: dict[C, _Rank] = {}
         """By the nearest request that wants the chunk; none for chunks that SHARED_MIN want."""
         self._absent: set[C] = set()
         """Wanted, to be fetched, and not on its way."""
-        self._missing: list[Order] = []
+        self._missing: list[QueuePlace] = []
         """Requests that may want something absent; in order, and tidied late."""
         self._all = LazyHeap[C](self._nearest.get)
         self._present = LazyHeap[C](
@@ -78,7 +78,7 @@ class LookAhead(Generic[C]):
         return request_id in self._waiting
 
     @property
-    def first(self) -> Order | None:
+    def first(self) -> QueuePlace | None:
         """The place of the request that runs next."""
         return self._queue[0] if self._queue else None
 
@@ -110,7 +110,7 @@ class LookAhead(Generic[C]):
         _discard(self._queue, waiting.order)
         return unwanted
 
-    def _enter(self, order: Order) -> None:
+    def _enter(self, order: QueuePlace) -> None:
         assert order[2] not in self._waiting
         self._waiting[order[2]] = _Waiting(order)
         insort(self._queue, order)
@@ -236,7 +236,7 @@ class LookAhead(Generic[C]):
         self._put_present(absent)
         self._missing.clear()
 
-    def next_to_fetch(self) -> tuple[C, Order] | None:
+    def next_to_fetch(self) -> tuple[C, QueuePlace] | None:
         """The chunk that is to be fetched next, and for whom; None if nothing is absent.
 
         The nearest request's, in the order of the prompt.
@@ -281,7 +281,7 @@ class LookAhead(Generic[C]):
             found.update(chunk for chunk in wants if chunk in self._absent)
         return len(found)
 
-    def farthest(self, beyond: Order | None, can_go: Callable[[C], bool]) -> C | None:
+    def farthest(self, beyond: QueuePlace | None, can_go: Callable[[C], bool]) -> C | None:
         """The chunk in DRAM to give up for a request: one that only requests beyond it want, of the
         farthest, the deepest; or None.
 
@@ -296,16 +296,16 @@ class LookAhead(Generic[C]):
         return self._all.find(can_go, LOOK_MAX)
 
 
-def _has(orders: list[Order], order: Order) -> bool:
+def _has(orders: list[QueuePlace], order: QueuePlace) -> bool:
     place = bisect_left(orders, order)
     return place < len(orders) and orders[place] == order
 
 
-def _add(orders: list[Order], order: Order) -> None:
+def _add(orders: list[QueuePlace], order: QueuePlace) -> None:
     if not _has(orders, order):
         insort(orders, order)
 
 
-def _discard(orders: list[Order], order: Order) -> None:
+def _discard(orders: list[QueuePlace], order: QueuePlace) -> None:
     if _has(orders, order):
         del orders[bisect_left(orders, order)]

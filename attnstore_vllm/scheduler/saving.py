@@ -6,9 +6,9 @@ It is long since chunks, sections and states are saved by one rule.
 Of a chunk the spine is saved, and a section of each other group (index/sections.py). A spine that
 is a window is kept as sections are. These are worth most where hits may end: at the end of the
 prompt and of the answer, and where the prompt parts from what was stored. Those that lie before are
-*passed*: they stay in DRAM as long as there is room, for whoever branches off there. Those of a
-prompt that was new for the most part are also written behind it, while much room is left there.
-When a conversation has gone on, the sections of its end before are dropped, unless others use them;
+of *low value*: they stay in DRAM as long as there is room, for requests that branch off there.
+Those of a prompt that was new for the most part are also written behind it, while much room is left
+there. When a conversation has gone on, the sections of its end before are dropped, unless others use them;
 not before its new end has a state, where a group needs one.
 
 A recurrent group has a state where a step ends, and nowhere else. One is kept at the end of the
@@ -215,7 +215,7 @@ class Saving:
             if need.reach is Reach.STATE or computed < prompt_end or need.group == 0:
                 continue  # a chunk of the spine's window is whole when it is full, or at the end
             elif whole % self._geometry.chunk_tokens >= MIN_TAIL_TOKENS:
-                self._save_section(state, need, whole, tables, is_passed=True, is_fleeting=True)
+                self._save_section(state, need, whole, tables, low_value=True, is_fleeting=True)
 
     def _save_states(self, state: RequestState, before: int, computed: int, tables: Tables) -> None:
         """Those after `computed` tokens, where a step of the prompt ends."""
@@ -227,7 +227,7 @@ class Saving:
         if computed % GRAIN_TOKENS or not (is_kept or self._is_wanted(state, computed)):
             return
         state.computing.state_stop = computed
-        saved = self._save_states_at(state, computed, tables, stays=not is_kept)
+        saved = self._save_states_at(state, computed, tables, low_value=not is_kept)
         if is_last and not is_junction:
             state.computing.prompt_states = saved
 
@@ -270,12 +270,14 @@ class Saving:
             if is_state_at_end or all(self._has_state_in_tail(state, need, end) for need in states):
                 self._save_tail(state, end, tables)
             if states and is_state_at_end:
-                saved = self._save_states_at(state, end, tables, stays=False)
+                saved = self._save_states_at(state, end, tables, low_value=False)
                 before_tokens = 0 if state.visit is None else state.visit.before_tokens
                 went_on_from_prompt = 0 < state.computing.first <= before_tokens
-                self._store.lower(saved if went_on_from_prompt else state.computing.prompt_states)
+                self._store.make_low_priority(
+                    saved if went_on_from_prompt else state.computing.prompt_states
+                )
             if self._needs and (is_state_at_end or not states):
-                self._drop_passed(state, end)
+                self._drop_low_value(state, end)
         return max(0, computed)
 
     def save_whole_blocks(self, state: RequestState, stop: int, block_ids: Sequence[int]) -> None:
@@ -297,7 +299,7 @@ class Saving:
             c for c in (*saved, *state.computing.prompt_states) if c.name.position >= seen * size
         ]
         if behind:
-            self._store.drop_passed(behind)
+            self._store.drop_low_value(behind)
 
     def _has_state_in_tail(self, state: RequestState, need: Need, end: int) -> bool:
         """Whether its prompt has left a state there. A tail without one backs no hit, and would
@@ -321,7 +323,7 @@ class Saving:
         self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
     ) -> bool:
         """Whether it is being saved, or stored already. Else there is no room for it now."""
-        chunk = self._begin(state, name, number, is_passed=False, waits=True)
+        chunk = self._begin(state, name, number, low_value=False, waits=True)
         if chunk is None and not self._store.has(name):
             return False
         if state.finds_moved:
@@ -347,11 +349,11 @@ class Saving:
         for need in self._needs:
             if need.reach is Reach.STATE:
                 continue
-            is_passed = self._is_passed(state, need, stop, computed)
+            low_value = self._is_low_value(state, need, stop, computed)
             chunk = self._save_section(
-                state, need, stop, tables, is_passed=is_passed, is_fleeting=not has_ended
+                state, need, stop, tables, low_value=low_value, is_fleeting=not has_ended
             )
-            if chunk is not None and not is_passed:
+            if chunk is not None and not low_value:
                 state.computing.sections = (*state.computing.sections, (chunk, need))
 
     def _save_section(
@@ -361,7 +363,7 @@ class Saving:
         stop: int,
         tables: Tables,
         *,
-        is_passed: bool,
+        low_value: bool,
         is_fleeting: bool,
     ) -> Chunk | None:
         """The group's part of the chunk in which `stop` is, up to `stop`."""
@@ -373,24 +375,24 @@ class Saving:
         if hole is None or (hole and need.group == 0):  # the spine's chunks are whole
             return None
         name = state.sequence.section(need.group, hole).name_up_to(number, state.tenant, stop)
-        chunk = self._begin(state, name, number, is_passed=is_passed)
+        chunk = self._begin(state, name, number, low_value=low_value)
         if chunk is not None:
             slot = chunk.dram.slot
             copies = plan_save(slot, block_ids, position, stop - position, hole=hole, **sizes)
             self._plan(state, chunk, copies, group=need.group, is_fleeting=is_fleeting)
-            self.counts.add("sections_passed", need.group, is_passed)
+            self.counts.add("sections_passed", need.group, low_value)
         return chunk
 
     def _save_states_at(
-        self, state: RequestState, stop: int, tables: Tables, *, stays: bool
+        self, state: RequestState, stop: int, tables: Tables, *, low_value: bool
     ) -> tuple[Chunk, ...]:
         """Those of all recurrent groups after `stop` tokens. Returns those that are copied."""
         needs = [need for need in self._needs if need.reach is Reach.STATE]
-        saved = [self._save_state(state, need, stop, tables, stays=stays) for need in needs]
+        saved = [self._save_state(state, need, stop, tables, low_value=low_value) for need in needs]
         return tuple(chunk for chunk in saved if chunk is not None)
 
     def _save_state(
-        self, state: RequestState, need: Need, stop: int, tables: Tables, *, stays: bool
+        self, state: RequestState, need: Need, stop: int, tables: Tables, *, low_value: bool
     ) -> Chunk | None:
         """The state after `stop` tokens, which is in the block of the last of them."""
         block_ids, index = tables[need.group], (stop - 1) // need.block_tokens
@@ -398,11 +400,11 @@ class Saving:
             return None
         number = (stop - 1) // self._geometry.chunk_tokens
         name = state.sequence.section(need.group, 0).name_up_to(number, state.tenant, stop)
-        chunk = self._begin(state, name, number, is_passed=stays, is_alone=True)
+        chunk = self._begin(state, name, number, low_value=low_value, is_alone=True)
         if chunk is not None:
             copies = (ChunkCopy(chunk.dram.slot, 0, (block_ids[index],)),)
             self._plan(state, chunk, copies, group=need.group, is_fleeting=True)
-            self.counts.add("sections_passed", need.group, stays)
+            self.counts.add("sections_passed", need.group, low_value)
         return chunk
 
     def _begin(
@@ -411,20 +413,20 @@ class Saving:
         name: ChunkName,
         number: int,
         *,
-        is_passed: bool,
+        low_value: bool,
         is_alone: bool = False,
         waits: bool = False,
     ) -> Chunk | None:
-        if is_passed and state.computing.no_room_at is not None:
+        if low_value and state.computing.no_room_at is not None:
             return None  # it is behind a chunk that is missing
         run = None if state.visit is None else state.visit.run(number)
         is_of_prompt = name.position < state.request.num_prompt_tokens
         chunk = self._store.begin_save(
             name,
-            replace(run, priority=Priority.LOW_VALUE) if is_passed and run is not None else run,
-            state.hints.terms.pin_s if is_of_prompt and not is_passed else None,
-            again=name.position >= state.computing.first and not is_passed,
-            stays=is_passed,
+            replace(run, priority=Priority.LOW_VALUE) if low_value and run is not None else run,
+            state.hints.terms.pin_s if is_of_prompt and not low_value else None,
+            again=name.position >= state.computing.first and not low_value,
+            low_value=low_value,
             is_alone=is_alone,
             dram_only=state.dram_only,
             waits=waits,
@@ -432,7 +434,7 @@ class Saving:
         )
         # Who parts from a prompt for the first time does so within a long text that was new.
         is_mostly_new = 2 * state.computing.first < state.request.num_prompt_tokens
-        if chunk is not None and is_passed and is_mostly_new:
+        if chunk is not None and low_value and is_mostly_new:
             self._store.write_if_room(chunk)
         if chunk is not None and self.note_save is not None:
             self.note_save(state, chunk)
@@ -460,7 +462,7 @@ class Saving:
             is_fleeting=is_fleeting,
         )
 
-    def _is_passed(self, state: RequestState, need: Need, stop: int, computed: int) -> bool:
+    def _is_low_value(self, state: RequestState, need: Need, stop: int, computed: int) -> bool:
         """Whether a section that ends at `stop` backs no hit that is likely to come."""
         num_prompt_tokens = state.request.num_prompt_tokens
         ends = [num_prompt_tokens - 1, state.lookup.spine_stop]
@@ -470,7 +472,7 @@ class Saving:
         first = (stop - 1) // size * size
         return not any(need.first(end) < stop and end > first for end in ends)
 
-    def _drop_passed(self, state: RequestState, end: int) -> None:
+    def _drop_low_value(self, state: RequestState, end: int) -> None:
         """The conversation has gone on to `end`: most sections that it had before back no hit that
         is likely to come, unless others use them too (a shared run). Whose prompt has parted from
         the one before it is another conversation, and the next one may part there as well."""
@@ -487,12 +489,12 @@ class Saving:
             if not is_state:
                 needed = min(need.first(prompt_end), need.first(end)) + 1
             keys = state.sequence.section(need.group, 0)
-            dropped = self._store.drop_before(keys, needed, spares=is_state)
+            dropped = self._store.drop_before(keys, needed, low_value=is_state)
             self.counts.add("sections_dropped", need.group, dropped)
         for chunk, need in state.computing.sections:
             if need.reach is Reach.STATE or not any(
                 need.first(stop) < chunk.name.position + self._geometry.chunk_tokens
                 for stop in (end, prompt_end)
             ):
-                dropped = self._store.drop_passed([chunk])
+                dropped = self._store.drop_low_value([chunk])
                 self.counts.add("sections_dropped", need.group, dropped)

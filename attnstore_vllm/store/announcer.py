@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV events: tells routers which blocks DRAM and NVMe have, on the store's thread.
 
-The books are tiers/announced.py. Events are made here, a few in each turn, and wait for the next
+The books are tiers/announced.py. Events are made here, a few in each tick, and wait for the next
 step of the engine, which takes them along: vLLM publishes in steps alone.
 
 After a restart the chunks that recovery has found are named again: the hash of a block follows from
@@ -25,7 +25,7 @@ from attnstore_vllm.types import Key
 logger = logging.getLogger(__name__)
 
 CHANGES_A_TURN = 64
-"""Chunks that one turn tells of: about a millisecond, in which the engine may want the GIL."""
+"""Chunks that one tick tells of: about a millisecond, in which the engine may want the GIL."""
 READY_MAX = 4096
 """Events that wait for a step. Beyond, changes wait in the books, where they do not pile up."""
 NAMED_A_TURN = 32
@@ -53,7 +53,7 @@ class Announcer:
         self._context = context
         self._teller = teller
         self.books = context.residency.watch = Announced()
-        context.found, context.announce = self._found, self.turn
+        context.found, context.announce = self._found, self.tick
         self._lock = context.progress
         self.ready: deque[Any] = deque()
         self._generation = self._told_in = 0
@@ -94,7 +94,7 @@ class Announcer:
         """Recovery has entered records with these headers, most of them."""
         self.recovered += (n for n in chunk_names(headers, header_bytes) if not n.extra)
 
-    def turn(self, is_recovered: bool) -> bool:
+    def tick(self, is_recovered: bool) -> bool:
         """Make some events. Whether there is more to do before long.
 
         What fails here ends the events, and nothing else: the caller is the store's thread.

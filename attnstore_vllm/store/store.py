@@ -143,9 +143,9 @@ class Store:
         """See Strategy."""
         return self.strategy.ahead
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """One round of what our thread does. For simulations, without the thread."""
-        self.thread.turn(0.0)
+        self.thread.tick(0.0)
 
     # ---- looking up --------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Store:
         pin_s: float | None = None,
         *,
         again: bool = False,
-        stays: bool = False,
+        low_value: bool = False,
         is_alone: bool = False,
         dram_only: bool = False,
         waits: bool = False,
@@ -381,7 +381,7 @@ class Store:
                 name,
                 run,
                 again=again,
-                stays=stays,
+                low_value=low_value,
                 is_alone=is_alone,
                 dram_only=dram_only,
                 waits=waits,
@@ -436,10 +436,10 @@ class Store:
             self._progress.wait_for(lambda: dram.num_openings != num_openings, timeout_s)
 
     def write_if_room(self, chunk: Chunk) -> None:
-        """Let a chunk that stays (begin_save) go to the tiers behind after all, when nothing else
+        """Let a chunk of low value go to the tiers behind after all, when nothing else
         is to be written and while they have much room. It leaves them before all else."""
         with self._lock:
-            chunk.if_room = True
+            chunk.low_value = True
 
     def may_be_moved(
         self, name: ChunkName, domain: Key, native_from: int = 0, *, is_exact: bool = True
@@ -460,22 +460,22 @@ class Store:
             for chunk in chunks:
                 self.residency.drop(chunk)
 
-    def drop_passed(self, chunks: Iterable[Chunk]) -> int:
+    def drop_low_value(self, chunks: Iterable[Chunk]) -> int:
         """A conversation has gone on beyond these sections. Forget those that only it has used,
         and return how many."""
         with self._lock:
             return self._supersede(filter(self.residency.is_own, chunks))
 
-    def lower(self, chunks: Iterable[Chunk]) -> None:
+    def make_low_priority(self, chunks: Iterable[Chunk]) -> None:
         """Let these leave before most that is as old. What others use as well stays as it is."""
         with self._lock:
-            self.residency.lower(list(filter(self.residency.is_own, chunks)))
+            self.residency.make_low_priority(list(filter(self.residency.is_own, chunks)))
 
-    def drop_before(self, keys: SequenceKeys, stop: int, *, spares: bool) -> int:
+    def drop_before(self, keys: SequenceKeys, stop: int, *, low_value: bool) -> int:
         """A conversation has gone on beyond token `stop`. Forget what is its own (is_own) of one
         group before it, in CHUNK_LOOKS_MAX chunks. Returns how many. Cost: 45 us."""
         with self._lock:
-            own, index = self.residency.own(spares=spares), self.residency.index
+            own, index = self.residency.own(low_value=low_value), self.residency.index
             return self._supersede(index.heads_before(keys, stop, CHUNK_LOOKS_MAX, own))
 
     def _supersede(self, chunks: Iterable[Chunk]) -> int:

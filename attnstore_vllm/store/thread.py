@@ -35,7 +35,7 @@ class StoreThread:
     Args:
         tiers: nearest first. The first one's poll() is where the thread waits.
         daily_writes: bytes that may be written to the first a day, or None.
-        learn: called in every turn: what is slow and not urgent.
+        learn: called in every tick: what is slow and not urgent.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class StoreThread:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self.turn(_POLL_S)
+                self.tick(_POLL_S)
         except Exception:
             # The thread's outermost frame: the tiers behind are out of use, the server goes on.
             logger.exception("AttnStore's NVMe tier stops; DRAM and the server go on")
@@ -148,12 +148,12 @@ class StoreThread:
                     self._context.residency.lose(tier.tier)
                 self._context.progress.notify_all()
 
-    def turn(self, poll_s: float) -> None:
+    def tick(self, poll_s: float) -> None:
         """Start what can be started, wait `poll_s` at most for what ends, and note it."""
         if self._learn is not None:
             self._learn()
         for tier in self.tiers:
-            tier.turn()
+            tier.tick()
         self.reader.start()
         with self._context.progress:
             self._context.residency.dram.place_left()
@@ -165,7 +165,7 @@ class StoreThread:
             self._context.residency.dram.writes_stalled = not is_storing
         if not reading:
             for tier in self.tiers:
-                if tier.idle_turn():
+                if tier.idle_tick():
                     poll_s = min(poll_s, _IDLE_POLL_S)
         announce = self._context.announce
         if announce is not None and announce(all(tier.is_at_rest for tier in self.tiers)):

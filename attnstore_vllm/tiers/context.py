@@ -39,7 +39,7 @@ class Harness:
     wall: Clock = unix_seconds
     """Context.wall."""
     threaded: bool = True
-    """The store has its own thread; else turn() does the same, a round a call."""
+    """The store has its own thread; else tick() does the same, a round a call."""
     grain: int = GRAIN_TOKENS
     """Where hits may end: see PrefixIndex."""
 

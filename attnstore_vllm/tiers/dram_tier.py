@@ -27,7 +27,7 @@ from attnstore_vllm.policy.eviction.rules import (
     lag,
     may_be_lost,
 )
-from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
+from attnstore_vllm.policy.lookahead import LAST, LookAhead, QueuePlace
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.tier import Pin, Pins, Tier, TierBehind
 from attnstore_vllm.types import DRAM
@@ -195,20 +195,20 @@ class DramTier(Tier):
             self._order_of[slot] = order
             self.num_openings += 1
 
-    def is_full_of_wanted(self, whose: Order) -> bool:
+    def is_full_of_wanted(self, whose: QueuePlace) -> bool:
         """Whether a read for this request may only take the place of what farther ones want."""
         self.place_left()
         num_staying = len(self.owned) - len(self.clean) - len(self.dirty)
         return whose != self._look_ahead.first and is_full_of_wanted(num_staying, self.num_slots)
 
-    def farther(self, whose: Order | None) -> Chunk | None:
+    def farther(self, whose: QueuePlace | None) -> Chunk | None:
         """A chunk that only requests beyond this one want, and that can be read again."""
         return self._look_ahead.farthest(whose, self._can_be_fetched_again)
 
     def victim(
         self,
         now: float,
-        whose: Order | None,
+        whose: QueuePlace | None,
         run: Run | None = None,
         since: float = math.inf,
     ) -> tuple[Chunk | None, Gives]:
@@ -328,7 +328,7 @@ class _Full:
         self,
         dram: DramTier,
         now: float,
-        whose: Order | None,
+        whose: QueuePlace | None,
         run: Run | None,
         can_go: Callable[[int], bool],
     ) -> None:

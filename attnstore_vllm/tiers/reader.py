@@ -17,7 +17,7 @@ from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.policy.cost import read_pays
-from attnstore_vllm.policy.lookahead import LAST, Order
+from attnstore_vllm.policy.lookahead import LAST, QueuePlace
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import is_believed
 from attnstore_vllm.tiers.tier_io import TierIo
@@ -122,7 +122,7 @@ class Reader:
         self._wanted.clear()
         self._context.residency.look_ahead.stop_fetching()
 
-    def _next(self) -> tuple[Chunk, TierIo, Order] | None:
+    def _next(self) -> tuple[Chunk, TierIo, QueuePlace] | None:
         """Locked. What is to be read next, from where, and for whom."""
         look_ahead = self._context.residency.look_ahead
         while any(tier.health.reads.in_use for tier in self._tiers):

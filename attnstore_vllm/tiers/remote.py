@@ -6,7 +6,7 @@ lasts, or a waiting request wants the chunk, a look-up finds it, and the load th
 it. A load that fails drops the entry: the tokens are computed. Nothing is evicted there by us.
 
 A look-up asks whether the lease lasts (believes()), so it ends on time. The heap of ends only frees
-what has ended, some entries a turn.
+what has ended, some entries a tick.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class RemoteIo(TierIo):
     """The I/O of one remote tier. As in TierIo, methods marked *locked* are called with the lock.
 
     ask() hands the question to a thread of the tier's own, which calls answer(). A subclass calls
-    turn() of this class in its own.
+    tick() of this class in its own.
     """
 
     answer_deadline_s: float
@@ -130,7 +130,7 @@ class RemoteIo(TierIo):
                 known = [chunk for chunk in wants if chunk not in tails]
                 residency.dram.want(ask.request_id, [*known, *news])
             is_late = self._is_late(ask, now)
-            is_told = is_late and ask not in self._open  # turn() has seen it before
+            is_told = is_late and ask not in self._open  # tick() has seen it before
             residency.counts[Event.ANSWERS_LATE] += is_late and not is_told
         if is_wanted:
             context.reader.start()
@@ -161,13 +161,13 @@ class RemoteIo(TierIo):
         if is_news:
             self.health.note_read(failure)
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         context = self.context
         with context.progress:
             context.residency.now = now = context.clock()
             end_leases(context.residency, self.tier, context.moved)
             if self.tier.has_ended(now):
-                context.wake()  # the next turn goes on, and others get the lock between
+                context.wake()  # the next tick goes on, and others get the lock between
             late = 0
             while self._open:
                 ask = self._open[0]

@@ -23,7 +23,7 @@ from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.eviction.rules import Gives, may_go_for_low_value
-from attnstore_vllm.policy.lookahead import LAST, LookAhead, Order
+from attnstore_vllm.policy.lookahead import LAST, LookAhead, QueuePlace
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import Run, Visit, unknown_run
 from attnstore_vllm.tiers.announced import Announced
@@ -33,7 +33,7 @@ from attnstore_vllm.tiers.pinning import Pinning
 from attnstore_vllm.tiers.tier import Pins, TierBehind
 from attnstore_vllm.types import NVME, Event, StoreFailure
 
-SPARE_PART = 4
+LOW_VALUE_PART = 4
 """Chunks that are worth little are written while one slot in so many is free."""
 REFUSALS_MAX = 32
 """Chunks that one call of begin_store refuses at most."""
@@ -176,13 +176,13 @@ class Residency:
         """Whether it is found, and one conversation alone has used it."""
         return not chunk.dropped and not self.run_of(chunk).is_shared
 
-    def own(self, *, spares: bool) -> Callable[[Chunk], bool]:
-        """is_own(), of what is worth little only with `spares`."""
+    def own(self, *, low_value: bool) -> Callable[[Chunk], bool]:
+        """is_own(), of what is worth little only with `low_value`."""
         return lambda chunk: (
-            self.is_own(chunk) and (spares or self.run_of(chunk).priority != Priority.LOW_VALUE)
+            self.is_own(chunk) and (low_value or self.run_of(chunk).priority != Priority.LOW_VALUE)
         )
 
-    def lower(self, chunks: Sequence[Chunk]) -> None:
+    def make_low_priority(self, chunks: Sequence[Chunk]) -> None:
         """Let these leave before most that is as old. One conversation has used all of them."""
         if chunks:
             run = self.run_of(chunks[0])
@@ -232,7 +232,7 @@ class Residency:
         run: Run | None = None,
         *,
         again: bool = False,
-        stays: bool = False,
+        low_value: bool = False,
         is_alone: bool = False,
         dram_only: bool = False,
         waits: bool = False,
@@ -243,7 +243,7 @@ class Residency:
         Args:
             run: of the request that has computed it.
             again: the request has computed it though a tier behind may have it: DRAM takes it too.
-            stays: it is worth little: it takes no room from anything that is worth more, and is
+            low_value: it is worth little: it takes no room from anything that is worth more, and is
                 not written to the tiers behind before a request uses it.
             is_alone, dram_only: see Chunk.
             waits: the caller asks again where there is no room now.
@@ -252,7 +252,7 @@ class Residency:
         there is no room (counted as dropped if it is nowhere else, and no request waits for room).
         """
         known = self.index.get(name.key)
-        if known is not None and stays:
+        if known is not None and low_value:
             return None  # whoever has it may think more of it
         if known is not None:
             if run is None or run.since >= self.run_of(known).since:
@@ -267,9 +267,11 @@ class Residency:
         elif not is_alone and self.index.extends(name):
             return None
         elif not (
-            self._has_room_to_spare() if stays else self._make_room_to_save(run, yields=yields)
+            self._has_room_for_low_value()
+            if low_value
+            else self._make_room_to_save(run, yields=yields)
         ):
-            if not (stays or waits):
+            if not (low_value or waits):
                 self.counts[Event.DROPPED] += 1
             return None
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
@@ -277,7 +279,7 @@ class Residency:
         chunk.dram_only = dram_only
         chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)
-        if stays:
+        if low_value:
             chunk.refused_by.update(tier.name for tier in self.behind)
         if known is None:
             self.index.add(chunk)
@@ -363,13 +365,13 @@ class Residency:
     def writes_if_room(self, tier: TierBehind) -> bool:
         """Whether chunks that are worth little may be written there now."""
         num_slots = tier.num_free + tier.num_used
-        return bool(tier.waiting_if_room) and tier.num_free * SPARE_PART > num_slots
+        return bool(tier.waiting_low_value) and tier.num_free * LOW_VALUE_PART > num_slots
 
     def _spare(self, tier: TierBehind) -> Chunk | None:
         """The next chunk that is worth little, while there is much room."""
         if not self.writes_if_room(tier):
             return None
-        return self.dram.owned[next(iter(tier.waiting_if_room))]
+        return self.dram.owned[next(iter(tier.waiting_low_value))]
 
     def finish_store(self, tier: TierBehind, chunk: Chunk, outcome: bytes | StoreFailure) -> None:
         """The write has ended, with the payload's checksum or without success."""
@@ -379,7 +381,7 @@ class Residency:
         if isinstance(outcome, StoreFailure):
             self.counts[outcome.value] += 1
             chunk.refused_by.add(tier.name)  # tried again when it is used again
-            chunk.if_room = False
+            chunk.low_value = False
             self.leave(tier, chunk)
         else:
             is_first = not chunk.is_behind
@@ -394,7 +396,7 @@ class Residency:
 
     # ---- a tier behind -> DRAM ---------------------------------------------------------
 
-    def begin_fetch(self, chunk: Chunk, tier: TierBehind, whose: Order | None = None) -> bool:
+    def begin_fetch(self, chunk: Chunk, tier: TierBehind, whose: QueuePlace | None = None) -> bool:
         """Give the chunk a DRAM slot to be read into; False if there is no room now.
 
         Args:
@@ -487,7 +489,7 @@ class Residency:
         """
         tier.is_lost = True
         tier.waiting.clear()
-        tier.waiting_if_room.clear()
+        tier.waiting_low_value.clear()
         keep = []
         for chunk in self.index.all_live():
             copy = chunk.at(tier.name)
@@ -510,7 +512,7 @@ class Residency:
     # ---- room --------------------------------------------------------------------------
 
     def _make_room_in_dram(
-        self, whose: Order | None = None, run: Run | None = None, since: float = math.inf
+        self, whose: QueuePlace | None = None, run: Run | None = None, since: float = math.inf
     ) -> bool:
         if whose is not None and self.dram.is_full_of_wanted(whose):
             victim, gives = self.dram.farther(whose), Gives.WANTED
@@ -533,7 +535,7 @@ class Residency:
         since = -math.inf if yields else since
         return bool(self.dram.free) or self._make_room_in_dram(since=since)
 
-    def _has_room_to_spare(self) -> bool:
+    def _has_room_for_low_value(self) -> bool:
         """Room for what is worth little: a free slot, or that of another such chunk."""
         if self.dram.free:
             return True

@@ -156,7 +156,7 @@ class TierBehind(Tier):
         """Out of use for good: nothing comes here any more."""
         self.waiting = waiting
         """Slots of DRAM whose chunks are to be written here. What would leave last goes first."""
-        self.waiting_if_room: dict[int, None] = {}
+        self.waiting_low_value: dict[int, None] = {}
         """Slots of what is worth little: written when nothing else is, while there is much room."""
         self._dram_pins = dram_pins
         self._look_ahead = look_ahead
@@ -236,10 +236,10 @@ class TierBehind(Tier):
             self.waiting.add(slot, chunk.run)
         elif not waits:
             self.left_dram(slot)
-        if may_wait and not waits and chunk.if_room:
-            self.waiting_if_room[slot] = None
+        if may_wait and not waits and chunk.low_value:
+            self.waiting_low_value[slot] = None
         else:
-            self.waiting_if_room.pop(slot, None)
+            self.waiting_low_value.pop(slot, None)
 
     def believes(self, slot: int, now: float) -> bool:
         """Whether what it is said to have in this slot is taken to be there."""
@@ -251,7 +251,7 @@ class TierBehind(Tier):
 
     def left_dram(self, slot: int) -> None:
         """Nothing waits in this slot of DRAM."""
-        self.waiting_if_room.pop(slot, None)
+        self.waiting_low_value.pop(slot, None)
         if slot in self.waiting:
             self.waiting.remove(slot)
 

@@ -150,10 +150,10 @@ class TierIo(ABC):
         """Locked. Whether nothing can be stored before the tier has got more slots. Begins that."""
         return False
 
-    def turn(self) -> None:  # noqa: B027 - not all do something
+    def tick(self) -> None:  # noqa: B027 - not all do something
         """Do what the tier does by itself, at the beginning of each round of the store's thread."""
 
-    def idle_turn(self) -> bool:
+    def idle_tick(self) -> bool:
         """Do what it does while nobody reads. Returns whether it wants to be asked again soon."""
         return False
 

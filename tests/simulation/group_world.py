@@ -302,7 +302,7 @@ class GroupWorld:
             if job.num_tokens - job.num_prompt_tokens >= job.num_answer:
                 self._end(job, "finished")
         self.disk.now += self.random.choice((0.001, 0.01, 0.05, 0.3))
-        self.store.turn()
+        self.store.tick()
 
     def _check_figures(self, plan: StepPlan) -> None:
         """The figures by kind of group say what the plan does."""
@@ -519,7 +519,7 @@ class GroupWorld:
             if all(reset.is_over for reset in resets):
                 break
             self.disk.now += 0.05
-            self.store.turn()
+            self.store.tick()
         self.disk.weather = weather
         self.is_unsure |= not all(reset.succeeded for reset in resets)
         self.edition += 1

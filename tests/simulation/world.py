@@ -112,7 +112,7 @@ class World:
         elif choice < 0.75:
             self.let_go()
         self.disk.now += self.random.choice((0.0, STEP_S, 10 * STEP_S, 1.0))
-        self.store.turn()
+        self.store.tick()
         if self.random.random() < 0.05:
             self.store.residency.check_integrity()
 
@@ -204,7 +204,7 @@ class World:
             if self.store.is_idle():
                 break
             self.disk.now += 0.05
-            self.store.turn()
+            self.store.tick()
         assert self.store.is_idle(), f"seed {self.seed}: does not come to rest"
         self.store.residency.check_integrity()
         for chunk in self.store.residency.index:

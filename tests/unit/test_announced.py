@@ -85,7 +85,7 @@ def test_all_is_cleared_while_events_are_made() -> None:
     teller.announcer = announcer
     router = Subscriber()
     for _ in range(3):
-        announcer.turn(True)
+        announcer.tick(True)
         router.hear(announcer.take(100))
     assert len(router.content[DRAM]) == 4, "told once"
     rig.pool.close()
@@ -95,7 +95,7 @@ def test_what_recovery_supersedes_is_told_to_be_gone() -> None:
     rig, announcer = unthreaded(TELLER)
     put(rig, announcer, 1)
     router = Subscriber()
-    announcer.turn(False)
+    announcer.tick(False)
     router.hear(announcer.take(100))
     assert len(router.content[DRAM]) == 4
     residency = rig.store.residency
@@ -103,7 +103,7 @@ def test_what_recovery_supersedes_is_told_to_be_gone() -> None:
     residency.index.remove(chunk)  # without a word
     announcer.recovered.append(name_of(sequence_of(tokens_of(2, CHUNK_TOKENS)), 0))
     for _ in range(2):
-        announcer.turn(True)
+        announcer.tick(True)
     router.hear(announcer.take(100))
     assert not router.content[DRAM]
     assert announcer.is_quiet()
@@ -115,13 +115,13 @@ def test_events_that_nobody_takes_do_not_pile_up() -> None:
     router = Subscriber()
     for number in range(READY_MAX):
         put(rig, announcer, number)
-        announcer.turn(True)
+        announcer.tick(True)
     assert len(announcer.ready) <= READY_MAX
     stored = len(rig.store.residency.index)
     assert len(announcer.books) <= 2 * stored + CHANGES_A_TURN, "nobody was told of the others"
     router.hear(announcer.take(1 << 20))
     while not announcer.is_quiet():
-        announcer.turn(True)
+        announcer.tick(True)
         router.hear(announcer.take(1 << 20))
     assert len(router.content[DRAM]) == 4 * len(rig.store.residency.dram.owned)
     rig.pool.close()
@@ -136,9 +136,9 @@ def test_an_error_ends_the_events_and_nothing_else(caplog: pytest.LogCaptureFixt
     rig, announcer = unthreaded(Broken())
     put(rig, announcer, 1)
     with caplog.at_level(logging.ERROR):
-        rig.store.turn()
+        rig.store.tick()
         put(rig, announcer, 2)
-        rig.store.turn()
+        rig.store.tick()
     assert [r.message for r in caplog.records if "publishes no KV events" in r.message] != []
     assert len(rig.store.residency.index) == 2
     assert announcer.take(10) == []

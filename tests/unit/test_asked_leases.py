@@ -71,7 +71,7 @@ class Tier:
         found = Found(name_of(number))
         return enter(self.residency, self.tier, found, self.residency.now + lease_s)
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Of the store's thread."""
         self.residency.now = now
         end_leases(self.residency, self.tier, self.moved)
@@ -93,7 +93,7 @@ def test_leases_that_are_renewed_end_all_the_same(tier: Tier) -> None:
             assert tier.say(other) is None, "no news"
     assert len(tier.tier.ends) <= 2 * ENTRIES + STALE_MAX
     for second in range(2, 61):
-        tier.turn(float(second))
+        tier.tick(float(second))
     assert tier.tier.num_used == 0
     assert len(tier.residency.index) == 0
     assert all(chunk is not None and chunk.dropped for chunk in chunks)
@@ -107,11 +107,11 @@ def test_what_has_ended_is_not_believed_before_it_is_freed(tier: Tier) -> None:
     assert is_believed(tier.residency, last)
     tier.residency.now = LEASE_S
     assert not is_believed(tier.residency, last)
-    tier.turn(LEASE_S)
+    tier.tick(LEASE_S)
     assert tier.tier.num_used == 2 * ENDED_MAX, "a turn's work is bounded"
     assert tier.tier.has_ended(LEASE_S), "so the next one follows at once"
     for _ in range(2):
-        tier.turn(LEASE_S)
+        tier.tick(LEASE_S)
     assert not tier.tier.has_ended(LEASE_S)
 
 
@@ -121,12 +121,12 @@ def test_what_is_wanted_or_read_stays_and_ends_later(tier: Tier) -> None:
     assert other is not None
     tier.residency.look_ahead.append("request")
     tier.residency.dram.want("request", [chunk])
-    tier.turn(10.0)
+    tier.tick(10.0)
     assert is_believed(tier.residency, chunk)
     assert (chunk.dropped, other.dropped) == (False, True)
     tier.residency.dram.leave_queue("request")
     assert is_believed(tier.residency, chunk)
-    tier.turn(11.0)
+    tier.tick(11.0)
     assert chunk.dropped
 
 
@@ -137,9 +137,9 @@ def test_a_slot_that_is_another_chunks_has_its_own_lease(tier: Tier) -> None:
     tier.residency.drop(chunk)
     longer = tier.say(2, 5.0)
     assert longer is not None
-    tier.turn(2.0)
+    tier.tick(2.0)
     assert is_believed(tier.residency, longer)
-    tier.turn(5.0)
+    tier.tick(5.0)
     assert longer.dropped
 
 
@@ -169,7 +169,7 @@ def test_a_look_up_ends_before_what_is_not_believed(later_s: float, found: int) 
         others.put(name, payload_of(name))
     rig.store.find(lookup, 0, 64)
     for _ in range(100):
-        rig.store.turn()
+        rig.store.tick()
     assert not awaits_remote(lookup)
     clock.now += later_s
     assert len(rig.store.find(lookup_of(conversation(1, 64)), 0, 64)) == found

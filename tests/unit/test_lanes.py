@@ -139,7 +139,7 @@ class Both:
                 kind, age = KINDS[number], value if what == "came long ago" else 0
                 shared = number % 2 == 1
                 priority = value if what == "came" else 0
-                run = Run(0, kind, self.now - age, shared, priority)
+                run = Run(0, kind, self.now - age, shared, Priority(priority))
                 self.here.append(run)
                 for order in (self.rule, self.order):
                     order.add(run)

@@ -462,7 +462,7 @@ def spare(number: int) -> tuple[ChunkName, Run]:
 
 
 def test_what_is_worth_little_takes_free_slots_and_is_not_written(tiers: Checked) -> None:
-    chunk = tiers.begin_save(*spare(1), stays=True)
+    chunk = tiers.begin_save(*spare(1), low_value=True)
     assert chunk is not None
     tiers.finish_save(chunk)
     assert place(chunk) == (State.READY, State.ABSENT)
@@ -474,7 +474,7 @@ def test_what_is_worth_little_takes_free_slots_and_is_not_written(tiers: Checked
 
 def test_what_is_worth_little_pushes_nothing_else_out(tiers: Checked) -> None:
     clean, dirty = tiers.save_to_nvme(name(1)), tiers.save(name(2))
-    assert tiers.begin_save(*spare(3), stays=True) is None
+    assert tiers.begin_save(*spare(3), low_value=True) is None
     assert clean.dram.state is dirty.dram.state is State.READY
     assert "dropped" not in tiers.counts
 
@@ -482,7 +482,7 @@ def test_what_is_worth_little_pushes_nothing_else_out(tiers: Checked) -> None:
 def test_what_is_worth_little_gives_way_to_its_like(tiers: Checked) -> None:
     chunks = []
     for number in (1, 2, 3):
-        chunk = tiers.begin_save(*spare(number), stays=True)
+        chunk = tiers.begin_save(*spare(number), low_value=True)
         assert chunk is not None
         tiers.finish_save(chunk)
         chunks.append(chunk)
@@ -491,9 +491,9 @@ def test_what_is_worth_little_gives_way_to_its_like(tiers: Checked) -> None:
 
 
 def spare_if_room(tiers: Checked, number: int) -> Chunk:
-    chunk = tiers.begin_save(*spare(number), stays=True)
+    chunk = tiers.begin_save(*spare(number), low_value=True)
     assert chunk is not None
-    chunk.if_room = True
+    chunk.low_value = True
     tiers.finish_save(chunk)
     return chunk
 

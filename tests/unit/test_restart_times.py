@@ -162,7 +162,7 @@ def test_time_that_a_chunk_waited_to_be_written_counts(open_rig: Rigs, wall: Wal
     clock.now += 50.0
     wall.now += 50.0
     while not rig.store.is_idle():
-        rig.store.turn()
+        rig.store.tick()
     first = names_of(sequence_of(conversation(1)))[0]
     slab = found_slab(device.image)
     at = slab.offset(rig.chunk(first).at(NVME).slot)
@@ -278,7 +278,7 @@ def test_a_store_on_a_file_of_before_begins_with_no_savings(open_rig: Rigs, wall
     for number in range(10, 18):
         ask(again, number)
     medium.settle()
-    again.store.turn()
+    again.store.tick()
     assert counts(again).get("written", 0) == 0
     clock.now += 3600.0
     again.store.thread.wake()

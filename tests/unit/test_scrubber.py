@@ -55,12 +55,12 @@ class Scrubbed(Rig):
         for _ in range(TURNS_MAX):
             if condition():
                 return
-            self.store.turn()
+            self.store.tick()
         raise AssertionError("the store did not get there")
 
-    def turn(self, times: int = 1) -> None:
+    def tick(self, times: int = 1) -> None:
         for _ in range(times):
-            self.store.turn()
+            self.store.tick()
 
     def close(self) -> None:
         self.pool.close()
@@ -130,7 +130,7 @@ def open_cold() -> Iterator[Cold]:
     for rig, memory in opened:
         memory.release()
         rig.until_idle()
-        rig.turn()  # a scrub that was in flight
+        rig.tick()  # a scrub that was in flight
         rig.store.residency.check_integrity()
         assert rig.store.residency.nvme.num_used == len(rig.records), "a slot stays taken"
         assert all(chunk.at(NVME).uses == 0 for chunk in rig.store.residency.index)
@@ -147,12 +147,12 @@ def in_flight(rig: Scrubbed, memory: MemoryDevice) -> list[int]:
 
 def scrub(rig: Scrubbed, memory: MemoryDevice) -> list[int]:
     """Let the scrubber read what it wants to read now: no record, or one."""
-    rig.turn()
+    rig.tick()
     records = in_flight(rig, memory)
     assert len(records) <= 1
     for _ in records:
         memory.step()
-    rig.turn()
+    rig.tick()
     return records
 
 
@@ -181,14 +181,14 @@ def check_lost(rig: Scrubbed, memory: MemoryDevice, lost: int, event: str) -> No
     others = rig.records
     del others[lost]
     memory.release()
-    rig.turn(len(others) + 1)
+    rig.tick(len(others) + 1)
     assert rig.records == others
     assert (rig.count(event), rig.count("scrubbed")) == (1, len(others))
     assert rig.count("corrupt") + rig.count("read_failed") == 1
     assert rig.store.residency.nvme.num_used == len(others), "its slot is free"
     assert rig.read(sequence(lost)) == []
     fill(rig, [lost])
-    rig.turn(3 * len(others))
+    rig.tick(3 * len(others))
     assert rig.check_read(sequence(lost)) == 1
     assert rig.records.keys() == {*others, lost}
     assert rig.count(event) == 1
@@ -259,7 +259,7 @@ def test_what_dram_has_as_well_is_left_alone(open_cold: Cold) -> None:
     assert rig.count("corrupt") == 0
     memory.release()
     fill(rig, range(20, 20 + rig.dram_slots))
-    rig.turn(16)
+    rig.tick(16)
     assert rig.store.residency.index.get(name(1).key) is None
     assert rig.count("corrupt") == 1
 
@@ -299,10 +299,10 @@ def test_without_a_rate_nothing_is_read(open_cold: Cold) -> None:
 def test_nothing_is_scrubbed_while_a_request_waits_for_the_disk(open_cold: Cold) -> None:
     rig, memory = open_cold()
     rig.store.find(Lookup(sequence(3)), 0, CHUNK_TOKENS)
-    rig.turn(5)
+    rig.tick(5)
     assert in_flight(rig, memory) == [3]
     memory.step()
-    rig.turn()
+    rig.tick()
     assert visit(rig, memory, 3) == [0, 1, 2]
 
 
@@ -311,12 +311,12 @@ def test_a_disk_that_fails_is_left_alone_until_it_works_again(open_cold: Cold) -
     bad = range(rig.slab.offset(0), rig.slab.offset(FAILURES_MAX))
     rig.inject(Fault(effect=Effect.FAIL, op=Op.READ, offsets=bad))
     memory.release()
-    rig.turn(50)
+    rig.tick(50)
     left = set(range(FAILURES_MAX, FAILURES_MAX + 3))
     assert rig.records.keys() == left
     assert (rig.count("read_failed"), rig.count("scrubbed")) == (FAILURES_MAX, 0)
     rig.now += 2 * PAUSE_MIN_S
-    rig.turn(10)
+    rig.tick(10)
     assert rig.records.keys() == left
     assert rig.count("scrubbed") > len(left)
 
@@ -331,15 +331,15 @@ def test_what_is_wanted_while_it_is_scrubbed_is_served_right_or_not_at_all(
 ) -> None:
     rig, memory = open_cold()
     memory.image[rig.slab.offset(0) + rig.slab.header_bytes] ^= rot
-    rig.turn()
+    rig.tick()
     pieces = rig.store.find(Lookup(sequence(0)), 0, CHUNK_TOKENS)
     assert in_flight(rig, memory) == [0, 0]
     memory.step(ends_first)
-    rig.turn()
+    rig.tick()
     held = rig.store.hold_ready(pieces, sequence(0), CHUNK_TOKENS)
     assert len(held) == (ends_first == 1 and not rot), "held while the scrub goes on"
     memory.step()
-    rig.turn()
+    rig.tick()
     rig.store.release(piece.chunk for piece in held)
     assert memory.pending == ()
     assert rig.check_read(sequence(0)) == rig.store.residency.dram.num_used == 1 - rot
@@ -348,7 +348,7 @@ def test_what_is_wanted_while_it_is_scrubbed_is_served_right_or_not_at_all(
 
 def test_the_slot_of_a_chunk_that_was_dropped_is_not_given_away_meanwhile(open_cold: Cold) -> None:
     rig, memory = open_cold()
-    rig.turn()
+    rig.tick()
     assert in_flight(rig, memory) == [0]
     rig.store.drop([rig.chunk(name(0))])
     for conversation in range(10, 15):
@@ -357,7 +357,7 @@ def test_the_slot_of_a_chunk_that_was_dropped_is_not_given_away_meanwhile(open_c
     assert rig.records.keys() == {1, 2, 3}
     assert rig.store.residency.nvme.num_used == 4
     memory.release()
-    rig.turn()
+    rig.tick()
     assert rig.store.residency.nvme.num_used == 3
     fill(rig, [20])
     assert rig.records[0] == name(20).key
@@ -366,14 +366,14 @@ def test_the_slot_of_a_chunk_that_was_dropped_is_not_given_away_meanwhile(open_c
 
 def test_a_record_is_not_evicted_while_it_is_scrubbed(open_cold: Cold) -> None:
     rig, memory = open_cold()
-    rig.turn()
+    rig.tick()
     for conversation in (10, 11):
         rig.put(name(conversation))
     write_back(rig, memory)
     keys = [name(conversation).key for conversation in (0, 11, 10, 3)]
     assert rig.records == dict(enumerate(keys))
     memory.release()
-    rig.turn()
+    rig.tick()
     fill(rig, [12])
     assert rig.records[0] == name(12).key, "it was the oldest, or this shows nothing"
     assert rig.count("corrupt") == 0
@@ -381,31 +381,31 @@ def test_a_record_is_not_evicted_while_it_is_scrubbed(open_cold: Cold) -> None:
 
 def test_a_reset_while_a_scrub_is_in_flight(open_cold: Cold) -> None:
     rig, memory = open_cold()
-    rig.turn()
+    rig.tick()
     (reset,) = rig.store.thread.reset()
     assert rig.records == {}
     while not reset.is_over:
         memory.step(1)
-        rig.turn()
+        rig.tick()
     rig.put(name(10))
     write_back(rig, memory)
     assert rig.records == {1: name(10).key}
     memory.release()
-    rig.turn()
+    rig.tick()
     assert rig.store.residency.nvme.num_used == 1
     assert rig.count("corrupt") == 0
 
 
 def test_a_scrub_that_does_not_end_is_given_up(open_cold: Cold) -> None:
     rig, memory = open_cold()
-    rig.turn()
+    rig.tick()
     rig.now += 2 * IO_DEADLINE_S
-    rig.turn(3)
+    rig.tick(3)
     assert rig.count("device_late") == 1
     assert memory.pending == (), "it was cancelled, and the disk is left alone"
     assert rig.store.residency.nvme.num_used == len(rig.records)
     memory.release()
     rig.now += 2 * PAUSE_MIN_S
-    rig.turn(10)
+    rig.tick(10)
     assert rig.count("scrubbed") >= 3
     assert rig.check_read(sequence(3)) == 1

@@ -69,7 +69,7 @@ def test_the_stores_thread_places_what_begun_requests_leave(open_rig: Rigs) -> N
     rig.store.leave_queue(["a"])
     assert found
     assert len(clean) < before, "no step waits for it"
-    rig.store.turn()
+    rig.store.tick()
     assert len(clean) == before
 
 
@@ -325,7 +325,7 @@ def test_a_restart_finds_what_was_written_back(open_rig: Rigs) -> None:
 def put_spare(rig: Rig, sequence: SequenceKeys) -> None:
     """Save a chunk that is worth little."""
     name = name_of(sequence, 0)
-    chunk = rig.store.begin_save(name, stays=True)
+    chunk = rig.store.begin_save(name, low_value=True)
     assert chunk is not None
     rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)
     rig.store.write_if_room(chunk)

@@ -166,7 +166,7 @@ def test_what_does_not_fit_stays_in_dram(start: Start) -> None:
 def test_what_is_worth_little_and_does_not_fit_is_tried_once(start: Start) -> None:
     rig = start()
     name = names_of(sequence_of(tokens_of(1, 40)))[0]
-    chunk = rig.store.begin_save(name, stays=True)
+    chunk = rig.store.begin_save(name, low_value=True)
     assert chunk is not None
     rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)  # bytes of all values
     rig.store.write_if_room(chunk)

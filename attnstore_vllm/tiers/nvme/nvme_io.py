@@ -414,11 +414,11 @@ class NvmeIo(TierIo):
 
     # ---- by itself ---------------------------------------------------------------------
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         self._probe()
         self.recovery.start()
 
-    def idle_turn(self) -> bool:
+    def idle_tick(self) -> bool:
         if self._scrubber is None or not self.recovery.is_over:
             return False
         self._scrubber.start()

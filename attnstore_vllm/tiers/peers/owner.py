@@ -108,7 +108,7 @@ class Owner:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self._tick()
         except Exception:
             logger.exception("siblings are served no more; the server goes on")
         finally:
@@ -118,7 +118,7 @@ class Owner:
             self._selector.close()
             self._listening.close()
 
-    def _turn(self) -> None:
+    def _tick(self) -> None:
         is_waiting = any(get.coming for get in self._gets.values())
         for key, _ in self._selector.select(WAITING_POLL_S if is_waiting else POLL_S):
             if key.fileobj is self._listening:

@@ -150,8 +150,8 @@ class PeersIo(RemoteIo):
         weakref.finalize(self, os.close, self._wake)
         self._thread = threading.Thread(target=self._run, name="attnstore-peers", daemon=True)
 
-    def turn(self) -> None:
-        super().turn()
+    def tick(self) -> None:
+        super().tick()
         if self._thread.ident is None and not self._stopping:  # the store is made by now
             self._owner.start()
             self._thread.start()
@@ -181,7 +181,7 @@ class PeersIo(RemoteIo):
 
     def submit(self) -> None:
         if self._may_send and threading.get_ident() == self._thread.ident:
-            self._may_send = False  # what fails meanwhile is none of this turn's
+            self._may_send = False  # what fails meanwhile is none of this tick's
             self._send_gets(self.context.clock())
         else:
             os.eventfd_write(self._wake, 1)
@@ -222,7 +222,7 @@ class PeersIo(RemoteIo):
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self._tick()
         except Exception:
             logger.exception("siblings are asked no more; the server goes on")
             with self.context.progress:
@@ -235,7 +235,7 @@ class PeersIo(RemoteIo):
                 sibling.close()
             self._selector.close()
 
-    def _turn(self) -> None:
+    def _tick(self) -> None:
         now = self.context.clock()
         ends = [question.ends_at for question in self._questions.values()]
         ends += [load.ends_at for loads in self._loads.values() for load in loads.values()]

@@ -422,8 +422,8 @@ class SharedIo(RemoteIo):
 
     # ---- by itself ---------------------------------------------------------------------
 
-    def turn(self) -> None:
-        super().turn()
+    def tick(self) -> None:
+        super().tick()
         now, health = self.context.clock(), self.health
         with self.context.progress:
             self.tier.ripen(now)

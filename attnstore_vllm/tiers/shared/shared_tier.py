@@ -118,6 +118,6 @@ class SharedTier(RemoteTier):
             self._pausing.clear()
             self._used.clear()
             self.waiting.clear()
-            self.waiting_if_room.clear()
+            self.waiting_low_value.clear()
             for chunk in self._dram.owned.values():
                 self._dram.place(chunk)
