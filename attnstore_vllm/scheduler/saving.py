@@ -8,8 +8,8 @@ is a window is kept as sections are. These are worth most where hits may end: at
 prompt and of the answer, and where the prompt parts from what was stored. Those that lie before are
 of *low value*: they stay in DRAM as long as there is room, for requests that branch off there.
 Those of a prompt that was new for the most part are also written behind it, while much room is left
-there. When a conversation has gone on, the sections of its end before are dropped, unless others use them;
-not before its new end has a state, where a group needs one.
+there. When a conversation has gone on, the sections of its end before are dropped, unless others
+use them; not before its new end has a state, where a group needs one.
 
 A recurrent group has a state where a step ends, and nowhere else. One is kept at the end of the
 answer, one at the end of the prompt's last block, and one where the prompt parts from stored ones:

@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_looked_at_is_not_moved() -> None:
     def fail(_: Sequence[torch.Tensor]) -> list[Rotation]:
         raise error
 
-    worker._rotations = fail
+    worker._read_rotations = fail
     for error in (AssertionError("a lambda"), RuntimeError("a tensor has no truth"), KeyError(1)):
         turns, why = worker._find_rotations({"l0": kv}, [describe("l0", kv, 2)])
         assert turns == []
@@ -211,7 +211,7 @@ def test_groups_that_are_not_moved(
         asked.append([tuple(block.shape) for block in blocks])
         return []
 
-    worker._rotations = look
+    worker._read_rotations = look
     _, reason = worker._find_rotations(kv, layouts)
     if why is None:
         assert (reason, asked) == (None, [[(1, 1, 16, 8), (2, 2, 8, 4)]])
