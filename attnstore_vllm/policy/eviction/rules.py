@@ -85,8 +85,8 @@ class Full(Protocol):
         """Whether a tier that can give the clean chunk back pushes nothing out yet."""
 
     def poorest_behind(self) -> Iterable[float | None]:
-        """Of each tier that has the clean chunk and keeps more than DRAM, the worth of what it will
-        push out next. None: it has room."""
+        """The worth of what leaves next, of each tier that has the clean chunk and keeps more than
+        DRAM. None: it has room."""
 
     def late(self) -> float:
         """The share of reads that come too late, guessed from the writes where few were seen."""
