@@ -11,8 +11,9 @@ body.
     ended: true             the conversation is over: its KV leaves before all other KV
     pin: true               its prompt's KV is not evicted until that time is over, within a share
 
-Hints come from anybody: each that makes no sense is ignored and counted, and none fails a request.
-What else is in kv_transfer_params is for other connectors, and is neither read nor changed.
+Hints come from any client: each that makes no sense is ignored and counted, and none fails a
+request. What else is in kv_transfer_params is for other connectors, and is neither read nor
+changed.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class HintReader:
         self._longest_pin_s = longest_pin_s
 
     def read(self, params: object) -> Hints:
-        """The hints in Request.kv_transfer_params, whatever it is. Cost: constant."""
+        """The hints in Request.kv_transfer_params, of any type. Cost: constant."""
         if not isinstance(params, dict) or SECTION not in params:
             return NO_HINTS
         given = params[SECTION]
@@ -121,7 +122,7 @@ class HintReader:
 class PrefetchOrder:
     """The order that POST /attnstore/prefetch sends to the scheduler side, in a request's place.
 
-    The token ids travel as bytes, which no JSON body can hold: so nobody can give such an order
+    The token ids travel as bytes, which no JSON body can hold: so no client can give such an order
     but the route, where the operator has turned it on.
     """
 

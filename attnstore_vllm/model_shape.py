@@ -276,7 +276,7 @@ def _state_bytes(config: Mapping[str, Any], where: str, element: int, of_state: 
 
 
 def _pages(kinds: Mapping[LayerKind, int], block_tokens: int) -> tuple[int, dict[LayerKind, int]]:
-    """The bytes of everybody's page, and the tokens of each kind's block."""
+    """The bytes of every group's page, and the tokens of each kind's block."""
     attention = [kind for kind in kinds if kind.reach is not Reach.STATE]
     largest = max(kind.num_bytes for kind in attention)
     states = [kind.num_bytes for kind in kinds if kind.reach is Reach.STATE]

@@ -118,6 +118,20 @@ def test_long_files_say_why(path: Path) -> None:
     assert is_told or len(lines) <= LONG_LINES, f"{short(path)}: {len(lines)} lines, and no reason"
 
 
+NO_SUBJECT = re.compile(r"\b(nobody|somebody|anybody|everybody|whoever|whatever)\b", re.IGNORECASE)
+
+
+def test_sentences_say_who() -> None:
+    """In the package and the laboratory; tests/test_readme.py looks at the pages."""
+    found = [
+        f"{short(path)}:{number}: {line.strip()}"
+        for path in python_files(PACKAGE, LAB)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if NO_SUBJECT.search(line)
+    ]
+    assert not found, "name the subject:\n" + "\n".join(found)
+
+
 @pytest.mark.parametrize("path", ALL, ids=short)
 def test_functions_are_short(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One streamed request to a server that speaks the OpenAI API; whatever comes of it is recorded.
+"""One streamed request to a server that speaks the OpenAI API; its outcome is recorded.
 
 Each request has a connection of its own, whose opening is part of its times: a connection that
 is kept may be closed by the server in the moment in which it is used again, and the error would

@@ -2,10 +2,10 @@
 """Who asks when: a pure function of conversations, options and seed, made before the run.
 
 Sessions begin as a Poisson process. Between two questions of a session lies a time that was drawn
-too, so that each request has a time at which it is due, whatever the server does. A server that
-is slow is asked no more slowly for it: that would leave out the very requests that had to wait
-("coordinated omission"). A question that is due before the answer to the one before it has come
-is sent once it has, and is late.
+too, so that each request has a time at which it is due, whether or not the server is ready. A
+server that is slow is asked no more slowly for it: that would leave out the very requests that had
+to wait ("coordinated omission"). A question that is due before the answer to the one before it has
+come is sent once it has, and is late.
 
 Each session draws from a generator of its own: what is said in one moves no other.
 """

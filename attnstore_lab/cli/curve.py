@@ -40,7 +40,7 @@ class Point:
     scale: float
     """As times a server's DRAM, or as a share of a trace's distinct KV."""
     num_bytes: int | None
-    """None: nobody has said what a token takes."""
+    """None: it is not known what a token takes."""
     share: float
     """The part of all prompt tokens that it would have had."""
 

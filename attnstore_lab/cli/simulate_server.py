@@ -71,7 +71,7 @@ def read_machine(args: argparse.Namespace, trace: Trace) -> Machine:
 
 
 def bound(trace: Trace, machine: Machine, step: Any = lambda: None) -> Outcome:
-    """The most that could be found, whatever the order of eviction. Nothing takes time in it."""
+    """The most that could be found, by any order of eviction. Nothing takes time in it."""
     slots = machine.dram / machine.chunk_bytes + machine.nvme / machine.nvme_chunk_bytes
     share = slots / trace.num_chunks
     run = replay(trace, BOUND, min(1.0, share), step)

@@ -57,7 +57,7 @@ class SimulatedDisk:
         """Nothing can be cancelled."""
 
     def wake(self) -> None:
-        """Nobody waits."""
+        """Nothing waits."""
 
     def close(self, timeout_s: float) -> bool:
         return True

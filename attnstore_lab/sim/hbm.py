@@ -46,7 +46,7 @@ class Blocks(Sequence[int]):
 class Hbm:
     """Stands for vLLM's KVCacheManager.
 
-    Room for prompt and answer is taken at once, so nobody is preempted. Blocks have no bytes:
+    Room for prompt and answer is taken at once, so no request is preempted. Blocks have no bytes:
     each request's are numbered from 1. Where there are several groups the prefix cache backs what
     ends where a request has ended: elsewhere vLLM keeps neither windows nor states.
 

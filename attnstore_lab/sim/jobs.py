@@ -37,7 +37,7 @@ class Plain:
     num_output_placeholders: int = 0
     num_stale_output_tokens: int = 0
     drop_stale_output: bool = False
-    spec_token_ids: list[int] = []  # noqa: RUF012  nobody adds any
+    spec_token_ids: list[int] = []  # noqa: RUF012  none is ever added
     block_hashes: list[Any] = []  # noqa: RUF012  as above
     _block_hasher: Callable[[Any], list[Any]] | None = None
 

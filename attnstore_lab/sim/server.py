@@ -300,7 +300,7 @@ class Server:
         self._counting.started(job, local, found)
 
     def _repeats(self, step: EngineStep, *, is_full: bool) -> int:
-        """Steps that only generate, until one of these ends or somebody comes who can start."""
+        """Steps that only generate, until one of these ends or a request comes that can start."""
         count = min(job.num_answer - job.generated for job in step.generating)
         if not is_full and self._next_arrival < float("inf"):
             seconds = self._machine.decode_s(len(step.generating))

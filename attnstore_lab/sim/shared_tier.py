@@ -2,7 +2,7 @@
 """A tier that simulated servers share: its own room and order (LRU), a network in virtual time.
 
     a request comes -> its whole chunks are looked up -> what others wrote is known to this server
-    DRAM -> written, unless somebody has written it -> found by all, until it leaves
+    DRAM -> written, unless another has written it -> found by all, until it leaves
 
 What the tier has is in each server's index as far as it has asked. The look-up takes no time.
 """

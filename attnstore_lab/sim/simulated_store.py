@@ -49,7 +49,7 @@ class NoPool:
 
 
 class SimulatedStore(Store):
-    """A store that counts the tokens which are saved, and lets nobody wait in real time."""
+    """A store that counts the tokens which are saved, and never waits in real time."""
 
     saved_tokens = 0
     before_arrival: Callable[[SequenceKeys, int], object] = staticmethod(lambda keys, stop: None)

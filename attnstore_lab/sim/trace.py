@@ -34,7 +34,7 @@ class TraceRequest:
         answer_tokens: that it is answered with.
         known_tokens: of prompt and answer, those that `chunks` stands for.
         session: whose next request comes `think_s` after the answer of the one before, when the
-            server is simulated too; -1: it comes at its time, whatever the server does.
+            server is simulated too; -1: it comes at its time, whether or not the server is ready.
     """
 
     arrival_s: float

@@ -98,13 +98,13 @@ class _Queue:
         piece = StreamPiece(self, work, num_bytes)
         with self._changed:
             assert not self._is_closed
-            assert len(self._pending) < PENDING_MAX, "nobody waits for these copies"
+            assert len(self._pending) < PENDING_MAX, "these copies are not waited for"
             self._pending.append(piece)
             self._changed.notify_all()
         return piece
 
     def is_waited_for(self, piece: StreamPiece) -> None:
-        """Somebody is about to wait for this piece."""
+        """This piece is about to be waited for."""
 
     def _next_failure(self) -> CopyError | None:
         with self._changed:
@@ -131,7 +131,7 @@ class ThrottledStream(_Queue):
         self._thread.start()
 
     def close(self) -> None:
-        """Whatever is pending is carried out without the throttle."""
+        """What is pending is carried out without the throttle."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -167,12 +167,12 @@ class ThrottledStream(_Queue):
 
 
 class SteppedStream(_Queue):
-    """Nothing is copied before step(), or before somebody waits for it."""
+    """Nothing is copied before step(), or before it is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.forced = 0
-        """Pieces that were carried out because somebody waited for them or for a later one."""
+        """Pieces that were carried out because they were waited for, or for a later one."""
 
     def step(self, n: int = 1) -> None:
         """Carry out the next n pieces, on the calling thread."""

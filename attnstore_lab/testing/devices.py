@@ -123,7 +123,7 @@ class MemoryDevice:
     def settle(self) -> None:
         """Return when the thread that polls has done all it can, and waits for what is next.
 
-        It is woken first and goes round once more, so that it has seen whatever the caller did
+        It is woken first and goes round once more, so that it has seen all that the caller did
         before. This is what makes a test with two threads repeatable.
         """
         with self._changed:
@@ -133,7 +133,7 @@ class MemoryDevice:
                 lambda: self._num_waits > rounds and self._is_waiting and not self._has_news(),
                 SETTLE_DEADLINE_S,
             )
-            assert settled, "nobody polls this device"
+            assert settled, "this device is not polled"
 
     def close(self, timeout_s: float) -> bool:
         """Held requests end here undone: a step() for them will not come."""

@@ -137,7 +137,7 @@ class QueuedIo(TierIo):
         return begun > 0
 
     def cancel(self) -> None:
-        """Whatever was begun is not done any more."""
+        """What was begun is not done any more."""
         self.loads.clear()
         self.stores.clear()
 

@@ -100,7 +100,7 @@ def make_model(directory: Path, shape: ModelShape, *, seed: int = 0, weights: bo
     """Make a model directory that vLLM and transformers can load; return its path.
 
     A directory that holds the same recipe is used as it is, one that holds another recipe is
-    replaced. It is built beside its final place and renamed, so that nobody sees half of it.
+    replaced. It is built beside its final place and renamed, so that half of it is never seen.
     weights=False writes config and tokenizer only, for `--load-format dummy`.
 
     Raises: FileExistsError if `directory` holds anything else than a model made here.

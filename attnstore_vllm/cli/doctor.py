@@ -301,7 +301,7 @@ def _content(directory: Path) -> Iterator[Check]:
             continue
         labels = sorted({s.label for s in found if isinstance(s, SegmentHeader)})
         damaged = sum(not isinstance(segment, SegmentHeader) for segment in found)
-        text = f"{path}: {len(found)} segments of {'; '.join(labels) or 'nobody'}"
+        text = f"{path}: {len(found)} segments of {'; '.join(labels) or 'no owner'}"
         yield Check("content", "note", text)
         if damaged:
             yield Check("content", "warn", f"{path}: {damaged} damaged segments are taken for free")

@@ -308,7 +308,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         invalid = connector_output.invalid_block_ids
         if invalid and not self.scheduler.plans.are_missing(invalid):
-            # Beside us in MultiConnector somebody's load has failed; ours names requests.
+            # Beside us in MultiConnector another's load has failed; ours names requests.
             self.scheduler.on_failed_load()
         if connector_output.failed_recving:
             self.scheduler.on_failed_requests(connector_output.failed_recving)

@@ -43,7 +43,7 @@ def check_chunks(spine: Group, chunk_tokens: int) -> None:
 def regions_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     """The bytes of a page in each region of several groups. Raises UnsupportedError.
 
-    All groups have pages of one size, which vLLM pads to it: a block is anybody's.
+    All groups have pages of one size, which vLLM pads to it: a block may be any group's.
     """
     groups = kv_cache_config.kv_cache_groups
     specs: list[Any] = [group.kv_cache_spec for group in groups]

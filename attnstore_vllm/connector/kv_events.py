@@ -225,7 +225,7 @@ class KvEvents:
 def teller_of(
     vllm_config: VllmConfig, geometry: Geometry, namespace: Callable[[], bytes | None]
 ) -> VllmTeller | None:
-    """None where nobody wants events, or where the store's blocks say too little of a hit."""
+    """None where no events are wanted, or where the store's blocks say too little of a hit."""
     config = getattr(vllm_config, "kv_events_config", None)
     if config is None or not config.enable_kv_cache_events:
         return None

@@ -113,7 +113,7 @@ def why_no_media(vllm_config: VllmConfig) -> str | None:
     if vllm_config.ec_transfer_config is not None:
         return (
             "its encoder's output comes from another server by its name (--ec-transfer-config), "
-            "whatever its content is. Encode media in this server to use the store for them"
+            "of any content. Encode media in this server to use the store for them"
         )
     return None
 

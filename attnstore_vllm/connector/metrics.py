@@ -103,7 +103,7 @@ COUNTERS = {
     "sections_passed": (
         "kind",
         "Sections and states between the places where hits are likely to end: they stay in DRAM "
-        "while there is room, and are written to NVMe if somebody uses them.",
+        "while there is room, and are written to NVMe if they are used.",
     ),
     "sections_dropped": (
         "kind",
@@ -276,7 +276,7 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
     def _found(self, kind: Collection[str], key: str, engine: int) -> Any:
         """The series of a figure, or None if there is none, which the log then says once.
 
-        A tier that somebody adds may report what has no metric yet. That must not end the server.
+        A tier that is added may report what has no metric yet. That must not end the server.
         """
         name, _, label = key.partition(":")
         is_known = name in kind

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts that the worker needs of the model to move KV: how it rotates K, and where its attention
-kernels put each number of a page. Whatever is not understood is refused, with the reason."""
+kernels put each number of a page. What is not understood is refused, with the reason."""
 
 from __future__ import annotations
 

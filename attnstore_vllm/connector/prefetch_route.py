@@ -5,7 +5,7 @@ For a UI that sees a user open a chat or begin to type. Off unless VLLM_PLUGINS 
 
     VLLM_PLUGINS=attnstore,attnstore_prefetch vllm serve ...
 
-The body is {"messages": [...]} with whatever the chat requests of this conversation have (model,
+The body is {"messages": [...]} with all that the chat requests of this conversation have (model,
 tools, chat_template_kwargs, cache_salt, ...), or {"prompt": "text"}, or {"tokens": [...]}. It is
 rendered by vLLM's own code for chats and completions, so the tokens are those of the real request.
 

@@ -8,7 +8,7 @@ positions, as far as what its attention is handed, and K of one is turned to the
 
 What depends on more than tokens and positions, as the length of a step, is not seen. KV is neither
 read nor written. Some models normalize K over all ranks, and so a trial may wait for the others':
-each rank asks each layer as often, whatever came of the questions before.
+each rank asks each layer as often, by no answer of the questions before.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def turns(
             keys = [_key(holder, layer, given, first) for first in (0, *shifts)]
     except UnsupportedError:
         raise
-    except Exception as error:  # of the model's code, which may be anybody's: the server must start
+    except Exception as error:  # of the model's code, of any kind: the server must start
         first_line = str(error).partition("\n")[0]
         raise UnsupportedError(
             f"{name}.forward could not be tried: {type(error).__name__}: {first_line}"
@@ -206,7 +206,7 @@ def _without_adapters(holder: torch.nn.Module) -> Iterator[None]:
     """The holder's projections are the model's own.
 
     Those of LoRA look up each token's adapter in a table that only a step fills; before, it has
-    whatever was in that memory. What an adapter adds to K turns with it.
+    whether or not anything was in that memory. What an adapter adds to K turns with it.
     """
     wrapped = {n: m for n, m in holder._modules.items() if isinstance(m, BaseLayerWithLoRA)}
     holder._modules.update({n: m.base_layer for n, m in wrapped.items()})

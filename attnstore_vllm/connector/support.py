@@ -234,7 +234,7 @@ def page_bytes_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
         pages.update(dict.fromkeys(tensor.layers, page))
     if sorted(pages) != sorted(names) or not all(page > 0 for page in pages.values()):
         raise UnsupportedError("its KV tensors are not those of its layers")
-    # Of a block there may be more, which is nobody's, behind its layers' pages.
+    # Of a block there may be more, which has no owner, behind its layers' pages.
     if {tensor.size for tensor in tensors} != {tensors[0].size} or (
         num_blocks * sum(pages.values()) > tensors[0].size
     ):

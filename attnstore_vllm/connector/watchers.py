@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def watchers_of(
     vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry, version: str
 ) -> list[Watcher]:
-    """Empty where nobody asks for any. Raises: ConfigError."""
+    """Empty where none are asked for. Raises: ConfigError."""
     watchers: list[Watcher] = []
     if config.trace is not None:
         sizes = _sizes(vllm_config, config, geometry)
@@ -28,7 +28,7 @@ def watchers_of(
     endpoint = vllm_config.observability_config.otlp_traces_endpoint
     if endpoint is not None:
         try:
-            # Needed by nobody else, and packages of others may be missing.
+            # Needed nowhere else, and packages of others may be missing.
             from vllm.tracing.otel import get_span_exporter  # noqa: PLC0415
 
             from attnstore_vllm.connector.spans import SpanWatcher  # noqa: PLC0415

@@ -54,8 +54,8 @@ class Worker:
         rotations: says how the KV of each group is moved to other positions; given a block of the
             KV tensor of each group's first layer. Raises UnsupportedError with the reason why it
             cannot be.
-        page: says where K and V are, given such a block of the one group; None: nobody asks.
-            Raises UnsupportedError.
+        page: says where K and V are, given such a block of the one group; None: it is not asked
+            for. Raises UnsupportedError.
         weights: looks at them.
         own_files: see identity/weights.py.
     """
@@ -121,7 +121,7 @@ class Worker:
         """Take the KV tensors, and tell the scheduler side what they look like.
 
         Args:
-            kernel: names whatever else decides the order of bytes within a page.
+            kernel: names all else that decides the order of bytes within a page.
             layout: vLLM's name of the tensors' layout.
             live: says of the first layer of each kind what its bytes depend on and no setting
                 tells.
@@ -213,7 +213,7 @@ class Worker:
     def _find_page(
         self, kv_caches: Mapping[str, torch.Tensor], layouts: Sequence[LayerLayout]
     ) -> tuple[KvPage | None, str | None]:
-        """Where K and V are, in all layers alike, or why nobody can say."""
+        """Where K and V are, in all layers alike, or why that cannot be said."""
         if self._page is None:
             return None, None
         if len(self.geometry.groups) > 1 or self.geometry.has_window_alone:

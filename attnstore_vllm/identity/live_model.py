@@ -149,7 +149,7 @@ def checksum(piece: torch.Tensor, tables: dict[torch.device, torch.Tensor]) -> t
     """A sum of the bytes, each 4 of them times an odd number of their place, modulo 2^64.
 
     A difference in one place always shows; in several, but for one time in about 2^64. Not
-    against somebody who looks for collisions: who can write to weights needs none.
+    against an attacker who looks for collisions: one who can write to weights needs none.
 
     Args:
         piece: uint8, contiguous, PIECE_BYTES at most.
@@ -214,5 +214,5 @@ def _packed(model: nn.Module) -> Iterator[weakref.ref[Callable[..., object]]]:
             continue  # what is empty beside a weight is no weight
         found = [v for v in vars(module).values() if isinstance(v, FunctionType) and v.__closure__]
         if not found:
-            raise NotImplementedError(f"{name} has its weights where nobody can see them")
+            raise NotImplementedError(f"{name} has its weights where they cannot be seen")
         yield from map(weakref.ref, found)

@@ -72,13 +72,13 @@ class RankDescription:
     is_alone: bool
     """No other connector writes to blocks."""
     own_files: str | None
-    """Why nobody but the model's code knows which files it loads. None: they can be named."""
+    """Why only the model's code knows which files it loads. None: they can be named."""
     why_not_moved: str | None
     """None: it can load KV to other positions."""
     page: KvPage | None = None
     """Where K and V are in a page, if a codec has to know."""
     why_no_page: str | None = None
-    """Why nobody can say."""
+    """Why that cannot be said."""
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)

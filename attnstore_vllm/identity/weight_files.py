@@ -293,7 +293,7 @@ class Digest:
         self._over.set()
 
     def _remember(self) -> None:
-        """Remember what is known so far, of files that nobody has changed just before they were
+        """Remember what is known so far, of files that were not changed just before they were
         read."""
         with self._lock:
             old = {s: d for s, d in self._digests.items() if s.changed_ns < self._settled_ns}

@@ -2,7 +2,7 @@
 """Whose KV it is: the model's weights, by the content of the files that vLLM loads them from.
 
 A quick look at the files is in the namespace, which says whose segments are read. A digest of
-every byte is in the first key of every sequence: so KV of other weights is not found, whatever
+every byte is in the first key of every sequence: so KV of other weights is not found, under any
 the look has missed. Until the digest is known, nothing is found and nothing is saved.
 """
 
@@ -63,7 +63,7 @@ class Weights:
 
     @property
     def namespace(self) -> bytes | None:
-        """The fingerprint that all keys begin with; None: nobody knows yet whose KV it is."""
+        """The fingerprint that all keys begin with; None: it is not known yet whose KV it is."""
         found = self._digest.value if isinstance(self._digest, Digest) else self._digest
         return None if found is None else blake3(self._base + found).digest()
 
@@ -215,7 +215,7 @@ def _begun_at() -> float:
 
 
 def _check_times(files: Sequence[Path]) -> None:
-    """Raise ValueError for a file that somebody has changed while vLLM may have read it.
+    """Raise ValueError for a file that was changed while vLLM may have read it.
 
     A file of the hub's cache is new where this start has downloaded it, and never changes.
     """

@@ -10,7 +10,7 @@
 
 Only READY bytes are ever read. A chunk is *clean* in DRAM when a tier behind has it READY too.
 
-A chunk that is on NVMe only, and that nobody looks at, is an entry of the index and no object
+A chunk that is on NVMe only, and that is not looked at, is an entry of the index and no object
 (index/prefix.py). Its token ids are on the disk then: a Chunk made of such an entry does not
 know them before it has been read. A chunk that is READY in DRAM always does.
 """

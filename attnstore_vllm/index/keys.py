@@ -55,7 +55,7 @@ def moved_root(root: Key, stop: int) -> Key:
 
     Args:
         stop: of the moved tokens. Chunks of one key have the same tokens that were moved: which
-            may be moved again is a property of the key, whoever stores it and wherever.
+            may be moved again is a property of the key, not of the tier or the request.
     """
     return Key(_hash(b"moved", root, stop.to_bytes(8, "big")))
 

@@ -47,7 +47,7 @@ class MovedKv:
         min_tokens: fewer in a row are computed.
         sinks: first tokens of a prompt that are never moved ones: a prompt of which fewer are in
             their place is computed.
-        seed: below 2^63; a secret, so that nobody can write prompts whose windows collide.
+        seed: below 2^63; a secret, so that no prompt can be written whose windows collide.
     """
 
     def __init__(

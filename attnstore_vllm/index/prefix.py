@@ -17,7 +17,7 @@ Where within a chunk a match may end: so that hits tell no more than those of a 
 blocks do.
 
 Who can see how many tokens of a request were cached learns whether the store has them. Were any
-number possible, the next token of somebody's prompt would cost one request a candidate. So a hit
+number possible, the next token of another's prompt would cost one request a candidate. So a hit
 ends at a multiple of GRAIN_TOKENS, as in vLLM's own cache of blocks of 16. That alone would take
 from each turn of a conversation what stands after its last multiple. So there is one more stop,
 the *end* of a stored sequence, and what makes it as expensive as the others:
@@ -179,7 +179,7 @@ class Piece:
 
     def has_end(self, grain: int) -> bool:
         """Whether its chunk has an end (see the module). A section goes with the spine's blocks,
-        whatever its own end."""
+        with any end of its own."""
         return not self.group and self.chunk.name.num_tokens % grain != 0
 
 
@@ -276,7 +276,7 @@ def ready_run(
 
 def no_ends(pieces: Sequence[Piece], grain: int) -> list[Piece]:
     """Those that have no end. Of a tail with one, ends_like() says who uses it: were it who has its
-    end, whoever has planted it would know."""
+    end, the client that planted it would know."""
     return [piece for piece in pieces if not piece.has_end(grain)]
 
 
@@ -289,12 +289,12 @@ def has_come(pieces: Sequence[Piece]) -> bool:
 class PrefixIndex:
     """All chunks that some tier has or is getting. No chunk is in it twice.
 
-    A chunk is one object for as long as anybody refers to it: residency.py does while the chunk
+    A chunk is one object for as long as a reference is left: residency.py does while the chunk
     is in DRAM. With the last reference it becomes an entry again, which says that it is READY on
     NVMe and nowhere else; the next look-up makes another object of it.
 
     Args:
-        seed: of the sketches; a secret, so that nobody can make two prompts look alike.
+        seed: of the sketches; a secret, so that two prompts cannot be made to look alike.
         expected: chunks that there will be; saves the pauses in which tables grow.
         grain: see the module; another one is for tests.
     """
@@ -309,7 +309,7 @@ class PrefixIndex:
         self._live: WeakValueDictionary[int, Chunk] = WeakValueDictionary()
         self._piece_tokens = self.entries.piece_tokens
         self._entered_in = object()
-        """Another one after clear(): objects of before it have no entry, whatever they say."""
+        """Another one after clear(): objects of before it have no entry, even if they name one."""
         self._marks = array("H", bytes(2 * expected))
         """By entry: a mark of its first tokens, 0 where that is not known. Most neighbours differ
         there, and to see it here touches none of their objects."""
@@ -457,7 +457,7 @@ class PrefixIndex:
         return map(self.chunk, self.entries.heads_of(parent, extra, tokens, NEIGHBOURS_MAX))
 
     def ends_like(self, sequence: SequenceKeys, number: int, stop: int) -> list[Chunk]:
-        """The tails with an end whose whole blocks stand in chunk `number` of a sequence, whatever
+        """The tails with an end whose whole blocks stand in chunk `number` of a sequence, with any
         its tokens behind them (see the module, 4). At most NEIGHBOURS_MAX lengths.
 
         Args:

@@ -263,8 +263,8 @@ def _last_state(
     stop: int,
     is_there: Callable[[Chunk], bool],
 ) -> tuple[list[Piece], int]:
-    """The state nearest to `stop`, and where it was. By keys alone: whoever has one has all of its
-    tokens. Cost: a look-up a chunk."""
+    """The state nearest to `stop`, and where it was. By keys alone: a prompt that has one has all
+    of its tokens. Cost: a look-up a chunk."""
     size, keys = sequence.chunk_tokens, sequence.section(need.group, 0)
     while stop > start:
         number = (stop - 1) // size

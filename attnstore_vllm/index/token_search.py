@@ -63,7 +63,7 @@ class Extent(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Counts of what one find() did; each is bounded, whatever the input
+    """Counts of what one find() did; each is bounded, for any input
     (csrc/content/content_index.h)."""
 
     windows: int
@@ -87,7 +87,7 @@ class ContentIndex:
     Args:
         chunk_tokens: of a whole chunk, 1 to 65,536. If it is less than 32, windows are as long.
         max_chunks: tables for so many are reserved; they take memory as they are used.
-        seed: of the hashes; a secret, so that nobody can make windows collide.
+        seed: of the hashes; a secret, so that windows cannot be made to collide.
     """
 
     def __init__(self, chunk_tokens: int, max_chunks: int, seed: int = 0) -> None:

@@ -2,7 +2,7 @@
 """Codecs: how payloads become fewer bytes on their way to a tier behind, and bytes again.
 
 A codec is a class here, and its native half in csrc/codec. Its name and version are on the disk:
-whoever changes what it writes gives it another version.
+a change of what it writes needs another version.
 
 What is encoded begins with the checksum of the payload, which is compared with what was decoded.
 The record's own checksum covers what is on the disk, and sees no fault of a coder or of memory.

@@ -36,7 +36,7 @@ class DaemonPool(Executor):
         return future
 
     def hand(self, fn: Callable[_P, object], /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """As submit(), where nobody wants the result. Makes no future: that takes as long as the
+        """As submit(), where the result is not wanted. Makes no future: that takes as long as the
         rest, on a thread that may have no time."""
         self._calls.put((None, partial(fn, *args, **kwargs)))
 
@@ -52,7 +52,7 @@ class DaemonPool(Executor):
                 continue
             try:
                 result = function()
-            except BaseException as error:  # it is told to whoever waits for the future
+            except BaseException as error:  # it is told to the thread that waits for the future
                 if future is None:
                     logger.exception("a call without a waiting caller has failed")
                 else:

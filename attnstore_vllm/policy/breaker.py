@@ -54,5 +54,5 @@ class Breaker:
         return True
 
     def forget_probe(self) -> None:
-        """Nobody will tell how the probe has ended: another one may be sent."""
+        """How the probe has ended will not be told: another one may be sent."""
         self._probing = False

@@ -48,7 +48,7 @@ STEPS_KEPT = 256
 """About so many count; what was before is forgotten."""
 OUTLIER = 4.0
 """A step counts as at most so many times its forecast, and at least as such a part of it:
-compilation, a stopped process, a step that ended while nobody looked. So does a load."""
+compilation, a stopped process, a step that ended unseen. So does a load."""
 LOADS_MIN = 8
 LOADS_KEPT = 64
 """As READS_MIN and READS_KEPT, of loads that are over."""
@@ -294,7 +294,7 @@ class StepCost:
 
     def seconds(self, start: int, stop: int, spreads: float = 0.0) -> float:
         """For computing tokens [start, stop), with so many spreads on top; negative: below, and
-        never nothing, whatever the doubt."""
+        never nothing, in any doubt."""
         tokens = stop - start
         _, token_s, context_s, _ = self._parts
         mean = token_s * tokens + context_s * tokens * (start + stop) / 2

@@ -10,8 +10,8 @@ than SAMPLED_MAX chunks are followed, the threshold sinks, and the largest numbe
     uses     [ oldest | ... | newest ]        by the time of their last use
     distance of a chunk = what stands right of it, over the rate
 
-Within a request the last chunk counts as used first, as in the tiers: so whoever finds a chunk
-finds all that are before it.
+Within a request the last chunk counts as used first, as in the tiers: so a request that finds a
+chunk finds all that are before it.
 
 A conversation ends within a chunk, and its next turn goes on there (tails.py). Its *tail* takes a
 slot and has a key of its own, so it is sampled as any chunk is. The next turn finds the tail's
@@ -62,7 +62,7 @@ class LookedUp(NamedTuple):
     """All tokens of its prompt."""
     part: Callable[[int], tuple[bytes, bytes]] = _unknown
     """The extra and the encoded tokens of a chunk of the prompt, the last one's as far as they may
-    be found. No tokens: nobody knows them any more. Asked for where a tail is followed alone."""
+    be found. No tokens: they are not known any more. Asked for where a tail is followed alone."""
 
 
 class NewChunk(NamedTuple):
@@ -224,7 +224,7 @@ class HitCurve:
         return -chunk if chunk in self.used_at else None
 
     def _lower(self) -> None:
-        """Follow fewer: the largest goes, and whatever is as large from now on."""
+        """Follow fewer: the largest goes, and all that are as large from now on."""
         largest = self._largest.first()
         assert largest is not None
         self._threshold = largest

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 from attnstore_vllm.policy.lazy_heap import LazyHeap
 
 C = TypeVar("C", bound=Hashable)
-"""A chunk, or whatever stands for one."""
+"""A chunk, or what stands for one."""
 
 SHARED_MIN = 16
 """A chunk that so many waiting requests want counts as wanted by a near one."""
@@ -100,7 +100,7 @@ class LookAhead(Generic[C]):
         self._enter((float(priority), arrival_s, request_id))
 
     def remove(self, request_id: str) -> list[C]:
-        """It runs, or was aborted. Returns what nobody wants any more."""
+        """It runs, or was aborted. Returns what no request wants any more."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return []
@@ -124,7 +124,7 @@ class LookAhead(Generic[C]):
 
         Args:
             absent: of these, those that have to be fetched.
-        Returns: what nobody wanted before, and what nobody wants any more.
+        Returns: what no request wanted before, and what none wants any more.
         """
         waiting = self._waiting[request_id]
         wants, absent = tuple(dict.fromkeys(chunks)), set(absent)
@@ -183,7 +183,7 @@ class LookAhead(Generic[C]):
     def lost(self, chunk: C) -> list[C]:
         """The chunk is in no tier any more: who wants it wants nothing from it on.
 
-        Returns what nobody wants any more.
+        Returns what no request wants any more.
         """
         unwanted: list[C] = []
         for request_id, at in list(self.wanted_by.get(chunk, {}).items()):
@@ -195,7 +195,7 @@ class LookAhead(Generic[C]):
         return unwanted
 
     def _unwant(self, request_id: str, chunks: Iterable[C]) -> list[C]:
-        """Returns those that nobody wants any more."""
+        """Returns those that no request wants any more."""
         unwanted = []
         for chunk in chunks:
             wanted_by = self.wanted_by[chunk]
@@ -232,7 +232,7 @@ class LookAhead(Generic[C]):
     def stop_fetching(self) -> None:
         """Nothing is fetched until requests want something again."""
         absent = list(self._absent)
-        self._absent.clear()  # what is not here now counts as present: nobody fetches it
+        self._absent.clear()  # what is not here now counts as present: it is not fetched
         self._put_present(absent)
         self._missing.clear()
 

@@ -3,8 +3,8 @@
 given.
 
 A *run* is a stretch of chunks up to some chunk, its *end*. It *returns* when a later request goes
-through that end. Most runs never do, and nobody says which; so two things are learned together (a
-mixture cure model):
+through that end. Most runs never do, and it is not said which; so two things are learned together
+(a mixture cure model):
 
     p(kind)        how likely a run of this kind returns at all;
     q(class, age)  of those that do, how likely in this stretch of ages, if not before.
@@ -19,7 +19,8 @@ What a slot is worth then is the Gittins index: the best ratio, over all times t
 of the probability that it returns to the time that it stays. Before anything was seen p is the
 same for all and the worth falls with age, so the order is that of LRU.
 
-Runs are followed whether or not their chunks are still stored: nobody learns from survivors only.
+Runs are followed whether or not their chunks are still stored: what is learned is not of survivors
+    only.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ NO_TERMS = Terms()
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Until when KV that nobody uses is kept."""
+    """Until when KV that is not used is kept."""
 
     ttl_s: float
     expires: float
@@ -125,7 +125,7 @@ class Run:
 
 
 def unknown_run(now: float) -> Run:
-    """The run of chunks of which nothing is known but that somebody used or wrote them now."""
+    """The run of chunks of which nothing is known but that they were used or written now."""
     return Run(0, kind_of(1, None, 0, is_fresh=True, is_shared=False), now, False)
 
 

@@ -11,7 +11,7 @@ plan asks, and the workers answer with its report (identity/live_lora.py):
   in between makes the load a failed one, and vLLM computes the request.
 
 vLLM's own caches go by an adapter's name. So they may hold what two adapters of one name have left;
-whoever finds something there under such a name leaves nothing in the store.
+a request that finds something there under such a name leaves nothing in the store.
 """
 
 from __future__ import annotations

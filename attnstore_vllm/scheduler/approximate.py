@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are served with KV that a codec has changed, and how nobody else ever is.
+"""Requests that are served with KV that a codec has changed, and how no other request ever is.
 
 What an approximate codec (int8, fp8) decodes is not what was encoded, and what is computed behind
 it has seen that. So a request that may have such KV

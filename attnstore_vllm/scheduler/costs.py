@@ -40,7 +40,7 @@ class Costs:
 
     Args:
         load_deadline_s: how long a request waits for its chunks to come up from NVMe, at most.
-        computes_if_sooner: else what is stored is loaded, whatever that takes.
+        computes_if_sooner: else what is stored is loaded, even if that is slower.
         ahead_layers: of the model, where loads run beside it; else 0.
         step_tokens: what a step computes of one prompt, at most.
     """
@@ -253,7 +253,7 @@ class StepTimes:
         self.num_running = 0
         """Requests of which the step computes something that was planned last."""
         self.usual_s = 0.0
-        """How long a step has taken lately, whatever it computed. One that is far longer counts in
+        """How long a step has taken lately, of any size. One that is far longer counts in
         part."""
 
     def planned(self, output: SchedulerOutput) -> int:

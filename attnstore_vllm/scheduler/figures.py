@@ -84,7 +84,7 @@ class StoreFigures:
         self._reported: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
         self.taken_at = time.monotonic()
-        """When somebody last asked."""
+        """When it was last asked for."""
         self._looked_at = -math.inf
         """When gauges were last asked for."""
 

@@ -12,8 +12,8 @@ from attnstore_vllm.scheduler.vllm_types import Request
 
 KEY_BYTES = 32
 """Size of a key under which one request's blocks are named. Blocks whose KV is not that of their
-tokens alone must not be found by others: whoever finds them computes more of the kind, and leaves
-it to the store under an honest name."""
+tokens alone must not be found by others: a request that finds them computes more of the kind, and
+leaves it to the store under an honest name."""
 
 
 class HiddenNames:

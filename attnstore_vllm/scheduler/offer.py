@@ -287,7 +287,7 @@ class Offers:
             self._count_loaded((*used, *sections, *states), stop)
         sources = self._costs.count_loaded(stats, used, start, now)
         state.counted.sources = dict(sources + self._store.tiers(rest, now))
-        if moved:  # tokens count once, in whatever groups
+        if moved:  # tokens count once, not once a group
             stats.add("moved_tokens", DRAM, sum(run.num_tokens for run in planned[0][1]))
         if not offered.layers_before:
             self._costs.times.load_tokens += num_tokens

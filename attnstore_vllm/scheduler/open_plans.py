@@ -33,7 +33,7 @@ from attnstore_vllm.transfer.plan import (
 from attnstore_vllm.types import Clock, Flow
 
 KEPT_S = 0.1
-"""How long requests wait for blocks that saves still read before vLLM preempts somebody."""
+"""How long requests wait for blocks that saves still read before vLLM preempts a request."""
 
 
 @dataclass(slots=True)
@@ -298,7 +298,7 @@ class OpenPlans:
     def keeps_blocks(self) -> bool:
         """Whether vLLM keeps blocks of finished requests that will soon come free by themselves.
 
-        Not for ever: as long as this says so, vLLM preempts nobody, and no request may get on.
+        Not for ever: as long as this says so, vLLM preempts no request, and none may get on.
         """
         return bool(self._kept) and self._clock() < self._kept_since + KEPT_S
 

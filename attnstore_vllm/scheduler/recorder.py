@@ -4,9 +4,9 @@
     requests.jsonl   a request a line: its time, its lengths, a hash for each chunk. No token.
     machine.yaml     the server's sizes, and its speeds as they were measured
 
-A chunk's hash is keyed with a secret of this run, so that nobody can try guesses of a prompt on the
-file. A conversation goes on inside the chunk in which its last request ended: so the hash of an end
-is kept as that of the chunk which continues it, and a request is recorded if the one that it
+A chunk's hash is keyed with a secret of this run, so that guesses cannot be tried of a prompt on
+the file. A conversation goes on inside the chunk in which its last request ended: so the hash of an
+end is kept as that of the chunk which continues it, and a request is recorded if the one that it
 continues was.
 """
 

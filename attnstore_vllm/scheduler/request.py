@@ -282,7 +282,7 @@ class RequestState:
         return self.stores and not self.computing.is_outdated and self.adapter is not None
 
     def be_of(self, adapter: bytes | None) -> None:
-        """From now on its KV is computed with this adapter; None: with one that nobody knows."""
+        """From now on its KV is computed with this adapter; None: with one that is not known."""
         if adapter != self.adapter:
             self.adapter, self._root, self._lookup = adapter, None, None
             self._other, self.untaken = (None, None), None
@@ -292,7 +292,7 @@ class RequestState:
     def root(self) -> Key:
         """The parent of its first chunk."""
         if self._root is None:
-            assert self.adapter is not None, "nobody knows the adapter yet"
+            assert self.adapter is not None, "the adapter is not known yet"
             root = root_key(self.namespace, self.request.cache_salt, self.adapter)
             self._root = approximate_root(root, self.approximate) if self.approximate else root
         return self._root
@@ -366,7 +366,7 @@ def brings_kv(params: dict[str, Any] | None) -> bool:
 def bypasses(request: Request) -> bool:
     """Whether a request neither uses nor leaves stored KV.
 
-    prompt_embeds have no token identity; whoever asks for prompt_logprobs or to skip vLLM's
+    prompt_embeds have no token identity; a request for prompt_logprobs or to skip vLLM's
     cache wants every token computed; pooling models may attend in both directions.
     """
     sampling = request.sampling_params

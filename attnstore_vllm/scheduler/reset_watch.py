@@ -77,7 +77,7 @@ class ResetWatch:
 
     def on_report(self, report: StepReport) -> bool:
         """Whether the weights are not what they were. Of a model whose weights cannot be seen:
-        whether they may be others, since somebody has reset vLLM's cache."""
+        whether they may be others, since vLLM's cache was reset."""
         if self._asked is not None and report.number == self._asked:
             self._in_doubt, self._asked = False, None
         changed = report.weights is Seen.CHANGED or (

@@ -90,7 +90,7 @@ class Saving:
         """Saves of requests that go on, and of those that end, in a step."""
         self._each = each
         self.put_off = Counter[str]()
-        """Chunks that wait for a later step, and that are not saved, since somebody has taken them.
+        """Chunks that wait for a later step, and that are not saved, since others have taken them.
         """
 
     def end_step(self) -> None:

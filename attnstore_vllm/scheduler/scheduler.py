@@ -92,7 +92,8 @@ class Scheduler:
     namespace: bytes | None = None
     """That of `names`, once it is known."""
     events: Events | None = None
-    """Tell routers what the tiers have. Set before the manager is bound; None: nobody asks."""
+    """Tell routers what the tiers have. Set before the manager is bound; None: it is not asked
+    for."""
 
     def __init__(
         self,
@@ -443,7 +444,7 @@ class Scheduler:
         if self._watch.on_report(report):
             if self.store.remote is not None:
                 self.store.remote.leave()
-            self.store.reset()  # requests that wait go on: nobody has blocks of before
+            self.store.reset()  # requests that wait go on: none has blocks of before
             self._save_anew()
         is_seen = report.weights is not Seen.NOTHING and not is_late
         if is_seen and self.store.remote is not None:
@@ -489,7 +490,7 @@ class Scheduler:
     def on_failed_load(self) -> None:
         """Another connector has loaded wrong KV. Called before the report of that step.
 
-        What is being saved may have been computed from it. Nobody says what was, so all of it
+        What is being saved may have been computed from it. What was is not said, so all of it
         is dropped, from all tiers; what is computed anew is saved again.
         """
         self.store.drop(self.plans.saving())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are served with moved KV, and how nobody else ever is.
+"""Requests that are served with moved KV, and how no other request ever is.
 
 Moved KV is approximate: its deeper layers have seen what was cut. So of a request that has some
 - vLLM's prefix cache knows the blocks, from the first moved token on, by names that no other
@@ -9,8 +9,8 @@ Moved KV is approximate: its deeper layers have seen what was cut. So of a reque
 - what it computes is stored under a lineage of its own (index/keys.py: moved_root).
 
 What is kept of a cut prompt begins at any token, and so does moved KV: it tells single tokens to
-whoever may ask for it (index/prefix.py has why that matters). So it is found among requests of one
-cache_salt only, unless the operator says that all who send none trust each other.
+a request that may ask for it (index/prefix.py has why that matters). So it is found among requests
+of one cache_salt only, unless the operator says that all who send none trust each other.
 """
 
 from __future__ import annotations

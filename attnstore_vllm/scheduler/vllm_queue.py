@@ -49,7 +49,7 @@ class VllmQueue:
                 queue.append(request.request_id)
 
     def is_alone(self, request_id: str) -> bool:
-        """Whether nobody else runs or waits."""
+        """Whether no other request runs or waits."""
         return not self._running and self._waiting.keys() == {request_id}
 
     def on_step(self, output: SchedulerOutput, states: Mapping[str, RequestState]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of vLLM's objects that the scheduler's side reads. Whatever has it will do: the
+"""The parts of vLLM's objects that the scheduler's side reads. What has it will do: the
 simulator's too.
 
 Names and meanings are vLLM's (vllm/v1/request.py, vllm/v1/core/sched/output.py).

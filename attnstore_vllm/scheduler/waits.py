@@ -32,7 +32,7 @@ class Waits:
     """Requests that wait for their KV, in the step that is being planned.
 
     Args:
-        queue: vLLM's; None: nobody knows it.
+        queue: vLLM's; None: it is not known.
         wait_s: how long a step that computes nothing may wait.
     """
 
@@ -55,7 +55,7 @@ class Waits:
         self._round_at: float | None = None
         self._num_looks = 0
         self._is_behind = False
-        """Somebody has not had a look in this round."""
+        """Some request has not had a look in this round."""
         self._looking = False
         """The request that is asked about now has a look."""
         self._waited_s = 0.0
@@ -116,7 +116,7 @@ class Waits:
             self._for.append(pieces)
 
     def lingers(self, state: RequestState) -> bool:
-        """Wait a little for what the request waits for, if nobody else runs or waits: until vLLM
+        """Wait a little for what the request waits for, if no other runs or waits: until vLLM
         would ask again it sleeps. Returns whether something has come."""
         if self._queue is None or not self._queue.is_alone(state.request.request_id):
             return False

@@ -41,7 +41,7 @@ class Lookup(RemoteLookup):
         self.matched = Matched()
         """Whole chunks of the spine, for the next look."""
         self.spine_stop = 0
-        """Up to where the spine was stored at the last look, whatever else was."""
+        """Up to where the spine was stored at the last look, apart from all else."""
         self.short_of: set[int] = set()
         """The groups that lacked something of that then."""
 

@@ -3,7 +3,7 @@
 
 It is long since all that is done under its one lock stands here.
 
-Two threads meet here, under one short lock that nobody holds across I/O:
+Two threads meet here, under one short lock that is never held across I/O:
 - the scheduler's: looks up, holds, begins and finishes saves. Never waits, except where a
   method says so, and then with a deadline;
 - ours (store/thread.py): finishes what the devices have completed, verifies, writes back. It

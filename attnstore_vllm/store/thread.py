@@ -90,7 +90,7 @@ class StoreThread:
         with progress:
             for writer in self._writers:
                 writer.is_ending = True
-            self.reader.forget_wanted()  # nobody waits for it now, and reads go before writes
+            self.reader.forget_wanted()  # no request waits for it now, and reads go before writes
             while self.has_writes() and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:

@@ -6,7 +6,7 @@ chunks that part inside. A router is to hear of each block once when it comes an
 so they are counted.
 
 What is to be told is no list of events, but the chunks whose tiers are not as they were told. So
-it cannot outgrow the store: what comes and goes before anybody hears of it is never told.
+it cannot outgrow the store: what comes and goes before it was told is never told.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Announced:
     # ---- what routers are told ---------------------------------------------------------
 
     def take_changes(self, limit: int) -> list[Change]:
-        """Chunks that are to be told of, `limit` at most. Whoever takes them tells of them."""
+        """Chunks that are to be told of, `limit` at most. The caller tells of them."""
         changes: list[Change] = []
         while self._changed and len(changes) < limit:
             key = next(iter(self._changed))
@@ -169,7 +169,7 @@ class Announced:
 
     def tell(self, change: Change) -> Iterator[Stored | Removed]:
         """Words for a change: first what has come, so that nothing seems to be away between
-        two tiers. Needs no lock: nobody else looks at the counts."""
+        two tiers. Needs no lock: no other thread looks at the counts."""
         blocks, told, now = change
         names = blocks.names
         for tier, bit in _BITS.items():

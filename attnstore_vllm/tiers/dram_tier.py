@@ -61,7 +61,7 @@ class DramTier(Tier):
         self._order_of: dict[int, Departures] = {}
         """By slot; of those that stand in one."""
         self._left: dict[Chunk, None] = {}
-        """Nobody waits for these any more, and they are not placed yet."""
+        """No request waits for these any more, and they are not placed yet."""
         self._growing = Counter[Run]()
         """Runs of which chunks are being saved, and how many."""
         self._grows: dict[Chunk, Run] = {}

@@ -33,7 +33,7 @@ class Pinning:
         """Keep the chunk in each tier that it is in. A tier that refuses is counted."""
         if until <= now or chunk.dropped:
             return
-        self.end(now)  # what has ended is nobody's share any more
+        self.end(now)  # what has ended is no share any more
         pin = Pin(chunk.name.tenant, until)
         for tier in self._tiers:
             copy = tier.copy_of(chunk)

@@ -24,7 +24,7 @@ from attnstore_vllm.tiers.tier_io import TierIo
 from attnstore_vllm.types import Cause, Event
 
 WANTED_MAX = 65536
-"""Chunks that may be queued for nobody in particular."""
+"""Chunks that may be queued for no request in particular."""
 
 
 class Reader:
@@ -209,7 +209,7 @@ class Reader:
         verified = failure is None and context.residency.index.learn(chunk, tokens)
         if source.sums_payloads:
             chunk.dram.checksum = source.tier.copy_of(chunk).checksum
-        if not verified and not chunk.dropped:  # else it was counted, or nobody wants it
+        if not verified and not chunk.dropped:  # else it was counted, or is not wanted
             event = source.corrupt if failure is None or is_corrupt else source.read_failed
             event = Event.GONE if isinstance(failure, GoneError) else event
             context.residency.counts[event] += 1
@@ -217,7 +217,7 @@ class Reader:
         context.progress.notify_all()
 
     def _give_up(self, chunk: Chunk) -> None:
-        """The read is late. Whoever waits for the chunk computes."""
+        """The read is late. Requests that wait for the chunk compute."""
         context = self._context
         with context.progress:
             context.residency.counts[Event.READ_LATE] += 1

@@ -96,7 +96,7 @@ class RemoteIo(TierIo):
 
     def look_up(self, lookup: RemoteLookup, at: int, stop: int, request_id: str = "") -> Ask | None:
         """Locked. Ask, if the tier answers; else None. While it is out of use, what is to show
-        whether it works again is a question that nobody waits for."""
+        whether it works again is a question that is not waited for."""
         now = self.context.clock()
         reads = self.health.reads
         if len(self._open) >= OPEN_MAX or self.tier.is_lost or self.has_left:
@@ -215,7 +215,7 @@ class RemoteTiers:
         """Ask for what comes behind these pieces, unless that was asked a while ago.
 
         Args:
-            request_id: that gets it if it waits in the queue; None: it is for nobody yet.
+            request_id: that gets it if it waits in the queue; None: it is for none yet.
         """
         if not lookup.may_ask:
             return
@@ -244,12 +244,12 @@ class RemoteTiers:
                     return
             asks = [tier.look_up(lookup, at, stop, request_id or "") for tier in worth]
         asked = tuple(ask for ask in asks if ask is not None)
-        if asked:  # else the next look may: at the first one nobody knows the weights yet
+        if asked:  # else the next look may: at the first one the weights are not known yet
             lookup.asked_at, lookup.asked = now, asked
 
     def weights_seen(self, same: bool | None) -> None:
         """The workers have looked: are the weights what they were at the look before, or at the
-        start? None: nobody can see them."""
+        start? None: they cannot be seen."""
         with self._context.progress:
             for tier in self._tiers:
                 tier.weights_seen(same)

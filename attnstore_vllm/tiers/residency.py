@@ -139,7 +139,7 @@ class Residency:
         self, request_id: str | None, pieces: Sequence[Piece], visit: Visit | None
     ) -> bool:
         """Whether a waiting request wants just these already, all are in DRAM or on their way, and
-        nobody else has used them since. Cost: a look at each."""
+        no other has used them since. Cost: a look at each."""
         if request_id is None or visit is None:
             return False
         wants, grain = self.look_ahead.wants_of(request_id), self.index.grain
@@ -201,7 +201,7 @@ class Residency:
 
     def unexpired(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces before the first whose chunk has expired. Drops what has expired: its lease
-        has ended, and nobody waits for it or has pinned it.
+        has ended, and it is neither waited for nor pinned.
 
         Cost: a look at the run of each piece.
         """
@@ -253,7 +253,7 @@ class Residency:
         """
         known = self.index.get(name.key)
         if known is not None and low_value:
-            return None  # whoever has it may think more of it
+            return None  # another run may think more of it
         if known is not None:
             if run is None or run.since >= self.run_of(known).since:
                 self.use([known], run)  # by one that came before it is no older

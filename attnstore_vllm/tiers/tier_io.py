@@ -154,7 +154,8 @@ class TierIo(ABC):
         """Do what the tier does by itself, at the beginning of each round of the store's thread."""
 
     def idle_tick(self) -> bool:
-        """Do what it does while nobody reads. Returns whether it wants to be asked again soon."""
+        """Do what it does while nothing is read. Returns whether it wants to be asked again
+        soon."""
         return False
 
     @property

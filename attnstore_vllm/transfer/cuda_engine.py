@@ -5,7 +5,7 @@ Two streams of ours, one for loads and one for saves; the model's own gathers in
 docs/overlap.md says which stream waits for what.
 
 Priorities. In CUDA a lower number is a higher priority, 0 is the lowest there is, and 0 is what
-PyTorch, and so the model, has if nobody asks for another. So ours are equal to such a model's
+PyTorch, and so the model, has if no other is asked for. So ours are equal to such a model's
 stream and cannot be lower; they are lower where the model's was made with a negative number.
 Priorities order thread blocks of kernels that wait for room and nothing else: not the copy engines,
 and no block that runs already. What keeps our copies out of the model's way is that the kernel
@@ -83,7 +83,7 @@ class CudaEngine:
     overlaps = True
     why_not_moved: str | None = None
     """`rotations` were given, but KV cannot be moved here, or was moved wrongly when that was
-    tried: nobody may call move()."""
+    tried: move() may not be called."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class CudaEngine:
             return self._failed(self._loads, error)
 
     def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> StreamEvent:
-        assert self.token_movers, "nobody has said how K is rotated"
+        assert self.token_movers, "it is not known how K is rotated"
         layers = self._geometry.layers_of(group) if layers is None else layers
         num_bytes = bytes_moved(self._geometry, moved, layers, group)
         self._load_ended = None
@@ -351,7 +351,7 @@ class CudaEngine:
         """One for each group; none if a rotation does not go with these pages."""
         native, movers = self._native, []
         on_device = self._on_device([*numbers["layer_bases"], *numbers["run_offsets"]])
-        assert len(self._kinds) == 1 or not rotations, "nobody rotates K of several kinds"
+        assert len(self._kinds) == 1 or not rotations, "K of several kinds cannot be rotated"
         for group, rotation in zip(self._geometry.groups, rotations, strict=False):
             turned = rotation_numbers(rotation, group.block_tokens)
             shapes = native.PageShape(**numbers), native.RotationShape(**turned)

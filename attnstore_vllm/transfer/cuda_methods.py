@@ -8,10 +8,10 @@ DMA     the copy engines, one call of the driver for many runs. Takes nothing fr
         run costs time of its own, so short runs are slow.
 
 What decides is how long the contiguous runs are, neighbours on both sides counted as one. What goes
-to DRAM goes by DMA: nobody waits for it, and the multiprocessors are the model's.
+to DRAM goes by DMA: it is not waited for, and the multiprocessors are the model's.
 
 `make gpu-check` measures the table of a device and keeps it in rules_path(). Engines on a device of
-that name have it from then on; others have what is built in, which nobody has measured.
+that name have it from then on; others have what is built in, which is not measured there.
 """
 
 from __future__ import annotations

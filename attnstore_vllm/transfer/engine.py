@@ -61,7 +61,7 @@ class CopyEngine(Protocol):
     """One worker's copies. All methods are called on the worker's thread."""
 
     overlaps: bool
-    """Copies run beside the model; else whatever is begun is over on return."""
+    """Copies run beside the model; else what is begun is over on return."""
     num_rows: int
     """Rows of the write buffer in HBM; one holds one block, all layers. 0: there is none."""
 
@@ -156,7 +156,7 @@ class CpuEngine:
         return Over()
 
     def move(self, moved: Moved, layers: range | None = None, *, group: int = 0) -> StreamEvent:
-        assert self._rotators, "nobody has said how K is rotated"
+        assert self._rotators, "it is not known how K is rotated"
         began = time.perf_counter()
         layers = self._geometry.layers_of(group) if layers is None else layers
         self._rotators[group].load(moved, layers.start, layers.stop)

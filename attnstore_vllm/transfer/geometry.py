@@ -12,8 +12,8 @@ one layer on one rank, as vLLM wrote them.
 A group says how many tokens a block of it has. The *spine* is the group that has all tokens: its
 chunks are named by them. Where none has, it is the group with the longest window: that has a
 chunk's tokens at least, so what is kept of a chunk is whole. What other groups keep of a chunk are
-*sections* (index/sections.py), each in a slot of its own, so that a slot is the same whoever's it
-is: the blocks of the group with most blocks a chunk.
+*sections* (index/sections.py), each in a slot of its own, so that a slot is the same for any group
+it is: the blocks of the group with most blocks a chunk.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def page_of(layer: str, layout: LayerLayout, page_bytes: int) -> LayerLayout:
     """The layout of a layer's whole pages, which may be padded: of `page_bytes` each.
 
     A padded page is one run, and what is behind its content is copied with it. So it is the same
-    run whatever the page holds. Raises: UnsupportedError if pages are not so.
+    run with any bytes in the page. Raises: UnsupportedError if pages are not so.
     """
     if layout.page_bytes == page_bytes:
         return layout

@@ -103,7 +103,7 @@ def probe(
         )
     read = torch.zeros(2 * count, dtype=torch.int64)  # which number is at each place of the page
     for shift in range(0, max(1, (2 * count - 1).bit_length()), DIGIT_BITS):
-        # 0 is what nobody wrote.
+        # 0 is what was never written.
         digits = (numbers >> shift) % (1 << DIGIT_BITS) + 1
         cache.zero_()
         key, value = digits.to(device=cache.device, dtype=cache.dtype)

@@ -29,7 +29,7 @@ class Unmapped:
     """The pages of these buffers. Used by one thread.
 
     Args:
-        writes: they are for writing too. It changes no byte, whoever else writes meanwhile.
+        writes: they are for writing too. It changes no byte, also while others write.
     """
 
     def __init__(self, buffers: Sequence[memoryview | mmap.mmap], *, writes: bool) -> None:

@@ -6,7 +6,7 @@
                    scheduler side reads it
     1 MiB          slots: of a rank, its own part of each, where parts lie apart
 
-Whoever comes first creates it, under a name derived from the engine's id and the directory of
+The first to come creates it, under a name derived from the engine's id and the directory of
 its store. A large one is several files, and one whose ranks have parts of their own
 (transfer/pool_files.py). The first has the name itself: it is made first and removed last. The
 names go as soon as all members have mapped them, or with their creator, however that leaves

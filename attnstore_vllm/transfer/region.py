@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named regions of shared memory: who holds one lives, and a dead one is removed.
 
-Whoever uses a region has a shared lock on it (flock). The kernel takes the lock away with the
-process, however that ends, and sees it across containers that share /dev/shm. A region without a
-lock is dead.
+A process that uses a region has a shared lock on it (flock). The kernel takes the lock away with
+the process, however that ends, and sees it across containers that share /dev/shm. A region without
+a lock is dead.
 
-Between creating a file and locking it nobody holds it. So its creator looks, once it has the lock,
-whether the file still has its name. If not, a sweep took it for a dead one, and another is made.
-Hence no sweep has to guess from a file's age, and a start right after a killed one finds room.
+Between creating a file and locking it no process holds it. So its creator looks, once it has the
+lock, whether the file still has its name. If not, a sweep took it for a dead one, and another is
+made. Hence no sweep has to guess from a file's age, and a start right after a killed one finds
+room.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def find(path: Path) -> int | None:
 
 
 def lock(fd: int) -> bool:
-    """Hold the region from now on; False if it has lost its name, so that nobody can find it."""
+    """Hold the region from now on; False if it has lost its name, so that it cannot be found."""
     fcntl.flock(fd, fcntl.LOCK_SH)  # waits at most for who removes it now
     return os.fstat(fd).st_nlink > 0
 

@@ -82,7 +82,7 @@ class Loads:
             ended: plans whose requests are gone or preempted.
             whole: the forward pass may be a graph that calls no hook.
         """
-        self._poll(early=False)  # this forward pass would wait for what nobody reads in it
+        self._poll(early=False)  # this forward pass would wait for what is not read in it
         for load in self._open:
             if any(plan.plan_id in ended for plan in load.plans):
                 load.has_ended = True
@@ -128,7 +128,7 @@ class Loads:
                 self._engine.model_waits(load.layers[layer])
 
     def end_step(self) -> None:
-        """After the forward pass: whatever it did not wait for comes before what is next."""
+        """After the forward pass: what it did not wait for comes before what is next."""
         for load in self._open:
             if load.gates and not load.plans[0].layers_before:
                 self._engine.model_waits(load.layers[-1])
@@ -230,7 +230,7 @@ class Loads:
         self._missing.update(plan.missing)
 
     def _fail(self, load: _Load, error: CopyError) -> None:
-        """Nobody has read the blocks of a load ahead that was not told: vLLM computes them. Of any
+        """None has read the blocks of a load ahead that was not told: vLLM computes them. Of any
         other the forward pass may have, so the engine has to stop."""
         if load.gates or not load.plans[0].layers_before:
             raise error

@@ -36,7 +36,7 @@ class Order(Protocol[K]):
 
     def clear(self) -> None: ...
     def victim(self, now: float, can_go: Callable[[K], bool]) -> K | None:
-        """Who gives up a slot, or None if nobody is found that can. Changes nothing.
+        """Which slot is given up, or None if none is found that can be. Changes nothing.
 
         Args:
             can_go: False if all slots that were looked at are held. Few are.

@@ -50,8 +50,8 @@ PRIORITY_FACTORS = {
     Priority.HIGH: 16.0,
 }
 """Factors of a run's worth, by priority. A factor and not an order: worth falls with age, so what
-nobody comes back to leaves in the end, whatever somebody said of it. What has ended is worth
-less than anything else, whatever its age."""
+no request comes back to leaves in the end, even if it was said to stay. What has ended is worth
+less than anything else, at any age."""
 
 
 class AgeLane(NamedTuple):

@@ -164,7 +164,7 @@ class Departures:
     ) -> None:
         """Add many of which little is known; of them the first goes first.
 
-        They are as old as can be, until somebody uses them.
+        They are as old as can be, until they are used.
 
         Args:
             ends: [len(slots)] when each expires that is not used till then; infinite: never.
@@ -250,7 +250,8 @@ class Departures:
         return self._order.worth(run, now)
 
     def _expired_victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
-        """A slot that nobody will find any more. Those that cannot go now do not hide others."""
+        """A slot that no look-up will find any more. Those that cannot go now do not hide
+        others."""
         for number in self.leases.take(now, LEASES_MAX):
             self.expired[number] = self.groups[number]
         for group in list(islice(self.expired.values(), GROUPS_MAX)):

@@ -19,7 +19,7 @@ from attnstore_vllm.io.device import Completion, Device, IoRequest, Op, Seal
 from attnstore_vllm.types import Clock
 
 TIMES_KEPT = 1024
-"""Seconds of so many requests are kept, of each kind, until somebody takes them."""
+"""Seconds of so many requests are kept, of each kind, until they are taken."""
 
 
 @dataclass(slots=True)

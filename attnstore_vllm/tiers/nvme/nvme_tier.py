@@ -6,7 +6,7 @@ A slot, by its state:
     CLOSED  not of the store now: its part of the disk is not claimed
     FREE
     OWNED   of an entry of the index, and in the policy's order of departure unless it is pinned
-    ADOPTED as OWNED, but in no order yet: recovery goes on, and nobody has used it
+    ADOPTED as OWNED, but in no order yet: recovery goes on, and it was not used
     GONE    its chunk was dropped, and a device request still touches it
 
 Recovery enters what it found a batch of header pages at a time. Left out, with their slots still
@@ -256,7 +256,7 @@ class NvmeTier(TierBehind):
         return Adopted(entered, left_out + num_taken, superseded)
 
     def adopted(self) -> npt.NDArray[np.int32]:
-        """The adopted slots that nobody has used since, in the order they were written in.
+        """The adopted slots that were not used since, in the order they were written in.
 
         Needs no lock, on the only thread that adopts and evicts: what others remove meanwhile has
         a place in the order and none when it is used (all_adopted). Cost: about 0.2 s a million.

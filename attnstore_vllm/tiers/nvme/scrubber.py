@@ -2,7 +2,7 @@
 """Cold records are read again now and then, so that rot is found before a request needs them.
 
 One record at a time, in the order of the file, within a bandwidth budget, and only while
-nobody reads. A record that is not right is dropped and counted, as if it had been asked for.
+is not read. A record that is not right is dropped and counted, as if it had been asked for.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def _allocate(fd: int, slab: Slab) -> None:
     for number in range(max(used)):
         if number not in used:
             _fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, slab, number)
-    for number in slab.free:  # whatever it held is nobody's
+    for number in slab.free:  # what it held has no owner
         os.pwrite(fd, bytes(PAGE_BYTES), slab.segment_offset(number))
     os.ftruncate(fd, end)
     reserved = True

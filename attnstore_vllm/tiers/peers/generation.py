@@ -3,8 +3,8 @@
 
 Engines share KV only while their generations are equal. The group's file names the last reset of
 any of them. The first engine that is reset makes a new name; each of the others takes that one with
-its own reset, when all that it had has gone. So after a reset nobody gets KV of before it from one
-that has not been reset yet. Both are kept in files, since KV on NVMe outlives the process.
+its own reset, when all that it had has gone. So after a reset no engine gets KV of before it from
+one that has not been reset yet. Both are kept in files, since KV on NVMe outlives the process.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ It is long since one thread does all that is asked, copied and verified.
     RELEASE
 
 One thread sends, receives, copies and verifies. A sibling that does not answer in time is asked
-less and less often (policy/breaker.py), and whoever waited for it computes.
+less and less often (policy/breaker.py), and a request that waited for it computes.
 """
 
 from __future__ import annotations
@@ -396,7 +396,7 @@ class PeersIo(RemoteIo):
             load.sibling, load.ends_at = sibling, now + self.piece_deadline_s
             batch = batches.setdefault(sibling, {})
             batch[len(batch)] = load
-        # All are known before the first is sent: whatever fails then, each has its deadline.
+        # All are known before the first is sent: in all failures each has its deadline.
         numbered = [(self._next_number(), sibling, batch) for sibling, batch in batches.items()]
         self._loads |= {number: batch for number, _, batch in numbered}
         self._end(lost)
@@ -409,7 +409,7 @@ class PeersIo(RemoteIo):
                 self._part(sibling, "it has gone")
 
     def _pieces(self, sibling: Sibling, message: Message) -> None:
-        """Copy and verify. A checksum is that of our copy: nobody else can write to it now."""
+        """Copy and verify. A checksum is that of our copy: no other can write to it now."""
         loads = self._loads.get(message.number, {})
         copies, ended = [], list[tuple[int, AttnStoreError | None]]()
         places = [PIECE.unpack(said)[0] for said in message.fields[::2]]
@@ -484,7 +484,7 @@ class PeersIo(RemoteIo):
 
 
 def _fields_of(ask: Ask, generation: bytes) -> list[bytes]:
-    """A FIND. The tokens go along since nobody knows in which chunk a sibling's run ends."""
+    """A FIND. The tokens go along since it is not known in which chunk a sibling's run ends."""
     size = ask.sequence.chunk_tokens
     start = ask.first * size
     stop = min(ask.stop, start + FIND_TOKENS_MAX)

@@ -195,7 +195,7 @@ def listen(directory: Path) -> socket.socket:
 
 
 def connect(directory: Path) -> Wire | None:
-    """None if nobody listens there now. Raises: WireError if it is another user."""
+    """None if nothing listens there now. Raises: WireError if it is another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)

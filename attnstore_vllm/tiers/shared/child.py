@@ -3,7 +3,7 @@
 
 A process of its own, since such a client brings threads, logs and calls that cannot be cancelled.
 It trusts its engine, and no engine trusts it: what it has put into the bounce buffer is verified
-after it was copied out. It ends with its engine, whatever it is doing.
+after it was copied out. It ends with its engine, at any moment.
 """
 
 from __future__ import annotations

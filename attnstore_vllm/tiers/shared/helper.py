@@ -141,7 +141,7 @@ class Helper:
         self._exchange(0, request(LaneOp.HELLO, ()), START_S)
 
     def stop(self) -> None:
-        """End the child, whatever it does. Whoever waits for it is told. From any thread."""
+        """End the child at once. A thread that waits for it is told. From any thread."""
         with self._lock:
             child, self._child = self._child, None
             sockets, self._sockets = self._sockets, []

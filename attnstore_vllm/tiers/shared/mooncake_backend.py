@@ -68,7 +68,7 @@ class Line:
         self._socket: socket.socket | None = None
 
     def check(self) -> None:
-        """Cost: 2 us if it is there. Raises BackendError; NoAnswerError if nobody says no."""
+        """Cost: 2 us if it is there. Raises BackendError; NoAnswerError if no answer comes."""
         if self._is_up():
             return
         self.close()

@@ -4,7 +4,7 @@
     name    tag of the tenant; hash of the namespace, the generation, the chunk's key and the format
     record  header of 64 bytes, payload
 
-Everybody in that network may read a record, and whoever can write may write anything. So a record
+All in that network may read a record, and one that can write may write anything. So a record
 has neither token ids, a key nor a tenant's name, and nothing of it is believed before it was
 verified in memory that is ours alone. Its seal is over its name, all that the name stands for, the
 header and the payload. Names and seals are made with the servers' secret (secret.py).

@@ -22,7 +22,7 @@ from attnstore_vllm.tiers.shared.backend import FAILED, MISSING, WRONG_SIZE, Bac
 LINE_MAX = 64 << 10
 DEFAULT_PORT = 6379
 SCAN_NAMES = 1000
-"""Names that Redis looks at for one SCAN, which nobody else is served in."""
+"""Names that Redis looks at for one SCAN, in which no other client is served."""
 DRAIN_MAX = 1 << 30
 """A value of another size is read away, up to this."""
 
@@ -182,7 +182,7 @@ class RedisBackend(Backend):
 
     def _is_stale(self) -> bool:
         """Whether the server has ended an idle connection, also one with TLS. Readable is its end,
-        or an answer that nobody waits for: tickets of TLS come before the first answer."""
+        or an answer that is not waited for: tickets of TLS come before the first answer."""
         if self._socket is None:
             return False
         poll = select.poll()
@@ -254,7 +254,7 @@ class RedisBackend(Backend):
         return bytes(place[:-2]).decode(errors="surrogateescape")
 
     def _length(self) -> int:
-        """In answer to STRLEN. Somebody may have put what is no string there."""
+        """In answer to STRLEN. What is there may be no string."""
         kind, text = self._reply()
         if kind == "-" and text.startswith("WRONGTYPE"):
             return 0

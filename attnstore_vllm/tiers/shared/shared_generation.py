@@ -80,7 +80,7 @@ class SharedGeneration:
     left: dict[bytes, int] = field(default_factory=dict)
     """By anchor the highest count that is never used again, nor any below: the newest last."""
     must_renew: bool = False
-    """It was reset while it knew none: whatever is there is of before."""
+    """It was reset while it knew none: all that is there is of before."""
     mine: GenerationId | None = None
     is_behind: bool = False
     """Others were reset, and this engine was not."""
@@ -109,7 +109,7 @@ class SharedGeneration:
         self.is_in_doubt, self.is_behind, self.was_reset = True, False, True
 
     def weights_seen(self, same: bool | None) -> None:
-        """Args: same: None: nobody can see them. They are then as at the start until a reset."""
+        """Args: same: None: they cannot be seen. They are then as at the start until a reset."""
         self.has_changed |= not (not self.was_reset if same is None else same)
         self.is_in_doubt = False
 
@@ -176,7 +176,7 @@ def from_json(text: str) -> SharedGeneration:
     """Raises ValueError, LookupError, TypeError, AttributeError, OverflowError."""
     said = json.loads(text)
     if isinstance(said["left"], list):
-        # Of format 1, whose records have other names. After a reset whatever is there is of before.
+        # Of format 1, whose records have other names. After a reset all that is there is of before.
         was_reset = said["mine"] is None and bool(said["left"])
         return SharedGeneration(must_renew=bool(said["renew"]) or was_reset)
     left = {bytes.fromhex(anchor): int(count) for anchor, count in said["left"].items()}

@@ -196,10 +196,10 @@ class SharedIo(RemoteIo):
         return super().look_up(lookup, at, stop, request_id)
 
     def ask(self, ask: Ask) -> None:
-        """Whoever asks plans a step: all that a question takes is done on the tier's thread."""
+        """The caller plans a step: what a question costs is spent on the tier's thread."""
         if ask.keys and self._alone.get(bytes(ask.keys[0]), 0.0) <= self.context.clock():
             self._asker.hand(self._ask, ask)
-        else:  # nobody waits for another thread to hear that nothing is asked for
+        else:  # no one waits for another thread to hear that nothing is asked for
             self._ask_nobody(ask)
 
     def _ask_nobody(self, ask: Ask) -> None:
@@ -209,7 +209,7 @@ class SharedIo(RemoteIo):
         self.context.progress.notify_all()
 
     def _wanted(self, ask: Ask) -> list[bytes]:
-        """The names of what is asked for: none if nobody is to be asked any more."""
+        """The names of what is asked for: none if nothing is to be asked any more."""
         with self.context.progress:
             names, now = self._names(), self.context.clock()
             if ask.is_over:
@@ -260,7 +260,7 @@ class SharedIo(RemoteIo):
             self._storers[which].submit(self._store_all, STORE_LANES[which])
 
     def _load_all(self, lane: int) -> None:
-        """On a thread that loads: whatever waits, some at a time, beside the other such thread."""
+        """On a thread that loads: what waits, some at a time, beside the other such thread."""
         while True:
             with self.context.progress:
                 batch = self._some(self._loads)

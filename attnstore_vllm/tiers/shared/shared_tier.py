@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared tier: which of what is in DRAM is to be written there, and when.
 
-Whole chunks alone, since whoever asks can name no others. Written when a conversation pauses, or at
+Whole chunks alone, since the asker can name no others. Written when a conversation pauses, or at
 the second use, of most worth first (Departures), within a budget (tier_io.py). What came from there
 is not written there again.
 """
