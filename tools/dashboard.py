@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Grafana dashboard, monitoring/dashboard.json: made of PANELS, and never edited by hand.
 
-    python3 tools/dashboard.py            (writes it; tests/unit/test_monitoring.py compares)
+    python3 tools/dashboard.py        (tests/unit/repository/test_monitoring.py compares)
 
 Standard library only.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/configuration.md and configs/attnstore.yaml from attnstore_vllm/config/texts.py.
 
-python3 tools/settings_page.py        (tests/unit/test_setting_texts.py says when it is due)
+python3 tools/settings_page.py        (tests/unit/config/test_texts.py says when it is due)
 """
 
 from __future__ import annotations

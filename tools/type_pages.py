@@ -32,7 +32,10 @@ READY = "Application startup complete"
 READY_S, ENDED_S = 900.0, 120.0
 ACTIVATE = ". .venv/bin/activate\n"
 UNIT = "make test ARGS=tests/unit"
-QUICK_TESTS = "cli_settings store_exit setup_env devices config native pool"
+QUICK_TESTS = (
+    "cli/test_cli_settings store/test_store_exit repository/test_setup_env io/test_devices "
+    "config/test_settings transfer/test_native transfer/test_pool"
+)
 """Of tests/unit, those that ask what was built."""
 
 
@@ -187,7 +190,7 @@ def main() -> int:
             type_page(page, quick=args.quick)
         if UNIT not in (ROOT / "README.md").read_text(encoding="utf-8"):
             raise WrongError(f"README.md does not say `{UNIT}` any more")
-        names = " ".join(f"tests/unit/test_{name}.py" for name in QUICK_TESTS.split())
+        names = " ".join(f"tests/unit/{name}.py" for name in QUICK_TESTS.split())
         run(f'make test ARGS="{names}"' if args.quick else UNIT)
     except WrongError as error:
         print(f"type_pages: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 """Every setting in words, the only ones: default, unit, what it does, when to change it.
 
 `attnstore init`, configs/attnstore.yaml and docs/configuration.md are made of this;
-tests/unit/test_setting_texts.py compares all of them with config/settings.py.
+tests/unit/config/test_texts.py compares all of them with config/settings.py.
 """
 
 from __future__ import annotations

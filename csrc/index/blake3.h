@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // BLAKE3 without a key (https://github.com/BLAKE3-team/BLAKE3-specs): names of chunks, computed
 // where no lock of Python's is held. One thread, a block at a time: names form a chain, and each is
-// the hash of about a kilobyte. tests/unit/test_keys.py compares it with the package blake3.
+// the hash of about a kilobyte. tests/unit/index/test_keys.py compares it with the package blake3.
 #pragma once
 
 #include <array>

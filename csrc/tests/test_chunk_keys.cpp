@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Names of chunks of any length, under the sanitizers. That they are BLAKE3's is compared with its
-// package in tests/unit/test_keys.py; here one published digest says that the build is right.
+// package in tests/unit/index/test_keys.py; here one published digest says that the build is right.
 #include <algorithm>
 #include <cstdint>
 #include <string>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The quantized codecs under the sanitizers: numbers of every pattern and layout, and damaged
 // encodings, with nothing touched outside of the buffers. How near numbers are, says Python
-// (tests/unit/test_quantized.py).
+// (tests/unit/io/test_codec_quantized.py).
 #include <cmath>
 
 #include "codec/numbers.h"

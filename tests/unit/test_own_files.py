@@ -25,7 +25,7 @@ from attnstore_vllm.own_files import (
 )
 from tests.helpers import give_away
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE, LAB = ROOT / "attnstore_vllm", ROOT / "attnstore_lab"
 SOURCES = sorted(path for folder in (PACKAGE, LAB) for path in folder.rglob("*.py"))
 

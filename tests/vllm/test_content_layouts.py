@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnstore_vllm.transfer.page_content import probe
-from tests.unit.moved_memory import LAYOUTS, content_map
+from tests.unit.transfer.moved_memory import LAYOUTS, content_map
 
 ops = pytest.importorskip("vllm._custom_ops")
 HEADS = 3

@@ -32,7 +32,7 @@ from tests.vllm.serve_helpers import FLAG, count, loaded, nudge
 
 pytestmark = pytest.mark.long
 # By default test_serve_faults.py damages the file of a running server, and
-# tests/unit/test_slab.py and test_store_file.py what a start finds.
+# tests/unit/tiers/nvme/test_slab.py and test_store_file.py what a start finds.
 PROMPTS = 10
 COUNTED_FROM = 48
 """Of a header: what is before it (magic, version, checksum, generation) makes it no record."""

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from attnstore_vllm.connector.model_rotation import content_of
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.page_content import ContentMap
-from tests.unit.moved_memory import LAYOUTS, content_map
+from tests.unit.transfer.moved_memory import LAYOUTS, content_map
 
 HEADS, DIM = 3, 64
 

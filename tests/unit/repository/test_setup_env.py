@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What set-up depends on: headers that came or went build the extension anew, and it says so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import setup_env
+
+ROOT = Path(__file__).resolve().parents[3]
+PROJECT = 2
+"""The step that builds the extension."""
+
+
+def stamps() -> list[str]:
+    return [wanted for _, _, wanted in setup_env.project_steps()]
+
+
+@pytest.mark.parametrize("name", setup_env.HEADERS)
+def test_a_header_that_came_builds_the_extension_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = stamps()
+    assert stamps() == before
+    monkeypatch.setenv("CPATH", str(tmp_path))  # which compilers look in first
+    assert stamps() == before
+    (tmp_path / name).write_text("int another;\n")
+    after = stamps()
+    assert after[:PROJECT] == before[:PROJECT] and after[PROJECT] != before[PROJECT]
+    (tmp_path / name).write_text("#error none\n")
+    gone = stamps()
+    assert gone[PROJECT] not in (before[PROJECT], after[PROJECT])
+
+
+def test_what_it_was_built_without_is_told_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "attnstore_vllm"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "_native.py").write_text("has_uring = False\n")
+    monkeypatch.setattr(setup_env, "ROOT", tmp_path)
+    monkeypatch.setattr(setup_env, "PYTHON", Path(sys.executable))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    said = setup_env.built_without()
+    assert said is not None and said.startswith("built without io_uring and native checksums: ")
+    assert said.splitlines()[1] == f"To add them: {setup_env.ADDS_HEADERS} && make setup"
+    (package / "_native.py").write_text("has_uring = True\npage_checksums = None\n")
+    assert setup_env.built_without() is None
+
+
+def test_the_command_is_the_one_that_pages_name() -> None:
+    packages = set(re.findall(r"lib\w+-dev", setup_env.ADDS_HEADERS))
+    for page in ("README.md", "docs/getting-started-cpu.md", ".ci/run"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert packages <= set(re.findall(r"lib\w+-dev", text)), page
+
+
+def test_it_runs_without_anything_installed() -> None:
+    code = "import sys; sys.path.insert(0, '.'); import tools.setup_env as s; print(s.headers())"
+    bare = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert bare.stdout.strip() == setup_env.headers()

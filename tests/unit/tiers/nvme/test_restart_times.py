@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What settings and hints promise about time holds from one process to the next.
+
+The clocks are the test's: `clock` of a process, which begins anew with each, and `wall`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_vllm.config.texts import SETTINGS
+from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.policy.budget import Budget
+from attnstore_vllm.policy.eviction.departures import departures
+from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.visits import LEFT_PARTS, Terms, by_end
+from attnstore_vllm.tiers.nvme.format import ages
+from attnstore_vllm.types import NVME
+from tests.helpers import (
+    GRAIN,
+    RECORD_BYTES,
+    SHAPE,
+    Rig,
+    Rigs,
+    Start,
+    conversation,
+    format_device,
+    found_slab,
+    lookup_of,
+    memory_rig,
+    names_of,
+    new_slab,
+    sequence_of,
+    slab_bytes,
+    starting,
+)
+from tests.unit.policy.test_visits import Clock, ask
+from tests.unit.tiers.nvme.test_recovery import name, residency, write
+
+ROOT = Path(__file__).parents[4]
+DAY_S = 86_400.0
+
+
+class Wall(Clock):
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.5
+
+
+@pytest.fixture
+def wall() -> Wall:
+    return Wall()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Stores on one real file, one after the other."""
+    with starting(tmp_path / "slab", SHAPE, 64, 16) as start:
+        yield start
+
+
+def found(rig: Rig, number: int, num_tokens: int = 40) -> int:
+    """Tokens that a request would find, after the last whole block."""
+    pieces = rig.store.find(lookup_of(conversation(number, num_tokens)), 0, num_tokens)
+    rig.until_idle()
+    return pieces[-1].stop if pieces else 0
+
+
+def kept(rig: Rig, number: int, terms: Terms | None = None) -> None:
+    """A request has come, was computed, and its KV is on NVMe."""
+    ask(rig, number, terms=terms)
+    rig.until_idle()
+    for chunk in names_of(sequence_of(conversation(number))):
+        assert rig.chunk(chunk).at(NVME).slot >= 0
+
+
+def counts(rig: Rig) -> dict[str, int]:
+    return rig.store.figures().counts
+
+
+# ---- ttl ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stopped_s", "tokens"), [(2.0, 40), (65.0, 0)])
+def test_a_ttl_goes_on_while_the_server_is_stopped(
+    start: Start, wall: Wall, stopped_s: float, tokens: int
+) -> None:
+    clocks = Clock(), Clock()
+    kept(start(ttl_s=5.0, wall=wall, clock=clocks[0], grain=GRAIN), 1)
+    wall.now += stopped_s
+    again = start(ttl_s=5.0, wall=wall, clock=clocks[1], grain=GRAIN)
+    assert counts(again).get("expired", 0) == (0 if tokens else 3)
+    assert found(again, 1) == tokens
+
+
+def test_what_is_left_of_a_ttl_goes_on_after_a_restart(open_rig: Rigs, wall: Wall) -> None:
+    """Its use counts, and the restart does not."""
+    rig, device = open_rig(ttl_s=60.0, wall=wall)
+    kept(rig, 1)
+    kept(rig, 2)
+    wall.now += 20.0
+    clock = Clock()
+    again, medium = open_rig(image=bytes(device.image), clock=clock, wall=wall, ttl_s=60.0)
+    clock.now += 30.0
+    assert ask(again, 2) == 36
+    medium.settle()
+    clock.now += 11.0
+    assert (found(again, 1), found(again, 2)) == (0, 40)
+    assert counts(again)["expired"] == 3
+
+
+def test_what_is_found_expires_though_recovery_goes_on() -> None:
+    tiers, slab = residency(), new_slab(8)
+    pages = MemoryDevice(slab_bytes(8))
+    write(slab, pages, 0, name(1), 1)
+    write(slab, pages, 1, name(2), 2)
+    headers = b"".join(pages.image[slab.offset(n) :][: slab.header_bytes] for n in range(2))
+    ends = np.array([10.0, np.inf])
+    slots = np.arange(2, dtype=np.uint32)
+    tiers.nvme.adopt(memoryview(headers), slots, slab.header_bytes, ends)
+
+    def expired(now: float) -> list[bool]:
+        tiers.now = now
+        return [tiers.has_expired(tiers.index.get(name(n).key) or Chunk(name(n))) for n in (1, 2)]
+
+    assert (expired(9.0), expired(10.0)) == ([False, False], [True, False])
+    tiers.nvme.all_adopted(tiers.nvme.adopted(), 9.0)
+    assert (expired(9.0), expired(10.0)) == ([False, False], [True, False])
+    tiers.check_integrity()
+
+
+def test_a_shorter_ttl_of_a_request_is_kept_on_the_disk(open_rig: Rigs, wall: Wall) -> None:
+    """A server without a ttl of its own, and one whose ttl is longer."""
+    rig, device = open_rig(wall=wall)
+    kept(rig, 1, Terms(ttl_s=600.0))
+    kept(rig, 2)
+    image = bytes(device.image)
+    wall.now += 599.0
+    clock = Clock()
+    again, _ = open_rig(image=image, clock=clock, wall=wall)
+    assert (found(again, 1), found(again, 2)) == (40, 40)
+    clock.now += 2.0
+    assert (found(again, 1), found(again, 2)) == (0, 40)
+    wall.now += 2.0
+    for ttl_s in (None, DAY_S):
+        later, _ = open_rig(image=image, wall=wall, ttl_s=ttl_s)
+        assert (found(later, 1), found(later, 2)) == (0, 40)
+
+
+def test_time_that_a_chunk_waited_to_be_written_counts(open_rig: Rigs, wall: Wall) -> None:
+    clock = Clock()
+    rig = memory_rig(clock=clock, wall=wall, ttl_s=60.0, threaded=False)
+    device = rig.device
+    assert isinstance(device, MemoryDevice)
+    ask(rig, 1)
+    clock.now += 50.0
+    wall.now += 50.0
+    while not rig.store.is_idle():
+        rig.store.tick()
+    first = names_of(sequence_of(conversation(1)))[0]
+    slab = found_slab(device.image)
+    at = slab.offset(rig.chunk(first).at(NVME).slot)
+    page = memoryview(device.image)[at : at + slab.header_bytes]
+    (written_at,), (used_at,), (ttl_s,) = ages(page, slab.header_bytes)
+    assert (wall.now - written_at, written_at - used_at, ttl_s) == (0.5, 50.0, 60.0)
+    rig.pool.close()
+    wall.now += 10.0
+    again, _ = open_rig(image=bytes(device.image), wall=wall, ttl_s=60.0)
+    assert (found(again, 1), counts(again)["expired"]) == (0, 3)
+
+
+def test_a_time_that_has_not_come_counts_as_expired_and_is_said_once(
+    open_rig: Rigs, wall: Wall, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, device = open_rig(ttl_s=60.0, wall=wall)
+    kept(rig, 1)
+    kept(rig, 2)
+    wall.now -= 3600.0
+    with caplog.at_level(logging.WARNING, "attnstore_vllm.tiers.nvme.recovery"):
+        again, _ = open_rig(image=bytes(device.image), wall=wall, ttl_s=60.0)
+        again.until_idle()
+    assert (found(again, 1), counts(again)["expired"]) == (0, 6)
+    assert [r.getMessage()[:30] for r in caplog.records] == ["6 of these chunks were written"]
+    unlimited, _ = open_rig(image=bytes(device.image), wall=wall)
+    assert found(unlimited, 1) == 0, "its own ttl is in its record"
+
+
+def test_without_a_ttl_no_clock_matters(open_rig: Rigs, wall: Wall) -> None:
+    rig, device = open_rig(wall=wall)
+    kept(rig, 1)
+    for jump_s in (-1e9, 1e9):
+        again, _ = open_rig(image=bytes(device.image), wall=lambda jump=jump_s: wall.now + jump)
+        assert found(again, 1) == 40
+        assert not counts(again)["expired"]
+
+
+def test_records_that_say_nothing_of_a_ttl_have_that_of_the_server() -> None:
+    """Those of builds before the fields were there, where headers are zeros."""
+    slab, device = new_slab(8), MemoryDevice(slab_bytes(8))
+    format_device(device, slab)
+    for record in range(3):
+        write(slab, device, record, name(record), record + 1)
+    for ttl_s, count in ((None, 3), (101.0, 3), (99.0, 0)):
+        medium = MemoryDevice(len(device.image))
+        medium.image[:] = device.image
+        options = {"ttl_s": ttl_s, "wall": lambda: 100.0}
+        rig = Rig(medium, found_slab(device.image), options=options)
+        rig.until_idle()
+        assert len(rig.store.residency.index) == count
+        rig.close()
+
+
+def test_leases_of_what_was_left_end_no_later_and_are_few() -> None:
+    random = np.random.default_rng(1)
+    ends = 1000.0 + random.exponential(3600.0, 20_000)
+    ends[::7] = np.inf
+    ends[5] = 999.0
+    seen: list[int] = []
+    leases = 0
+    for chosen, lease in by_end(ends, 1000.0):
+        leases += 1
+        seen += chosen.tolist()
+        assert (np.diff(chosen) > 0).all(), "in their order"
+        if lease is None:
+            assert np.isinf(ends[chosen]).all()
+        else:
+            left = np.maximum(0.0, ends[chosen] - 1000.0)
+            assert (lease.expires <= ends[chosen]).all()
+            assert (max(0.0, lease.expires - 1000.0) >= left * (1 - 1 / LEFT_PARTS) - 1e-3).all()
+    assert sorted(seen) == list(range(len(ends)))
+    assert leases < 40 * LEFT_PARTS
+
+
+def test_one_short_ttl_takes_nobody_elses_chunk_along() -> None:
+    order = departures("attnstore", 100, ReturnEstimator())
+    ends = np.array([2000.0, 1001.0, np.inf, 2000.0])
+    order.add_oldest(np.array([4, 5, 6, 7], np.int32), 1000.0, ends)
+    expired = {
+        slot for slot in (4, 5, 6, 7) if (run := order.run_of(slot)) and run.has_expired(1500)
+    }
+    assert expired == {5}
+    assert order.victim(1500.0, lambda _: True) == 5
+
+
+# ---- budgets -----------------------------------------------------------------------------------
+
+
+def test_starts_add_nothing_to_the_writes_of_a_day() -> None:
+    """A server that is started again each minute, on a disk that was written to before."""
+    rate, record, written = 100.0, 1000, 0
+    for minute in range(24 * 60):
+        budget = Budget(rate, 3600.0, is_new=False)
+        for second in range(60):
+            while budget.take(60.0 * minute + second, record):
+                written += record
+    assert written <= rate * DAY_S + 24 * 60 * record
+    assert written > 0.9 * rate * DAY_S
+
+
+def test_a_store_on_a_file_of_before_begins_with_no_savings(open_rig: Rigs, wall: Wall) -> None:
+    """A day's budget is ten records an hour: the first start may write those of an hour at once."""
+    clock = Clock()
+    daily = 10 * 24 * RECORD_BYTES
+    rig, device = open_rig(num_records=64, dram_slots=32, clock=clock, daily_writes_bytes=daily)
+    for number in range(8):
+        ask(rig, number)
+    rig.until(lambda: counts(rig).get("written", 0) >= 10)
+    device.settle()
+    assert counts(rig)["written"] == 10
+    options = {"clock": clock, "daily_writes_bytes": daily, "dram_slots": 32}
+    again, medium = open_rig(image=bytes(device.image), **options)
+    for number in range(10, 18):
+        ask(again, number)
+    medium.settle()
+    again.store.tick()
+    assert counts(again).get("written", 0) == 0
+    clock.now += 3600.0
+    again.store.thread.wake()
+    again.until(lambda: counts(again).get("written", 0) >= 10)
+
+
+# ---- the class ---------------------------------------------------------------------------------
+
+
+def test_each_setting_about_time_says_what_a_restart_does() -> None:
+    """docs/operations.md has a row for it. A new one fails here until it has."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    table = page.partition("## Times across restarts")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z_.]+)`", table))
+    about = re.compile(r"\btime\b|a day|a second|\bms\b")
+    keys = {s.key for s in SETTINGS if about.search(s.unit)}
+    keys |= {"pinning.longest", "hints.ttl", "hints.pin"}
+    assert len(keys) > 6
+    assert not keys - named
