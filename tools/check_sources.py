@@ -4,17 +4,20 @@
     python3 tools/check_sources.py 0.33.0            (downloads its wheel; keeps the .py files)
     python3 tools/check_sources.py DIR               (a folder that has vllm/)
 
-Looked at are every name that the package imports from vLLM, and every hook of vLLM's connector
-base: those that AttnStoreConnector has must take what vLLM gives them. Hooks that are new since the
-tested version are named. Exit 1 if something is missing. For a version that cannot be installed
-here: a CUDA build, say. Standard library only. What is found goes into results/versions.json, of
-which `tools/try_version.py --table` makes the table of docs/compatibility.md.
+Looked at are every name that the package imports from vLLM, its private names that we go by
+(PRIVATE), and every hook of vLLM's connector base: those that AttnStoreConnector has must take what
+vLLM gives them. Public attributes are not looked at: tests with that vLLM are for those. Hooks that
+are new since the tested version are named. Exit 1 if something is missing. For a version that
+cannot be installed here: a CUDA build, say. Standard library only. What is found goes into
+results/versions.json, of which `tools/try_version.py --table` makes the table of
+docs/compatibility.md.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +34,17 @@ PACKAGE = ROOT / "attnstore_vllm"
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 KNOWN = ROOT / "tools" / "known_hooks.txt"
 """Hooks of the tested version, a line each with its parameters."""
+PRIVATE = {
+    "scheduler/hidden_blocks.py": ("vllm/v1/request.py", "_block_hasher"),
+    "scheduler/request.py": ("vllm/v1/utils.py", "_x"),
+    "plugin.py": ("vllm/distributed/kv_transfer/kv_connector/factory.py", "_registry"),
+    "identity/live_facts.py": ("vllm/model_executor/layers/attention/attention.py", "_k_scale"),
+    "connector/model_rotation.py": (
+        "vllm/model_executor/layers/rotary_embedding/base.py",
+        "_compute_inv_freq",
+    ),
+}
+"""By our file: where vLLM has the private name that it goes by."""
 
 
 def download(version: str) -> Path:
@@ -87,6 +101,18 @@ def missing_names(sources: Path) -> list[str]:
     return problems
 
 
+def missing_private(sources: Path) -> list[str]:
+    """Those of PRIVATE that vLLM has no more, and those that our file goes by no more."""
+    problems = []
+    for where, (module, name) in PRIVATE.items():
+        path, word = sources / module, re.compile(rf"\b{name}\b")
+        if not path.is_file() or not word.search(path.read_text(encoding="utf-8")):
+            problems.append(f"{where}: {module} has no {name}")
+        if not word.search((PACKAGE / where).read_text(encoding="utf-8")):
+            problems.append(f"{where} does not go by {name}: take it out of PRIVATE")
+    return problems
+
+
 def methods(path: Path, name: str) -> dict[str, ast.arguments]:
     """The methods of a class, by name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -124,7 +150,7 @@ def needed_hooks() -> set[str]:
 
 def check(sources: Path) -> tuple[list[str], list[str]]:
     """(what is missing, what is new)."""
-    problems = missing_names(sources)
+    problems = [*missing_names(sources), *missing_private(sources)]
     theirs = hooks(sources)
     ours = methods(PACKAGE / "connector" / "connector.py", "AttnStoreConnector")
     known = {line.split("(")[0]: line for line in KNOWN.read_text(encoding="utf-8").splitlines()}

@@ -233,7 +233,9 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
         self._lock = threading.Lock()
         for name, (label, text) in COUNTERS.items():
             self._metrics[name] = metric_types[Counter](
-                name=f"vllm:attnstore_{name}", documentation=text, labelnames=[*labelnames, label]
+                name=f"vllm:attnstore_{name}",
+                documentation=text,
+                labelnames=[*labelnames, *label.split()],
             )
         for name, (label, text) in GAUGES.items():
             self._metrics[name] = metric_types[Gauge](

@@ -87,7 +87,7 @@ class Chunk(_Referable):
     """By the name of the tier: of those that have it, or are getting it."""
     refused_by: set[str] = field(default_factory=set)
     """Tiers that are full of what is worth more: it comes there only if it is used again."""
-    low_value: bool = False
+    written_if_room: bool = False
     """It was refused beforehand, and goes to those tiers as long as they have room to spare."""
     dram_only: bool = False
     """No tier behind may have it: what they give back is not what they were given."""

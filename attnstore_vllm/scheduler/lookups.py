@@ -131,7 +131,7 @@ class Lookups:
                         break
                     yield state
                 line.pop(request_id, None)
-        self.put_off["lookup"] += len(self._alike.keys() - self._line.keys())
+        self.put_off[Event.LOOKUP_LATER] += len(self._alike.keys() - self._line.keys())
         self._line |= self._alike
         self._alike.clear()
         while self._orders and not self._line:

@@ -106,21 +106,13 @@ class Offers:
         pieces: list[Piece] | None = None,
     ) -> tuple[int | None, bool]:
         request, lookup = state.request, state.lookup
-        if lookup.asked and self._waits.awaits(state):
-            return None, False  # before the answer a look finds what the last one has found
+        if lookup.asked:
+            if self._waits.awaits(state):
+                return None, False  # before the answer a look finds what the last one has found
+            pieces = None  # a tier may have answered since
         # One token is left to compute: vLLM needs its logits.
         stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
-        num_expired = self._store.residency.num_expired
-        if pieces is None:
-            pieces = self._store.find(
-                lookup,
-                local,
-                stop,
-                MIN_LOAD_TOKENS,
-                request_id=request.request_id,
-                visit=state.visit,
-            )
-        state.counted.has_expired |= self._store.residency.num_expired != num_expired
+        pieces = self._find(state, local, stop) if pieces is None else pieces
         if lookup.asked and self._waits.awaits(state):
             return None, False
         state.expect(pieces)
@@ -166,6 +158,15 @@ class Offers:
         self.untaken.note(state, local, held, rest)
         return self._offer(state, held, rest, local)
 
+    def _find(self, state: RequestState, local: int, stop: int) -> list[Piece]:
+        num_expired = self._store.residency.num_expired
+        name, visit = state.request.request_id, state.visit
+        pieces = self._store.find(
+            state.lookup, local, stop, MIN_LOAD_TOKENS, request_id=name, visit=visit
+        )
+        state.counted.has_expired |= self._store.residency.num_expired != num_expired
+        return pieces
+
     def _first_answer(
         self,
         state: RequestState,
@@ -196,6 +197,7 @@ class Offers:
         """Why nothing is found behind the prompt's first `at` tokens. Asked once of a request."""
         counted, size, ahead = state.counted, self._geometry.chunk_tokens, self._store.ahead
         stop, usable = state.request.num_tokens - 1, state.usable_tokens()
+        num_found = -(-(at - counted.in_hbm) // size)
         if usable - at < MIN_LOAD_TOKENS <= stop - at:
             return state.why_unusable()
         if state.lookup.short_of:
@@ -207,6 +209,8 @@ class Offers:
         why = self._store.thread.reader.why_short(state.sequence, at, stop, MIN_LOAD_TOKENS)
         if why is Cause.DRAM_TOO_SMALL and self._needs:
             return Cause.GROUP_LACKS
+        if why is Cause.DRAM_TOO_SMALL and num_found < self._store.num_slots:
+            why = Cause.NOT_STORED  # it came since the look-up
         if why not in (Cause.NOT_STORED, Cause.RECOVERING):
             return why
         if counted.has_expired:

@@ -520,7 +520,8 @@ class Scheduler:
             media.end()
         left = self._left_alone.pop(request.request_id, None)
         if left is not None:
-            self._stats.add("skipped", left.cause, 1)
+            if request.num_computed_tokens:
+                self._stats.add("skipped", left.cause, 1)
             return False, {SECTION: left.report(request)} if left.wants_report else None
         state = self.requests.pop(request.request_id, None)
         if state is None:

@@ -439,7 +439,7 @@ class Store:
         """Let a chunk of low value go to the tiers behind after all, when nothing else
         is to be written and while they have much room. It leaves them before all else."""
         with self._lock:
-            chunk.low_value = True
+            chunk.written_if_room = True
 
     def may_be_moved(
         self, name: ChunkName, domain: Key, native_from: int = 0, *, is_exact: bool = True

@@ -72,9 +72,9 @@ class Residency:
         self.look_ahead = LookAhead[Chunk]()
         self.now = 0.0  # seconds; the caller sets it before what may need room
         self.first_written_tokens = 0
+        """Tokens written behind DRAM that no record there had before."""
         self.num_expired = 0
         """Chunks that look-ups found and dropped, since their ttl was over."""
-        """Tokens written behind DRAM that no record there had before."""
         self.dram = DramTier(
             dram_slots,
             policy(dram_slots),
@@ -381,7 +381,7 @@ class Residency:
         if isinstance(outcome, StoreFailure):
             self.counts[outcome.value] += 1
             chunk.refused_by.add(tier.name)  # tried again when it is used again
-            chunk.low_value = False
+            chunk.written_if_room = False
             self.leave(tier, chunk)
         else:
             is_first = not chunk.is_behind

@@ -236,7 +236,7 @@ class TierBehind(Tier):
             self.waiting.add(slot, chunk.run)
         elif not waits:
             self.left_dram(slot)
-        if may_wait and not waits and chunk.low_value:
+        if may_wait and not waits and chunk.written_if_room:
             self.waiting_low_value[slot] = None
         else:
             self.waiting_low_value.pop(slot, None)

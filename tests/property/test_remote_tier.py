@@ -88,6 +88,8 @@ class RemoteMachine(StoreMachine):
         OTHERS.records.clear()
 
     def begin_anew(self, device: PowerLossDevice) -> None:
+        for chunk, payload in self.saving:  # its save ends now, and it may be written before we do
+            self.theirs[chunk.name.key].add(payload)
         if self.is_volatile:
             OTHERS.records.clear()
         super().begin_anew(device)

@@ -18,6 +18,7 @@ from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 
+PACKAGE = Path(__file__).parents[2] / "attnstore_vllm"
 PARAMETERS_MAX = 9
 TEXT_WORDS_MAX = 13
 """A field says what its type adds, as that None is auto; the rest is in config/texts.py."""
@@ -50,3 +51,14 @@ def test_a_setting_has_one_text(module: object) -> None:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(words))):
                     if name in named:
                         assert len(words.split()) <= TEXT_WORDS_MAX, f"{path.name}:{text.lineno}"
+
+
+def test_no_fact_is_forgotten() -> None:
+    """One that is left out would be that of a plain engine."""
+    tree = ast.parse((PACKAGE / "connector" / "facts.py").read_text(encoding="utf-8"))
+    (call,) = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "EngineFacts"
+    )
+    assert {keyword.arg for keyword in call.keywords} == {f.name for f in fields(EngineFacts)}

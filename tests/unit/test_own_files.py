@@ -238,7 +238,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "os.open": "a directory, to name a socket by; the other end's user is asked"
     },
     "plugin.py": {"Path.read_text": GIVEN},
-    "policy/returns.py": {"estimator.open": NO_FILE, "self.touch": NO_FILE},
+    "policy/visits.py": {"estimator.open": NO_FILE, "self.touch": NO_FILE},
     "preflight.py": {
         "Path.read_text": KERNEL,
         "read_text": KERNEL,

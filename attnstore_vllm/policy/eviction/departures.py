@@ -348,6 +348,8 @@ def departures(name: str, num_slots: int, estimator: ReturnEstimator) -> Departu
             order = Lru(lambda run: run.priority, lambda run: run.used_at)
         case "fifo":
             order = Fifo(lambda run: run.priority, lambda run: run.since)
-        case _:
+        case "attnstore":
             order = by_return(estimator)
+        case _:
+            raise AssertionError(f"{name} is no order of eviction")
     return Departures(num_slots, order)

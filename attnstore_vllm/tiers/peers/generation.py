@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from attnstore_vllm.own_files import make_directory, open_own, read_own, replace_own
@@ -58,15 +57,17 @@ class Generation:
             self._say(error)
 
     def advance(self) -> None:
-        """All KV of this engine has gone: it is of the group's newest generation from now on."""
+        """All KV of this engine has gone: it is of the group's newest generation from now on.
+
+        Raises: OSError if a restart may still find the one before.
+        """
         before, self.value = self.value, secrets.token_bytes(SIZE_BYTES)
         try:
             self.value = self._of_group(before)
             replace_own(self._own, self.value)
         except OSError as error:
-            with suppress(OSError):
-                self._own.unlink(missing_ok=True)
             self._say(error)
+            self._own.unlink(missing_ok=True)
 
     def _kept(self) -> bytes:
         try:

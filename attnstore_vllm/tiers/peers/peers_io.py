@@ -197,10 +197,12 @@ class PeersIo(RemoteIo):
         return NotedReset(self.context, "siblings", self._advance)
 
     def _advance(self) -> None:
-        with self._advancing:  # one for each: others may have taken one
-            self._of.advance()
-        with self.context.progress:
-            self._num_resets -= 1
+        try:
+            with self._advancing:  # one for each: others may have taken one
+                self._of.advance()
+        finally:
+            with self.context.progress:
+                self._num_resets -= 1
 
     def generation(self) -> bytes | None:
         """None: we share nothing."""

@@ -57,7 +57,8 @@ def sources(tmp_path: Path) -> Path:
         pytest.skip("vLLM is not installed")
     packages = Path(spec.origin).parents[1]
     names = {module.replace(".", "/") for _, module, _ in check_sources.imported()}
-    names.add(check_sources.BASE.removesuffix(".py"))
+    theirs = [check_sources.BASE, *(module for module, _ in check_sources.PRIVATE.values())]
+    names |= {path.removesuffix(".py") for path in theirs}
     for name in names:
         for file in (Path(f"{name}.py"), Path(name) / "__init__.py"):
             if (packages / file).is_file():
@@ -79,11 +80,14 @@ def test_what_is_missing_is_named(sources: Path) -> None:
     changed = changed.replace("connector_output: ", "output: ")
     base.write_text(changed, encoding="utf-8")
     (sources / "vllm/config/__init__.py").write_text("")
+    request = sources / "vllm/v1/request.py"
+    request.write_text(request.read_text(encoding="utf-8").replace("_block_hasher", "_hasher"))
     problems, new = check_sources.check(sources)
     assert "the hook on_new_request is gone" in problems
     assert any(hook.startswith("on_new_question(") for hook in new)
     assert any("update_connector_output takes" in problem for problem in problems)
     assert any("vllm.config has no VllmConfig" in problem for problem in problems)
+    assert "scheduler/hidden_blocks.py: vllm/v1/request.py has no _block_hasher" in problems
 
 
 def test_the_table_is_what_the_runs_gave() -> None:

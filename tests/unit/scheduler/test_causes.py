@@ -16,10 +16,11 @@ import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
-from attnstore_vllm.hints import HintReader, PrefetchOrder
+from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.scheduler.media import MediaNames
+from attnstore_vllm.tiers.remote_io import RemoteTiers
 from attnstore_vllm.types import RECOMPUTED, Cause
-from tests.helpers import names_of, push_out_of_dram, sequence_of, tokens_of
+from tests.helpers import names_of, payload_of, push_out_of_dram, sequence_of, tokens_of
 from tests.step_world import BLOCK, CHUNK, Names, StepWorld
 from tests.vllm_objects import Clock, output
 
@@ -81,6 +82,35 @@ def test_a_request_that_ends_before_its_answer_has_no_cause(start: Start) -> Non
     assert said["why_computed"] is None and not counted
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_answer_that_comes_at_once_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Between the question of the first look and the answer to vLLM, too."""
+    others, look = Others(), RemoteTiers.look
+    store = {"more_tiers": (MakeRemoteDict(others),), "threaded": False}
+    world = StepWorld(monkeypatch, store=store, look_ahead=False)
+    request = asking(world, tokens_of(1, 8 * CHUNK + 5))
+    world.come(request)
+    state = world.side.requests["one"]
+    for number in range(8):
+        name = state.sequence.name(number, state.tenant)
+        others.put(name, payload_of(name))
+
+    def look_and_tick(*args: Any) -> None:
+        look(*args)
+        for _ in range(3 if at_once else 0):
+            world.store.tick()
+
+    monkeypatch.setattr(RemoteTiers, "look", look_and_tick)
+    found = world.ask(request)
+    for _ in range(9):
+        if found is None:
+            world.store.tick()
+            found = world.ask(request)
+    assert found == 8 * CHUNK
+
+
 def asking(world: StepWorld, tokens: Sequence[int], name: str = "one", **given: Any) -> Any:
     """A request that asks for its report."""
     params = {"attnstore": {"report": True, **given.pop("hints", {})}, **given.pop("params", {})}
@@ -138,7 +168,7 @@ def _bypass(start: Start) -> None:
 
 @story(Cause.NO_SALT)
 def _no_salt(start: Start) -> None:
-    world = start(hints=HintReader(salted_only=True))
+    world = start(shared_by="salted")
     request = asking(world, tokens_of(1, LENGTH))
     world.come(request)
     run(world, request, local=CHUNK)
@@ -264,7 +294,7 @@ def _not_answered(start: Start) -> None:
 @story(Cause.EXPIRED)
 def _expired(start: Start) -> None:
     clock = Clock()
-    world = start(store={"clock": clock, "ttl_s": 60.0}, hints=HintReader(60.0))
+    world = start(store={"clock": clock, "ttl_s": 60.0}, ttl_s=60.0)
     hints = {"ttl": 60}
     first = asking(world, tokens_of(1, LENGTH), "before", hints=hints)
     world.serve(first)

@@ -493,7 +493,7 @@ def test_what_is_worth_little_gives_way_to_its_like(tiers: Checked) -> None:
 def spare_if_room(tiers: Checked, number: int) -> Chunk:
     chunk = tiers.begin_save(*spare(number), low_value=True)
     assert chunk is not None
-    chunk.low_value = True
+    chunk.written_if_room = True
     tiers.finish_save(chunk)
     return chunk
 
