@@ -98,69 +98,67 @@ class Saving:
         self._running.begin_step()
         self._ended.begin_step()
 
-    def begin(self, state: RequestState, start: int) -> None:
+    def begin(self, req: RequestState, start: int) -> None:
         """vLLM has its answer: the prompt is computed from `start` on."""
-        if self._num_states and state.may_save:
-            whole = state.lookup.spine_stop // self._state_tokens * self._state_tokens
-            computing = state.computing
-            computing.junctions = (getattr(state.request, "shared_prefix_boundary", 0), whole)
+        if self._num_states and req.may_save:
+            whole = req.lookup.spine_stop // self._state_tokens * self._state_tokens
+            computing = req.computing
+            computing.junctions = (getattr(req.request, "shared_prefix_boundary", 0), whole)
             computing.state_stop = start
-            self._set_step_end(state, start)
+            self._set_step_end(req, start)
 
-    def _set_step_end(self, state: RequestState, start: int) -> None:
+    def _set_step_end(self, req: RequestState, start: int) -> None:
         """Tell vLLM where the prompt's step that begins at `start` is to end, at the latest."""
-        stops = state.computing.junctions
+        stops = req.computing.junctions
         if self._states_every:
             size = self._state_tokens
-            stops += (-(-(state.computing.state_stop + self._states_every) // size) * size,)
+            stops += (-(-(req.computing.state_stop + self._states_every) // size) * size,)
         next_stop = min((stop for stop in stops if stop > start), default=0)
-        state.request.shared_prefix_boundary = next_stop
+        req.request.shared_prefix_boundary = next_stop
 
-    def save_chunks(self, state: RequestState, computed: int, tables: Tables) -> None:
+    def save_chunks(self, req: RequestState, computed: int, tables: Tables) -> None:
         """Whole chunks up to `computed` tokens that were not offered to the store yet."""
-        computed = min(computed, state.usable_tokens())
+        computed = min(computed, req.usable_tokens())
         if self._store.ahead > 1:
             # The last ones were made of guesses, and are made anew by the next step.
-            known = max(state.request.num_tokens, computed + 1)
+            known = max(req.request.num_tokens, computed + 1)
             computed = min(computed, known - self._store.ahead)
-        if state.may_save:
-            left = self._save_chunks(state, computed, tables, has_ended=False)
+        if req.may_save:
+            left = self._save_chunks(req, computed, tables, has_ended=False)
             self.put_off[Event.SAVE_LATER] += left
 
     def _save_chunks(
-        self, state: RequestState, computed: int, tables: Tables, *, has_ended: bool
+        self, req: RequestState, computed: int, tables: Tables, *, has_ended: bool
     ) -> int:
         """Returns how many are not saved in this step, for the budget.
 
         Args:
             has_ended: vLLM keeps the request's blocks until they are saved.
         """
-        size, computing = self._geometry.chunk_tokens, state.computing
+        size, computing = self._geometry.chunk_tokens, req.computing
         budget = self._ended if has_ended else self._running
         whole, left = computed // size, 0
-        if not self._walks and whole > computing.chunks_seen and self.may_find_room(state):
-            first = self.first_missing(state)
-            left = self.save_spine(state, first, whole, tables[0], budget)
+        if not self._walks and whole > computing.chunks_seen and self.may_find_room(req):
+            first = self.first_missing(req)
+            left = self.save_spine(req, first, whole, tables[0], budget)
         if self._needs:
             for number in range(computing.sections_seen, whole - left):
                 if self._walks and not budget.take(self._each):
                     left = whole - number
                     break
-                self._save_sections(
-                    state, (number + 1) * size, tables, computed, has_ended=has_ended
-                )
+                self._save_sections(req, (number + 1) * size, tables, computed, has_ended=has_ended)
                 computing.sections_seen = number + 1
         if self._walks:
             computing.chunks_seen = computing.sections_seen
         return left
 
-    def may_find_room(self, state: RequestState) -> bool:
+    def may_find_room(self, req: RequestState) -> bool:
         """Whether something has changed since the request found no room. Cost: constant."""
-        return state.computing.no_room_at != self.num_openings
+        return req.computing.no_room_at != self.num_openings
 
     def save_spine(
         self,
-        state: RequestState,
+        req: RequestState,
         number: int,
         stop: int,
         block_ids: Sequence[int],
@@ -169,13 +167,13 @@ class Saving:
         """Whole chunks from first_missing() up to number `stop`, until one finds no room: that one
         is asked for again once there may be room, and nothing behind it before. So all that is
         stored of a request is its beginning. Returns how many the budget has left for later."""
-        computing, sequence = state.computing, state.sequence
+        computing, sequence = req.computing, req.sequence
         openings, computing.no_room_at = self._store.num_openings, None
         while number < stop:
             if budget is not None and not budget.take(self._each):
                 break
-            name = sequence.name(number, state.tenant)
-            if not self._save(state, name, number, block_ids):
+            name = sequence.name(number, req.tenant)
+            if not self._save(req, name, number, block_ids):
                 computing.no_room_at = openings
                 break
             number += 1
@@ -192,142 +190,142 @@ class Saving:
         """Whether there may be room later."""
         return self._plans.any_open() or self._store.is_writing
 
-    def first_missing(self, state: RequestState) -> int:
+    def first_missing(self, req: RequestState) -> int:
         """The chunk to go on with: the next one, or one that was saved and has been pushed out."""
-        number, moved = state.computing.chunks_seen, state.moved
-        first = 0 if moved is None else min(number, moved.stop // state.chunk_tokens)
+        number, moved = req.computing.chunks_seen, req.moved
+        first = 0 if moved is None else min(number, moved.stop // req.chunk_tokens)
         # Of one that may come with moved KV, what is before that is stored under another name.
-        return first + self._store.num_stored(state.sequence.keys(first, number))
+        return first + self._store.num_stored(req.sequence.keys(first, number))
 
-    def save_step_end(self, state: RequestState, num_scheduled: int, tables: Tables) -> None:
+    def save_step_end(self, req: RequestState, num_scheduled: int, tables: Tables) -> None:
         """Sections that are there when the step ends that is being planned, and may not be later:
         the states of the prompt's steps, and what windows need at the prompt's end."""
-        request = state.request
+        request = req.request
         before = request.num_computed_tokens
         computed, prompt_end = before + num_scheduled, request.num_prompt_tokens
-        if before >= prompt_end or computed > state.usable_tokens():
+        if before >= prompt_end or computed > req.usable_tokens():
             return
         if self._num_states:
-            self._save_states(state, before, computed, tables)
-            self._set_step_end(state, computed)
+            self._save_states(req, before, computed, tables)
+            self._set_step_end(req, computed)
         whole = whole_blocks(prompt_end)
         for need in self._needs:
             if need.reach is Reach.STATE or computed < prompt_end or need.group == 0:
                 continue  # a chunk of the spine's window is whole when it is full, or at the end
             elif whole % self._geometry.chunk_tokens >= MIN_TAIL_TOKENS:
-                self._save_section(state, need, whole, tables, low_value=True, is_fleeting=True)
+                self._save_section(req, need, whole, tables, low_value=True, is_fleeting=True)
 
-    def _save_states(self, state: RequestState, before: int, computed: int, tables: Tables) -> None:
+    def _save_states(self, req: RequestState, before: int, computed: int, tables: Tables) -> None:
         """Those after `computed` tokens, where a step of the prompt ends."""
-        prompt_end, size = state.request.num_prompt_tokens, self._state_tokens
-        is_near = state.lookup.spine_stop - size < computed
-        is_junction = is_near and before < computed <= state.lookup.spine_stop
+        prompt_end, size = req.request.num_prompt_tokens, self._state_tokens
+        is_near = req.lookup.spine_stop - size < computed
+        is_junction = is_near and before < computed <= req.lookup.spine_stop
         is_last = computed < prompt_end <= computed + size
         is_kept = is_junction or is_last
-        if computed % GRAIN_TOKENS or not (is_kept or self._is_wanted(state, computed)):
+        if computed % GRAIN_TOKENS or not (is_kept or self._is_wanted(req, computed)):
             return
-        state.computing.state_stop = computed
-        saved = self._save_states_at(state, computed, tables, low_value=not is_kept)
+        req.computing.state_stop = computed
+        saved = self._save_states_at(req, computed, tables, low_value=not is_kept)
         if is_last and not is_junction:
-            state.computing.prompt_states = saved
+            req.computing.prompt_states = saved
 
-    def _is_wanted(self, state: RequestState, computed: int) -> bool:
+    def _is_wanted(self, req: RequestState, computed: int) -> bool:
         """Whether a state is kept there as long as there is room."""
-        last, every = state.computing.state_stop, self._states_every
-        if computed == state.request.num_prompt_tokens:  # for a prompt that goes on from this one
+        last, every = req.computing.state_stop, self._states_every
+        if computed == req.request.num_prompt_tokens:  # for a prompt that goes on from this one
             return True
         if every is None:
             return self._costs.state_pays(last, computed, self._num_states)
         return every > 0 and computed - last >= every
 
-    def save_rest(self, state: RequestState, tables: Tables) -> int:
+    def save_rest(self, req: RequestState, tables: Tables) -> int:
         """Save the rest of a request that has ended, the tail included.
 
         Returns up to which token there is something to save, whether there was room or not.
         """
-        request = state.request
-        if not state.may_save:
+        request = req.request
+        if not req.may_save:
             return 0
         # A step in flight counts, since the save comes behind it: it has had all tokens whose ids
         # are known. Drafts are beyond num_tokens.
         computed = min(request.num_computed_tokens, request.num_tokens)
         computed = min(computed, len(tables[0]) * self._geometry.block_tokens)
         # Else another connector may be loading it.
-        computed = min(computed, state.computing.scheduled_stop)
-        computed = min(computed, state.usable_tokens())
-        if computed > 0 and state.may_save:
-            state.computing.no_room_at = None
-            left = self._save_chunks(state, computed, tables, has_ended=True)
+        computed = min(computed, req.computing.scheduled_stop)
+        computed = min(computed, req.usable_tokens())
+        if computed > 0 and req.may_save:
+            req.computing.no_room_at = None
+            left = self._save_chunks(req, computed, tables, has_ended=True)
             if not self._ended.take(self._each):  # nor if some are left: a hole hides the rest
                 self.put_off[Event.SAVE_DROPPED] += left + 1
-                state.counted.why_not_stored = Cause.STEP_BUDGET
+                req.counted.why_not_stored = Cause.STEP_BUDGET
                 return 0
             end = kept_end(computed, request.num_prompt_tokens)
             # A state has seen all that was computed, and a hit may end where a tail does.
             is_state_at_end = end == computed == request.num_computed_tokens
             is_state_at_end &= not 0 < end % self._geometry.chunk_tokens < MIN_TAIL_TOKENS
             states = [need for need in self._needs if need.reach is Reach.STATE]
-            if is_state_at_end or all(self._has_state_in_tail(state, need, end) for need in states):
-                self._save_tail(state, end, tables)
+            if is_state_at_end or all(self._has_state_in_tail(req, need, end) for need in states):
+                self._save_tail(req, end, tables)
             if states and is_state_at_end:
-                saved = self._save_states_at(state, end, tables, low_value=False)
-                before_tokens = 0 if state.visit is None else state.visit.before_tokens
-                went_on_from_prompt = 0 < state.computing.first <= before_tokens
+                saved = self._save_states_at(req, end, tables, low_value=False)
+                before_tokens = 0 if req.visit is None else req.visit.before_tokens
+                went_on_from_prompt = 0 < req.computing.first <= before_tokens
                 self._store.make_low_priority(
-                    saved if went_on_from_prompt else state.computing.prompt_states
+                    saved if went_on_from_prompt else req.computing.prompt_states
                 )
             if self._needs and (is_state_at_end or not states):
-                self._drop_low_value(state, end)
+                self._drop_low_value(req, end)
         return max(0, computed)
 
-    def save_whole_blocks(self, state: RequestState, stop: int, block_ids: Sequence[int]) -> None:
+    def save_whole_blocks(self, req: RequestState, stop: int, block_ids: Sequence[int]) -> None:
         """The tail of a request whose whole chunks are saved, up to its last whole block."""
         size, block = self._geometry.chunk_tokens, self._geometry.block_tokens
         stop = whole_blocks(stop // block * block)
         if stop % size >= MIN_TAIL_TOKENS:
             number = stop // size
-            name = state.sequence.name_up_to(number, state.tenant, stop)
-            self._save(state, name, number, block_ids)
+            name = req.sequence.name_up_to(number, req.tenant, stop)
+            self._save(req, name, number, block_ids)
 
-    def give_up(self, state: RequestState, stop: int) -> None:
+    def give_up(self, req: RequestState, stop: int) -> None:
         """Save nothing more, though chunks up to token `stop` are missing; forget what was saved
         behind them."""
-        size, seen = self._geometry.chunk_tokens, state.computing.chunks_seen
+        size, seen = self._geometry.chunk_tokens, req.computing.chunks_seen
         self._store.give_up(max(0, stop // size - seen))
-        saved = [chunk for chunk, _ in state.computing.sections]
+        saved = [chunk for chunk, _ in req.computing.sections]
         behind = [
-            c for c in (*saved, *state.computing.prompt_states) if c.name.position >= seen * size
+            c for c in (*saved, *req.computing.prompt_states) if c.name.position >= seen * size
         ]
         if behind:
             self._store.drop_low_value(behind)
 
-    def _has_state_in_tail(self, state: RequestState, need: Need, end: int) -> bool:
+    def _has_state_in_tail(self, req: RequestState, need: Need, end: int) -> bool:
         """Whether its prompt has left a state there. A tail without one backs no hit, and would
         take the place of the conversation's last one, which may have a state at its end."""
         size = self._geometry.chunk_tokens
-        last = (state.request.num_prompt_tokens - 1) // need.block_tokens * need.block_tokens
-        return last > max(state.computing.first, end // size * size)
+        last = (req.request.num_prompt_tokens - 1) // need.block_tokens * need.block_tokens
+        return last > max(req.computing.first, end // size * size)
 
-    def _save_tail(self, state: RequestState, stop: int, tables: Tables) -> None:
+    def _save_tail(self, req: RequestState, stop: int, tables: Tables) -> None:
         size = self._geometry.chunk_tokens
         number, start = stop // size, stop // size * size
-        if stop - start < MIN_TAIL_TOKENS or state.computing.no_room_at is not None:
+        if stop - start < MIN_TAIL_TOKENS or req.computing.no_room_at is not None:
             return
         if not self._walks:
-            name = state.sequence.name_up_to(number, state.tenant, stop)
-            self._save(state, name, number, tables[0])
+            name = req.sequence.name_up_to(number, req.tenant, stop)
+            self._save(req, name, number, tables[0])
         if self._needs:
-            self._save_sections(state, stop, tables, stop, has_ended=True)
+            self._save_sections(req, stop, tables, stop, has_ended=True)
 
     def _save(
-        self, state: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
+        self, req: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
     ) -> bool:
         """Whether it is being saved, or stored already. Else there is no room for it now."""
-        chunk = self._begin(state, name, number, low_value=False, waits=True)
+        chunk = self._begin(req, name, number, low_value=False, waits=True)
         if chunk is None and not self._store.has(name):
             return False
-        if state.finds_moved:
-            self._truncation.saved(state, name)
+        if req.finds_moved:
+            self._truncation.saved(req, name)
         if chunk is None:
             return True
         copies = plan_save(
@@ -337,28 +335,28 @@ class Saving:
             name.num_tokens,
             block_tokens=self._geometry.block_tokens,
         )
-        self._plan(state, chunk, copies, group=0)
+        self._plan(req, chunk, copies, group=0)
         return True
 
     # ---- sections ----------------------------------------------------------------------
 
     def _save_sections(
-        self, state: RequestState, stop: int, tables: Tables, computed: int, *, has_ended: bool
+        self, req: RequestState, stop: int, tables: Tables, computed: int, *, has_ended: bool
     ) -> None:
         """Those of the chunk that ends at `stop`, or whose tail does."""
         for need in self._needs:
             if need.reach is Reach.STATE:
                 continue
-            low_value = self._is_low_value(state, need, stop, computed)
+            low_value = self._is_low_value(req, need, stop, computed)
             chunk = self._save_section(
-                state, need, stop, tables, low_value=low_value, is_fleeting=not has_ended
+                req, need, stop, tables, low_value=low_value, is_fleeting=not has_ended
             )
             if chunk is not None and not low_value:
-                state.computing.sections = (*state.computing.sections, (chunk, need))
+                req.computing.sections = (*req.computing.sections, (chunk, need))
 
     def _save_section(
         self,
-        state: RequestState,
+        req: RequestState,
         need: Need,
         stop: int,
         tables: Tables,
@@ -374,42 +372,42 @@ class Saving:
         hole = hole_of(block_ids, position, stop - position, **sizes)
         if hole is None or (hole and need.group == 0):  # the spine's chunks are whole
             return None
-        name = state.sequence.section(need.group, hole).name_up_to(number, state.tenant, stop)
-        chunk = self._begin(state, name, number, low_value=low_value)
+        name = req.sequence.section(need.group, hole).name_up_to(number, req.tenant, stop)
+        chunk = self._begin(req, name, number, low_value=low_value)
         if chunk is not None:
             slot = chunk.dram.slot
             copies = plan_save(slot, block_ids, position, stop - position, hole=hole, **sizes)
-            self._plan(state, chunk, copies, group=need.group, is_fleeting=is_fleeting)
+            self._plan(req, chunk, copies, group=need.group, is_fleeting=is_fleeting)
             self.counts.add("sections_passed", need.group, low_value)
         return chunk
 
     def _save_states_at(
-        self, state: RequestState, stop: int, tables: Tables, *, low_value: bool
+        self, req: RequestState, stop: int, tables: Tables, *, low_value: bool
     ) -> tuple[Chunk, ...]:
         """Those of all recurrent groups after `stop` tokens. Returns those that are copied."""
         needs = [need for need in self._needs if need.reach is Reach.STATE]
-        saved = [self._save_state(state, need, stop, tables, low_value=low_value) for need in needs]
+        saved = [self._save_state(req, need, stop, tables, low_value=low_value) for need in needs]
         return tuple(chunk for chunk in saved if chunk is not None)
 
     def _save_state(
-        self, state: RequestState, need: Need, stop: int, tables: Tables, *, low_value: bool
+        self, req: RequestState, need: Need, stop: int, tables: Tables, *, low_value: bool
     ) -> Chunk | None:
         """The state after `stop` tokens, which is in the block of the last of them."""
         block_ids, index = tables[need.group], (stop - 1) // need.block_tokens
         if index >= len(block_ids) or not block_ids[index]:
             return None
         number = (stop - 1) // self._geometry.chunk_tokens
-        name = state.sequence.section(need.group, 0).name_up_to(number, state.tenant, stop)
-        chunk = self._begin(state, name, number, low_value=low_value, is_alone=True)
+        name = req.sequence.section(need.group, 0).name_up_to(number, req.tenant, stop)
+        chunk = self._begin(req, name, number, low_value=low_value, is_alone=True)
         if chunk is not None:
             copies = (ChunkCopy(chunk.dram.slot, 0, (block_ids[index],)),)
-            self._plan(state, chunk, copies, group=need.group, is_fleeting=True)
+            self._plan(req, chunk, copies, group=need.group, is_fleeting=True)
             self.counts.add("sections_passed", need.group, low_value)
         return chunk
 
     def _begin(
         self,
-        state: RequestState,
+        req: RequestState,
         name: ChunkName,
         number: int,
         *,
@@ -417,32 +415,32 @@ class Saving:
         is_alone: bool = False,
         waits: bool = False,
     ) -> Chunk | None:
-        if low_value and state.computing.no_room_at is not None:
+        if low_value and req.computing.no_room_at is not None:
             return None  # it is behind a chunk that is missing
-        run = None if state.visit is None else state.visit.run(number)
-        is_of_prompt = name.position < state.request.num_prompt_tokens
+        run = None if req.visit is None else req.visit.run(number)
+        is_of_prompt = name.position < req.request.num_prompt_tokens
         chunk = self._store.begin_save(
             name,
             replace(run, priority=Priority.LOW_VALUE) if low_value and run is not None else run,
-            state.hints.terms.pin_s if is_of_prompt and not low_value else None,
-            again=name.position >= state.computing.first and not low_value,
+            req.hints.terms.pin_s if is_of_prompt and not low_value else None,
+            again=name.position >= req.computing.first and not low_value,
             low_value=low_value,
             is_alone=is_alone,
-            dram_only=state.dram_only,
+            dram_only=req.dram_only,
             waits=waits,
-            yields=state.computing.has_ended,
+            yields=req.computing.has_ended,
         )
         # Who parts from a prompt for the first time does so within a long text that was new.
-        is_mostly_new = 2 * state.computing.first < state.request.num_prompt_tokens
+        is_mostly_new = 2 * req.computing.first < req.request.num_prompt_tokens
         if chunk is not None and low_value and is_mostly_new:
             self._store.write_if_room(chunk)
         if chunk is not None and self.note_save is not None:
-            self.note_save(state, chunk)
+            self.note_save(req, chunk)
         return chunk
 
     def _plan(
         self,
-        state: RequestState,
+        req: RequestState,
         chunk: Chunk,
         copies: tuple[ChunkCopy, ...],
         *,
@@ -452,46 +450,46 @@ class Saving:
         if self._needs:
             num_blocks = sum(len(copy.block_ids) for copy in copies)
             self.counts.add_blocks("group_saved_bytes", group, num_blocks)
-        request = state.request
+        request = req.request
         self._plans.save(
             request.request_id,
             chunk,
             copies,
             request.lora_request,
-            state.adapter,
+            req.adapter,
             is_fleeting=is_fleeting,
         )
 
-    def _is_low_value(self, state: RequestState, need: Need, stop: int, computed: int) -> bool:
+    def _is_low_value(self, req: RequestState, need: Need, stop: int, computed: int) -> bool:
         """Whether a section that ends at `stop` backs no hit that is likely to come."""
-        num_prompt_tokens = state.request.num_prompt_tokens
-        ends = [num_prompt_tokens - 1, state.lookup.spine_stop]
+        num_prompt_tokens = req.request.num_prompt_tokens
+        ends = [num_prompt_tokens - 1, req.lookup.spine_stop]
         if computed >= num_prompt_tokens:
             ends.append(computed)
         size = self._geometry.chunk_tokens
         first = (stop - 1) // size * size
         return not any(need.first(end) < stop and end > first for end in ends)
 
-    def _drop_low_value(self, state: RequestState, end: int) -> None:
+    def _drop_low_value(self, req: RequestState, end: int) -> None:
         """The conversation has gone on to `end`: most sections that it had before back no hit that
         is likely to come, unless others use them too (a shared run). Whose prompt has parted from
         the one before it is another conversation, and the next one may part there as well."""
-        before_tokens = 0 if state.visit is None else state.visit.before_tokens
+        before_tokens = 0 if req.visit is None else req.visit.before_tokens
         # The first who parts knows of no prompt before it, but that it was asked to leave a state.
-        has_parted = max(state.computing.junctions, default=0) > state.computing.first
-        if has_parted or 0 < state.lookup.spine_stop <= before_tokens - GRAIN_TOKENS:
+        has_parted = max(req.computing.junctions, default=0) > req.computing.first
+        if has_parted or 0 < req.lookup.spine_stop <= before_tokens - GRAIN_TOKENS:
             return
-        prompt_end = state.request.num_prompt_tokens - 1
-        for need in self._needs if state.computing.first else ():
+        prompt_end = req.request.num_prompt_tokens - 1
+        for need in self._needs if req.computing.first else ():
             # What the prompt before needed at its end, and its answer not, no hit has brought here.
             is_state = need.reach is Reach.STATE
             needed = prompt_end // need.block_tokens * need.block_tokens
             if not is_state:
                 needed = min(need.first(prompt_end), need.first(end)) + 1
-            keys = state.sequence.section(need.group, 0)
+            keys = req.sequence.section(need.group, 0)
             dropped = self._store.drop_before(keys, needed, low_value=is_state)
             self.counts.add("sections_dropped", need.group, dropped)
-        for chunk, need in state.computing.sections:
+        for chunk, need in req.computing.sections:
             if need.reach is Reach.STATE or not any(
                 need.first(stop) < chunk.name.position + self._geometry.chunk_tokens
                 for stop in (end, prompt_end)
