@@ -99,11 +99,7 @@ class Offers:
         return answer
 
     def _look(
-        self,
-        state: RequestState,
-        local: int,
-        stats: StepStats,
-        pieces: list[Piece] | None = None,
+        self, state: RequestState, local: int, stats: StepStats, pieces: list[Piece] | None = None
     ) -> tuple[int | None, bool]:
         request, lookup = state.request, state.lookup
         if lookup.asked:
