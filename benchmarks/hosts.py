@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many servers: the runs of docs/hosts.md, into results/hosts_NAME.json and .png.
+"""How many servers: the runs of docs/simulate.md, into results/hosts_NAME.json and .png.
 
     python -m benchmarks.hosts sharegpt SHAREGPT.json
     python -m benchmarks.hosts mooncake MOONCAKE.jsonl

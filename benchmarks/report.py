@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/results.md: what the paper found, the bounds, what others do and what we do, side by side.
+"""docs/experiments.md: what the paper found, the bounds, what others do, what we do, side by side.
 
     python -m benchmarks.report [--results DIR] [--out FILE] [--pictures]
 
@@ -36,7 +36,7 @@ MARKS: Final = {
 }
 QUICKLY: Final = "none: a quick run shows that it runs, and nothing else"
 HEAD: Final = """\
-# Results
+# Experiments
 
 The questions of CachedAttention's evaluation (USENIX ATC'24), asked of this store. Written by
 `python -m benchmarks.report` from `results/experiments/`; each section names its command.
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "experiments")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "experiments.md")
     parser.add_argument("--pictures", action="store_true", help="draw them again, too")
     args = parser.parse_args(argv)
     experiments = read_all()

@@ -28,7 +28,7 @@ HOSTS_MAX = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("many servers, with --machine (docs/hosts.md)")
+    group = parser.add_argument_group("many servers, with --machine (docs/simulate.md)")
     group.add_argument("--hosts", metavar="N,...", help="so many servers, each such a machine")
     group.add_argument(
         "--router",

@@ -6,7 +6,7 @@ python -m benchmarks.experiments                       what there is
 python -m benchmarks.experiments hit_rate ttft         some
 python -m benchmarks.experiments --all                 all: hours
 python -m benchmarks.experiments --all --quick         all, small: to see that they run
-python -m benchmarks.report                            then docs/results.md
+python -m benchmarks.report                            then docs/experiments.md
 """
 
 from __future__ import annotations
