@@ -340,7 +340,7 @@ def _comment(text: str, indent: str) -> list[str]:
 
 PAGE_HEAD = """# Configuration
 
-Every setting. Written by `python3 tools/settings_page.py`; do not edit it here.
+Every setting, each under its name.
 `attnstore init` writes a commented file with all of them.
 `attnstore check FILE` finds what is wrong in one.
 `attnstore doctor FILE` finds what this machine lacks for it.
@@ -353,17 +353,4 @@ nvme: {path: /mnt/nvme/attnstore, capacity: 2TiB}
 Sizes are numbers with a unit: `64GiB`, `1.5TB`, or as in Kubernetes `64Gi`.
 Times have a unit, too: `90s`, `30m`, `12h` or `7d`.
 What a single request may ask for is in [hints](hints.md).
-
-| setting | default | unit or values | what it does | when to change it |
-|---|---|---|---|---|
 """
-
-
-def as_page() -> str:
-    """docs/configuration.md."""
-    rows = [
-        f"| `{s.key}` | {'required' if s.default is None else f'`{s.default}`'} | {s.unit} "
-        f"| {s.what} | {s.change} |\n"
-        for s in SETTINGS
-    ]
-    return PAGE_HEAD + "".join(rows)
