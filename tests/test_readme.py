@@ -340,6 +340,35 @@ def test_every_page_is_in_the_nav() -> None:
     assert set(re.findall(r"([\w/-]+\.md)", nav)) == pages
 
 
+def test_the_site_finds_settings_and_metrics_and_opens_as_files() -> None:
+    """Its search splits names as the pages have them; `offline` keeps the index in a script."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (separator,) = re.findall(r"search: \{separator: '(.+)'\}", text)
+    for name, words in (
+        ("nvme.io_deadline", ["nvme", "io", "deadline"]),
+        (
+            "`vllm:attnstore_loaded_tokens_total{tier=",
+            ["vllm", "attnstore", "loaded", "tokens", "total", "tier"],
+        ),
+    ):
+        assert [word for word in re.split(separator, name) if word] == words
+    assert "  - offline" in text and "use_directory_urls: false" in text
+
+
+def test_what_users_do_not_need_comes_last() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    before, _, internals = nav.partition("- Internals:")
+    for page in ("overlap.md", "faults.md", "notes/"):
+        assert page in internals and page not in before
+    assert not re.search(r"^  - ", internals, re.MULTILINE)
+
+
+def test_results_are_at_most_twelve_screens() -> None:
+    """A screen has some 40 lines of 100 characters."""
+    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    assert sum(1 + len(line) // 100 for line in lines) <= 12 * 40
+
+
 def test_lists_and_tables_get_their_empty_line() -> None:
     given = ["a", "- b", "- c", "", "d", "| e |", "|---|", "```", "x", "- no", "```"]
     assert list(docs_site.spaced(given)) == [
