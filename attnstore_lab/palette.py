@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one palette: what a tier and a system look like in every picture, and what a figure begins as.
+"""The one palette: what tiers and systems look like in every picture, and how a figure begins.
 
 All plotting code takes colours, names and figures from here; tests/unit/repository/test_palette.py
 holds that. A picture has no ground of its own: pages are light or dark. So words and lines have
@@ -83,8 +83,8 @@ OTHERS: Final = (
 """For what is neither tier nor system, in this order."""
 MARKS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 """With the colours, so that lines are told apart without them."""
-FADED: Final = 0.3
-"""Opacity of a grid, and of the single requests behind a median."""
+FADED, BEHIND = 0.3, 0.55
+"""Opacities: of a grid; of p95 and of single requests, behind a median."""
 STYLE: Final = {
     "axes.edgecolor": INK,
     "axes.grid": True,

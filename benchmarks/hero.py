@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from xml.sax.saxutils import escape
 
-from attnstore_lab.palette import INK, ON_TINT, TINTS, color
+from attnstore_lab.palette import BEHIND, INK, ON_TINT, TINTS, color
 
 WIDTH: Final = 980
 LEFT: Final = 176
 """Where bars begin; their names end before."""
 ROW: Final = 34
-TAIL: Final = 0.55
-"""Opacity of what reaches to p95."""
 LETTER: Final = 8.5
 """Of 15 px, on average and a little more: what a word needs, as no browser is asked."""
 
@@ -98,7 +96,7 @@ def _time(side: Mapping[str, Any], top: int, scale: float, tint: str, line: str)
     drawn = _row(side["name"], top)
     drawn.append(
         f'<rect x="{end:.1f}" y="{top + 12}" width="{far - end:.1f}" height="10" rx="4" '
-        f'fill="{line}" fill-opacity="{TAIL}"/>'
+        f'fill="{line}" fill-opacity="{BEHIND}"/>'
     )
     drawn.append(
         f'<rect x="{LEFT}" y="{top}" width="{end - LEFT:.1f}" height="{ROW}" rx="5" fill="{tint}"/>'

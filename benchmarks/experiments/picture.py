@@ -20,7 +20,7 @@ KINDS: Final = {
     "CPU": "measured on a CPU",
     "GPU": "measured on a GPU",
 }
-TITLE_LETTERS, LETTERS = 76, 96
+TITLE_LETTERS, LETTERS = 84, 96
 """Of a line that fits."""
 GROUPED: Final = re.compile(r"([\d.]+), ([\d.]+) (\S+)")
 """A point that varies two things: "0.5, 2 GB/s"."""
@@ -55,8 +55,8 @@ def _said(metric: Metric, result: Mapping[str, Any]) -> str:
             _middle(at.get(metric.goal.system)) for at in result["values"][metric.name].values()
         ]
         met = sum(value is not None and metric.goal.is_met(value) for value in found)
-        words = f"{palette.name(metric.goal.system)} {metric.goal.words(metric.unit)}"
-        said += f". Goal: {words}. Met at {met} of {len(found)} points"
+        words = f"{palette.name(metric.goal.system)}: {metric.goal.words(metric.unit)}"
+        said += f". Goal for {words}, met at {met} of {len(found)} points"
     return "\n".join(textwrap.wrap(said, LETTERS))
 
 
@@ -143,7 +143,7 @@ def _lines(values: Values, at: Sequence[float], title: str, said: str) -> Any:
     _draw(axes, at, values)
     axes.set_ylim(bottom=0)
     axes.set_title(said, loc="left")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 
@@ -157,11 +157,15 @@ def _small_multiples(
         mine = [n for n, part in enumerate(parts) if part[0] == group]
         at = [float(parts[n][1]) for n in mine]
         _draw(axes, at, {name: [all_[n] for n in mine] for name, all_ in values.items()})
-        axes.set_title(f"load {group}")
+        axes.set_title("\n" * (1 + said.count("\n")) + f"load {group}", loc="left")
         axes.set_xlabel(f"NVMe, {parts[0][2]}")
-    panels[0].set_ylim(bottom=0)
-    figure.supylabel("\n".join(textwrap.wrap(said, LETTERS // 2)), fontsize="medium")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    highest = max(v for all_ in values.values() for v in all_ if v is not None)
+    over_all = panels[0].annotate(
+        said, (0, 1), (0, 22), xycoords="axes fraction", textcoords="offset points"
+    )
+    over_all.set_in_layout(False)  # it reaches over the other panels
+    panels[0].set_ylim(0, 1.1 * highest)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 
