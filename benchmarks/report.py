@@ -91,7 +91,7 @@ def _section(
         yield f"\nNot run: {name}: {why.splitlines()[0]}"
     if experiment.notes:
         yield f"\n{experiment.notes.strip()}"
-    yield f"\n![{experiment.question}]({pictures}/{experiment.name}.png)\n"
+    yield f"\n![{experiment.question}]({pictures}/{experiment.name}.svg)\n"
 
 
 def ending(experiment: Experiment, result: Mapping[str, Any]) -> Iterator[str]:
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, experiment in experiments.items():
             file = args.results / f"{name}.json"
             if file.exists():
-                plot(experiment, json.loads(file.read_text()), file.with_suffix(".png"))
+                plot(experiment, json.loads(file.read_text()), file.with_suffix(".svg"))
     pictures = os.path.relpath(args.results, args.out.parent)
     args.out.write_text(render(experiments, args.results, pictures), encoding="utf-8")
     print(f"written: {args.out}", file=sys.stderr)

@@ -32,7 +32,7 @@ def stage() -> None:
     """Copy docs/ and the pictures of results/ to where mkdocs.yml finds them, terms linked."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCE)
-    for picture in (ROOT / "results").rglob("*.png"):
+    for picture in (ROOT / "results").rglob("*.svg"):
         to = SOURCE / "results" / picture.relative_to(ROOT / "results")
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(picture, to)
