@@ -34,17 +34,20 @@ PACKAGE = ROOT / "attnstore_vllm"
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 KNOWN = ROOT / "tools" / "known_hooks.txt"
 """Hooks of the tested version, a line each with its parameters."""
-PRIVATE = {
-    "scheduler/hidden_blocks.py": ("vllm/v1/request.py", "_block_hasher"),
-    "scheduler/request.py": ("vllm/v1/utils.py", "_x"),
-    "plugin.py": ("vllm/distributed/kv_transfer/kv_connector/factory.py", "_registry"),
-    "identity/live_facts.py": ("vllm/model_executor/layers/attention/attention.py", "_k_scale"),
-    "connector/model_rotation.py": (
-        "vllm/model_executor/layers/rotary_embedding/base.py",
-        "_compute_inv_freq",
-    ),
-}
-"""By our file: where vLLM has the private name that it goes by."""
+_ATTENTION = "vllm/model_executor/layers/attention/attention.py"
+_ROPE = "vllm/model_executor/layers/rotary_embedding/base.py"
+PRIVATE = (
+    ("scheduler/vllm_types.py", "vllm/v1/request.py", "_block_hasher"),
+    ("scheduler/hidden_blocks.py", "vllm/v1/request.py", "_block_hasher"),
+    ("scheduler/request.py", "vllm/v1/utils.py", "_x"),
+    ("plugin.py", "vllm/distributed/kv_transfer/kv_connector/factory.py", "_registry"),
+    ("identity/live_facts.py", _ATTENTION, "_k_scale"),
+    ("identity/live_facts.py", _ATTENTION, "_v_scale"),
+    ("identity/live_facts.py", _ATTENTION, "_q_scale"),
+    ("connector/model_rotation.py", _ROPE, "_compute_inv_freq"),
+)
+"""(our file, vLLM's file, the private name there that ours goes by). Settings are not here: those
+that leave the namespace are in identity/left_out.py, and another name is in it again."""
 
 
 def download(version: str) -> Path:
@@ -104,7 +107,7 @@ def missing_names(sources: Path) -> list[str]:
 def missing_private(sources: Path) -> list[str]:
     """Those of PRIVATE that vLLM has no more, and those that our file goes by no more."""
     problems = []
-    for where, (module, name) in PRIVATE.items():
+    for where, module, name in PRIVATE:
         path, word = sources / module, re.compile(rf"\b{name}\b")
         if not path.is_file() or not word.search(path.read_text(encoding="utf-8")):
             problems.append(f"{where}: {module} has no {name}")

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the fields of a record's header page are that recovery reads, in bytes. The format is
-// defined by attnstore_vllm/tiers/nvme/format.py; tests/unit/tiers/nvme/test_format.py holds the two together.
+// defined by attnstore_vllm/tiers/nvme/format.py; tests/unit/tiers/nvme/test_format.py holds the
+// two together.
 #pragma once
 
 #include <cstddef>

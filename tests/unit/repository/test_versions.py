@@ -57,7 +57,7 @@ def sources(tmp_path: Path) -> Path:
         pytest.skip("vLLM is not installed")
     packages = Path(spec.origin).parents[1]
     names = {module.replace(".", "/") for _, module, _ in check_sources.imported()}
-    theirs = [check_sources.BASE, *(module for module, _ in check_sources.PRIVATE.values())]
+    theirs = [check_sources.BASE, *(module for _, module, _ in check_sources.PRIVATE)]
     names |= {path.removesuffix(".py") for path in theirs}
     for name in names:
         for file in (Path(f"{name}.py"), Path(name) / "__init__.py"):
