@@ -157,15 +157,17 @@ def _small_multiples(
         mine = [n for n, part in enumerate(parts) if part[0] == group]
         at = [float(parts[n][1]) for n in mine]
         _draw(axes, at, {name: [all_[n] for n in mine] for name, all_ in values.items()})
-        axes.set_title("\n" * (1 + said.count("\n")) + f"load {group}", loc="left")
+        axes.set_title(f"load {group}", loc="left")
         axes.set_xlabel(f"NVMe, {parts[0][2]}")
     highest = max(v for all_ in values.values() for v in all_ if v is not None)
-    over_all = panels[0].annotate(
-        said, (0, 1), (0, 22), xycoords="axes fraction", textcoords="offset points"
-    )
-    over_all.set_in_layout(False)  # it reaches over the other panels
     panels[0].set_ylim(0, 1.1 * highest)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower left",
+        ncols=5,
+        title=said,
+        alignment="left",
+    )
     return figure
 
 
