@@ -89,9 +89,7 @@ def sick(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sic
     home = tmp_path_factory.mktemp("sick")
     file = home / "faults.json"
     file.write_text("{}")
-    settings = serving.settings(
-        home / "store", dram="4MiB", io_deadline=f"{IO_DEADLINE_S}s"
-    )
+    settings = serving.settings(home / "store", dram="4MiB", io_deadline=f"{IO_DEADLINE_S}s")
     settings["load_deadline"] = f"{LOAD_DEADLINE_S}s"
     transfer = json.loads(serving.in_json(settings)) | {
         "kv_connector": "OnFaultyDisk",
