@@ -86,7 +86,7 @@ def test_init_writes_what_check_takes(tmp_path: Path) -> None:
     assert StoreConfig.parse(yaml.safe_load(sized.stdout)).dram_bytes == 3 << 30
     assert "truncation" not in made.stdout and "--all" in made.stdout
     every = attnstore("init", "--dir", tmp_path / "kv", *sizes, "--all")
-    assert len(yaml.safe_load(every.stdout)) > len(yaml.safe_load(sized.stdout)) == 8
+    assert len(yaml.safe_load(every.stdout)) > len(yaml.safe_load(sized.stdout)) == 7
     assert StoreConfig.parse(yaml.safe_load(every.stdout)) == StoreConfig.parse(
         yaml.safe_load(sized.stdout)
     )
