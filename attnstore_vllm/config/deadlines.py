@@ -69,7 +69,7 @@ class Deadline:
             ) from error
 
     def hint(self, given: Mapping[str, Any]) -> str | None:
-        """What to write in place of the old name; None where that is not given, or is wrong."""
+        """The line to write in place of the old name; None where that is not given, or wrong."""
         if self.old_name not in given:
             return None
         try:
