@@ -51,7 +51,11 @@ def find_python(version: str, pyenv: Path = PYENV) -> Path | None:
     made = pyenv.glob(f"{version}.*/bin/python{version}")
     found = sorted(made, key=lambda path: int(path.parts[-3].split(".")[2]), reverse=True)
     for python in [*([Path(there)] if there else []), *found]:
-        command = [python, "-c", "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"]
+        command = [
+            str(python),
+            "-c",
+            "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])",
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=False)
         if said.returncode == 0 and said.stdout.strip() == version:
             return python  # a shim of pyenv's fails where that version is not switched on

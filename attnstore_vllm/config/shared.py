@@ -53,8 +53,8 @@ class SharedConfig:
             raise ConfigError(f"shared must be {known} or {examples[-1]}")
         (name,) = KINDS.keys() & given.keys()
         of_kinds = {key for kind in KINDS.values() for key in kind.keys}
-        known = COMMON_KEYS | KINDS.keys() | of_kinds
-        check_keys("shared.", given, known, set(), {SHARED_DEADLINE.old_name})
+        all_keys = COMMON_KEYS | KINDS.keys() | of_kinds
+        check_keys("shared.", given, all_keys, set(), {SHARED_DEADLINE.old_name})
         for key in sorted((of_kinds - KINDS[name].keys) & given.keys()):
             chosen = KINDS[name]
             raise ConfigError(

@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnstore_vllm import plugin
 from attnstore_vllm.cli.doctor import examine
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.config.deadlines import (
@@ -27,7 +28,7 @@ from attnstore_vllm.config.deadlines import (
 )
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.plugin import _checked, expand
+from attnstore_vllm.plugin import expand
 
 ROOT = Path(__file__).resolve().parents[3]
 EACH = pytest.mark.parametrize("deadline", DEADLINES, ids=lambda deadline: deadline.key)
@@ -158,8 +159,14 @@ def test_check_and_doctor_say_the_new_name(
     assert deadline_given == (deadline.old_key, hint)
 
 
-def test_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = {"dram": "1MiB", "nvme": {"path": str(tmp_path / "kv"), "capacity": "1MiB"}}
+def test_the_log_says_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "_checked", set())
+    found: dict[str, Any] = {
+        "dram": "1MiB",
+        "nvme": {"path": str(tmp_path / "kv"), "capacity": "1MiB"},
+    }
     transfer = {"kv_connector": "AttnStoreConnector", "kv_connector_extra_config": found}
     argv = ["--kv-transfer-config", json.dumps(transfer)]
     expand(argv)
@@ -170,11 +177,11 @@ def test_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         argv = expand(argv)
     said = [record.message for record in caplog.records if "old name" in record.message]
     assert len(said) == 1 and "write `load_deadline: 2s`" in said[0]
-    _checked.clear()
 
 
 def test_settings_that_are_no_mapping_have_no_old_names() -> None:
-    for odd in (None, [], {"nvme": 5}, {"nvme": {"io_deadline_ms": "soon"}}, {"shared": "off"}):
+    wrong: dict[str, Any] = {"nvme": {"io_deadline_ms": "soon"}, "shared": "off"}
+    for odd in (None, [], {"nvme": 5}, wrong):
         assert not list(old_names(odd))
 
 
