@@ -181,7 +181,8 @@ def test_the_log_says_it_once(
 
 def test_settings_that_are_no_mapping_have_no_old_names() -> None:
     wrong: dict[str, Any] = {"nvme": {"io_deadline_ms": "soon"}, "shared": "off"}
-    for odd in (None, [], {"nvme": 5}, wrong):
+    odds: tuple[object, ...] = (None, [], {"nvme": 5}, wrong)
+    for odd in odds:
         assert not list(old_names(odd))
 
 
