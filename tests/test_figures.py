@@ -45,6 +45,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "docs/concepts.md": ("1 GiB/s, and uses the store",),
     "docs/deploying.md": (
         "for 3.10 to 3.13",
+        "--only 3.11",
         "takes 1.25 of its size",
         "of up to 5 s in Dynamo's",
         "of Kubernetes 1.30 and 1.37",
