@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | check | lint-files | package | sanitize | docs | docs-serve | bench
-# make gpu-check | gpu-e2e
+# make setup | demo | test | check | lint-files | package | wheels | sanitize | docs | docs-serve
+# make bench | gpu-check | gpu-e2e
 PYTHON := .venv/bin/python
 # Tests run in so many processes, each file in one. Those of vLLM come behind the others: vLLM sets
 # variables and loggers of the process that imports it.
@@ -13,8 +13,8 @@ CXX_FILES := $(foreach end,cpp cu h,$(wildcard csrc/*/*.$(end)))
 # The one that has PyTorch for CUDA and this package; .venv has PyTorch for the CPU.
 GPU_PYTHON ?= python3
 
-.PHONY: setup demo test check lint lint-files format package sanitize docs docs-serve bench gpu-check
-.PHONY: gpu-e2e clean
+.PHONY: setup demo test check lint lint-files format package wheels sanitize docs docs-serve bench
+.PHONY: gpu-check gpu-e2e clean
 
 setup:
 	@python3 tools/setup_env.py
@@ -51,6 +51,9 @@ format: setup
 package:
 	@python3 tools/check_package.py $(ARGS)
 
+wheels:
+	@python3 tools/make_wheels.py $(ARGS)
+
 sanitize:
 	@tools/sanitize.sh
 
@@ -70,4 +73,4 @@ gpu-e2e:
 	@$(GPU_PYTHON) tools/run_installed.py benchmarks.gpu_e2e $(ARGS)
 
 clean:
-	rm -rf build .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info attnstore_vllm/_*.so
+	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info attnstore_vllm/_*.so

@@ -24,11 +24,14 @@ from typing import Any
 
 import yaml
 
+from attnstore_vllm.config.deadlines import old_names
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import LEAST, load_yaml
 from attnstore_vllm.errors import AttnStoreError, ConfigError, MachineError, UnsupportedError
 from attnstore_vllm.preflight import SHM_DIR, check_machine
 from attnstore_vllm.transfer.region import sweep_at_exit
+
+logger = logging.getLogger(__name__)
 
 CONNECTOR = "AttnStoreConnector"
 MODULE = "attnstore_vllm.connector"
@@ -112,8 +115,16 @@ def check_early(extra: object) -> None:
     _note_start()
     if multiprocessing.parent_process() is None:
         config = StoreConfig.parse(extra)
+        _warn_of_old_names(extra, config)
         if config not in _checked:
             _check(config, None, pins_memory=_is_cuda())
+
+
+def _warn_of_old_names(extra: object, config: StoreConfig) -> None:
+    """Once for the same settings: vLLM has them read several times."""
+    if config not in _checked:
+        for _, hint in old_names(extra):
+            logger.warning("the settings have an old name, which is still read: %s", hint)
 
 
 def _check(config: StoreConfig, ranks: Sequence[int] | None, *, pins_memory: bool) -> None:
@@ -153,6 +164,7 @@ def expand(argv: list[str], *, pins_memory: bool = False) -> list[str]:
         ours = list(ours_in(transfer))
         for connector in ours:
             config = _complete(connector, _engines(argv))
+            _warn_of_old_names(connector["kv_connector_extra_config"], config)
             _check(config, _ranks_here(argv, config.data_parallel_size), pins_memory=pins_memory)
         if ours:
             _refuse_shapes(argv)

@@ -246,8 +246,6 @@ def _finish(
     for side, record in failed:
         print(f"FAILED, {side.name}: {record.conversation_id}, turn {record.turn}: {record.error}")
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    picture = args.json.with_suffix(".png")
-    plot(sides, picture)
     result = {
         "machine": machine(),
         "settings": {
@@ -266,6 +264,8 @@ def _finish(
         "records": {side.name: [r.to_json() for r in side.records] for side in sides},
     }
     args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    picture = args.json.with_suffix(".svg")
+    plot(result, picture)
     print(f"\nwritten: {args.json}, {picture}")
     if failed:
         print(f"{len(failed)} requests FAILED", file=sys.stderr)

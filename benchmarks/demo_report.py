@@ -2,11 +2,12 @@
 """The demo's results: tables for the terminal, numbers for the JSON file, a picture."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from attnstore_lab import palette
 from attnstore_lab.bench.records import TurnRecord, failures
 from attnstore_lab.bench.summary import percentile, table
 from attnstore_lab.bench.traffic import Traffic
@@ -14,15 +15,7 @@ from benchmarks.agreement import Agreement
 
 MIB: Final = 1 << 20
 ALWAYS_SHOWN: Final = ("dropped", "corrupt")  # chunk events, also when there were none
-_COLORS: Final = {
-    "computed": "#b0413e",
-    "HBM": "#c9a227",
-    "DRAM": "#3e7cb1",
-    "NVMe": "#81a4cd",
-    "siblings": "#4f9d69",
-    "shared": "#9bc4a3",
-    "other": "#999999",
-}
+SIDES: Final = (palette.color("vllm"), palette.color(palette.OURS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,41 +165,31 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def plot(sides: Sequence[Side], path: Path) -> None:
-    """Draw TTFT by turn (medians, and every request as a point) and tokens by source."""
-    import matplotlib  # noqa: PLC0415  (a second to import, and only here)
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained"
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draw TTFT by turn, of the demo's JSON: medians, and every request as a point."""
+    names = [side["name"] for side in result["sides"]]
+    medians = [side["ttft_later_turns_median_ms"] for side in result["sides"]]
+    said = " and ".join(
+        f"{middle:.0f} ms {name if name.startswith('with') else f'with {name}'}"
+        for middle, name in zip(medians, names, strict=True)
+        if middle is not None
     )
-    for n, side in enumerate(sides):
-        color = ("#b0413e", "#3e7cb1")[n]
-        turns = sorted({r.turn for r in side.records if r.error is None})
-        groups = [side.ttfts(lambda turn, t=t: turn == t) for t in turns]  # type: ignore[misc]
-        for turn, values in zip(turns, groups, strict=True):
-            left.scatter([turn + 0.1 * n] * len(values), values, s=8, color=color, alpha=0.35)
-        medians = [statistics.median(values) for values in groups]
-        left.plot(turns, medians, marker="o", color=color, label=f"{side.name} (median)")
-    left.set(xlabel="turn of the conversation", ylabel="time to first token, ms")
-    left.set_ylim(bottom=0)
-    left.set_title("Time to first token")
-    left.legend()
-    for n, side in enumerate(sides):
-        start = 0
-        for source, count in side.traffic.prompt_tokens.items():
-            label = source if n == len(sides) - 1 else None
-            right.barh(n, count, left=start, color=_COLORS[source], label=label)
-            start += count
-    right.set_yticks(range(len(sides)), [side.name for side in sides])
-    right.invert_yaxis()
-    right.set(xlabel="prompt tokens", title="Prompt tokens by source")
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    figure, ((axes,),) = palette.figure((9, 4), f"First token of later turns: {said}")
+    for n, (name, color) in enumerate(zip(names, SIDES, strict=False)):
+        by_turn: dict[int, list[float]] = {}
+        for record in result["records"][name]:
+            if record["error"] is None and record["ttft_ms"] is not None:
+                by_turn.setdefault(record["turn"], []).append(record["ttft_ms"])
+        turns = sorted(by_turn)
+        for turn in turns:
+            at = [turn + 0.1 * n] * len(by_turn[turn])
+            axes.scatter(at, by_turn[turn], s=8, color=color, alpha=palette.BEHIND)
+        middles = [statistics.median(by_turn[turn]) for turn in turns]
+        axes.plot(turns, middles, marker=palette.MARKS[n], color=color, label=f"{name} (median)")
+    axes.set(xlabel="turn of the conversation", ylabel="time to first token, ms")
+    axes.set_ylim(bottom=0)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    palette.save(figure, path)
 
 
 def _named(label: str) -> str:

@@ -138,7 +138,7 @@ def with_store(
     store = work / "store"
     config.write_text(
         f"dram: {dram}\nnvme: {{path: {store}, capacity: 2GiB, codec: {codec}}}\n"
-        "load_deadline_ms: 10000\neviction: lru\n"
+        "load_deadline: 10s\neviction: lru\n"
     )
     arguments = [*ARGUMENTS, "--kv-transfer-config", str(config)]
     with VllmServer(str(model), arguments, work / "store.log", environment=DEV) as server:

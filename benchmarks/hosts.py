@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many servers: the runs of docs/hosts.md, into results/hosts_NAME.json and .png.
+"""How many servers: the runs of docs/simulate.md, into results/hosts_NAME.json and .svg.
 
     python -m benchmarks.hosts sharegpt SHAREGPT.json
     python -m benchmarks.hosts mooncake MOONCAKE.jsonl
@@ -57,8 +57,9 @@ def main() -> None:
     outcomes = simulate_hosts.simulate(args, trace)
     simulate_hosts.show(trace, args.machine, outcomes)
     out = given.out / f"hosts_{given.name}.json"
-    out.write_text(json.dumps(simulate_hosts.as_json(trace, args, outcomes), indent=1) + "\n")
-    simulate_hosts.plot(trace, outcomes, out.with_suffix(".png"))
+    found = simulate_hosts.as_json(trace, args, outcomes)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    simulate_hosts.plot(found, out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def main() -> None:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
         say(f"{name}: {done[name]['took_s']} s")
     if "hits" in done:
-        picture.draw(done["hits"]["result"], hits.GOAL, args.out.with_suffix(".png"))
+        picture.draw(done["hits"]["result"], hits.GOAL, args.out.with_suffix(".svg"))
     print(json.dumps(done) if args.json else f"\n{show(done)}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/results.md: what the paper found, the bounds, what others do and what we do, side by side.
+"""docs/experiments.md: what the paper found, the bounds, what others do, what we do, side by side.
 
     python -m benchmarks.report [--results DIR] [--out FILE] [--pictures]
 
@@ -36,7 +36,7 @@ MARKS: Final = {
 }
 QUICKLY: Final = "none: a quick run shows that it runs, and nothing else"
 HEAD: Final = """\
-# Results
+# Experiments
 
 The questions of CachedAttention's evaluation (USENIX ATC'24), asked of this store. Written by
 `python -m benchmarks.report` from `results/experiments/`; each section names its command.
@@ -91,7 +91,7 @@ def _section(
         yield f"\nNot run: {name}: {why.splitlines()[0]}"
     if experiment.notes:
         yield f"\n{experiment.notes.strip()}"
-    yield f"\n![{experiment.question}]({pictures}/{experiment.name}.png)\n"
+    yield f"\n![{experiment.question}]({pictures}/{experiment.name}.svg)\n"
 
 
 def ending(experiment: Experiment, result: Mapping[str, Any]) -> Iterator[str]:
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "experiments")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "experiments.md")
     parser.add_argument("--pictures", action="store_true", help="draw them again, too")
     args = parser.parse_args(argv)
     experiments = read_all()
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, experiment in experiments.items():
             file = args.results / f"{name}.json"
             if file.exists():
-                plot(experiment, json.loads(file.read_text()), file.with_suffix(".png"))
+                plot(experiment, json.loads(file.read_text()), file.with_suffix(".svg"))
     pictures = os.path.relpath(args.results, args.out.parent)
     args.out.write_text(render(experiments, args.results, pictures), encoding="utf-8")
     print(f"written: {args.out}", file=sys.stderr)

@@ -65,8 +65,8 @@ SETTLE_S = 60.0
 
 def settings_of(store: NetworkStore) -> str:
     if store.kind == "redis":
-        return f"{{redis: 'redis://127.0.0.1:{store.port}', deadline_ms: {DEADLINE_MS}}}"
-    return f"{{mooncake: {{master: '127.0.0.1:{store.port}'}}, deadline_ms: {DEADLINE_MS}}}"
+        return f"{{redis: 'redis://127.0.0.1:{store.port}', deadline: {DEADLINE_MS}ms}}"
+    return f"{{mooncake: {{master: '127.0.0.1:{store.port}'}}, deadline: {DEADLINE_MS}ms}}"
 
 
 def server_of(name: str, store: NetworkStore, model: Path, work: Path) -> VllmServer:

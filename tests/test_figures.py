@@ -20,7 +20,7 @@ from benchmarks.experiments.spec import read_all
 from tools import page_figures, readme_results
 
 ROOT = Path(__file__).parent.parent
-MADE = {"results.md", "models.md", "configuration.md"}
+MADE = {"experiments.md", "models.md", "configuration.md"}
 """By benchmarks.report, benchmarks.families and tools/settings_page.py."""
 PAGES = [
     p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if p.name not in MADE
@@ -45,6 +45,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "docs/concepts.md": ("1 GiB/s, and uses the store",),
     "docs/deploying.md": (
         "for 3.10 to 3.13",
+        "--only 3.11",
         "takes 1.25 of its size",
         "of up to 5 s in Dynamo's",
         "of Kubernetes 1.30 and 1.37",
@@ -52,7 +53,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "docs/faults.md": ("the load deadline is 30 s", "(0.30, 0.31)"),
     "docs/getting-started-cpu.md": ("(3.11 is tested)",),
     "docs/hints.md": ("tenant_share: 0.02",),
-    "docs/hosts.md": ("may be seen 0.25 s late",),
+    "docs/simulate.md": ("may be seen 0.25 s late",),
     "docs/runbook.md": ("did not say in 20 ms",),
 }
 """By page: words with a number that is a limit, a default or a version, and reads like a figure."""
@@ -97,7 +98,7 @@ def test_figures_are_those_of_their_files(page: str) -> None:
 
 def test_the_report_is_that_of_its_files() -> None:
     made = report.render(read_all(), ROOT / "results/experiments", "../results/experiments")
-    written = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    written = (ROOT / "docs/experiments.md").read_text(encoding="utf-8")
     assert made == written, "python -m benchmarks.report"
 
 

@@ -23,7 +23,8 @@ DOOR = (
     "README.md",
     "index.md",
     "getting-started-cpu.md",
-    "getting-started-gpu.md",
+    "gpu.md",
+    "compared.md",
     "concepts.md",
     "operations.md",
     "runbook.md",
@@ -34,7 +35,12 @@ DOOR = (
     "SECURITY.md",
 )
 """What a stranger reads first: here no sentence is long."""
-LINES_MAX, LINE_MAX, NUMBERS_MAX, WORDS_MAX, SENTENCE_MAX = 120, 120, 40, 120, 30
+FIRST_SCREEN = 27
+"""Lines of the README that a browser shows before a reader moves."""
+FIRST = ("README.md", "index.md", "getting-started-cpu.md")
+"""Of these the very first."""
+LINES_MAX, LINE_MAX, NUMBERS_MAX, WORDS_MAX = 120, 120, 40, 120
+SENTENCE_MAX, SENTENCE_MAX_FIRST, PARAGRAPH_MAX = 30, 25, 80
 DESIGN_LINES_MAX = 250
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
@@ -63,6 +69,17 @@ def test_the_readme_is_one_screen() -> None:
     assert len(numbers) <= NUMBERS_MAX, f"{len(numbers)} numbers: {numbers}"
     before = visible(text.partition("```")[0]).split()
     assert len(before) <= WORDS_MAX, f"{len(before)} words before the first command"
+
+
+def test_the_first_screen_has_what_a_stranger_asks() -> None:
+    """What it is, how it looks, how it is started, why, whether it ran, and where more is."""
+    lines = README.read_text(encoding="utf-8").splitlines()[:FIRST_SCREEN]
+    assert sum(line.startswith("![") for line in lines) == 1
+    fences = [number for number, line in enumerate(lines) if line.startswith("```")]
+    assert len(fences) == 2 and fences[1] - fences[0] == 4, "three commands"
+    reasons = [line for line in lines if line.startswith("- **")]
+    assert len(reasons) == 4 and all(len(sentences(line)) <= 2 for line in reasons)
+    assert sum(line.count("](") for line in lines if not line.startswith("![")) >= 4
 
 
 @pytest.mark.parametrize("path", PAGES, ids=short)
@@ -113,8 +130,32 @@ def sentences(text: str) -> list[str]:
 @pytest.mark.parametrize("path", [p for p in PAGES if p.name in DOOR], ids=short)
 def test_no_sentence_is_long(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    long = [s for s in sentences(text) if len(s.split()) > SENTENCE_MAX]
+    most = SENTENCE_MAX_FIRST if path.name in FIRST else SENTENCE_MAX
+    long = [s for s in sentences(text) if len(s.split()) > most]
     assert not long, "\n".join(long)
+
+
+USERS = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2].partition("- Internals:")[0]
+PARAGRAPHS = [
+    README,
+    *(ROOT / "docs" / name for name in re.findall(r"(\S+\.md)", USERS) if name != "experiments.md"),
+]
+"""What users read; experiments.md is made of what the experiments note."""
+
+
+@pytest.mark.parametrize("path", PARAGRAPHS, ids=short)
+def test_no_paragraph_is_long(path: Path) -> None:
+    """But of tables. A block of code or an item of a list ends one."""
+    text = visible(FENCE.sub("\n\n", path.read_text(encoding="utf-8")))
+    parts = re.split(r"\n\s*\n|\n(?=- |\d+\. |#|\|)", text)
+    long = [p for p in parts if not p.startswith("|") and len(p.split()) > PARAGRAPH_MAX]
+    assert not long, "\n\n".join(long)
+
+
+def test_the_comparison_of_readme_is_that_of_its_page() -> None:
+    texts = [p.read_text(encoding="utf-8") for p in (README, ROOT / "docs" / "compared.md")]
+    tables = [re.findall(r"^\| \| reads disk ahead .*?\n\n", t, re.M | re.S) for t in texts]
+    assert len(tables[0]) == 1 and tables[0] == tables[1]
 
 
 def anchors(path: Path) -> set[str]:
@@ -145,14 +186,29 @@ def test_the_rows_of_results_are_those_of_results() -> None:
     text = README.read_text(encoding="utf-8")
     for row in [readme_results.gpu_tested(), *readme_results.rows(), *readme_results.gpu_rows()]:
         assert row in text, f"python3 tools/readme_results.py says {row}"
-    assert text.index(readme_results.gpu_tested()) < text.index("```"), "it is on the first screen"
+    assert readme_results.gpu_tested() in text.splitlines()[:FIRST_SCREEN]
     assert ("On one " in text) == bool(readme_results.gpu_rows()), "a GPU's table that none has run"
 
 
 def test_what_a_gpu_has_run_is_told_from_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    assert "no GPU has run it yet" in readme_results.gpu_tested(path)
-    assert readme_results.gpu_rows(path) == []
+    path, first = tmp_path / "gpu.json", tmp_path / "first.json"
+    assert "no GPU has run it yet" in readme_results.gpu_tested(path, first)
+    assert readme_results.gpu_rows(path, first) == []
+    times = {"computed": 100.0, "DRAM": 20.0, "HBM": 10.0}
+    hits_of_first = [
+        {"tokens": 8_192, "decoders": decoders, "ttft_ms": times} for decoders in (0, 8)
+    ]
+    first.write_text(
+        json.dumps(
+            {"machine": {"gpu": "First GPU"}, "hits attnstore": hits_of_first,
+             "hits offloading": hits_of_first,
+             "throughput": {"store": [1, 2, 9], "plain": [4, 4, 4]}}
+        )
+    )  # fmt: skip
+    assert readme_results.gpu_tested(path, first).startswith("| First GPU | [one run, by hand]")
+    of_first = readme_results.gpu_rows(path, first)
+    assert of_first[0] == "| On one First GPU | |"
+    assert [row.split(" | ")[1] for row in of_first[2:]] == ["0.20 |", "1.00 |", "2.00 |", "0.50 |"]
     hits = [
         {"kind": "dram_over_hbm", "value": value, "goal_is": "at most", "is_met": value <= 1.1,
          "detail": {"tokens": tokens, "decoders": decoders}}
@@ -168,8 +224,8 @@ def test_what_a_gpu_has_run_is_told_from_its_file(tmp_path: Path) -> None:
         {"outcome": "skipped", "figures": []},
     ]
     path.write_text(json.dumps({"machine": {"gpu": "Some GPU"}, "cases": cases}))
-    assert readme_results.gpu_tested(path) == "| Some GPU | 1 of 2 cases of `make gpu-e2e` |"
-    assert readme_results.gpu_rows(path) == [
+    assert readme_results.gpu_tested(path, first) == "| Some GPU | 1 of 2 cases of `make gpu-e2e` |"
+    assert readme_results.gpu_rows(path, first) == [
         "| On one Some GPU | |",
         "|---|---|",
         "| First token of a DRAM hit of 8,192 tokens, over an HBM hit | 1.08 |",
@@ -287,6 +343,35 @@ def test_every_page_is_in_the_nav() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in DOCS}
     assert set(re.findall(r"([\w/-]+\.md)", nav)) == pages
+
+
+def test_the_site_finds_settings_and_metrics_and_opens_as_files() -> None:
+    """Its search splits names as the pages have them; `offline` keeps the index in a script."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (separator,) = re.findall(r"search: \{separator: '(.+)'\}", text)
+    for name, words in (
+        ("nvme.io_deadline", ["nvme", "io", "deadline"]),
+        (
+            "`vllm:attnstore_loaded_tokens_total{tier=",
+            ["vllm", "attnstore", "loaded", "tokens", "total", "tier"],
+        ),
+    ):
+        assert [word for word in re.split(separator, name) if word] == words
+    assert "  - offline" in text and "use_directory_urls: false" in text
+
+
+def test_what_users_do_not_need_comes_last() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    before, _, internals = nav.partition("- Internals:")
+    for page in ("overlap.md", "faults.md", "notes/"):
+        assert page in internals and page not in before
+    assert not re.search(r"^  - ", internals, re.MULTILINE)
+
+
+def test_results_are_at_most_twelve_screens() -> None:
+    """A screen has some 40 lines of 100 characters."""
+    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    assert sum(1 + len(line) // 100 for line in lines) <= 12 * 40
 
 
 def test_lists_and_tables_get_their_empty_line() -> None:

@@ -6,8 +6,9 @@
 Three wheels are built from the source package, away from the checkout: with the headers of
 liburing and xxHash, without them, and by clang++. nvcc is never called. The first is held against
 auditwheel's rules: it may need nothing that a plain Linux lacks, liburing included. Each is
-installed with its dependencies, which do not include torch and vLLM, and tried there
-(tools/try_installed.py). Without a network it is skipped with a message (exit 0).
+installed with its dependencies, which do not include torch and vLLM, where no compiler can be
+called, and tried there (tools/try_installed.py). Without a network it is skipped with a message
+(exit 0).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import sys
 import tarfile
 import tempfile
 import time
-import venv
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +40,8 @@ PINS = (
 HEADERS = "#include <liburing.h>\n#include <xxhash.h>\n"
 NO_HEADER = '#error "this build is to do without it"\n'
 NO_NVCC = '#!/bin/sh\necho "nvcc $*" >> "{log}"\nexit 1\n'
+COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "make", "cmake", "ninja", "ld")
+NO_COMPILER = '#!/bin/sh\necho "there is no $(basename "$0") on this machine" >&2\nexit 127\n'
 KERNELS = ("compute_80.ptx", "sm_80.cubin", "sm_90.cubin", "sm_100.cubin")
 
 
@@ -139,10 +141,24 @@ def check_libraries(tools: Path, wheel: Path, work: Path) -> str:
     return repaired.name.removeprefix("attnstore_vllm-").removesuffix(".whl")
 
 
-def try_wheel(wheel: Path, work: Path, *, with_headers: bool) -> str:
-    venv.create(work / "env", with_pip=True)
+def without_compiler(folder: Path) -> dict[str, str]:
+    """This process's environment as it is on a machine that has none: each of them fails."""
+    folder.mkdir()
+    for name in COMPILERS:
+        (folder / name).write_text(NO_COMPILER, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    left_out = ("PYTHONPATH", "CC", "CXX")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    return {**env, "PATH": f"{folder}:{env['PATH']}"}
+
+
+def try_wheel(
+    wheel: Path, work: Path, *, with_headers: bool, python: Path = Path(sys.executable)
+) -> str:
+    """Install it with `python`, where there is no compiler, and run what it brings."""
+    env = without_compiler(work / "no-compiler")
+    run(python, "-m", "venv", work / "env", cwd=work, env=env)
     python = work / "env" / "bin" / "python"
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run(python, "-m", "pip", "install", "-q", wheel, cwd=work, env=env)
     run(python, "-m", "pip", "check", cwd=work, env=env)
     needs = ["--needs", "uring"] if with_headers else []

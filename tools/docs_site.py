@@ -20,23 +20,31 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools import link_terms  # noqa: E402
 from tools.own_env import programs  # noqa: E402
 
-SOURCE = ROOT / ".cache" / "docs-source"
+SOURCE, SITE = ROOT / ".cache" / "docs-source", ROOT / ".cache" / "site"
 PINS = ("mkdocs==1.6.1", "mkdocs-material==9.8.2")
 ADDRESS = "127.0.0.1:8001"
 
 
 def stage() -> None:
-    """Copy docs/ and the pictures of results/ to where mkdocs.yml finds them."""
+    """Copy docs/ and the pictures of results/ to where mkdocs.yml finds them, terms linked."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCE)
-    for picture in (ROOT / "results").rglob("*.png"):
+    for picture in (ROOT / "results").rglob("*.svg"):
         to = SOURCE / "results" / picture.relative_to(ROOT / "results")
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(picture, to)
+    terms = SOURCE / "terms.md"
+    known = link_terms.terms(terms.read_text(encoding="utf-8"))
     for page in SOURCE.rglob("*.md"):
-        text = "\n".join(spaced(page.read_text(encoding="utf-8").split("\n")))
+        text = page.read_text(encoding="utf-8")
+        if page == terms:
+            text = link_terms.with_anchors(text)
+        else:
+            text = link_terms.linked(text, known, os.path.relpath(terms, page.parent))
+        text = "\n".join(spaced(text.split("\n")))
         page.write_text(text.replace("](../results/", "](results/"), encoding="utf-8")
 
 
@@ -67,9 +75,13 @@ def main() -> int:
     command += ["serve", "-a", ADDRESS] if is_served else ["build", "--strict", "-q"]
     try:
         quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-        return subprocess.run(command, check=False, cwd=ROOT, env=quiet).returncode
+        code = subprocess.run(command, check=False, cwd=ROOT, env=quiet).returncode
     except KeyboardInterrupt:
         return 130
+    if code == 0 and not is_served:
+        print(f"docs: the site is {SITE / 'index.html'}; a browser opens it as a file")
+        print(f"docs: `make docs-serve` serves it at http://{ADDRESS}")
+    return code
 
 
 if __name__ == "__main__":

@@ -15,16 +15,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def programs(name: str, pins: Sequence[str]) -> Path | None:
+def programs(name: str, pins: Sequence[str], python: Path | None = None) -> Path | None:
     """The folder of its programs; made once for these pins. None if that cannot be done here.
 
-    Args: pins: as pip takes them, each of one version.
+    Args:
+        pins: as pip takes them, each of one version.
+        python: that the environment is for; None: the one that runs this.
     """
     folder = ROOT / ".cache" / name
     done = folder / "pins"
     if done.is_file() and done.read_text(encoding="utf-8") == repr(tuple(pins)):
         return folder / "bin"
-    venv.create(folder, with_pip=True, clear=True)
+    if python is None:
+        venv.create(folder, with_pip=True, clear=True)
+    else:
+        subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
     command = [str(folder / "bin" / "pip"), "install", "-qq", "--disable-pip-version-check", *pins]
     if subprocess.run(command, check=False).returncode != 0:
         return None

@@ -4,7 +4,7 @@
     python3 tools/page_figures.py            (exit 1, and what differs)
     python3 tools/page_figures.py --write    (after a benchmark has left another result)
 
-FIGURES names each by its page and the words around it. docs/results.md, docs/models.md and the
+FIGURES names each by its page and the words around it. docs/experiments.md, docs/models.md and the
 README's tables have tools of their own. What is not made of a file stands in a section that says
 when and on what it was measured (tests/test_figures.py). Standard library only.
 """
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,7 +103,42 @@ def throughputs(found: Any) -> list[float]:
     return [found["ratio_median"], read("overlap.json")["throughput"]["result"]["ratio"]]
 
 
-MORE, FAQ, GUIDE = "docs/figures.md", "docs/faq.md", "docs/getting-started-cpu.md"
+def served(name: str, scale: float = 1.0) -> Callable[[Any], list[float]]:
+    """Of a real server without a cache, with vLLM's own, with LMCache's daemon and with ours."""
+
+    def values(found: Any) -> list[float]:
+        (sides,) = found["values"][name].values()
+        return [scale * sides[side] for side in ("re", "vllm", "lmcache", "attnstore")]
+
+    return values
+
+
+def on_h200(tokens: int, *columns: str) -> Callable[[Any], list[float]]:
+    """TTFT, ms, with nothing beside; `-KIND` is vLLM's own offloading; the last is DRAM's ratio."""
+
+    def values(found: Any) -> list[float]:
+        times = {
+            sign: next(
+                hits["ttft_ms"]
+                for hits in found[f"hits {name}"]
+                if hits["tokens"] == tokens and hits["decoders"] == 0
+            )
+            for sign, name in (("", "attnstore"), ("-", "offloading"))
+        }
+        row = [times[c[:1] if c[:1] == "-" else ""][c.removeprefix("-")] for c in columns]
+        return [*row, times[""]["DRAM"] / times["-"]["DRAM"]]
+
+    return values
+
+
+def speed_on_h200(found: Any) -> list[float]:
+    tokens = {name: median(rounds) for name, rounds in found["throughput"].items()}
+    return [tokens["store"] / tokens["plain"], tokens["offloading"] / tokens["plain"]]
+
+
+README, GPU, COMPARED = "README.md", "docs/gpu.md", "docs/compared.md"
+SERVED, H200 = "experiments/served.json", "gpu/2026-11-27-h200.json"
+MORE, FAQ, GUIDE = "docs/results.md", "docs/faq.md", "docs/getting-started-cpu.md"
 FIGURES = (
     Figure(MORE, "| small, without the store | {:,.0f} ms | {:.1f} ms |", "hit_latency.json",
            hits(0, "-cold", "-HBM")),
@@ -131,6 +167,33 @@ FIGURES = (
            "demo.json", demo("replay_seconds")),
     Figure(GUIDE, "{:.0f} of {:.0f} identical", "demo.json",
            lambda found: [found["agreement"]["identical"], found["agreement"]["compared"]]),
+    Figure(README, "first tokens in {:.2f} of the time in the", "demo.json",
+           lambda found: demo("ttft_later_turns_median_ms")(found)[2:]),
+    Figure(MORE, "| {:.0f} ms; {:.0f} ms; {:.0f} ms; {:,.0f} ms |", SERVED,
+           lambda found: [served("ttft_later_p50")(found)[i] for i in (3, 1, 2, 0)]),
+    Figure(MORE, "own offloading | {:.2f} | [on a GPU]", H200,
+           lambda found: on_h200(8_192, "DRAM")(found)[1:]),
+    Figure("docs/index.md", "comes after {:.0f} ms, and after {:.0f} ms without it.", "demo.json",
+           lambda found: demo("ttft_later_turns_median_ms")(found)[1::-1]),
+    Figure(COMPARED, "| first token of later turns, median | {:,.0f} ms | {:,.0f} ms | {:,.0f} ms "
+           "| {:,.0f} ms |", SERVED, served("ttft_later_p50")),
+    Figure(COMPARED, "| the same, p95 | {:,.0f} ms | {:,.0f} ms | {:,.0f} ms | {:,.0f} ms |",
+           SERVED, served("ttft_later_p95")),
+    Figure(COMPARED, "| first token of first turns, median | {:,.0f} ms | {:,.0f} ms | {:,.0f} ms "
+           "| {:,.0f} ms |", SERVED, served("ttft_first_p50")),
+    Figure(COMPARED, "| hit tokens over those of an unlimited cache | {:.0f} % | {:.0f} % "
+           "| {:.0f} % | {:.0f} % |", SERVED, served("hit_over_unlimited", 100)),
+    *(Figure(COMPARED, f"| {tokens:,} tokens | {{:,.{digits}f}} ms | {{:.1f}} ms | {{:.1f}} ms "
+             "| {:.2f} |", H200, on_h200(tokens, "computed", "-DRAM", "DRAM"))
+      for tokens, digits in ((2_048, 1), (8_192, 0), (32_768, 0))),
+    *(Figure(GPU, f"| {tokens:,} tokens | {{:,.{digits}f}} ms | {{:.1f}} ms | {{:.1f}} ms "
+             "| {:.1f} ms | {:.2f} |", H200, on_h200(tokens, "computed", "DRAM", "HBM", "-DRAM"))
+      for tokens, digits in ((2_048, 1), (8_192, 0), (32_768, 0))),
+    Figure(GPU, "reused was {:.3f} of that without a store, the median of five rounds; vLLM's own "
+           "offloading had {:.3f}.", H200, speed_on_h200),
+    Figure(COMPARED, "over no store: {:.3f} with AttnStore, and {:.3f} with vLLM's own",
+           H200, speed_on_h200),
+    Figure(FAQ, "On one H200 it was {:.2f} (", H200, lambda found: speed_on_h200(found)[:1]),
 )  # fmt: skip
 
 

@@ -48,18 +48,19 @@ class How:
             elsewhere: it is not typed here, and `why` says where it is.
         quick: (what, in its place) with --quick.
         expects: a regular expression that its output has.
+        done: a line of it that `make setup` has done here.
     """
 
     kind: Literal["shell", "serve", "elsewhere"] = "shell"
     quick: tuple[str, str] = ("", "")
     expects: str = ""
     why: str = ""
+    done: str = ""
 
 
 HOW = {
     ("README.md", "make demo"): How("elsewhere", why="the guide has it"),
-    ("README.md", "pip install ."): How("elsewhere", why="make package, in empty environments"),
-    ("README.md", "attnstore init"): How("serve"),
+    ("README.md", "pip install ."): How("serve", done="pip install ."),
     ("docs/getting-started-cpu.md", "apt install"): How("elsewhere", why="an option of the image"),
     ("docs/getting-started-cpu.md", "make demo"): How(
         quick=("make demo", 'make demo ARGS="--conversations 4 --turns 3"'),
@@ -149,8 +150,10 @@ class Serving:
                 raise WrongError(f"Ctrl-C does not end: {self._command}") from error
 
 
-def serve(block: str) -> Serving:
-    """Type all of a block but its server, and then start that one."""
+def serve(block: str, done: str = "") -> Serving:
+    """Type all of a block but what is done and its server, and then start that one."""
+    if done:
+        block = re.sub(rf"^{re.escape(done)}.*\n", "", block, flags=re.MULTILINE)
     before, _, command = block.rpartition("\nVLLM_CPU" if "\nVLLM_CPU" in block else "\nvllm serve")
     started = command.replace("\\\n", " ").strip()
     if "\nVLLM_CPU" in block:
@@ -168,7 +171,7 @@ def type_page(page: str, *, quick: bool) -> None:
             if how.kind == "elsewhere":
                 print(f"not typed here ({how.why}): {block}", end="", flush=True)
             elif how.kind == "serve":
-                serving = serve(block)
+                serving = serve(block, how.done)
             else:
                 run(block.replace(*how.quick) if quick else block, how.expects)
     finally:
@@ -188,8 +191,8 @@ def main() -> int:
         run("make setup")
         for page in reversed(PAGES):  # the guide's demo makes the model that README's server has
             type_page(page, quick=args.quick)
-        if UNIT not in (ROOT / "README.md").read_text(encoding="utf-8"):
-            raise WrongError(f"README.md does not say `{UNIT}` any more")
+        if UNIT not in (ROOT / PAGES[-1]).read_text(encoding="utf-8"):
+            raise WrongError(f"{PAGES[-1]} does not say `{UNIT}` any more")
         names = " ".join(f"tests/unit/{name}.py" for name in QUICK_TESTS.split())
         run(f'make test ARGS="{names}"' if args.quick else UNIT)
     except WrongError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_lab import palette
 from attnstore_lab.sim.baselines import BASELINES
 from attnstore_lab.sim.formats import Arrivals, read_trace
 from attnstore_lab.sim.one_pool import Replayed, distinct_bytes, replay, replay_model
@@ -200,9 +201,7 @@ def check_plot(path: Path) -> None:
     """Raise ConfigError if no picture can be written there: before the run, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot: matplotlib is not installed; pip install 'attnstore-vllm[plot]'")
-    from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415  a second to import
-
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    known = palette.formats()
     if path.suffix.removeprefix(".").lower() not in known:
         raise ConfigError(f"--plot is {str(path)!r}; its end must be one of {', '.join(known)}")
     if not path.absolute().parent.is_dir():
@@ -211,23 +210,19 @@ def check_plot(path: Path) -> None:
 
 def plot(trace: Trace, runs: Sequence[Replayed], path: Path) -> None:
     """Write the picture; check_plot() has said that it can be."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for policy in dict.fromkeys(run.policy for run in runs):
+    figure, ((axes,),) = palette.figure((8, 4.5), f"Prompt tokens found, of {trace.name}")
+    colors = palette.colors(run.policy for run in runs)
+    for n, policy in enumerate(dict.fromkeys(run.policy for run in runs)):
         points = sorted((r.capacity, r.hit_tokens_share) for r in runs if r.policy == policy)
         axes.plot(
-            [100 * x for x, _ in points], [100 * y for _, y in points], marker="o", label=policy
+            [100 * x for x, _ in points],
+            [100 * y for _, y in points],
+            marker=palette.MARKS[n % len(palette.MARKS)],
+            color=colors[policy],
+            label=palette.name(policy),
         )
-    axes.set(
-        xscale="log",
-        xlabel="capacity, % of the distinct KV",
-        ylabel="prompt tokens found, %",
-        title=trace.name,
-        ylim=(0, None),
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    axes.set(xscale="log", xlabel="capacity, % of the distinct KV", ylabel="found, %")
+    axes.set_ylim(bottom=0)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    palette.save(figure, path)
     print(f"plot: {path}", file=sys.stderr)

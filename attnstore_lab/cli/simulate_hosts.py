@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attnstore_lab import palette
 from attnstore_lab.cli.simulate_server import read_machine
 from attnstore_lab.sim.hosts import ROUTERS, Hosts, HostsOutcome, one_large
 from attnstore_lab.sim.server import POLICIES
@@ -28,7 +29,7 @@ HOSTS_MAX = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("many servers, with --machine (docs/hosts.md)")
+    group = parser.add_argument_group("many servers, with --machine (docs/simulate.md)")
     group.add_argument("--hosts", metavar="N,...", help="so many servers, each such a machine")
     group.add_argument(
         "--router",
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, trace: Trace) -> None:
     else:
         show(trace, args.machine, outcomes)
     if args.plot:
-        plot(trace, outcomes, args.plot)
+        plot(as_json(trace, args, outcomes), args.plot)
 
 
 def simulate(args: argparse.Namespace, trace: Trace) -> list[HostsOutcome]:
@@ -186,38 +187,29 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[HostsOutcome]) -> None:
     print("conversation had before. prefill: the accelerators' time for prompts.")
 
 
-def plot(trace: Trace, outcomes: Sequence[HostsOutcome], path: Path) -> None:
-    """Figures by number of hosts. simulate.check_plot() has said that it can be written."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
-
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    found, ttft, moved = figure.subplots(1, 3)
-    lines = dict.fromkeys((out.router, out.network.capacity) for out in outcomes)
-    routers = list(dict.fromkeys(router for router, _ in lines))
-    for router, shared in lines:
-        mine = [o for o in outcomes if (o.router, o.network.capacity) == (router, shared)]
-        numbers = [out.num_hosts for out in mine]
-        look: dict[str, Any] = {
-            "label": router + (f", {shared / 1e12:g} TB shared" if shared else ""),
-            "color": f"C{routers.index(router)}",
-            "linestyle": "-" if shared else "--",
-            "marker": "o",
-            "markersize": 3,
-        }
-        found.plot(numbers, [100 * out.total.hit_tokens_share for out in mine], **look)
-        ttft.plot(numbers, [out.total.ttft(99) for out in mine], **look)
-        if shared:
-            moved.plot(numbers, [out.network_read / 1e9 for out in mine], **look)
-    found.set(ylabel="prompt tokens found, %", ylim=(0, None))
-    ttft.set(ylabel="TTFT p99, s", yscale="log")
-    moved.set(ylabel="read over the network, GB", ylim=(0, None))
-    for axes in (found, ttft, moved):
-        axes.set(xscale="log", xlabel="hosts")
-        ticks = sorted({out.num_hosts for out in outcomes})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    found.legend(fontsize=7)
-    figure.suptitle(f"{trace.name} (simulated)")
-    figure.savefig(path, dpi=120)
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """What is found by number of hosts, of as_json(). simulate.check_plot() has said that it can be
+    written."""
+    runs = found["runs"]
+    figure, ((axes,),) = palette.figure(
+        (9, 4.5), f"Prompt tokens found by number of hosts (simulated)\n{found['trace']}"
+    )
+    colors = palette.colors(run["router"] for run in runs)
+    for router, shared in dict.fromkeys((run["router"], run["shared"]) for run in runs):
+        mine = [run for run in runs if (run["router"], run["shared"]) == (router, shared)]
+        axes.plot(
+            [run["hosts"] for run in mine],
+            [100 * run["hit_tokens_share"] for run in mine],
+            color=colors[router],
+            linestyle="-" if shared else "--",
+            marker=palette.MARKS[list(colors).index(router) % len(palette.MARKS)],
+            label=router + (f", {shared / 1e12:g} TB shared" if shared else ""),
+        )
+    axes.set(xscale="log", xlabel="hosts", ylabel="prompt tokens found, %")
+    axes.set_ylim(bottom=0)
+    ticks = sorted({run["hosts"] for run in runs})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    palette.save(figure, path)
     print(f"plot: {path}", file=sys.stderr)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from attnstore_lab import palette
 from attnstore_lab.cli.simulate import read_model_shape
 from attnstore_lab.sim.hardware import Machine
 from attnstore_lab.sim.one_pool import replay
@@ -130,16 +131,18 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
 
 def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     """TTFT by share of requests. simulate.check_plot() has said that it can be written."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure, ((axes,),) = palette.figure((8, 4.5), title)
+    colors = palette.colors(out.policy for out in outcomes)
     for out in outcomes:
         if out.ttft_s:
             share = np.arange(1, len(out.ttft_s) + 1) / len(out.ttft_s)
-            axes.plot(sorted(out.ttft_s), 100 * share, label=out.policy)
-    axes.set(xscale="log", xlabel="TTFT, s", ylabel="requests, %", title=title, ylim=(0, 100))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+            axes.plot(
+                sorted(out.ttft_s),
+                100 * share,
+                color=colors[out.policy],
+                label=palette.name(out.policy),
+            )
+    axes.set(xscale="log", xlabel="TTFT, s", ylabel="requests, %", ylim=(0, 100))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    palette.save(figure, path)
     print(f"plot: {path}", file=sys.stderr)

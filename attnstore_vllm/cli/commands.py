@@ -84,13 +84,16 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_settings_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     begin = commands.add_parser(
-        "init", help="print a commented YAML of all settings, sized for this machine"
+        "init", help="print a commented YAML of settings, sized for this machine"
     )
     begin.add_argument(
         "--dir", type=Path, default=DEFAULT_DIRECTORY, help="nvme.path (%(default)s)"
     )
     begin.add_argument("--dram", metavar="SIZE", help="as in 64GiB (half of what is free)")
     begin.add_argument("--nvme", metavar="SIZE", help="as in 2TiB (half of what is free)")
+    begin.add_argument(
+        "--all", action="store_true", help="every setting, not only those that people change"
+    )
     check = commands.add_parser(
         "check", help="say all that is wrong with a file of settings; exit 1 if anything is"
     )
@@ -151,12 +154,15 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _init(args: argparse.Namespace) -> int:
-    print(init.settings_for(args.dir, args.dram, args.nvme), end="")
+    print(init.settings_for(args.dir, args.dram, args.nvme, every=args.all), end="")
     return EXIT_OK
 
 
 def _check(args: argparse.Namespace) -> int:
-    problems = settings_file.read_settings(args.file).problems()
+    settings = settings_file.read_settings(args.file)
+    problems = settings.problems()
+    for hint in settings.hints():
+        print(f"{args.file}: {hint}", file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps([problem.as_json() for problem in problems]))
     elif problems:

@@ -84,6 +84,7 @@ def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
         return
     config = settings.config()
     yield Check("settings", "ok", f"{file}: they fit together")
+    yield from (Check("settings", "note", hint) for hint in settings.hints())
     if (num_paths := len(config.nvme.paths)) > config.data_parallel_size:
         # Not in the file, or it would be wrong: the command line of vLLM says it.
         config = replace(config, data_parallel_size=num_paths)

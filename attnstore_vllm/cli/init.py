@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore init`: a commented YAML of all settings, sized for this machine."""
+"""`attnstore init`: a commented YAML of settings, sized for this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ _SHARE = 0.5
 """The share of free space that is used: the model needs memory too, and others the disk."""
 
 
-def settings_for(directory: Path, dram: str | None, nvme: str | None) -> str:
+def settings_for(
+    directory: Path, dram: str | None, nvme: str | None, *, every: bool = False
+) -> str:
     """The YAML. Sizes that are not given are half of what is free.
 
+    Args: every: all settings, not only those that people change.
     Raises: ConfigError if a size makes no sense, or the directory's disk is not there.
     """
     path = directory.absolute()
@@ -35,7 +38,8 @@ def settings_for(directory: Path, dram: str | None, nvme: str | None) -> str:
             "dram": _size("--dram", dram, free_dram),
             "nvme.path": str(path),
             "nvme.capacity": _size("--nvme", nvme, free_nvme),
-        }
+        },
+        every=every,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from attnstore_vllm.config.deadlines import old_names
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.texts import SETTINGS
 from attnstore_vllm.config.values import load_yaml
@@ -53,6 +54,11 @@ class SettingsFile:
             Problem(self.lines.get(key, self.lines.get(key.partition(".")[0], 0)), text)
             for key, text in _problems(self.given)
         ]
+
+    def hints(self) -> list[str]:
+        """Names that are still read, and what to write in their place. Nothing is wrong."""
+        found = ((self.lines.get(key, 0), hint) for key, hint in old_names(self.given))
+        return [f"line {line}: {hint}" if line else hint for line, hint in found]
 
     def config(self) -> StoreConfig:
         """Raises: ConfigError."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from attnstore_vllm.config.deadlines import IO_DEADLINE, LOAD_DEADLINE
 from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.config.values import (
     LEAST,
@@ -107,9 +108,9 @@ class NvmeConfig:
     def parse(cls, given: object) -> NvmeConfig:
         if not isinstance(given, Mapping):
             raise ConfigError(f"nvme is {given!r}; it must be {{path: ..., capacity: ...}}")
-        known = {"path", "capacity", "io", "io_deadline_ms", "daily_writes", "scrub", "codec"}
+        known = {"path", "capacity", "io", "io_deadline", "daily_writes", "scrub", "codec"}
         known.add("approximate")
-        check_keys("nvme.", given, known, {"path", "capacity"})
+        check_keys("nvme.", given, known, {"path", "capacity"}, {IO_DEADLINE.old_name})
         path, *more = parse_directories("nvme.path", given["path"])
         io = given.get("io", "auto")
         if io not in IO_KINDS:
@@ -126,14 +127,13 @@ class NvmeConfig:
             raise ConfigError(
                 f"nvme.approximate is all, but nvme.codec: {codec} changes no KV; leave it out"
             )
-        deadline = given.get("io_deadline_ms", 5000)
         writes, scrub = given.get("daily_writes", False), given.get("scrub", "8MiB")
         return cls(
             path=path,
             more_paths=tuple(more),
             capacity_bytes=parse_size("nvme.capacity", given["capacity"], SIZE_MIN),
             io=io,
-            io_deadline_ms=parse_integer("nvme.io_deadline_ms", deadline, 100, 600_000),
+            io_deadline_ms=IO_DEADLINE.parse(given, 5000),
             daily_writes_bytes=parse_off_or_size("nvme.daily_writes", writes, SIZE_MIN, "GiB"),
             scrub_bytes_per_s=parse_off_or_size("nvme.scrub", scrub, _SCRUB_MIN, "MiB"),
             codec=codec,
@@ -299,15 +299,14 @@ class StoreConfig:
             raise ConfigError(
                 f"the settings of AttnStore are {found}; they must be a mapping, as in\n{LEAST}"
             )
-        typed = {"dram_bytes", "ttl_s", "write_buffer_bytes", "shared_by"}
-        named = {"dram", "ttl", "write_buffer", "share"}
+        typed = {"dram_bytes", "load_deadline_ms", "ttl_s", "write_buffer_bytes", "shared_by"}
+        named = {"dram", LOAD_DEADLINE.name, "ttl", "write_buffer", "share"}
         known = ({f.name for f in fields(cls)} - typed) | named
-        check_keys("", given, known, {"dram", "nvme"})
+        check_keys("", given, known, {"dram", "nvme"}, {LOAD_DEADLINE.old_name})
         optional = {
             key: parse_integer(key, given[key], low, high)
             for key, low, high in (
                 ("chunk_tokens", 16, 4096),
-                ("load_deadline_ms", 0, 60_000),
                 ("step_budget", 1024, 1 << 30),
                 ("io_depth", 2, 1024),
                 ("data_parallel_size", 1, 4096),
@@ -348,6 +347,7 @@ class StoreConfig:
         return cls(
             dram_bytes=dram,
             nvme=nvme,
+            load_deadline_ms=LOAD_DEADLINE.parse(given, 1000),
             eviction=eviction,
             look_ahead=look_ahead,
             compute_if_sooner=compute_if_sooner,

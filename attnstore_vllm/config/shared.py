@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from attnstore_vllm.config.values import SIZE_MIN, check_keys, parse_integer, parse_off_or_size
+from attnstore_vllm.config.deadlines import SHARED_DEADLINE
+from attnstore_vllm.config.values import SIZE_MIN, check_keys, parse_off_or_size
 from attnstore_vllm.errors import ConfigError
 
-COMMON_KEYS = {"secret_file", "deadline_ms", "bandwidth", "daily_writes", "prefix"}
+COMMON_KEYS = {"secret_file", "deadline", "bandwidth", "daily_writes", "prefix"}
 MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
 _HOST_PORT = re.compile(r"\S+:\d{1,5}")
 _PREFIX = re.compile(r"[\x21-\x7e]{0,64}")
@@ -52,20 +53,20 @@ class SharedConfig:
             raise ConfigError(f"shared must be {known} or {examples[-1]}")
         (name,) = KINDS.keys() & given.keys()
         of_kinds = {key for kind in KINDS.values() for key in kind.keys}
-        check_keys("shared.", given, COMMON_KEYS | KINDS.keys() | of_kinds, set())
+        all_keys = COMMON_KEYS | KINDS.keys() | of_kinds
+        check_keys("shared.", given, all_keys, set(), {SHARED_DEADLINE.old_name})
         for key in sorted((of_kinds - KINDS[name].keys) & given.keys()):
             chosen = KINDS[name]
             raise ConfigError(
                 f"shared.{key} makes no sense: {chosen.title} has {chosen.lacks}; take it out"
             )
         bandwidth, writes = given.get("bandwidth", False), given.get("daily_writes", False)
-        deadline_ms = given.get("deadline_ms", 500)
         return cls(
             kind=name,
             options=tuple(sorted(KINDS[name].options(given).items())),
             password_file=_file_of("password_file", given),
             secret_file=_file_of("secret_file", given),
-            deadline_ms=parse_integer("shared.deadline_ms", deadline_ms, 10, 10_000),
+            deadline_ms=SHARED_DEADLINE.parse(given, 500),
             bandwidth_bytes=parse_off_or_size("shared.bandwidth", bandwidth, SIZE_MIN, "MiB"),
             daily_writes_bytes=parse_off_or_size("shared.daily_writes", writes, SIZE_MIN, "GiB"),
             prefix=_prefix_of(given.get("prefix", "as1/")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -128,10 +128,19 @@ def format_size(num_bytes: int) -> str:
     return f"{size:.4g}PiB"
 
 
-def check_keys(where: str, given: Mapping[str, Any], known: set[str], required: set[str]) -> None:
-    """Raise ConfigError for the first unknown key (with the nearest known one) or missing key."""
+def check_keys(
+    where: str,
+    given: Mapping[str, Any],
+    known: set[str],
+    required: set[str],
+    old: Container[str] = (),
+) -> None:
+    """Raise ConfigError for the first unknown key (with the nearest known one) or missing key.
+
+    Args: old: names that are taken too, and that no message offers.
+    """
     for key in given:
-        if key not in known:
+        if key not in known and key not in old:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
             raise ConfigError(f"{where}{key} is not a setting of AttnStore; {hint}")

@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("compare"),
         metavar="DIR",
-        help="compare.json, compare.png, and of each system records and log (compare)",
+        help="compare.json, compare.svg, and of each system records and log (compare)",
     )
     out.add_argument("--workdir", type=Path, metavar="DIR", help="for KV on NVMe (--out)")
     out.add_argument("--json", action="store_true", help="print the JSON, not the table")
@@ -301,7 +301,7 @@ def _finish(args: argparse.Namespace, found: dict[str, Any], result: Comparison)
     if result.figures and importlib.util.find_spec("matplotlib") is not None:
         from benchmarks.compare.plot import plot  # noqa: PLC0415
 
-        picture = args.out / "compare.png"
+        picture = args.out / "compare.svg"
         plot(found["systems"], f"{args.data.name}, {Path(args.model).name}", picture)
         _say(f"written: {picture}")
     if result.interrupted:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of a comparison: time to first token, hits, and time in prefill, by system."""
+"""A picture of a comparison: time to first token of later turns, by system."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from attnstore_lab import palette
 
 
 def plot(systems: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
@@ -14,39 +16,21 @@ def plot(systems: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> No
         systems: of a comparison's JSON.
     Raises: ImportError without matplotlib.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415  a second to import, and not everywhere
-
-    names = list(systems)
-    found = [systems[name]["figures"] for name in names]
-    places = range(len(names))
-    figure = Figure(figsize=(11, 1.5 + 0.4 * len(names)), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, sharey=True)
-    for offset, key, label in (
-        (-0.2, "ttft_first", "turn 1"),
-        (0.2, "ttft_later", "turn 2 and later"),
-    ):
-        medians = [f[f"{key}_p50"] or 0 for f in found]
-        tails = [max(0, (f[f"{key}_p95"] or 0) - m) for f, m in zip(found, medians, strict=True)]
-        at = [place + offset for place in places]
-        left.barh(
-            at,
-            medians,
-            0.38,
-            xerr=[[0] * len(tails), tails],
-            capsize=2,
-            label=label,
-            error_kw={"alpha": 0.5},
-        )
-    left.set(xlabel="time to first token, ms (median, to p95)")
-    left.legend(loc="best", fontsize="small")
-    middle.barh(places, [100 * (f["hit_share"] or 0) for f in found])
-    middle.set(xlabel="prompt tokens not computed, %", xlim=(0, 100))
-    right.barh(places, [f["prefill_s"] or 0 for f in found])
-    right.set(xlabel="accelerator time in prefill, s")
-    left.set_yticks(places, names)
-    left.invert_yaxis()
-    for axes in (left, middle, right):
-        axes.grid(axis="x", alpha=0.3)
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    colors = palette.colors(systems)
+    figure, ((axes,),) = palette.figure((9, 1.6 + 0.4 * len(systems)), title)
+    for place, (name, found) in enumerate(systems.items()):
+        median = found["figures"]["ttft_later_p50"] or 0
+        tail = max(median, found["figures"]["ttft_later_p95"] or 0)
+        axes.barh(place, median, 0.7, color=colors[name])
+        axes.barh(place, tail - median, 0.2, left=median, color=colors[name], alpha=palette.BEHIND)
+        words = f"{median:,.0f} (p95 {tail:,.0f})"
+        axes.annotate(words, (tail, place), (5, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(systems)), [palette.name(name) for name in systems])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.grid(visible=False)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.set_title("time to first token of turn 2 and later, ms: median, and to p95", loc="left")
+    palette.save(figure, path)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run experiments of the paper's evaluation; each writes results/experiments/NAME.json and .png,
+"""Run experiments of the paper's evaluation; each writes results/experiments/NAME.json and .svg,
 and ends with its tables, its goals and a verdict. What is run quickly is written to .cache/quick.
 
 python -m benchmarks.experiments                       what there is
 python -m benchmarks.experiments hit_rate ttft         some
 python -m benchmarks.experiments --all                 all: hours
 python -m benchmarks.experiments --all --quick         all, small: to see that they run
-python -m benchmarks.report                            then docs/results.md
+python -m benchmarks.report                            then docs/experiments.md
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _run(experiment: Experiment, data: Path, args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{experiment.name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    plot(experiment, result, path.with_suffix(".png"))
+    plot(experiment, result, path.with_suffix(".svg"))
     print("\n".join(ending(experiment, result)))
     print(f"{experiment.name}: {path}", file=sys.stderr)
 

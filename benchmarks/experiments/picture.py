@@ -1,90 +1,188 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of an experiment: for each metric, groups of bars by point and system."""
+"""A picture of an experiment: one metric, as lines where something grows, else as bars.
+
+The tables of docs/results.md have the other metrics, and every number.
+"""
 
 from __future__ import annotations
 
-import math
+import re
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.experiments.spec import Experiment, Goal, Metric
+from attnstore_lab import palette
+from benchmarks.experiments.spec import Experiment, Metric
 
-PAPER: Final = "paper"
-COLUMNS: Final = 2
-COLORS: Final = {
-    "attnstore": "C0", "lru-ahead": "C1", "lru": "C2", "fifo": "C3", "belady": "C4",
-    "infinite": "C5",
-    "bound": "C5", "dram": "C6", "recompute": "C7", "re": "C7", "vllm": "C8", "lmcache": "C9",
-    PAPER: "lightgray",
-}  # fmt: skip
-"""Of systems that many pictures have. Others get what is left, in their order."""
-LABELS_MAX: Final = 8
-"""More below a panel stand upright."""
+KINDS: Final = {
+    "simulated": "simulated",
+    "CPU": "measured on a CPU",
+    "GPU": "measured on a GPU",
+}
+TITLE_LETTERS, LETTERS = 84, 96
+"""Of a line that fits."""
+GROUPED: Final = re.compile(r"([\d.]+), ([\d.]+) (\S+)")
+"""A point that varies two things: "0.5, 2 GB/s"."""
+Values = Mapping[str, Sequence[float | None]]
 
 
 def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     """Draw `result`, of results/experiments/NAME.json. A system has one colour in all of them."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  a second to import
-
-    shown = experiment.metrics
-    bars = [_bars(metric, result["values"][metric.name]) for metric in shown]
-    names = dict.fromkeys(name for panel in bars for name in panel if name not in COLORS)
-    colors = {name: f"C{1 + n % 9}" for n, name in enumerate(names)} | COLORS
-    rows = math.ceil(len(shown) / COLUMNS)
-    figure = Figure(figsize=(6 * min(COLUMNS, len(shown)), 1 + 3 * rows), layout="constrained")
-    panels = figure.subplots(rows, min(COLUMNS, len(shown)), squeeze=False).flat
-    for metric, panel, axes in zip(shown, bars, panels, strict=False):
-        _draw(axes, panel, colors)
-        labels = [*result["values"][metric.name]]
-        rotation = 90 if len(labels) > LABELS_MAX else 0
-        axes.set_xticks(range(len(labels)), labels, rotation=rotation)
-        title = textwrap.wrap(f"{metric.words}{', %' if metric.unit == '%' else ''}", 62)
-        if metric.goal is not None:
-            title.append(f"(goal for {metric.goal.system}: {metric.goal.words(metric.unit)})")
-            _draw_goal(axes, metric.goal, metric.unit)
-        axes.set_title("\n".join(title), fontsize="small")
-    for axes in panels:  # a place without a metric
-        axes.set_axis_off()
-    found: dict[str, Any] = {}
-    for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=8)
-    figure.suptitle(f"{experiment.question} ({result['kind']})", fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    metric = experiment.pictured
+    by_point = result["values"][metric.name]
+    title = "\n".join(textwrap.wrap(experiment.question, TITLE_LETTERS))
+    said = _said(metric, result)
+    points = list(by_point)
+    grouped = [GROUPED.fullmatch(point) for point in points]
+    if len(points) > 1 and all(grouped):
+        parts = [found.groups() for found in grouped if found]
+        figure = _small_multiples(_values(metric, by_point), parts, title, said)
+    elif len(points) > 1 and all(re.fullmatch(r"[\d.]+", point) for point in points):
+        at = [float(point) for point in points]
+        figure = _lines(_values(metric, by_point), at, title, said)
+        figure.axes[0].set_xlabel("\n".join(textwrap.wrap(experiment.varied, LETTERS)))
+    else:
+        figure = _bars(metric, by_point, title, said)
+    palette.save(figure, path)
 
 
-def _bars(metric: Metric, by_point: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
-    """Heights by system, one for each point; the paper's first."""
+def _said(metric: Metric, result: Mapping[str, Any]) -> str:
+    """What is drawn, and whether its goal is met."""
+    said = f"{metric.words}{f', {metric.unit}' if metric.unit else ''} ({KINDS[result['kind']]})"
+    if metric.goal is not None and not result["quick"]:
+        found = [
+            _middle(at.get(metric.goal.system)) for at in result["values"][metric.name].values()
+        ]
+        met = sum(value is not None and metric.goal.is_met(value) for value in found)
+        words = f"{palette.name(metric.goal.system)}: {metric.goal.words(metric.unit)}"
+        said += f". Goal for {words}, met at {met} of {len(found)} points"
+    return "\n".join(textwrap.wrap(said, LETTERS))
+
+
+def _values(metric: Metric, by_point: Mapping[str, Mapping[str, Any]]) -> Values:
+    """By system, one for each point; the paper's first."""
     scale = 100 if metric.unit == "%" else 1
-    names = list(dict.fromkeys(name for values in by_point.values() for name in values))
-    bars: dict[str, list[Any]] = {PAPER: [metric.paper.get(label) for label in by_point]}
+    names = dict.fromkeys(name for values in by_point.values() for name in values)
+    found: dict[str, list[float | None]] = {
+        palette.PAPER: [metric.paper.get(label) for label in by_point]
+    }
     for name in names:
-        values = [at.get(name) for at in by_point.values()]
-        middles = [value[0] if isinstance(value, list) else value for value in values]
-        bars[name] = [None if value is None else scale * value for value in middles]
-    return {name: heights for name, heights in bars.items() if any(h is not None for h in heights)}
+        middles = [_middle(at.get(name)) for at in by_point.values()]
+        found[name] = [None if value is None else scale * value for value in middles]
+    return {name: all_ for name, all_ in found.items() if any(v is not None for v in all_)}
 
 
-def _draw(axes: Any, bars: dict[str, list[Any]], colors: dict[str, str]) -> None:
-    width = 0.8 / max(1, len(bars))
-    points = max((len(heights) for heights in bars.values()), default=0)
-    for n, (name, heights) in enumerate(bars.items()):
-        at = [place - 0.4 + width * (n + 0.5) for place in range(points)]
-        hatch = "//" if name == PAPER else None
-        drawn = [h or 0 for h in heights]
-        box = axes.bar(at, drawn, width, label=name, hatch=hatch, color=colors[name])
-        if points * len(bars) <= 12:  # more would stand on each other
-            labels = ["" if h is None else f"{h:.3g}" if h < 1000 else f"{h:,.0f}" for h in heights]
-            axes.bar_label(box, labels, fontsize="x-small")
-    axes.grid(axis="y", alpha=0.3)
-    axes.margins(y=0.12)
+def _middle(value: Any) -> float | None:
+    """Of a figure, or of a middle with where it lies between."""
+    return value[0] if isinstance(value, list) else value
 
 
-def _draw_goal(axes: Any, goal: Goal, unit: str) -> None:
-    at = goal.at_most if goal.at_most is not None else goal.at_least
-    if at is not None:
-        at *= 100 if unit == "%" else 1
-        axes.axhline(at, color="black", linestyle="--", linewidth=0.8, zorder=0)  # behind bars
+def _bars(metric: Metric, by_point: Mapping[str, Any], title: str, said: str) -> Any:
+    """A row for each system with its figure, a heading for each point: no words on others."""
+    values = _values(metric, by_point)
+    colors = palette.colors(values)
+    has_headings = len(by_point) > 1 and len(values) > 1
+    rows: list[tuple[float, str, float | None]] = []
+    labels, at = [], 0.0
+    figure, ((axes,),) = palette.figure((9, 1), title)
+    for n, point in enumerate(by_point):
+        if has_headings:
+            axes.annotate(point, (0, at), (4, 0), textcoords="offset points", va="center")
+            at += 1
+        for name, all_ in values.items():
+            if all_[n] is not None:
+                rows.append((at, name, all_[n]))
+                labels.append(point if len(values) == 1 < len(by_point) else palette.name(name))
+                at += 1
+        at += 0.5
+    figure.set_figheight(1.1 + 0.27 * at + 0.2 * title.count("\n") + 0.2 * said.count("\n"))
+    highest = max((value or 0 for _, _, value in rows), default=0)
+    for place, name, value in rows:
+        _bar(axes, place, name, value or 0, colors[name])
+        goal = _goal_of(metric, name)
+        if goal is not None:
+            axes.plot([goal, goal], [place - 0.5, place + 0.5], color=palette.INK, ls="--")
+        stands = max(value or 0, goal or 0) if _near(value, goal, highest) else value or 0
+        axes.annotate(
+            _figure(value), (stands, place), (5, 0), textcoords="offset points", va="center"
+        )
+    axes.set_yticks([place for place, _, _ in rows], labels)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(at - 0.9, -0.6)
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.grid(visible=False)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.set_title(said, loc="left")
+    return figure
+
+
+def _bar(axes: Any, place: float, name: str, value: float, color: str) -> None:
+    if name == palette.PAPER:
+        axes.barh(place, value, 0.84, hatch="//", fill=False, edgecolor=color)
+    else:
+        axes.barh(place, value, 0.84, color=color)
+
+
+def _goal_of(metric: Metric, name: str) -> float | None:
+    if metric.goal is None or metric.goal.system != name:
+        return None
+    at = metric.goal.at_most if metric.goal.at_most is not None else metric.goal.at_least
+    return None if at is None else at * (100 if metric.unit == "%" else 1)
+
+
+def _near(value: float | None, goal: float | None, highest: float) -> bool:
+    """The goal's line would go through the figure beside the bar."""
+    return value is not None and goal is not None and 0 <= goal - value < 0.1 * highest
+
+
+def _lines(values: Values, at: Sequence[float], title: str, said: str) -> Any:
+    figure, ((axes,),) = palette.figure((9, 4), title)
+    _draw(axes, at, values)
+    axes.set_ylim(bottom=0)
+    axes.set_title(said, loc="left")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return figure
+
+
+def _small_multiples(
+    values: Values, parts: Sequence[tuple[Any, ...]], title: str, said: str
+) -> Any:
+    """A panel for each first number, lines over the second."""
+    groups = list(dict.fromkeys(first for first, _, _ in parts))
+    figure, (panels,) = palette.figure((9, 4), title, 1, len(groups), sharey=True)
+    for group, axes in zip(groups, panels, strict=True):
+        mine = [n for n, part in enumerate(parts) if part[0] == group]
+        at = [float(parts[n][1]) for n in mine]
+        _draw(axes, at, {name: [all_[n] for n in mine] for name, all_ in values.items()})
+        axes.set_title(f"load {group}", loc="left")
+        axes.set_xlabel(f"NVMe, {parts[0][2]}")
+    highest = max(v for all_ in values.values() for v in all_ if v is not None)
+    panels[0].set_ylim(0, 1.1 * highest)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower left",
+        ncols=5,
+        title=said,
+        alignment="left",
+    )
+    return figure
+
+
+def _draw(axes: Any, at: Sequence[float], values: Values) -> None:
+    colors = palette.colors(values)
+    for n, (name, all_) in enumerate(values.items()):
+        heights = [float("nan") if value is None else value for value in all_]
+        mark = palette.MARKS[n % len(palette.MARKS)]
+        axes.plot(at, heights, color=colors[name], marker=mark, label=palette.name(name))
+    axes.set_xscale("log")
+    axes.set_xticks(at, [f"{value:g}" for value in at])
+    axes.minorticks_off()
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

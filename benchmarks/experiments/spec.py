@@ -14,6 +14,7 @@
     quick: {sessions: 100}        # over simulate or serve, to try it
     metrics:
       found: {words: history found, unit: "%", paper: {LLaMA-13B: 86}}
+    picture: found                # the metric that is drawn; the first, if left out
     before: above the tables
     notes: below them
 
@@ -97,6 +98,13 @@ class Experiment:
     paper: str = ""
     before: str = ""
     notes: str = ""
+    picture: str = ""
+
+    @property
+    def pictured(self) -> Metric:
+        """The one of the picture."""
+        named = (metric for metric in self.metrics if metric.name == self.picture)
+        return next(named, self.metrics[0])
 
     def quickly(self) -> Experiment:
         """The same, small: to see that it runs."""
@@ -126,7 +134,17 @@ def parse(name: str, given: Any) -> Experiment:
     """Raises: SpecError."""
     if not isinstance(given, dict):
         raise SpecError(f"{name}: settings are expected, not {given!r}")
-    known = {"question", "varied", "paper", "quick", "metrics", "before", "notes", *KINDS}
+    known = {
+        "question",
+        "varied",
+        "paper",
+        "quick",
+        "metrics",
+        "picture",
+        "before",
+        "notes",
+        *KINDS,
+    }
     for key in given:
         if key not in known:
             raise SpecError(f"{name}: {key!r} is unknown; known are {', '.join(sorted(known))}")
@@ -140,6 +158,8 @@ def parse(name: str, given: Any) -> Experiment:
     if not isinstance(points, dict) or not points:
         raise SpecError(f"{name}: {kinds[0]}.points: labels and their settings are expected")
     metrics = tuple(_metric(name, key, value, points) for key, value in given["metrics"].items())
+    if given.get("picture", metrics[0].name) not in given["metrics"]:
+        raise SpecError(f"{name}: picture: {given['picture']!r} is none of its metrics")
     return Experiment(
         name,
         given["question"],
@@ -151,6 +171,7 @@ def parse(name: str, given: Any) -> Experiment:
         given.get("paper", ""),
         given.get("before", ""),
         given.get("notes", ""),
+        given.get("picture", ""),
     )
 
 

@@ -6,48 +6,52 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-COLORS = ("#3e7cb1", "#81a4cd", "#c9a227", "#b0413e")
+from attnstore_lab import palette
 
 
 def draw(hits: dict[str, Any], goal: float, path: Path) -> None:
     """One part for each model and number of new tokens: ratio by history, a line a batch."""
-    import matplotlib  # noqa: PLC0415  (a second to import, and only here)
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
     parts: dict[tuple[str, int], dict[int, list[dict[str, Any]]]] = {}
     for cell in hits["cells"]:
         part = parts.setdefault((cell["model"], cell["new_tokens"]), {})
         part.setdefault(cell["batch"], []).append(cell)
-    figure, axes = pyplot.subplots(
-        1,
-        len(parts),
-        figsize=(3.2 * len(parts), 3.4),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
+    within = sum(cell["dram_over_hbm"]["median"] <= goal for cell in hits["cells"])
+    cells = f"{within} of {len(hits['cells'])} cells"
+    title = (
+        f"A hit in DRAM takes at most {goal:g} times one in HBM in {cells}"
+        f"\n(time to first token; dashed: {goal:g}; upright: quartiles)"
     )
-    for axis, ((model, new), batches) in zip(axes[0], parts.items(), strict=True):
-        for (batch, cells), color in zip(sorted(batches.items()), COLORS, strict=False):
-            tokens = [cell["history_tokens"] for cell in cells]
-            ratios = [cell["dram_over_hbm"] for cell in cells]
-            axis.plot(
-                tokens,
-                [r["median"] for r in ratios],
-                marker="o",
-                color=color,
-                label=f"{batch} at once",
-            )
-            low, high = zip(*(r["quartiles"] for r in ratios), strict=True)
-            axis.fill_between(tokens, low, high, color=color, alpha=0.15, linewidth=0)
-        axis.axhline(goal, color="#999999", linestyle="--", linewidth=1)
-        axis.set_title(f"{model}, {new} new token{'s' * (new > 1)}", fontsize=10)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(tokens, [f"{n / 1000:.0f}k" for n in tokens])
-        axis.set_xlabel("tokens of history")
-    axes[0][0].set_ylabel("TTFT, DRAM hit over HBM hit")
-    axes[0][-1].legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    figure, (panels,) = palette.figure((10, 4.2), title, 1, len(parts), sharex=True, sharey=True)
+    for axes, ((model, new), batches) in zip(panels, parts.items(), strict=True):
+        for n, (batch, cells) in enumerate(sorted(batches.items())):
+            _line(axes, n, batch, cells)
+        axes.axhline(goal, color=palette.INK, linestyle="--", linewidth=1)
+        axes.set_title(f"{model}, {new} new token{'s' * (new > 1)}")
+        tokens = sorted({cell["history_tokens"] for cells in batches.values() for cell in cells})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, [f"{count / 1000:.0f}k" for count in tokens])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens of history")
+    panels[0].set_ylabel("DRAM over HBM")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    palette.save(figure, path)
+
+
+def _line(axes: Any, number: int, batch: int, cells: list[dict[str, Any]]) -> None:
+    """Medians with their quartiles, a little aside from the other lines' at the same history."""
+    aside = 1.07 ** (number - 1.5)
+    ratios = [cell["dram_over_hbm"] for cell in cells]
+    medians = [ratio["median"] for ratio in ratios]
+    low, high = zip(*(ratio["quartiles"] for ratio in ratios), strict=True)
+    axes.errorbar(
+        [cell["history_tokens"] * aside for cell in cells],
+        medians,
+        yerr=[
+            [middle - end for middle, end in zip(medians, low, strict=True)],
+            [end - middle for middle, end in zip(medians, high, strict=True)],
+        ],
+        color=palette.OTHERS[number % len(palette.OTHERS)],
+        marker=palette.MARKS[number % len(palette.MARKS)],
+        elinewidth=1,
+        label=f"{batch} at once",
+    )

@@ -112,7 +112,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-server", action="store_true", help="leave out the real server")
     parser.add_argument("--served", type=int, default=SERVED_DOCUMENTS, help="documents of it")
     parser.add_argument("--json", type=Path, help="of results/, if left out")
-    parser.add_argument("--plot", type=Path, default=RESULTS / "quality.png")
+    parser.add_argument("--plot", type=Path, default=RESULTS / "quality.svg")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     if args.json is None:

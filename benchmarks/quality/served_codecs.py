@@ -53,7 +53,7 @@ def measure_served_codec(
         config = work / "attnstore.yaml"
         nvme = f"{{path: {work / 'store'}, capacity: 1GiB, codec: {codec}}}"
         # Whatever is on NVMe is waited for: answers are compared, and not times.
-        said = f"dram: {DRAM}\nnvme: {nvme}\ncompute_if_sooner: false\nload_deadline_ms: 60000\n"
+        said = f"dram: {DRAM}\nnvme: {nvme}\ncompute_if_sooner: false\nload_deadline: 60s\n"
         config.write_text(said)
         arguments = ["--max-model-len", str(window), "--max-num-seqs", "4", "--enforce-eager"]
         arguments += ["--kv-transfer-config", str(config)]

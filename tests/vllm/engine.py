@@ -338,7 +338,7 @@ def store_settings(spec: EngineSpec) -> dict[str, Any]:
     }
     # The default deadline is for a machine that has nothing else to do.
     return {
-        "dram": spec.dram, "nvme": nvme, "load_deadline_ms": 60_000,
+        "dram": spec.dram, "nvme": nvme, "load_deadline": "60s",
         # Whether what is loaded is right is tested, not whether loading is sooner on this machine.
         "compute_if_sooner": False,
         # All requests of a test trust each other.

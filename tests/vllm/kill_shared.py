@@ -129,7 +129,7 @@ class Cluster:
         )
         # Little room of its own: what the other one wrote is asked for.
         given = serving.settings(self._directory / f"store{number}", "8MiB", "16MiB")
-        given["shared"] = {**where, "deadline_ms": DEADLINE_MS}
+        given["shared"] = {**where, "deadline": f"{DEADLINE_MS}ms"}
         self._starts += 1
         log = self._directory / f"log{self._starts}"
         made = serving.server(

@@ -89,10 +89,8 @@ def sick(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sic
     home = tmp_path_factory.mktemp("sick")
     file = home / "faults.json"
     file.write_text("{}")
-    settings = serving.settings(
-        home / "store", dram="4MiB", io_deadline_ms=int(1000 * IO_DEADLINE_S)
-    )
-    settings["load_deadline_ms"] = int(1000 * LOAD_DEADLINE_S)
+    settings = serving.settings(home / "store", dram="4MiB", io_deadline=f"{IO_DEADLINE_S}s")
+    settings["load_deadline"] = f"{LOAD_DEADLINE_S}s"
     transfer = json.loads(serving.in_json(settings)) | {
         "kv_connector": "OnFaultyDisk",
         "kv_connector_module_path": "tests.vllm.faulty_disk",

@@ -40,7 +40,7 @@ def settings_of(store: NetworkStore) -> dict[str, Any]:
         if store.kind == "redis"
         else {"mooncake": {"master": address}}
     )
-    return {"shared": {**where, "deadline_ms": DEADLINE_MS}}
+    return {"shared": {**where, "deadline": f"{DEADLINE_MS}ms"}}
 
 
 def tier_of(engine: Engine) -> SharedIo:

@@ -292,7 +292,7 @@ def test_table_json_and_picture(
     assert list(found["systems"]) == ["re", "attnstore"]
     assert found["sizes"]["kv_bytes_per_token"] == 2 * 2 * 2 * 128
     assert found["options"]["systems"] == "re,attnstore,offloading"
-    assert (tmp_path / "out" / "compare.png").stat().st_size > 1000
+    assert (tmp_path / "out" / "compare.svg").stat().st_size > 1000
 
 
 def test_json_alone_is_printed(

@@ -313,7 +313,7 @@ def test_a_run_writes_json_and_a_picture(quick: Path) -> None:
     assert found["command"] == "python -m benchmarks.experiments x --quick"
     assert found["body"]["sessions"] == 12
     assert found["machine"]["cores"] >= 1
-    assert (quick / "x.png").stat().st_size > 1000
+    assert (quick / "x.svg").stat().st_size > 1000
 
 
 def test_a_run_ends_with_tables_goals_and_a_verdict(
@@ -353,7 +353,7 @@ def test_a_quick_run_leaves_what_is_published(
     for kind in (simulated, served, scripted):
         monkeypatch.setattr(kind, "run", lambda *_, **__: dict(made))
     monkeypatch.setattr(benchmarks.quick, "CACHE", tmp_path)
-    published = [ROOT / "results/experiments" / f"{experiment.name}.{e}" for e in ("json", "png")]
+    published = [ROOT / "results/experiments" / f"{experiment.name}.{e}" for e in ("json", "svg")]
     before = [path.read_bytes() for path in published]
     assert runner.main([experiment.name, "--quick", "--data", str(SAMPLE)]) == 0
     assert [path.read_bytes() for path in published] == before
@@ -403,7 +403,7 @@ def test_report_has_paper_and_us_side_by_side(quick: Path) -> None:
     assert "**simulated**" in text
     assert "A quick run" in text
     assert "Not run yet: `python -m benchmarks.experiments absent`" in text
-    assert "![What?](../r/x.png)" in text
+    assert "![What?](../r/x.svg)" in text
 
 
 def test_report_draws_pictures_again(
@@ -413,9 +413,9 @@ def test_report_draws_pictures_again(
     (tmp_path / "x.json").write_bytes((quick / "x.json").read_bytes())
     asked = ["--results", str(tmp_path), "--out", str(tmp_path / "results.md")]
     assert report.main(asked) == 0
-    assert not (tmp_path / "x.png").exists()
+    assert not (tmp_path / "x.svg").exists()
     assert report.main([*asked, "--pictures"]) == 0
-    assert (tmp_path / "x.png").read_bytes() == (quick / "x.png").read_bytes()
+    assert (tmp_path / "x.svg").read_bytes() == (quick / "x.svg").read_bytes()
 
 
 def test_report_marks_goals_that_were_missed(quick: Path) -> None:

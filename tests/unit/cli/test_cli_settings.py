@@ -81,8 +81,15 @@ def test_init_writes_what_check_takes(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(made.stdout)
     assert attnstore("check", file).returncode == 0
-    sized = attnstore("init", "--dir", tmp_path / "kv", "--dram", "3Gi", "--nvme", "5GiB")
+    sizes = ("--dram", "3Gi", "--nvme", "5GiB")
+    sized = attnstore("init", "--dir", tmp_path / "kv", *sizes)
     assert StoreConfig.parse(yaml.safe_load(sized.stdout)).dram_bytes == 3 << 30
+    assert "truncation" not in made.stdout and "--all" in made.stdout
+    every = attnstore("init", "--dir", tmp_path / "kv", *sizes, "--all")
+    assert len(yaml.safe_load(every.stdout)) > len(yaml.safe_load(sized.stdout)) == 7
+    assert StoreConfig.parse(yaml.safe_load(every.stdout)) == StoreConfig.parse(
+        yaml.safe_load(sized.stdout)
+    )
 
 
 def test_init_refuses_a_disk_that_is_not_there() -> None:

@@ -152,7 +152,6 @@ def test_minimal_settings() -> None:
 def test_every_optional_setting_arrives() -> None:
     optional = {
         "chunk_tokens": 64,
-        "load_deadline_ms": 0,
         "step_budget": 1024,
         "io_depth": 2,
         "data_parallel_size": 4,
@@ -225,8 +224,6 @@ def test_nvme_must_be_a_mapping() -> None:
         ("chunk_tokens", 15, "from 16 to 4096"),
         ("chunk_tokens", "256", "from 16 to 4096"),
         ("chunk_tokens", True, "from 16 to 4096"),
-        ("load_deadline_ms", -1, "from 0 to 60000"),
-        ("load_deadline_ms", 1.5, "from 0 to 60000"),
         ("step_budget", 1000, "from 1024 to 1073741824"),
         ("io_depth", 1, "from 2 to 1024"),
         ("data_parallel_size", 0, "from 1 to 4096"),

@@ -57,4 +57,4 @@ def test_ci_does_it() -> None:
 
 @pytest.mark.parametrize("name", type_pages.QUICK_TESTS.split())
 def test_the_quick_tests_are_there(name: str) -> None:
-    assert (ROOT / f"tests/unit/test_{name}.py").is_file()
+    assert (ROOT / f"tests/unit/{name}.py").is_file()

@@ -19,7 +19,7 @@ from attnstore_vllm.tiers.shared.secret import SECRET_BYTES_MAX, SharedKeys, rea
 from attnstore_vllm.tiers.shared.start import check_client, make_shared
 
 SECRET = b"0123456789abcdef0123456789abcdef"
-NOWHERE = {"redis": "redis://127.0.0.1:1", "deadline_ms": 100}
+NOWHERE = {"redis": "redis://127.0.0.1:1", "deadline": "100ms"}
 
 
 def secret_file(directory: Path, text: bytes = SECRET + b"\n", mode: int = 0o400) -> Path:

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two pictures of docs/images, drawn by hand as SVG: what the demo and a restart have shown.
+
+`python -m benchmarks.pictures` writes them of results/demo.json and results/restart.json. Every
+number in them is one of these files, or made of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from xml.sax.saxutils import escape
+
+from attnstore_lab.palette import BEHIND, INK, ON_TINT, TINTS, color
+
+WIDTH: Final = 980
+LEFT: Final = 176
+"""Where bars begin; their names end before."""
+ROW: Final = 34
+LETTER: Final = 8.5
+"""Of 15 px, on average and a little more: what a word needs, as no browser is asked."""
+
+
+def hero(demo: Mapping[str, Any]) -> str:
+    """The first token of later turns, without the store and with it, and where its KV was."""
+    alone, ours = demo["sides"]
+    before, after = (side["ttft_later_turns_median_ms"] for side in (alone, ours))
+    ratio = before / after
+    said = f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times as late"
+    title = f"The first token of a later turn comes {said}"
+    scale = 650 / max(side["ttft_later_turns_p95_ms"] for side in (alone, ours))
+    body = [
+        *_time(alone, 56, scale, TINTS["computed"], color("vllm")),
+        *_time(ours, 105, scale, TINTS["DRAM"], color("attnstore")),
+    ]
+    tokens = dict(sorted(ours["prompt_tokens"].items(), key=lambda source: _rank(source[0])))
+    all_tokens = sum(tokens.values())
+    words = {
+        source: f"{source} {100 * count / all_tokens:.0f} %" for source, count in tokens.items()
+    }
+    body += _row("its prompt's KV", 161)
+    body += _parts(tokens, words, 161, (WIDTH - 16 - LEFT) / all_tokens)
+    turns = sum(
+        record["turn"] >= 2 and record["error"] is None and record["ttft_ms"] is not None
+        for record in demo["records"][ours["name"]]
+    )
+    here, chats = demo["machine"], demo["settings"]["conversations"]
+    engine, _, build = here["vllm"].partition("+")
+    where = f"vLLM {engine}, {here['cores']} cores" + (", no GPU" if build == "cpu" else "")
+    foot = (
+        f"Median of {turns} later turns of {chats} chats; "
+        f"HBM has room for {demo['settings']['hbm_tokens']:,} tokens. {where}: make demo"
+    )
+    told = (
+        f"{title}: {after:.0f} ms in place of {before:.0f} ms. Its KV: {', '.join(words.values())}."
+    )
+    return _svg(title, told, body, foot, 240)
+
+
+def restart(found: Mapping[str, Any]) -> str:
+    """Prompt tokens that were not computed, by tier: on an empty store, before, after a restart."""
+    title = f"A restart keeps {100 * found['kept']:.0f} % of the hits that the store had added"
+    rows = (
+        ("an empty store", "empty"),
+        ("before the restart", "before"),
+        ("after it", "after"),
+    )
+    scale = 700 / max(sum(found[key].values()) for _, key in rows)
+    body: list[str] = []
+    told = []
+    for n, (name, key) in enumerate(rows):
+        top = 56 + 46 * n
+        tokens = {tier: count for tier, count in found[key].items() if count}
+        total = sum(tokens.values())
+        words = {tier: f"{tier} {count:,}" for tier, count in tokens.items()}
+        body += _row(name, top)
+        body += _parts(tokens, words, top, scale)
+        body.append(_text(LEFT + total * scale + 10, top + 22, f"{total:,}", bold=True))
+        told.append(f"{name}: {', '.join(words.values())}")
+    foot = (
+        f"Prompt tokens found of the same {found['conversations']} chats. A chat finds its own "
+        "turns; what was stored before a restart comes from NVMe."
+    )
+    return _svg(title, f"{title}. {'. '.join(told)}.", body, foot, 226)
+
+
+def _rank(source: str) -> tuple[bool, bool]:
+    """Tiers before what is none, and DRAM and NVMe, which are the store's, first."""
+    return source == "computed", source not in ("DRAM", "NVMe")
+
+
+def _time(side: Mapping[str, Any], top: int, scale: float, tint: str, line: str) -> list[str]:
+    """A bar to the median, a thinner one to p95."""
+    median, tail = side["ttft_later_turns_median_ms"], side["ttft_later_turns_p95_ms"]
+    end, far = LEFT + median * scale, LEFT + tail * scale
+    drawn = _row(side["name"], top)
+    drawn.append(
+        f'<rect x="{end:.1f}" y="{top + 12}" width="{far - end:.1f}" height="10" rx="4" '
+        f'fill="{line}" fill-opacity="{BEHIND}"/>'
+    )
+    drawn.append(
+        f'<rect x="{LEFT}" y="{top}" width="{end - LEFT:.1f}" height="{ROW}" rx="5" fill="{tint}"/>'
+    )
+    inside, beside = f"{median:.0f} ms", f"p95 {tail:.0f} ms"
+    if (end - LEFT) > LETTER * len(inside) + 20:
+        drawn.append(_text(end - 10, top + 22, inside, fill=ON_TINT, anchor="end", bold=True))
+        drawn.append(_text(far + 10, top + 22, beside))
+    else:
+        drawn.append(_text(far + 10, top + 22, f"{inside}, {beside}", bold=True))
+    return drawn
+
+
+def _parts(
+    counts: Mapping[str, int], words: Mapping[str, str], top: int, scale: float
+) -> list[str]:
+    """One bar of several tints; one that is short has its name alone, or no words."""
+    drawn, at = [], float(LEFT)
+    for source, count in counts.items():
+        width = count * scale
+        drawn.append(
+            f'<rect x="{at:.1f}" y="{top}" width="{max(1.0, width - 2):.1f}" height="{ROW}" '
+            f'rx="{5 if width > 12 else 1}" fill="{TINTS[source]}"/>'
+        )
+        fitting = [w for w in (words[source], source) if width > LETTER * len(w) + 6]
+        if fitting:
+            drawn.append(_text(at + width / 2, top + 22, fitting[0], fill=ON_TINT, anchor="middle"))
+        at += width
+    return drawn
+
+
+def _row(name: str, top: int) -> list[str]:
+    return [_text(LEFT - 12, top + 22, name, anchor="end", size=16)]
+
+
+def _text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    fill: str = INK,
+    anchor: str = "start",
+    bold: bool = False,
+    size: int = 15,
+) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" font-size="{size}" '
+        f'text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+    )
+
+
+def _svg(title: str, told: str, body: Sequence[str], foot: str, height: int) -> str:
+    """Args:
+    told: for those who do not see it.
+    """
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="Helvetica, Arial, sans-serif" role="img" aria-labelledby="t">',
+        f'<title id="t">{escape(told)}</title>',
+        _text(12, 30, title, bold=True, size=21),
+        *body,
+        _text(12, height - 14, foot, size=14),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
