@@ -90,6 +90,7 @@ STYLE: Final = {
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.labelcolor": INK,
+    "axes.prop_cycle": f"cycler('color', {list(OTHERS)})",
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlecolor": INK,
@@ -146,7 +147,6 @@ def figure(
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     matplotlib.rcParams.update(STYLE)
-    matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=OTHERS)
     made = Figure(figsize=size)
     made.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return made, made.subplots(rows, columns, squeeze=False, **more)

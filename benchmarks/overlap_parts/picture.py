@@ -16,9 +16,9 @@ def draw(hits: dict[str, Any], goal: float, path: Path) -> None:
         part = parts.setdefault((cell["model"], cell["new_tokens"]), {})
         part.setdefault(cell["batch"], []).append(cell)
     within = sum(cell["dram_over_hbm"]["median"] <= goal for cell in hits["cells"])
-    cells = f"{within} of {len(hits['cells'])} cells"
+    share = f"{within} of {len(hits['cells'])} cells"
     title = (
-        f"A hit in DRAM takes at most {goal:g} times one in HBM in {cells}"
+        f"A hit in DRAM takes at most {goal:g} times one in HBM in {share}"
         f"\n(time to first token; dashed: {goal:g}; upright: quartiles)"
     )
     figure, (panels,) = palette.figure((10, 4.2), title, 1, len(parts), sharex=True, sharey=True)

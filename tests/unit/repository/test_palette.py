@@ -160,7 +160,12 @@ def test_a_picture_is_what_its_file_says_and_no_words_collide(
     drawn = tmp_path / "drawn.svg"
     figures: list[Any] = []
     save = palette.save
-    monkeypatch.setattr(palette, "save", lambda made, to: (figures.append(made), save(made, to)))
+
+    def keep(made: Any, to: Path) -> None:
+        figures.append(made)
+        save(made, to)
+
+    monkeypatch.setattr(palette, "save", keep)
     draw(json.loads((ROOT / file).read_text(encoding="utf-8")), drawn)
     there, again = (at.read_text(encoding="utf-8") for at in (ROOT / path, drawn))
     assert texts(again) == texts(there), "run python -m benchmarks.pictures"
