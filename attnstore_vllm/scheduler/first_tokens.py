@@ -15,7 +15,7 @@ from attnstore_vllm.scheduler.request import Counted
 from attnstore_vllm.types import DRAM, NVME, PEERS, SHARED, Clock
 
 OPEN_MAX: Final = 64
-"""Steps whose output has not come: vLLM has a few at a time."""
+"""The most steps whose output has not come: vLLM has a few at a time."""
 FURTHEST: Final = (SHARED, NVME, PEERS, DRAM)
 """A request counts under the first of these that its load came from: it waits for that one."""
 
@@ -33,7 +33,11 @@ class FirstTokens:
         """By request: when it came. Those without a first token."""
         self._open: OrderedDict[int, list[tuple[float, str]]] = OrderedDict()
         self._next: list[tuple[float, str]] = []
-        """Of the step that is being planned: when they came, and their sources."""
+        """When those came whose prompt ends in the step that is being planned, and their sources."""
+
+    def __len__(self) -> int:
+        """All that is kept: requests, and steps that are open."""
+        return len(self._came) + len(self._open) + len(self._next)
 
     def came(self, request_id: str) -> None:
         self._came[request_id] = self._clock()

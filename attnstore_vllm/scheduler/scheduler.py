@@ -129,7 +129,7 @@ class Scheduler:
         self._media = media or MediaNames()
         self._media_of: dict[str, RequestMedia] = {}
         """By request: all that have some or may get some, also those that are not served."""
-        self._stats, self._first_tokens = StepStats(), FirstTokens(clock)
+        self._stats, self.first_tokens = StepStats(), FirstTokens(clock)
         self._figures = StoreFigures(store, geometry.token_bytes(), engine.info)
         self._idle = IdleFigures(self._figures, board) if board is not None else None
         self._kv_cache_manager: KVCacheManager | None = None
@@ -219,7 +219,7 @@ class Scheduler:
         state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, media)
         state.recent = self._recent
         self.requests[request.request_id] = state
-        self._first_tokens.came(request.request_id)
+        self.first_tokens.came(request.request_id)
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
         state.stores = hints.store and not is_doubtful
         if is_doubtful:
@@ -347,7 +347,7 @@ class Scheduler:
                 continue
             request = state.request
             if request.num_computed_tokens + num_scheduled >= request.num_prompt_tokens:
-                self._first_tokens.computes_all(request_id, state.counted)
+                self.first_tokens.computes_all(request_id, state.counted)
             if not state.stores or state.computing.is_outdated:
                 continue
             state.computing.scheduled_stop = request.num_computed_tokens + num_scheduled
@@ -366,7 +366,7 @@ class Scheduler:
         plan = self.plans.take_plan()
         plan.may_replay = self._engine.replays(output.num_scheduled_tokens.values())
         plan.number = self.costs.times.planned(output)
-        self._first_tokens.planned(plan.number)
+        self.first_tokens.planned(plan.number)
         if self._watch.is_wanted:
             self._watch.add_to(plan)
         if self._has_adapters:
@@ -442,7 +442,7 @@ class Scheduler:
     def on_report(self, report: StepReport) -> None:
         """Ranks have completed plans; a plan is complete when all of them have."""
         self.costs.step_ended(report, self._stats)
-        self._first_tokens.ended(report.number, self._stats)
+        self.first_tokens.ended(report.number, self._stats)
         if report.adapters:
             self._on_adapters(report)
         num_given_up = self.plans.on_report(report)
@@ -534,7 +534,7 @@ class Scheduler:
         state = self.requests.pop(request.request_id, None)
         if state is None:
             return False, None
-        self._first_tokens.left(request.request_id)
+        self.first_tokens.left(request.request_id)
         if state.offered is not None:
             self._offers.withdraw(state)
         if state.visit is not None:

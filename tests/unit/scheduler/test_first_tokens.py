@@ -80,8 +80,7 @@ def test_the_first_token_comes_with_the_step_that_ends_the_prompt(
 def test_a_request_that_is_aborted_has_none_and_leaves_nothing(world: StepWorld) -> None:
     world.end(begun(world, "a", 1))
     world.end_step()
-    first: FirstTokens = world.side._first_tokens
-    assert not seen(world) and not first._came and not first._next and not first._open
+    assert not seen(world) and not len(world.side.first_tokens)
 
 
 def test_a_request_counts_under_the_furthest_tier() -> None:
@@ -102,4 +101,4 @@ def test_steps_whose_output_never_comes_are_not_kept() -> None:
         first.came("a")
         first.computes_all("a", Counted())
         first.planned(number)
-    assert len(first._open) == OPEN_MAX
+    assert len(first) == OPEN_MAX
