@@ -33,7 +33,7 @@ class FirstTokens:
         """By request: when it came. Those without a first token."""
         self._open: OrderedDict[int, list[tuple[float, str]]] = OrderedDict()
         self._next: list[tuple[float, str]] = []
-        """When those came whose prompt ends in the step that is being planned, and their sources."""
+        """Arrivals and sources of those whose prompt ends in the step that is being planned."""
 
     def __len__(self) -> int:
         """All that is kept: requests, and steps that are open."""
