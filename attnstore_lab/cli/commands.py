@@ -61,7 +61,7 @@ def _simulate(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(simulate_server.as_json(trace, args.machine, outcomes)))
         else:
-            simulate_server.show(trace, args.machine, outcomes)
+            simulate_server.show(trace, args.machine, outcomes, args.patience)
         if args.plot:
             title = f"{trace.name} on {args.machine.stem}"
             simulate_server.plot(outcomes, title, args.plot)

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from attnstore_lab import palette
+from attnstore_lab.progress import progress
 from attnstore_lab.sim.baselines import BASELINES
 from attnstore_lab.sim.formats import Arrivals, read_trace
 from attnstore_lab.sim.one_pool import Replayed, distinct_bytes, replay, replay_model
@@ -24,6 +23,8 @@ from attnstore_vllm.model_shape import KvShape, read_shape
 
 DEFAULT_POLICIES = "attnstore,lru,fifo,belady,infinite"
 MODEL_POLICIES = "attnstore,lru,fifo,infinite"
+PATIENCE_S = 600.0
+"""What a client waits for at most: OpenAI's library gives up after so long."""
 DEFAULT_CAPACITIES = "0.005,0.01,0.02,0.05,0.1,0.2"
 
 
@@ -53,8 +54,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warmup", type=int, default=0, metavar="N", help="with --machine: requests not counted"
     )
+    add_patience_argument(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (matplotlib)")
     add_trace_arguments(parser)
+
+
+def add_patience_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        metavar="S",
+        help="of clients: a simulated server whose requests wait for longer cannot serve the load, "
+        "and stops (%(default)g); inf: never",
+    )
 
 
 def add_dtype_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,8 +104,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read(args: argparse.Namespace) -> Trace:
     """The trace. Raises: ConfigError, TraceError."""
-    for name in ("chunk_tokens", "block_tokens", "rate", "sessions", "think", "speed"):
-        value = getattr(args, name)
+    for name in ("chunk_tokens", "block_tokens", "rate", "sessions", "think", "speed", "patience"):
+        value = getattr(args, name, None)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected more than 0")
     arrivals = Arrivals(
@@ -109,9 +122,9 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
     policies = list(_policies(args.policy or DEFAULT_POLICIES))
     shares = list(capacities(args.capacity))
     total = len(policies) * len(shares) * len(trace.requests)
-    with tqdm(total=total, unit="request", unit_scale=True, disable=None) as bar:
+    with progress("simulate", total) as shown:
         runs = [
-            replay(trace, policy, capacity, bar.update)
+            replay(trace, policy, capacity, shown.step)
             for capacity in shares
             for policy in policies
         ]
@@ -126,9 +139,9 @@ def _simulate_model(args: argparse.Namespace, trace: Trace) -> list[Replayed]:
             raise ConfigError(f"--policy: {name!r}; with --model there are {MODEL_POLICIES}")
     sizes = [_pool_bytes(text, trace, shape) for text in args.capacity.split(",")]
     total = len(policies) * len(sizes) * len(trace.requests)
-    with tqdm(total=total, unit="request", unit_scale=True, disable=None) as bar:
+    with progress("simulate", total) as shown:
         return [
-            replay_model(trace, shape, policy, size, bar.update)
+            replay_model(trace, shape, policy, size, shown.step)
             for size in sizes
             for policy in policies
         ]

@@ -12,10 +12,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from attnstore_lab import palette
 from attnstore_lab.cli.simulate_server import read_machine
+from attnstore_lab.progress import progress
 from attnstore_lab.sim.hosts import ROUTERS, Hosts, HostsOutcome, one_large
 from attnstore_lab.sim.server import POLICIES
 from attnstore_lab.sim.shared_tier import Network
@@ -90,9 +89,9 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[HostsOutcome]:
         if router != ONE or network is networks[0]
     ]
     outcomes = []
-    with tqdm(total=len(runs) * len(trace.requests), unit="request", disable=None) as bar:
+    with progress("simulate", len(runs) * len(trace.requests)) as shown:
         for number, router, network in runs:
-            bar.set_description(f"{number} {router}")
+            shown.what = f"{number} {router}"
             asked = at_speed(trace, number) if args.per_host else trace
             num_hosts, each, link = number, machine, network
             if router == ONE:
@@ -106,7 +105,7 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[HostsOutcome]:
                 link,
                 policy=policy,
                 warmup=args.warmup,
-                step=bar.update,
+                step=shown.step,
             )
             outcomes.append(replace(hosts.run(), num_hosts=number, router=router))
     return outcomes

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from attnstore_lab import palette
-from attnstore_lab.cli.simulate import read_model_shape
+from attnstore_lab.cli.simulate import PATIENCE_S, read_model_shape
+from attnstore_lab.progress import progress
 from attnstore_lab.sim.hardware import Machine
 from attnstore_lab.sim.one_pool import replay
 from attnstore_lab.sim.outcome import Outcome
@@ -25,6 +25,12 @@ from attnstore_vllm.errors import ConfigError
 DEFAULT_POLICIES = "attnstore,lru,fifo,belady,infinite,recompute"
 BOUND = "belady"
 """One pool of DRAM and NVMe together, whose owner knows the future: a bound for hits alone."""
+
+
+LESS_LOAD = (
+    "Less load: --speed 0.5, or --rate for files without times of arrival. A faster machine: "
+    "--machine. --patience inf goes on all the same."
+)
 
 
 def check_policies(text: str) -> list[str]:
@@ -52,15 +58,29 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[Outcome]:
         )
     total = len(policies) * len(trace.requests)
     outcomes = []
-    with tqdm(total=total, unit="request", unit_scale=True, disable=None) as bar:
-        for policy in policies:
-            bar.set_description(policy)
+    with progress("simulate", total) as shown:
+        for number, policy in enumerate(policies):
+            shown.what, shown.done = policy, number * len(trace.requests)
             if policy == BOUND:
-                outcomes.append(bound(trace, machine, bar.update))
+                outcomes.append(bound(trace, machine, shown.step))
                 continue
-            server = Server(trace, machine, policy, warmup=args.warmup, step=bar.update)
+            server = Server(
+                trace,
+                machine,
+                policy,
+                warmup=args.warmup,
+                patience_s=args.patience,
+                step=shown.step,
+            )
             outcomes.append(server.run())
     return outcomes
+
+
+def why_no_result(out: Outcome, patience_s: float) -> str:
+    return (
+        f"cannot serve this load: after {out.gave_up_at_s:,.0f} s a request had waited "
+        f"{patience_s:,.0f} s, so it stopped"
+    )
 
 
 def read_machine(args: argparse.Namespace, trace: Trace) -> Machine:
@@ -96,7 +116,9 @@ def as_json(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> dict[st
     }
 
 
-def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
+def show(
+    trace: Trace, machine: Path, outcomes: Sequence[Outcome], patience_s: float = PATIENCE_S
+) -> None:
     print(
         f"{trace.name} on {machine.stem}: {len(trace.requests):,} requests, "
         f"{trace.num_tokens:,} prompt tokens"
@@ -110,6 +132,9 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
         tokens = max(1, out.prompt_tokens)
         tiers = [n / tokens for n in (out.hbm_tokens, out.dram_tokens, out.nvme_tokens)]
         line = f"{out.policy:<12}{out.hit_tokens_share:>8.1%}"
+        if not out.is_served:
+            print(f"{out.policy:<12}{why_no_result(out, patience_s)}")
+            continue
         if out.policy == BOUND:
             print(line)
             continue
@@ -127,6 +152,8 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[Outcome]) -> None:
         "what was stored\nand wanted, when a request was first offered a place. prefill: the "
         "accelerator's time for prompts."
     )
+    if not all(out.is_served for out in outcomes):
+        print(LESS_LOAD)
 
 
 def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
@@ -134,7 +161,7 @@ def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     figure, ((axes,),) = palette.figure((8, 4.5), title)
     colors = palette.colors(out.policy for out in outcomes)
     for out in outcomes:
-        if out.ttft_s:
+        if out.ttft_s and out.is_served:
             share = np.arange(1, len(out.ttft_s) + 1) / len(out.ttft_s)
             axes.plot(
                 sorted(out.ttft_s),

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from attnstore_lab.cli import simulate
+from attnstore_lab.cli.simulate_server import LESS_LOAD
+from attnstore_lab.progress import progress
 from attnstore_lab.sim.hardware import Machine
 from attnstore_lab.sim.outcome import Outcome
 from attnstore_lab.sim.server import Server
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="that smaller sizes may cost in time for prompts and in TTFT (%(default)s)",
     )
     simulate.add_dtype_arguments(parser)
+    simulate.add_patience_argument(parser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +110,18 @@ def plan(args: argparse.Namespace, trace: Trace) -> tuple[Conversation, list[Opt
         raise ConfigError(f"--tolerance is {args.tolerance}; expected a share, as 0.02")
     model = conversation_of(simulate.read_model_shape(args, trace.chunk_tokens), trace)
     machine = Machine.read(args.machine).with_model(model.shape)
-    with tqdm(total=len(SPLITS) * len(trace.requests), unit="request", disable=None) as bar:
+    with progress("plan", len(SPLITS) * len(trace.requests)) as shown:
+        num_runs = 0
 
         def simulated(dram: int, nvme: int) -> Option:
+            nonlocal num_runs
+            shown.what = f"DRAM {format_size(dram)}, NVMe {format_size(nvme)}"
+            shown.done, num_runs = num_runs * len(trace.requests), num_runs + 1
+            shown.total = max(len(SPLITS), num_runs) * len(trace.requests)
             sized = machine.with_sizes(dram=dram, nvme=nvme)
             price = (dram * args.dram_price + nvme * args.nvme_price) / GB
-            return Option(
-                dram, nvme, price, Server(trace, sized, "attnstore", step=bar.update).run()
-            )
+            server = Server(trace, sized, "attnstore", patience_s=args.patience, step=shown.step)
+            return Option(dram, nvme, price, server.run())
 
         options = [
             simulated(
@@ -125,7 +130,17 @@ def plan(args: argparse.Namespace, trace: Trace) -> tuple[Conversation, list[Opt
             )
             for share in SPLITS
         ]
-        options.sort(key=lambda o: (round(o.outcome.prefill_s, 1), o.outcome.ttft(50)))
+
+        def order(option: Option) -> tuple[bool, float, float]:
+            out = option.outcome
+            return not out.is_served, round(out.prefill_s, 1), out.ttft(50)
+
+        options.sort(key=order)
+        if not options[0].outcome.is_served:
+            raise ConfigError(
+                f"{args.machine.stem} cannot serve {trace.name} with any split of the budget: a "
+                f"request waits for more than {args.patience:,.0f} s. {LESS_LOAD}"
+            )
         least = CHUNKS_MIN * machine.chunk_bytes
         smallest = shrunk(options[0], simulated, args.tolerance, least, most_bytes(trace, machine))
     return model, [smallest, *options]
@@ -163,6 +178,8 @@ def shrunk(
     prefill_s, ttft_s = (value * (1 + tolerance) for value in (out.prefill_s, out.ttft(50)))
 
     def is_as_good(option: Option) -> bool:
+        if not option.outcome.is_served:
+            return False
         return option.outcome.prefill_s <= prefill_s and option.outcome.ttft(50) <= ttft_s
 
     found, filled = best, (min(best.dram, most[0]), min(best.nvme, most[1]))
@@ -207,9 +224,12 @@ def show(trace: Trace, options: Sequence[Option]) -> None:
     )
     for option in (*options[1:], options[0]):
         out = option.outcome
+        sizes = f"{format_size(option.dram):>10}{format_size(option.nvme):>10}"
+        if not out.is_served:
+            print(f"{sizes}  cannot serve this load")
+            continue
         print(
-            f"{format_size(option.dram):>10}{format_size(option.nvme):>10}"
-            f"{out.hit_tokens_share:>8.1%}{out.ready_share:>9.1%}{out.ttft(50):>9.3f}s"
+            f"{sizes}{out.hit_tokens_share:>8.1%}{out.ready_share:>9.1%}{out.ttft(50):>9.3f}s"
             f"{out.ttft(99):>8.2f}s{out.prefill_s:>9.0f}s"
         )
     best = options[0]

@@ -53,6 +53,13 @@ class Outcome:
     ttft_s: list[float] = field(default_factory=list)
     later_ttft_s: list[float] = field(default_factory=list)
     """TTFT of requests that continue a conversation."""
+    gave_up_at_s: float | None = None
+    """When a request had waited for longer than clients do: the run ended there, and its times say
+    nothing of a server that serves the load."""
+
+    @property
+    def is_served(self) -> bool:
+        return self.gave_up_at_s is None
 
     @property
     def hit_tokens(self) -> int:
@@ -91,6 +98,7 @@ class Outcome:
         return {
             "policy": self.policy,
             "requests": self.num_requests,
+            **({} if self.is_served else {"cannot_serve_after_s": self.gave_up_at_s}),
             "hit_tokens_share": self.hit_tokens_share,
             "history_hit_share": self.history_hit_share,
             "hit_tokens": {
@@ -103,8 +111,8 @@ class Outcome:
             "queued_ready_share": self.queued_ready_share,
             "stored_history_share": self.stored_history_share,
             "waited_s": round(self.waited_s, 3),
-            "ttft_s": _quantiles(self.ttft_s),
-            "ttft_s_of_later_turns": _quantiles(self.later_ttft_s),
+            "ttft_s": _quantiles(self.ttft_s if self.is_served else ()),
+            "ttft_s_of_later_turns": _quantiles(self.later_ttft_s if self.is_served else ()),
             "accelerator_s": round(self.busy_s, 3),
             "prefill_s": round(self.prefill_s, 3),
             "duration_s": round(self.duration_s, 3),

@@ -45,6 +45,8 @@ class Server:
         warmup: so many requests come before anything is counted.
         until_s: requests that come later are not counted: the last conversations' ends, when others
             have stopped coming.
+        patience_s: the run ends when a request has waited for so long: the load is more than the
+            server can serve.
         step: called after each request, for a progress bar.
         more_tiers: behind NVMe.
         hbm: another one than Hbm makes.
@@ -58,6 +60,7 @@ class Server:
         *,
         warmup: int = 0,
         until_s: float = float("inf"),
+        patience_s: float = float("inf"),
         step: Callable[[], object] = lambda: None,
         more_tiers: Sequence[MakeTier] = (),
         hbm: Hbm | None = None,
@@ -87,7 +90,7 @@ class Server:
         self._later: dict[int, deque[tuple[int, TraceRequest]]] = defaultdict(deque)
         self._arrivals: list[tuple[float, int, TraceRequest, int]] = []
         self._warmup = warmup
-        self._until_s = until_s
+        self._until_s, self._patience_s = until_s, patience_s
         begun: set[int] = set()
         for number, request in enumerate(trace.requests):
             if request.session >= 0 and request.session in begun:
@@ -116,6 +119,9 @@ class Server:
     def live(self) -> Iterator[None]:
         """Serve all requests. Time passes by itself here; hosts.py lets it pass for many."""
         while self._is_live:
+            if self._is_overrun():
+                self._out.gave_up_at_s = self.now
+                return
             step = self._schedule()
             plan = self._scheduler.build_step(Output(step)) if self._scheduler else StepPlan()
             if step.is_empty:
@@ -143,6 +149,11 @@ class Server:
     @property
     def _is_live(self) -> bool:
         return bool(self._arrivals) or self.is_busy
+
+    def _is_overrun(self) -> bool:
+        """Whether the first in the queue has waited for too long."""
+        first = next(iter(self._waiting.values()), None)
+        return first is not None and self.now - first.arrival_time > self._patience_s
 
     @property
     def is_busy(self) -> bool:

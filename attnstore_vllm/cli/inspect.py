@@ -13,6 +13,7 @@ from attnstore_vllm.cli.stored_groups import UNKNOWN, GroupFigures, StoredName, 
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.codec import NONE
+from attnstore_vllm.plain_text import quantity
 from attnstore_vllm.tiers.nvme.format import SegmentHeader
 from attnstore_vllm.transfer.geometry import Group, groups_in
 from attnstore_vllm.types import Key
@@ -154,10 +155,12 @@ def show(namespaces: list[Namespace]) -> None:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(n["last_used"]))
         print(f"{n['namespace'][:16]}  {n['label']}")
         codec = "" if n["codec"] == NONE else f", codec {n['codec']}"
-        print(f"  in {n['file']}, {n['segments']} segments{codec}, last used {used}")
+        segments = quantity(n["segments"], "segment")
+        print(f"  in {n['file']}, {segments}{codec}, last used {used}")
         print(
-            f"  {n['chunks']} chunks ({n['tails']} tails), {n['tokens']} tokens, "
-            f"{format_size(n['bytes'])}, {n['tenants']} tenants"
+            f"  {quantity(n['chunks'], 'chunk')} ({quantity(n['tails'], 'tail')}), "
+            f"{quantity(n['tokens'], 'token')}, {format_size(n['bytes'])}, "
+            f"{quantity(n['tenants'], 'tenant')}"
         )
         if n["age_s"]:
             print(f"  written {_age(n['age_s']['oldest'])} to {_age(n['age_s']['newest'])} ago")
@@ -166,18 +169,21 @@ def show(namespaces: list[Namespace]) -> None:
         for group in n.get("groups", ()):
             print(f"  {_group_line(group)}")
         if n["bad_headers"]:
-            print(f"  {n['bad_headers']} damaged headers; `attnstore verify` says more")
+            damaged = quantity(n["bad_headers"], "damaged header")
+            print(f"  {damaged}; `attnstore verify` says more")
 
 
 def _group_line(group: dict[str, Any]) -> str:
     records, size = group["records"], format_size(group["bytes"])
     if group["kind"] == UNKNOWN:
-        return f"group not told: {records} records, {size}; the spine beside them is not stored"
+        told = quantity(records, "record")
+        return f"group not told: {told}, {size}; the spine beside them is not stored"
     if group["kind"] == Reach.STATE.value:
         return f"states: {records}, {size}"
     reach = f" of {group['reach_tokens']} tokens" if group["reach_tokens"] else ""
     holes = f", {group['with_holes']} of them without leading blocks" if group["with_holes"] else ""
-    return f"{group['kind']}{reach}: {records} records, {group['tokens']} tokens, {size}{holes}"
+    told = f"{quantity(records, 'record')}, {quantity(group['tokens'], 'token')}"
+    return f"{group['kind']}{reach}: {told}, {size}{holes}"
 
 
 def _age(seconds: int) -> str:

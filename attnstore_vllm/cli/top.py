@@ -57,6 +57,8 @@ class Look:
     """None: since the server's start, so that nothing is known a second."""
     prompt_tokens: dict[str, int]
     """By source: SOURCES."""
+    ttft_seconds: dict[str, float | None]
+    """By source, the mean; None: no request came to its first token."""
     moved_bytes: dict[str, int]
     running: int
     waiting: int
@@ -119,6 +121,10 @@ def figures(url: str, before: Metrics, after: Metrics, seconds: float | None) ->
         full = f"{_STORE}{name}_total"
         return {value: int(grown(full, **{label: value})) for value in values}
 
+    def mean(name: str, **labels: str) -> float | None:
+        number = grown(f"{_STORE}{name}_count", **labels)
+        return grown(f"{_STORE}{name}_sum", **labels) / number if number else None
+
     def sizes(name: str) -> dict[str, int]:
         return {tier: int(total(after, f"{_STORE}{name}", tier=tier)) for tier in ("dram", "nvme")}
 
@@ -130,6 +136,7 @@ def figures(url: str, before: Metrics, after: Metrics, seconds: float | None) ->
         url=url,
         seconds=seconds,
         prompt_tokens=by("prompt_tokens", "source", SOURCES),
+        ttft_seconds={source: mean("ttft_seconds", source=source) for source in SOURCES},
         moved_bytes=by("bytes", "direction", list(FLOWS)),
         running=int(total(after, "vllm:num_requests_running")),
         waiting=int(total(after, "vllm:num_requests_waiting")),
@@ -248,6 +255,12 @@ def cells(found: Look, absent: Set[str]) -> dict[str, str]:
             continue
         name = names.get(source, source)
         rows[f"  {name}"] = f"{found.share(source):.1%}"
+    for source in SOURCES:
+        if source in absent:
+            continue
+        seconds = found.ttft_seconds[source]
+        cell = "-" if seconds is None else f"{1e3 * seconds:,.0f} ms"
+        rows[f"TTFT, {names.get(source, source)}, mean"] = cell
     rows["prefill saved"] = f"{found.prefill_seconds_saved:,.1f} s"
     rows["requests running, waiting"] = f"{found.running}, {found.waiting}"
     mean_s = found.wait_seconds / found.waits if found.waits else 0.0

@@ -141,6 +141,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "chunks": CHUNK_EVENTS,
     "wanted_tokens": _SOURCES,
     "prompt_tokens": ("hbm", *_SOURCES, "computed"),
+    "ttft_seconds": ("hbm", *_SOURCES, "computed"),
     "prefill_seconds_saved": _SOURCES,
     "errors": ERRORS,
     "loaded_tokens": _SOURCES,
@@ -171,6 +172,7 @@ LABELS: dict[str, tuple[str, ...]] = {
 """All that there are; of `info` the engine says them."""
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _DISK_SECONDS = (0.0001, 0.0002, 0.0005, *_SECONDS[1:])
+_TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.6, 2.5, 5.0, 10.0)
 # No bucket below zero: prometheus_client leaves the sum of such a histogram out, and then vLLM's
 # LLM.get_metrics() fails.
@@ -181,6 +183,11 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     ),
     "load_wait_seconds": ("Time that a forward pass waited for them, all layers.", _SECONDS),
     "wait_seconds": ("Time that a request waited for its KV to come up from NVMe.", _SECONDS),
+    "ttft_seconds": (
+        "Time to the first token, from when the engine had the request, by where its KV came from: "
+        "the furthest tier that its load came from, HBM alone (hbm), or none (computed).",
+        _TTFT_SECONDS,
+    ),
     "wait_forecast_ratio": ("That time over its forecast.", _RATIOS),
     "nvme_read_seconds": ("Time of one read of a record, from its submission on.", _DISK_SECONDS),
     "nvme_write_seconds": ("Time of one write of a record, from its submission on.", _DISK_SECONDS),
@@ -189,6 +196,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         _RATIOS,
     ),
 }
+HISTOGRAM_LABELS = {"ttft_seconds": "source"}
 
 
 class AttnStoreStats(KVConnectorStats):
@@ -248,14 +256,14 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = metric_types[Histogram](
                 name=f"vllm:attnstore_{name}",
                 documentation=text,
-                labelnames=labelnames,
+                labelnames=[*labelnames, *HISTOGRAM_LABELS.get(name, "").split()],
                 buckets=buckets,
             )
         for engine in per_engine_labelvalues:  # so that every series is there from the start
             for name, labels in LABELS.items():
                 for label in labels:
                     self._child(self._metrics[name], engine, label)
-            for name in HISTOGRAMS:
+            for name in HISTOGRAMS.keys() - LABELS.keys():
                 self._child(self._metrics[name], engine)
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.engine_id:
@@ -291,7 +299,8 @@ class AttnStorePromMetrics(KVConnectorPromMetrics):
             return None
         self._left_out.add(name)
         if is_known:
-            wanted = (COUNTERS | GAUGES).get(name, ("", ""))[0]
+            labels = {other: label for other, (label, _) in (COUNTERS | GAUGES).items()}
+            wanted = (labels | HISTOGRAM_LABELS).get(name, "")
             logger.warning(
                 "%s came with label values (%s), its metric in AttnStore wants (%s): /metrics does "
                 "not show it",

@@ -29,6 +29,7 @@ from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
+from attnstore_vllm.scheduler.first_tokens import FirstTokens
 from attnstore_vllm.scheduler.hidden_blocks import drop_in_flight, hide_session
 from attnstore_vllm.scheduler.lookups import Lookups
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
@@ -128,7 +129,7 @@ class Scheduler:
         self._media = media or MediaNames()
         self._media_of: dict[str, RequestMedia] = {}
         """By request: all that have some or may get some, also those that are not served."""
-        self._stats = StepStats()
+        self._stats, self.first_tokens = StepStats(), FirstTokens(clock)
         self._figures = StoreFigures(store, geometry.token_bytes(), engine.info)
         self._idle = IdleFigures(self._figures, board) if board is not None else None
         self._kv_cache_manager: KVCacheManager | None = None
@@ -218,6 +219,7 @@ class Scheduler:
         state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, media)
         state.recent = self._recent
         self.requests[request.request_id] = state
+        self.first_tokens.came(request.request_id)
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
         state.stores = hints.store and not is_doubtful
         if is_doubtful:
@@ -341,9 +343,13 @@ class Scheduler:
         self._on_media(output)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self.requests.get(request_id)
-            if state is None or not state.stores or state.computing.is_outdated:
+            if state is None:
                 continue
             request = state.request
+            if request.num_computed_tokens + num_scheduled >= request.num_prompt_tokens:
+                self.first_tokens.computes_all(request_id, state.counted)
+            if not state.stores or state.computing.is_outdated:
+                continue
             state.computing.scheduled_stop = request.num_computed_tokens + num_scheduled
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
             # token is beyond num_tokens until it is accepted, and so is never saved.
@@ -360,6 +366,7 @@ class Scheduler:
         plan = self.plans.take_plan()
         plan.may_replay = self._engine.replays(output.num_scheduled_tokens.values())
         plan.number = self.costs.times.planned(output)
+        self.first_tokens.planned(plan.number)
         if self._watch.is_wanted:
             self._watch.add_to(plan)
         if self._has_adapters:
@@ -435,6 +442,7 @@ class Scheduler:
     def on_report(self, report: StepReport) -> None:
         """Ranks have completed plans; a plan is complete when all of them have."""
         self.costs.step_ended(report, self._stats)
+        self.first_tokens.ended(report.number, self._stats)
         if report.adapters:
             self._on_adapters(report)
         num_given_up = self.plans.on_report(report)
@@ -526,6 +534,7 @@ class Scheduler:
         state = self.requests.pop(request.request_id, None)
         if state is None:
             return False, None
+        self.first_tokens.left(request.request_id)
         if state.offered is not None:
             self._offers.withdraw(state)
         if state.visit is not None:

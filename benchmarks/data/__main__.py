@@ -45,17 +45,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = list(SOURCES) if args.all else args.names
         if not names:
             parser.error(f"name what to fetch, or say --all; there are {', '.join(SOURCES)}")
-        try:
-            for name in names:
-                is_new = fetch(SOURCES[name], args.to, bar, args.origin)
-                place = SOURCES[name].where(args.to)
-                print(f"{name}: {place}{'' if is_new else ', here already'}", file=sys.stderr)
-        except DataError as error:
-            print(f"benchmarks.data: {error}", file=sys.stderr)
-            return EXIT_ERROR
-        return EXIT_OK
+        return fetch_all(names, args.to, args.origin)
     show(args.to, as_json=args.json)
     return EXIT_OK
+
+
+def fetch_all(names: Sequence[str], to: Path, origin: Path | None) -> int:
+    """One after the other. A file that is absent keeps back none of the others."""
+    absent = []
+    for name in names:
+        try:
+            is_new = fetch(SOURCES[name], to, bar, origin)
+        except DataError as error:
+            print(f"benchmarks.data: {name}: {error}", file=sys.stderr)
+            absent.append(name)
+            continue
+        place = SOURCES[name].where(to)
+        print(f"{name}: {place}{'' if is_new else ', here already'}", file=sys.stderr)
+    if absent and len(names) > 1:
+        print(f"absent, of {len(names)} files: {', '.join(absent)}", file=sys.stderr)
+    return EXIT_ERROR if absent else EXIT_OK
 
 
 @contextmanager
@@ -80,7 +89,13 @@ def show(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table("name", "file", "licence", "MB", "here")
+    table = Table(box=None)
+    # Names are what `fetch` is told, so they are whole, however narrow the terminal is.
+    table.add_column("name", no_wrap=True, min_width=max(map(len, SOURCES)))
+    for title in ("file", "licence"):
+        table.add_column(title, overflow="fold")
+    for title in ("MB", "here"):
+        table.add_column(title, no_wrap=True, justify="right")
     for row in rows:
         size = f"{SOURCES[str(row['name'])].num_bytes / 1e6:,.1f}"
         here = "yes" if row["is_here"] else ""

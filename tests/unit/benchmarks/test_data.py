@@ -107,6 +107,36 @@ def test_the_list_says_what_is_here(
     assert row["sha256"] == SOURCE.sha256
 
 
+def test_a_file_that_is_absent_keeps_back_none_of_the_others(
+    origin: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sources = {"absent": replace(SOURCE, file="absent.json"), "sharegpt": SOURCE}
+    monkeypatch.setattr(command, "SOURCES", sources)
+    to = tmp_path / "to"
+    assert command.main(["fetch", "--all", "--from", str(origin), "--to", str(to)]) == 2
+    assert [path.name for path in to.iterdir()] == [SOURCE.file]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("benchmarks.data: absent: ")
+    assert said[-1] == "absent, of 2 files: absent"
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_the_list_has_whole_names_in_any_terminal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    columns: int,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert command.main(["--to", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in data.SOURCES)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+
+
 def test_every_source_is_pinned() -> None:
     for name, source in data.SOURCES.items():
         assert source.url.startswith("https://"), name

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 import subprocess
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +22,10 @@ from attnstore_lab.testing.tiny_model import SMALL
 from attnstore_lab.testing.tiny_tokenizer import build_tokenizer
 from attnstore_vllm.prometheus import parse_metrics, total
 from benchmarks.agreement import compare, gap_changes, rounding_bound
-from benchmarks.demo import ROOT, arguments
-from benchmarks.demo_report import Side, report_table
+from benchmarks.demo import MAX_TOKENS, ROOT, arguments
+from benchmarks.demo_report import Side, in_one_sentence, report_table
 from benchmarks.sample import SAMPLE
-from tests.fake_openai import served_aside
+from tests.fake_openai import send, served_aside, stream
 
 
 def test_sample_has_long_and_varied_conversations() -> None:
@@ -160,10 +164,43 @@ def test_rows_that_are_nought_on_both_sides_are_left_out() -> None:
         prompt_tokens={"computed": 10, "DRAM": 0}, moved_bytes={"dram_to_hbm": 0},
         chunks={"dropped": 0, "merged": 0}, recomputations={"slower": 0}, loads=0, load_seconds=0.0,
     )  # fmt: skip
-    rows = report_table([Side("ours", [], shown, 1.0)])
+    rows = report_table([Side("ours", [], shown, 1.0)], counters=True)
     assert "from DRAM" in rows and "chunks dropped" in rows
     for word in ("DRAM to HBM", "merged", "slower"):
         assert word not in rows
+
+
+def sides(*, first: float, second: float, corrupt: int = 0) -> list[Side]:
+    """Two sides with these TTFT of a later turn, of which the second computes 19 % of tokens."""
+    made = []
+    for name, ms, computed in (("vLLM alone", first, 99), ("with AttnStore", second, 19)):
+        moved = Traffic(
+            prompt_tokens={"computed": computed, "HBM": 1, "DRAM": 99 - computed},
+            moved_bytes={"dram_to_hbm": 1 << 20}, chunks={"merged": 3, "corrupt": corrupt},
+            recomputations={"slower": 2}, loads=0, load_seconds=0.0,
+        )  # fmt: skip
+        made.append(Side(name, [TurnRecord(conversation_id="c", turn=2, ttft_ms=ms)], moved, 1.0))
+    return made
+
+
+def test_one_sentence_says_what_the_run_has_shown() -> None:
+    run = sides(first=323.0, second=95.0)
+    rest = "81% of prompt tokens were not computed"
+    alone = "(vLLM alone: 1%)"
+    assert in_one_sentence(run) == (
+        f"First tokens of later turns came 3.4 times sooner; {rest} {alone}."
+    )
+    assert "2.0 times LATER" in in_one_sentence(sides(first=50.0, second=100.0))
+    assert in_one_sentence(run[1:]) == f"{rest}."
+
+
+def test_counters_are_shown_when_they_are_asked_for_and_errors_always() -> None:
+    run = sides(first=323.0, second=95.0)
+    words = ("DRAM to HBM, MiB", "chunks merged", "chunks corrupt", "recomputations, slower")
+    assert not any(word in report_table(run) for word in words)
+    assert all(word in report_table(run, counters=True) for word in words)
+    assert "chunks corrupt" in report_table(sides(first=1.0, second=1.0, corrupt=1))
+    assert not arguments([]).verbose and arguments(["-v"]).verbose
 
 
 def test_the_guides_script_holds_a_chat_that_has_left_hbm_before_its_second_turn() -> None:
@@ -191,3 +228,44 @@ def test_the_guides_script_holds_a_chat_that_has_left_hbm_before_its_second_turn
     assert all(600 < len(ids) < SMALL.max_position - 100 for ids in tokens)
     assert asked[-1]["messages"][:1] == asked[0]["messages"] and len(asked[-1]["messages"]) == 3
     assert len({tuple(ids[:15]) for ids in tokens[:-1]}) == len(tokens) - 1, "one finds another"
+
+
+def test_an_end_from_outside_leaves_no_task_behind(tmp_path: Path) -> None:
+    """Whatever the event loop does just then: it waits for answers, or works on one."""
+    asked = threading.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        response = await stream(request)
+        if body["max_tokens"] == MAX_TOKENS:  # not of the warm-up
+            asked.set()
+            token = {"choices": [{"delta": {"content": "well"}}]}
+            while True:  # so that most signals come while a client works on an answer
+                await send(response, token)
+        await send(response, {"choices": [{"delta": {"content": "well"}}]})
+        await send(response, "[DONE]")
+        return response
+
+    with served_aside(answer, context_tokens=1_000) as url:
+        command = [sys.executable, "-m", "benchmarks.demo", "--base-url", url, "--model", "m"]
+        files = ["--dataset", str(letters(tmp_path)), "--json", str(tmp_path / "demo.json")]
+        demo = subprocess.Popen(
+            [*command, *files], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            text=True,
+        )  # fmt: skip
+        try:
+            assert asked.wait(60)
+            demo.send_signal(signal.SIGTERM)
+            _, said = demo.communicate(timeout=60)
+        finally:
+            demo.kill()
+    assert demo.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in said and "destroyed" not in said, said
+
+
+def letters(folder: Path) -> Path:
+    """Conversations that fit the context of the small server."""
+    turns = [{"from": who, "value": "a"} for who in ("human", "gpt") * 2]
+    path = folder / "letters.json"
+    path.write_text(json.dumps([{"id": f"c{n}", "conversations": turns} for n in range(4)]))
+    return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,6 +99,9 @@ def test_inspect_says_what_there_is(directory: Path, capsys: pytest.CaptureFixtu
     assert ours["sequences"]["up to 1024"] == 2
     assert by_name[(b"o" * 32).hex()]["chunks"] == CHUNKS
     assert main(["inspect", str(directory)]) == EXIT_OK
+    said = capsys.readouterr().out
+    assert ", 2 tenants\n" in said and ", 1 tenant\n" in said
+    assert not re.search(r"\b1 \w+s\b", said), "one thing is named as one"
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
@@ -154,7 +158,7 @@ def test_inspect_tells_groups_apart(with_groups: Path, capsys: pytest.CaptureFix
     assert "window of 10 tokens: 3 records, 48 tokens" in out
     assert "2 of them without leading blocks" in out
     assert "states: 2" in out
-    assert "group not told: 1 records" in out
+    assert "group not told: 1 record" in out
 
 
 @pytest.mark.parametrize("groups", [GROUPS[:2], GROUPS, GROUPS[:1]])

@@ -38,6 +38,14 @@ vllm:attnstore_nvme_in_use{direction="reads",engine="0"} 1.0
 vllm:attnstore_nvme_in_use{direction="writes",engine="0"} 1.0
 vllm:attnstore_wait_seconds_count{engine="0"} 4.0
 vllm:attnstore_wait_seconds_sum{engine="0"} 0.2
+vllm:attnstore_ttft_seconds_count{engine="0",source="dram"} 3.0
+vllm:attnstore_ttft_seconds_sum{engine="0",source="dram"} 0.15
+vllm:attnstore_ttft_seconds_count{engine="1",source="dram"} 1.0
+vllm:attnstore_ttft_seconds_sum{engine="1",source="dram"} 0.05
+vllm:attnstore_ttft_seconds_count{engine="0",source="computed"} 2.0
+vllm:attnstore_ttft_seconds_sum{engine="0",source="computed"} 1.0
+vllm:attnstore_ttft_seconds_count{engine="0",source="nvme"} 0.0
+vllm:attnstore_ttft_seconds_sum{engine="0",source="nvme"} 0.0
 vllm:attnstore_errors_total{engine="0",kind="corrupt"} 0.0
 vllm:num_requests_running{engine="0"} 2.0
 vllm:num_requests_waiting{engine="0"} 3.0
@@ -109,6 +117,9 @@ def test_once_for_people(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.strip().partition("  ")[0]: line for line in out.splitlines()}
     assert "60.0%" in rows["DRAM"] and "10.0%" in rows["computed"]
     assert "1MiB of 4MiB" in rows["DRAM in use"] and "4, 50 ms" in rows["waits for NVMe, mean"]
+    assert rows["TTFT, DRAM, mean"].rstrip().endswith(" 50 ms")
+    assert rows["TTFT, computed, mean"].rstrip().endswith(" 500 ms")
+    assert rows["TTFT, NVMe, mean"].rstrip().endswith(" -"), "there was none"
     assert "none" in rows["errors"]
     assert "\x1b" not in out, "no terminal, no colours"
 

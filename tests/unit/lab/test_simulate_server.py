@@ -321,6 +321,27 @@ def test_the_command_says_what_is_wrong(
         assert said in capsys.readouterr().err
 
 
+def test_a_load_that_cannot_be_served_is_no_result_and_stops_early(
+    files: tuple[Path, Path], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, machine = map(str, files)
+    args = [trace, "--machine", machine, "--speed", "100", "--patience", "2"]
+    assert main(["simulate", *args, "--policy", "recompute", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["ttft_s"] == run["ttft_s_of_later_turns"] == {}
+    assert run["cannot_serve_after_s"] == pytest.approx(2, abs=1)
+    assert run["requests"] < 80, "it went on"
+    assert main(["simulate", *args, "--policy", "recompute"]) == 0
+    said = capsys.readouterr().out
+    assert "recompute   cannot serve this load: after " in said and "--speed 0.5" in said
+    assert main(["plan", str(model), *args, "--budget", "0.0001"]) == 2
+    assert "cannot serve" in capsys.readouterr().err
+    args[-1] = "inf"
+    assert main(["simulate", *args, "--policy", "recompute", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["requests"] == 80 and run["ttft_s"]["p99"] > 2
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """The config.json of a model with 2,048 bytes of KV a token, in one group."""
@@ -411,7 +432,9 @@ def test_plan_recommends_no_more_than_is_of_use() -> None:
     def simulated(dram: int, nvme: int) -> Option:
         tried.append((dram, nvme))
         outcome: Any = SimpleNamespace(
-            prefill_s=10.0 + (dram < 100) + (nvme < 1000), ttft=lambda _: 1.0 + 0.001 * (dram < 200)
+            prefill_s=10.0 + (dram < 100) + (nvme < 1000),
+            ttft=lambda _: 1.0 + 0.001 * (dram < 200),
+            is_served=True,
         )
         return Option(dram, nvme, 1.0, outcome)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.config.values import parse_size
+from tools import dashboard, docs_site
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKER, KUBERNETES = ROOT / "deploy" / "docker", ROOT / "deploy" / "kubernetes"
@@ -68,7 +70,7 @@ def test_a_compose_file_shares_by_the_store_that_it_starts(name: str) -> None:
         assert services[server]["networks"] == ["default", "store"]
     targets = yaml.safe_load(compose["configs"]["prometheus"]["content"])["scrape_configs"]
     assert targets[0]["static_configs"] == [{"targets": ["one:8000", "two:8000"]}]
-    stores = set(services) - {"one", "two", "prometheus"}
+    stores = set(services) - {"one", "two", "prometheus", "grafana"}
     # Nobody else is in their network, and no port of theirs is published.
     assert compose["networks"]["store"] == {"internal": True}
     assert all(services[one]["networks"] == ["store"] for one in stores)
@@ -87,6 +89,55 @@ def test_a_compose_file_shares_by_the_store_that_it_starts(name: str) -> None:
     assert all("attnstore" in services[one]["secrets"] for one in ("one", "two"))
     assert compose["secrets"]["attnstore"] == {"file": "/etc/attnstore-secret"}
     assert not any("attnstore" in services[one].get("secrets", ()) for one in stores)
+
+
+PROVISIONING = {
+    "datasources": {
+        "name", "type", "uid", "access", "url", "isDefault", "editable", "orgId", "jsonData",
+        "secureJsonData", "basicAuth", "basicAuthUser", "withCredentials", "version", "database",
+        "user",
+    },
+    "providers": {
+        "name", "type", "orgId", "folder", "folderUid", "disableDeletion", "allowUiUpdates",
+        "updateIntervalSeconds", "options",
+    },
+}  # fmt: skip
+"""The fields that Grafana 11 reads of these lists: it passes over others in silence."""
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose-redis.yaml"])
+def test_grafana_of_a_compose_file_has_the_dashboard_loaded(name: str) -> None:
+    services = compose_file(name)[0]["services"]
+    grafana = services["grafana"]
+    assert re.fullmatch(r"grafana/grafana:\d+\.\d+\.\d+", grafana["image"]), "by its version"
+    assert grafana["ports"] == ["127.0.0.1:3000:3000"], "it asks for no password"
+    assert grafana["environment"]["GF_AUTH_BASIC_ENABLED"] == "false", "admin has a known one"
+    inside: dict[str, Path] = {}
+    for volume in grafana["volumes"]:
+        here, there, mode = volume.split(":")
+        inside[there] = (DOCKER / here).resolve(strict=True)
+        assert mode == "ro"
+    made: dict[str, dict[str, Any]] = {}
+    for kind, key in (("datasources", "datasources"), ("dashboards", "providers")):
+        (given,) = in_yaml(inside[f"/etc/grafana/provisioning/{kind}/attnstore.yml"])
+        assert given.keys() == {"apiVersion", key} and given["apiVersion"] == 1
+        (made[kind],) = given[key]
+        assert made[kind].keys() <= PROVISIONING[key]
+    source, provider = made["datasources"], made["dashboards"]
+    host, port = source["url"].removeprefix("http://").split(":")
+    assert host in services and services[host]["ports"] == [f"127.0.0.1:9090:{port}"]
+    assert source["type"] == dashboard.SOURCE["type"] and source["isDefault"] is True
+    folder = Path(provider["options"]["path"])
+    assert provider["type"] == "file" and inside[f"{folder}/attnstore.json"] == dashboard.FILE
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home in inside
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose-redis.yaml"])
+def test_prometheus_of_a_compose_file_knows_the_address_of_the_docs(name: str) -> None:
+    text = compose_file(name)[0]["configs"]["prometheus"]["content"]
+    (label,) = re.findall(r'attnstore_docs: "\$\{ATTNSTORE_DOCS:-(.*)\}"', text)
+    assert label == f"http://{docs_site.ADDRESS}"
 
 
 def test_one_version_of_the_client_of_mooncake_is_everywhere() -> None:

@@ -71,3 +71,41 @@ def test_it_runs_without_anything_installed() -> None:
         check=True,
     )
     assert bare.stdout.strip() == setup_env.headers()
+
+
+def test_a_long_step_is_not_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    said = "Collecting one\\n  Downloading one.whl (3 MB)\\nnoise\\n"
+    code = f"import time; print('{said}', flush=True); time.sleep(1.5)"
+    assert setup_env.run_aloud([sys.executable, "-c", code], log, every_s=0.3) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and lines[-1].endswith(" s: Downloading one.whl (3 MB)")
+    assert "noise" in log.read_text()
+
+
+def test_a_step_that_fails_shows_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_env, "PYTHON", tmp_path / "bin" / "python")
+    (tmp_path / "bin").mkdir()
+    setup_env.PYTHON.write_text("#!/bin/sh\necho there is no such wheel >&2\nexit 1\n")
+    setup_env.PYTHON.chmod(0o755)
+    with pytest.raises(SystemExit, match=re.escape(str(tmp_path / setup_env.LOG))):
+        setup_env.pip("absent")
+    assert "there is no such wheel" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_the_step(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    outer = (
+        "import sys, signal; from tools import setup_env; from pathlib import Path\n"
+        "setup_env.doing = lambda log: signal.raise_signal(signal.SIGINT)\n"
+        f"setup_env.run_aloud([sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log')!r}), 1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "KeyboardInterrupt" in done.stderr
+    if pid.exists():  # else it had not even begun
+        assert not Path(f"/proc/{pid.read_text()}").exists()
