@@ -23,7 +23,7 @@ ERROR_EVENTS = frozenset(ERRORS)
 
 class StepStats:
     """`data`: {"counters": {"name:label": n}, "gauges": {"name:label": [when, n]}, "observed":
-    {"name": [n, ...]}}. `when`: seconds of the engine's steady clock.
+    {"name" or "name:label": [n, ...]}}. `when`: seconds of the engine's steady clock.
 
     A plain dict of strings and numbers, because it crosses processes. connector/metrics.py has
     what they mean.
@@ -40,8 +40,9 @@ class StepStats:
     def set(self, name: str, label: str, value: float, now: float) -> None:
         self.data["gauges"][f"{name}:{label}"] = [now, value]
 
-    def observe(self, name: str, value: float) -> None:
-        self.data["observed"].setdefault(name, []).append(value)
+    def observe(self, name: str, value: float, label: str = "") -> None:
+        key = f"{name}:{label}" if label else name
+        self.data["observed"].setdefault(key, []).append(value)
 
 
 class GroupCounts:

@@ -60,7 +60,7 @@ class FirstTokens:
     def ended(self, number: int, stats: StepStats) -> None:
         """The step's output has come."""
         for came, source in self._open.pop(number, ()):
-            stats.observe(f"ttft_seconds:{source}", self._clock() - came)
+            stats.observe("ttft_seconds", self._clock() - came, source)
 
 
 def source_of(counted: Counted) -> str:
