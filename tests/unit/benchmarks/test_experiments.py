@@ -57,6 +57,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("asked", "x", "'asked' is unknown; known are before, metrics"),
         ("serve", {}, "one of simulate, serve, script"),
         ("question", "", "question is missing"),
+        ("picture", "lost", "picture: 'lost' is none of its metrics"),
         ("simulate/points", [], "simulate.points"),
         ("metrics/found", "x", "metrics.found"),
         ("metrics/found/paper", {"huge": 1}, "'huge' is no point"),
