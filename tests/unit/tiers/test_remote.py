@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
-from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.lazy_heap import STALE_MAX
@@ -113,6 +113,39 @@ def test_what_has_ended_is_not_believed_before_it_is_freed(tier: Tier) -> None:
     for _ in range(2):
         tier.tick(LEASE_S)
     assert not tier.tier.has_ended(LEASE_S)
+
+
+@pytest.mark.parametrize("ttl_s", [None, 5.0])
+def test_what_a_tier_says_has_the_servers_ttl(tier: Tier, ttl_s: float | None) -> None:
+    """The request that it was read for may have been aborted, so that none comes to use it."""
+    found = Found(name_of(1))
+    chunk = enter(tier.residency, tier.tier, found, 1000.0, ttl_s)
+    assert chunk is not None
+    tier.residency.now = 4.9
+    assert not tier.residency.has_expired(chunk)
+    tier.residency.now = 5.0
+    assert tier.residency.has_expired(chunk) == (ttl_s is not None)
+
+
+def test_what_an_aborted_request_has_read_ends_with_the_servers_ttl() -> None:
+    clock, others = Clock(), Others()
+    sequence = sequence_of(conversation(1, 48))
+    for name in names_of(sequence):
+        others.put(name, payload_of(name))
+    make = MakeRemoteDict(others)
+    rig = memory_rig(clock=clock, ttl_s=60.0, more_tiers=(make,), threaded=False)
+    with rig.store.queue() as queue:
+        queue.append("aborted")
+    lookup = lookup_of(conversation(1, 49), may_ask=True)
+    rig.store.arrive("aborted", lookup, 49)
+    for _ in range(20):
+        rig.store.tick()
+    rig.store.leave_queue(["aborted"])
+    chunks = [rig.chunk(name) for name in names_of(sequence)]
+    assert {chunk.dram.state for chunk in chunks} == {State.READY}
+    clock.now += 60.0
+    assert rig.store.find(lookup_of(conversation(1, 49)), 0, 49) == []
+    rig.close()
 
 
 def test_what_is_wanted_or_read_stays_and_ends_later(tier: Tier) -> None:

@@ -21,6 +21,7 @@ from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import LEFT_PARTS, Terms, by_end
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.nvme.format import ages
 from attnstore_vllm.types import NVME
 from tests.helpers import (
@@ -40,8 +41,9 @@ from tests.helpers import (
     sequence_of,
     slab_bytes,
     starting,
+    tokens_of,
 )
-from tests.unit.policy.test_visits import Clock, ask
+from tests.unit.policy.test_visits import Clock, ask, save
 from tests.unit.tiers.nvme.test_recovery import name, residency, write
 
 ROOT = Path(__file__).parents[4]
@@ -151,6 +153,23 @@ def test_a_shorter_ttl_of_a_request_is_kept_on_the_disk(open_rig: Rigs, wall: Wa
     for ttl_s in (None, DAY_S):
         later, _ = open_rig(image=image, wall=wall, ttl_s=ttl_s)
         assert (found(later, 1), found(later, 2)) == (0, 40)
+
+
+def test_the_ttl_of_what_is_shared_is_kept_on_the_disk(open_rig: Rigs, wall: Wall) -> None:
+    """Two conversations, one document: it is written after the second one came."""
+    rig, device = open_rig(wall=wall, threaded=False)
+    document = tokens_of(1, 32)
+    for number, ttl_s in enumerate((20.0, 60.0)):
+        save(rig, document + tokens_of(2 + number, 17), Terms(ttl_s=ttl_s))
+    while not rig.store.is_idle():
+        rig.store.tick()
+    image = bytes(device.image)
+    wanted = sequence_of(document + tokens_of(9, 16))
+    for stopped_s, tokens in ((30.0, 32), (31.0, 0)):
+        wall.now += stopped_s
+        again, _ = open_rig(image=image, wall=wall)
+        pieces = again.store.find(Lookup(wanted), 0, 48)
+        assert (pieces[-1].stop if pieces else 0) == tokens
 
 
 def test_time_that_a_chunk_waited_to_be_written_counts(open_rig: Rigs, wall: Wall) -> None:
