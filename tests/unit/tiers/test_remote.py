@@ -145,7 +145,6 @@ def test_what_an_aborted_request_has_read_ends_with_the_servers_ttl() -> None:
     assert {chunk.dram.state for chunk in chunks} == {State.READY}
     clock.now += 60.0
     assert rig.store.find(lookup_of(conversation(1, 49)), 0, 49) == []
-    rig.close()
 
 
 def test_what_is_wanted_or_read_stays_and_ends_later(tier: Tier) -> None:
