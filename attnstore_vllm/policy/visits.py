@@ -147,14 +147,14 @@ class Visit:
 
     num_shared: int
     shared: Run
-    """Of the shared chunks; of the deepest of them where there are `earlier` ones."""
+    """The shared chunks' run: that of the deepest of them where there are `earlier` ones."""
     own: Run
     before_tokens: int = 0
     """The length of the prompt before it, which is another conversation's if only their whole
     chunks are the same."""
     earlier: tuple[tuple[int, Run], ...] = ()
-    """Of the leading shared chunks that are kept longer, since others use them too: up to which
-    chunk, and the run. The first ones first."""
+    """Runs of the leading shared chunks that are kept longer, since others use them too, and up to
+    which chunk each is. The first ones first."""
 
     def run(self, number: int) -> Run:
         """The run of chunk `number` of the request."""

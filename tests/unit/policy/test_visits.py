@@ -203,12 +203,12 @@ def shared_by(*ttls: float | None, most: float | None = None) -> list[float | No
     count = len(ttls)
     for turn, ttl in enumerate(ttls):
         marks = [*range(count - turn), *(100 * turn + 100 + n for n in range(turn + 1))]
-        terms = Terms(ttl_s=ttl)
-        now = float(turn)
-        visit = visit_of(estimator, last[: count - turn], marks, 4096, now, terms, most)
+        found = last[: count - turn]
+        visit = visit_of(estimator, found, marks, 4096, turn, Terms(ttl_s=ttl), most)
         last = [visit.run(n) for n in range(count + 1)]
     assert visit is not None
-    return [run.lease and run.lease.ttl_s for run in last[: visit.num_shared]]
+    leases = [run.lease for run in last[: visit.num_shared]]
+    return [None if lease is None else lease.ttl_s for lease in leases]
 
 
 def test_what_is_shared_has_the_longest_ttl_of_all_its_users() -> None:
