@@ -80,7 +80,7 @@ class ByReturnPool:
         answer(visit.own, request.answer_tokens, self._estimator)
         if self._estimator.is_due:
             self._estimator.refit(now)
-        for part, run in (
+        for part, run in (  # no request asks for a ttl here, so its shared chunks are of one run
             (chunks[: visit.num_shared], visit.shared),
             (chunks[visit.num_shared :], visit.own),
         ):

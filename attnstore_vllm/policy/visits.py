@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,8 @@ def lease_for(ttl_s: float | None, now: float) -> Lease | None:
     return None if ttl_s is None else Lease(ttl_s, now + ttl_s)
 
 
+SHARED_RUNS_MAX = 4
+"""A request's shared chunks are of so many runs at most, by how long they are kept."""
 LEFT_PARTS = 16
 """Chunks whose time ends in the same part of so many share a lease, so that there are few."""
 
@@ -94,7 +97,8 @@ class Run:
     priority: Priority = Priority.NORMAL
     lease: Lease | None = None
     before: Run | None = None
-    """The shared run that its request used too, which has the chunks before these."""
+    """The shared run that its request used too, which has the chunks before these. It may have one
+    before it in turn: SHARED_RUNS_MAX in all."""
     used_at: float = field(init=False)
     """When a request used it, or saved chunks for it, last."""
 
@@ -105,8 +109,8 @@ class Run:
         """A request uses it, or saves for it. What is before it is newer, and leaves after it."""
         self.used_at = max(self.used_at, now)
         before = self.before
-        if before is not None and now >= before.used_at:
-            before.used_at = math.nextafter(now, math.inf)
+        if before is not None:
+            before.touch(math.nextafter(now, math.inf))
 
     def use(self, now: float) -> None:
         self.touch(now)
@@ -124,9 +128,14 @@ class Run:
         return replace(self, since=now, lease=lease)
 
 
-def unknown_run(now: float) -> Run:
-    """The run of chunks of which nothing is known but that they were used or written now."""
-    return Run(0, kind_of(1, None, 0, is_fresh=True, is_shared=False), now, False)
+def unknown_run(now: float, ttl_s: float | None = None) -> Run:
+    """The run of chunks of which nothing is known but that they were used or written now.
+
+    Args:
+        ttl_s: of the whole server.
+    """
+    kind = kind_of(1, None, 0, is_fresh=True, is_shared=False)
+    return Run(0, kind, now, False, lease=lease_for(ttl_s, now))
 
 
 NO_RUN = unknown_run(0.0)
@@ -138,14 +147,28 @@ class Visit:
 
     num_shared: int
     shared: Run
+    """The shared chunks' run: that of the deepest of them where there are `earlier` ones."""
     own: Run
     before_tokens: int = 0
     """The length of the prompt before it, which is another conversation's if only their whole
     chunks are the same."""
+    earlier: tuple[tuple[int, Run], ...] = ()
+    """Runs of the leading shared chunks that are kept longer, since others use them too, and up to
+    which chunk each is. The first ones first."""
 
     def run(self, number: int) -> Run:
         """The run of chunk `number` of the request."""
-        return self.shared if number < self.num_shared else self.own
+        if number >= self.num_shared:
+            return self.own
+        for stop, run in self.earlier:
+            if number < stop:
+                return run
+        return self.shared
+
+    @property
+    def runs(self) -> list[Run]:
+        """All, the first chunks' first."""
+        return [*(run for _, run in self.earlier), self.shared, self.own]
 
 
 def visit_of(
@@ -167,7 +190,7 @@ def visit_of(
         marks: of its whole chunks.
         num_tokens: of its prompt.
         terms: what it asks for its own chunks. For those that others share it can ask for more
-            than they have, and not for less.
+            than they have, and not for less: they have the longest ttl of all who used them.
         ttl_s: of all chunks; None: they do not expire. The terms may have a shorter one.
     """
     before = estimator.arrive(marks, now)
@@ -177,25 +200,61 @@ def visit_of(
     gap_s = now - before.since if before is not None else None
     is_fresh = 2 * (len(marks) - known) > len(marks)
 
-    def run(start: int, stop: int, *, is_shared: bool) -> Run:
+    ttls = [ttl for ttl in (ttl_s, terms.ttl_s) if ttl is not None]
+    own_lease = lease_for(min(ttls), now) if ttls else None
+
+    def run(start: int, stop: int, lease: Lease | None, *, is_shared: bool) -> Run:
+        stop = min(stop, len(marks))
         kind = kind_of(turn, gap_s, num_tokens, is_fresh=is_fresh, is_shared=is_shared)
         number = 0
         if stop > start:
             follows = 0 if is_shared else turn
             mark = marks[stop - 1]
             number = estimator.open(mark, kind, follows, stop - start, now, num_tokens)
-        if is_shared:
-            return Run(
-                number, kind, now, True, max(Priority.NORMAL, terms.priority), lease_for(ttl_s, now)
-            )
-        ttls = [ttl for ttl in (ttl_s, terms.ttl_s) if ttl is not None]
-        lease = lease_for(min(ttls), now) if ttls else None
-        return Run(number, kind, now, False, terms.priority, lease)
+        priority = max(Priority.NORMAL, terms.priority) if is_shared else terms.priority
+        return Run(number, kind, now, is_shared, priority, lease)
 
-    shared = run(0, min(num_shared, len(marks)), is_shared=True)
-    own = run(num_shared, len(marks), is_shared=False)
+    parts: list[tuple[int, Run]] = []
+    start = 0
+    for stop, lease in _shared_leases(last_runs[:num_shared], own_lease, ttl_s, now):
+        parts.append((stop, run(start, stop, lease, is_shared=True)))
+        if start:
+            parts[-1][1].before = parts[-2][1]
+        start = stop
+    *earlier, (_, shared) = parts
+    own = run(num_shared, len(marks), own_lease, is_shared=False)
     own.before = shared
-    return Visit(num_shared, shared, own, before.num_tokens if before is not None else 0)
+    before_tokens = before.num_tokens if before is not None else 0
+    return Visit(num_shared, shared, own, before_tokens, tuple(earlier))
+
+
+def _shared_leases(
+    last_runs: Sequence[Run | None], asked: Lease | None, ttl_s: float | None, now: float
+) -> list[tuple[int, Lease | None]]:
+    """Leases of shared chunks, and up to which chunk each is for: the longest of all who used a
+    chunk. Who uses a chunk uses those before it, so none is kept longer than those.
+
+    Args:
+        last_runs: of the shared chunks, the run that used each last, with its lease.
+        asked: the lease that this request's own chunks get.
+        ttl_s: of all chunks.
+    """
+    most = math.inf if ttl_s is None else ttl_s
+    longest, end, stop = 0.0, 0.0, len(last_runs)
+    found: list[tuple[int, Lease | None]] = []
+    for run, of_run in reversed([(run, len([*chunks])) for run, chunks in groupby(last_runs)]):
+        lease = run.lease if run is not None else None
+        if lease is None or asked is None:
+            kept_s, until = most, now + most
+        else:  # of what an earlier process has left, its end alone is known
+            kept_s = min(most, max(lease.ttl_s, asked.ttl_s))
+            until = max(now + kept_s, lease.expires)
+        if not found or kept_s > longest or until > end:
+            longest, end = max(longest, kept_s), max(end, until)
+            found.append((stop, None if longest == math.inf else Lease(longest, end)))
+        stop -= of_run
+    first = found[::-1][:SHARED_RUNS_MAX]
+    return [*first[:-1], (len(last_runs), first[-1][1])] if first else [(0, lease_for(ttl_s, now))]
 
 
 def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:

@@ -19,7 +19,7 @@ from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Matched, Piece, no_ends, ready_run, settle
 from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
-from attnstore_vllm.policy.visits import Visit
+from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.tier_io import TierIo
@@ -123,14 +123,14 @@ class Strategy(ABC):
         if visit is None:
             residency.renew([*(piece.chunk for piece in used), *ends])
         else:
-            border = visit.num_shared * size
-            own_ends, shared_ends = ([], ends) if at < border else (ends, [])
-            shared = [p.chunk for p in used if p.start < border] + shared_ends
-            own = [p.chunk for p in used if p.start >= border] + own_ends
-            for chunks, run in ((shared, visit.shared), (own, visit.own)):
+            of_run: dict[Run, list[Chunk]] = {run: [] for run in visit.runs}
+            for piece in used:
+                of_run[visit.run(piece.start // size)].append(piece.chunk)
+            of_run[visit.run(at // size)] += ends
+            for run, chunks in of_run.items():
                 residency.use(chunks, run)
             if is_known:
-                residency.use_again(visit.shared, visit.own)
+                residency.use_again(*visit.runs)
                 return
         chunks = [piece.chunk for piece in near]
         if request_id is not None and request_id in residency.look_ahead:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def boot_seconds() -> float:
-    """For Context.clock. The monotonic clock stands still while the machine is suspended, and a
-    time to live would be longer by that."""
+    """The monotonic clock stands still while the machine is suspended, and a time to live would be
+    longer by that."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -30,11 +30,34 @@ def unix_seconds() -> float:
     return time.time()
 
 
+STEP_S = 1.0
+"""The wall clock is ahead if it is so by more."""
+
+
+class StoreClock:
+    """For Context.clock: seconds since the machine's start, and those that the wall clock has been
+    put ahead by. A machine without a clock of its own is told the time after the start, a paused
+    one after it goes on: what was stored is so much older. A clock that is set back changes
+    nothing, and nor does one that is then put right. From any thread.
+    """
+
+    def __init__(self, boot: Clock = boot_seconds, wall: Clock = unix_seconds) -> None:
+        self._boot, self._wall = boot, wall
+        self._first = self._most = wall() - boot()
+
+    def __call__(self) -> float:
+        now = self._boot()
+        offset = self._wall() - now
+        if offset > self._most + STEP_S:
+            self._most = offset
+        return now + (self._most - self._first)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Harness:
     """The parts of a store that tests and simulations choose. A server takes them as they are."""
 
-    clock: Clock = boot_seconds
+    clock: Clock = field(default_factory=StoreClock)
     """Context.clock."""
     wall: Clock = unix_seconds
     """Context.wall."""
@@ -64,7 +87,7 @@ class Context:
     """The store's one lock; it is notified when something has ended."""
     pool: Pool
     clock: Clock
-    """Seconds since the machine's start, those included that it was asleep."""
+    """Seconds since the machine's start, those included that it was asleep (StoreClock)."""
     moved: MovedKv
     wall: Clock = unix_seconds
     """Unix time, seconds: what is compared with times in files. It may be set back."""

@@ -248,9 +248,19 @@ class RemoteTier(TierBehind):
             assert chunk.dropped or has_lease == (copy.state is State.READY)
 
 
-def enter(residency: Residency, tier: RemoteTier, found: Found, until: float) -> Chunk | None:
+def enter(
+    residency: Residency,
+    tier: RemoteTier,
+    found: Found,
+    until: float,
+    ttl_s: float | None = None,
+) -> Chunk | None:
     """The tier says that it has the chunk: look-ups find it until then. None: it is not entered,
-    since it or what extends it is known here, or there is no room."""
+    since it or what extends it is known here, or there is no room.
+
+    Args:
+        ttl_s: of the whole server. It counts for a copy, too, that no request came to use.
+    """
     name = found.name
     known = residency.index.get(name.key)
     if known is not None:
@@ -259,7 +269,7 @@ def enter(residency: Residency, tier: RemoteTier, found: Found, until: float) ->
         return None
     if tier.is_lost or not tier.num_free or residency.index.extends(name):
         return None
-    chunk = Chunk(name, run=unknown_run(residency.now))
+    chunk = Chunk(name, run=unknown_run(residency.now, ttl_s))
     residency.index.add(chunk)
     slot = tier.give(chunk)
     chunk.behind[tier.name] = InTier(State.READY, slot, found.checksum)

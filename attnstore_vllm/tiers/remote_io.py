@@ -144,7 +144,7 @@ class RemoteIo(TierIo):
     def _enter(self, found: Found, now: float) -> Chunk | None:
         """Locked. None: it is no news."""
         residency, movable = self.context.residency, found.movable
-        chunk = enter(residency, self.tier, found, now + self.lease_s)
+        chunk = enter(residency, self.tier, found, now + self.lease_s, self.context.ttl_s)
         if movable is None or residency.index.get(found.name.key) is None:
             return chunk
         if chunk is not None or movable.is_exact:  # else we may know more of it than we are told

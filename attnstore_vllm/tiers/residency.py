@@ -145,12 +145,13 @@ class Residency:
         wants, grain = self.look_ahead.wants_of(request_id), self.index.grain
         if len(wants) != len(pieces):
             return False
-        border = visit.num_shared * self.index.chunk_tokens
+        size = self.index.chunk_tokens
+        border = visit.num_shared * size
         for wanted, piece in zip(wants, pieces, strict=True):
             chunk = piece.chunk
             if wanted is not chunk or chunk.dram.state is State.ABSENT:
                 return False
-            run = visit.shared if piece.start < border else visit.own
+            run = visit.own if piece.start >= border else visit.run(piece.start // size)
             if chunk.refused_by and chunk.copied_for is not run:  # worth another look
                 return False
             if chunk.run is not run and not piece.has_end(grain):

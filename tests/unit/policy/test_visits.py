@@ -12,9 +12,27 @@ from attnstore_vllm.policy.eviction.departures import GROUPS_MAX, SLOTS_MAX, dep
 from attnstore_vllm.policy.lazy_heap import STALE_MAX
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import ReturnEstimator
-from attnstore_vllm.policy.visits import Lease, Run, Terms, lease_for, visit_of
+from attnstore_vllm.policy.visits import (
+    SHARED_RUNS_MAX,
+    Lease,
+    Run,
+    Terms,
+    Visit,
+    lease_for,
+    left_by,
+    visit_of,
+)
 from attnstore_vllm.store.lookup import Lookup
-from tests.helpers import Rig, Rigs, conversation, lookup_of, name_of, names_of, sequence_of
+from tests.helpers import (
+    Rig,
+    Rigs,
+    conversation,
+    lookup_of,
+    name_of,
+    names_of,
+    sequence_of,
+    tokens_of,
+)
 from tests.unit.policy.test_by_return import KIND, anything, empty, fill, untrained
 
 
@@ -177,6 +195,70 @@ def test_a_request_may_have_less_than_the_servers_time_and_not_more(
     assert visit.own.lease.ttl_s == kept
 
 
+def shared_by(*ttls: float | None, most: float | None = None) -> list[float | None]:
+    """Requests come with these at 0, 1, ... s, each shares a chunk less than the one before it.
+    The ttl of each chunk that the last of them shares."""
+    estimator, last = ReturnEstimator(), list[Run]()
+    visit: Visit | None = None
+    count = len(ttls)
+    for turn, ttl in enumerate(ttls):
+        marks = [*range(count - turn), *(100 * turn + 100 + n for n in range(turn + 1))]
+        found = last[: count - turn]
+        visit = visit_of(estimator, found, marks, 4096, turn, Terms(ttl_s=ttl), most)
+        last = [visit.run(n) for n in range(count + 1)]
+    assert visit is not None
+    leases = [run.lease for run in last[: visit.num_shared]]
+    return [None if lease is None else lease.ttl_s for lease in leases]
+
+
+def test_what_is_shared_has_the_longest_ttl_of_all_its_users() -> None:
+    assert shared_by(2.0, 2.0) == [2.0]
+    assert shared_by(5.0, 2.0) == shared_by(2.0, 5.0) == [5.0]
+    assert shared_by(5.0, None) == shared_by(None, 5.0) == [None]
+    assert shared_by(5.0, 2.0, 2.0) == [5.0]
+    assert shared_by(5.0, 2.0, most=3.0) == shared_by(None, 2.0, most=3.0) == [3.0]
+
+
+def test_a_prefix_that_is_kept_for_good_takes_along_nothing_that_is_not() -> None:
+    """A system prompt that all share, and behind it what is of requests with a ttl."""
+    estimator = ReturnEstimator()
+    plain = visit_of(estimator, [], [1, 90], 512, 0.0)
+    first = visit_of(estimator, [plain.run(0)], [1, 2, 3, 91], 1024, 1.0, Terms(ttl_s=7.0))
+    last = [first.run(number) for number in range(3)]
+    second = visit_of(estimator, last, [1, 2, 3, 92], 1024, 2.0, Terms(ttl_s=2.0))
+    leases = [second.run(number).lease for number in range(4)]
+    assert [lease and lease.ttl_s for lease in leases] == [None, 7.0, 7.0, 2.0]
+    assert [lease and lease.expires for lease in leases] == [None, 9.0, 9.0, 4.0]
+    assert second.runs == [second.run(0), second.run(1), second.run(3)]
+    second.own.use(3.0)
+    used = [run.used_at for run in second.runs]
+    assert used == sorted(used, reverse=True)
+    assert len(set(used)) == 3, "what comes before leaves after it"
+
+
+def test_shared_chunks_are_of_few_runs_and_none_is_kept_for_less() -> None:
+    estimator, count = ReturnEstimator(), 3 * SHARED_RUNS_MAX
+    ttls = [1000.0 - 10.0 * number for number in range(count)]
+    last = [run_of(0.0, ttl_s=ttl) for ttl in ttls]
+    visit = visit_of(estimator, last, [*range(50, 50 + count)], 4096, 0.0, Terms(ttl_s=1.0))
+    assert visit.num_shared == count
+    assert len(visit.runs) == SHARED_RUNS_MAX + 1
+    for number, ttl in enumerate(ttls):
+        lease = visit.run(number).lease
+        assert lease is not None
+        assert lease.ttl_s >= ttl
+
+
+def test_what_was_left_by_an_earlier_process_keeps_its_end_where_it_is_shared() -> None:
+    estimator = ReturnEstimator()
+    visit_of(estimator, [], [1, 2, 3], 768, 0.0)
+    left = [left_by(500.0), left_by(500.0)]
+    visit = visit_of(estimator, left, [1, 2, 3], 768, 10.0, Terms(ttl_s=60.0))
+    assert visit.num_shared == 2
+    assert visit.shared.lease is not None
+    assert (visit.shared.lease.ttl_s, visit.shared.lease.expires) == (60.0, 500.0)
+
+
 # ---- in the store ----------------------------------------------------------------------------
 
 
@@ -219,6 +301,31 @@ def test_what_has_expired_is_not_found_and_is_dropped(open_rig: Rigs) -> None:
     assert ask(rig, 2) == 36
     device.settle()
     assert rig.store.residency.dram.num_used == rig.store.residency.nvme.num_used == 3
+
+
+def test_what_two_conversations_share_expires_too(open_rig: Rigs) -> None:
+    clock = Clock()
+    rig, device = open_rig(clock=clock)
+    document = tokens_of(1, 32)
+    for number, ttl_s in enumerate((60.0, 20.0)):
+        save(rig, document + tokens_of(2 + number, 17), Terms(ttl_s=ttl_s))
+        device.settle()
+    wanted = sequence_of(document + tokens_of(9, 16))
+    clock.now += 59.0
+    assert rig.store.find(Lookup(wanted), 0, 48)[-1].stop == 32
+    clock.now += 61.0
+    assert rig.store.find(Lookup(wanted), 0, 48) == []
+
+
+def save(rig: Rig, tokens: list[int], terms: Terms) -> None:
+    """A request comes, and its KV is saved."""
+    sequence = sequence_of(tokens)
+    _, visit = rig.store.arrive("request", Lookup(sequence), len(tokens), 1, terms)
+    for number in range(len(tokens) // 16):
+        chunk = rig.store.begin_save(name_of(sequence, number), visit.run(number))
+        if chunk is not None:
+            rig.store.finish_saves([chunk])
+    rig.store.leave_queue(["request"])
 
 
 def test_on_nvme_too(open_rig: Rigs) -> None:

@@ -12,11 +12,12 @@ from functools import cache
 import pytest
 
 from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
-from attnstore_vllm.index.chunk import Chunk, ChunkName
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.lazy_heap import STALE_MAX
 from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.tiers.remote import (
     ENDED_MAX,
     Found,
@@ -35,7 +36,9 @@ from tests.helpers import (
     names_of,
     payload_of,
     sequence_of,
+    tokens_of,
 )
+from tests.unit.policy.test_visits import Clock, save
 
 ENTRIES = 1000
 LEASE_S = 1.0
@@ -115,6 +118,62 @@ def test_what_has_ended_is_not_believed_before_it_is_freed(tier: Tier) -> None:
     assert not tier.tier.has_ended(LEASE_S)
 
 
+@pytest.mark.parametrize("ttl_s", [None, 5.0])
+def test_what_a_tier_says_has_the_servers_ttl(tier: Tier, ttl_s: float | None) -> None:
+    """The request that it was read for may have been aborted, so that none comes to use it."""
+    found = Found(name_of(1))
+    chunk = enter(tier.residency, tier.tier, found, 1000.0, ttl_s)
+    assert chunk is not None
+    tier.residency.now = 4.9
+    assert not tier.residency.has_expired(chunk)
+    tier.residency.now = 5.0
+    assert tier.residency.has_expired(chunk) == (ttl_s is not None)
+
+
+def test_what_an_aborted_request_has_read_ends_with_the_servers_ttl() -> None:
+    clock, others = Clock(), Others()
+    sequence = sequence_of(conversation(1, 48))
+    for name in names_of(sequence):
+        others.put(name, payload_of(name))
+    make = MakeRemoteDict(others)
+    rig = memory_rig(clock=clock, ttl_s=60.0, more_tiers=(make,), threaded=False)
+    with rig.store.queue() as queue:
+        queue.append("aborted")
+    lookup = lookup_of(conversation(1, 49), may_ask=True)
+    rig.store.arrive("aborted", lookup, 49)
+    for _ in range(20):
+        rig.store.tick()
+    rig.store.leave_queue(["aborted"])
+    chunks = [rig.chunk(name) for name in names_of(sequence)]
+    assert {chunk.dram.state for chunk in chunks} == {State.READY}
+    clock.now += 60.0
+    assert rig.store.find(lookup_of(conversation(1, 49)), 0, 49) == []
+
+
+@pytest.mark.parametrize(("ttl_s", "written"), [(60.0, 0), (None, 2)])
+def test_what_conversations_with_a_ttl_share_is_not_written_to_others(
+    ttl_s: float | None, written: int
+) -> None:
+    """It is where one of them sent none, once it was read from NVMe again."""
+    others = Others()
+    make = MakeRemoteDict(others, takes_writes=True)
+    rig = memory_rig(more_tiers=(make,), threaded=False, clock=Clock())
+    document = tokens_of(1, 32)
+    for number, ttl in enumerate((60.0, ttl_s)):
+        save(rig, document + tokens_of(2 + number, 17), Terms(ttl_s=ttl))
+        while not rig.store.is_idle():
+            rig.store.tick()
+    names = names_of(sequence_of(document))
+    for name in names:
+        rig.store.residency.leave_dram(rig.chunk(name))
+    rig.store.find(lookup_of(document + tokens_of(9, 16)), 0, 48)
+    while not rig.store.is_idle():
+        rig.store.tick()
+    assert {rig.chunk(name).dram.state for name in names} == {State.READY}
+    shared = {bytes(name.key) for name in names}
+    assert len(shared & others.records.keys()) == written
+
+
 def test_what_is_wanted_or_read_stays_and_ends_later(tier: Tier) -> None:
     chunk, other = tier.say(1), tier.say(2)
     assert chunk is not None
@@ -149,14 +208,6 @@ def test_entries_that_come_and_go_take_no_memory(tier: Tier) -> None:
         assert chunk is not None
         tier.residency.drop(chunk)
     assert len(tier.tier.ends) <= STALE_MAX + 2
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize(("later_s", "found"), [(LEASE_S - 1e-3, 4), (LEASE_S, 0), (60.0, 0)])

@@ -21,6 +21,8 @@ from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import LEFT_PARTS, Terms, by_end
+from attnstore_vllm.store.lookup import Lookup
+from attnstore_vllm.tiers.context import STEP_S, Harness, StoreClock
 from attnstore_vllm.tiers.nvme.format import ages
 from attnstore_vllm.types import NVME
 from tests.helpers import (
@@ -40,8 +42,9 @@ from tests.helpers import (
     sequence_of,
     slab_bytes,
     starting,
+    tokens_of,
 )
-from tests.unit.policy.test_visits import Clock, ask
+from tests.unit.policy.test_visits import Clock, ask, save
 from tests.unit.tiers.nvme.test_recovery import name, residency, write
 
 ROOT = Path(__file__).parents[4]
@@ -153,6 +156,26 @@ def test_a_shorter_ttl_of_a_request_is_kept_on_the_disk(open_rig: Rigs, wall: Wa
         assert (found(later, 1), found(later, 2)) == (0, 40)
 
 
+def test_the_ttl_of_what_is_shared_is_kept_on_the_disk(open_rig: Rigs, wall: Wall) -> None:
+    """Two conversations, one document: it is written after the second one came."""
+    rig = memory_rig(wall=wall, threaded=False)
+    device = rig.device
+    assert isinstance(device, MemoryDevice)
+    document = tokens_of(1, 32)
+    for number, ttl_s in enumerate((20.0, 60.0)):
+        save(rig, document + tokens_of(2 + number, 17), Terms(ttl_s=ttl_s))
+    while not rig.store.is_idle():
+        rig.store.tick()
+    image = bytes(device.image)
+    rig.pool.close()
+    wanted = sequence_of(document + tokens_of(9, 16))
+    for stopped_s, tokens in ((30.0, 32), (31.0, 0)):
+        wall.now += stopped_s
+        again, _ = open_rig(image=image, wall=wall)
+        pieces = again.store.find(Lookup(wanted), 0, 48)
+        assert (pieces[-1].stop if pieces else 0) == tokens
+
+
 def test_time_that_a_chunk_waited_to_be_written_counts(open_rig: Rigs, wall: Wall) -> None:
     clock = Clock()
     rig = memory_rig(clock=clock, wall=wall, ttl_s=60.0, threaded=False)
@@ -173,6 +196,34 @@ def test_time_that_a_chunk_waited_to_be_written_counts(open_rig: Rigs, wall: Wal
     wall.now += 10.0
     again, _ = open_rig(image=bytes(device.image), wall=wall, ttl_s=60.0)
     assert (found(again, 1), counts(again)["expired"]) == (0, 3)
+
+
+def test_a_wall_clock_that_is_put_right_after_the_start_makes_all_older(
+    open_rig: Rigs, wall: Wall
+) -> None:
+    """A host without a clock of its own, and a paused VM: boot time does not know how long."""
+    rig, device = open_rig(ttl_s=3600.0, wall=wall)
+    kept(rig, 1)
+    boot = Clock()
+    clock = StoreClock(boot, wall)
+    again, medium = open_rig(image=bytes(device.image), ttl_s=3600.0, clock=clock, wall=wall)
+    ask(again, 2)
+    medium.settle()
+    boot.now, wall.now = boot.now + 60.0, wall.now + 60.0 + STEP_S
+    assert (found(again, 1), found(again, 2)) == (40, 40), "a little is nothing"
+    wall.now -= 7200.0
+    assert (found(again, 1), found(again, 2)) == (40, 40), "set back"
+    wall.now += 7200.0
+    assert (found(again, 1), found(again, 2)) == (40, 40), "and put right"
+    wall.now += 36_000.0
+    assert (found(again, 1), found(again, 2)) == (0, 0)
+    ask(again, 3)
+    boot.now, wall.now = boot.now + 3599.0, wall.now + 3599.0
+    assert found(again, 3) == 40, "what came after it is no older"
+
+
+def test_a_server_looks_at_both_clocks() -> None:
+    assert isinstance(Harness().clock, StoreClock)
 
 
 def test_a_time_that_has_not_come_counts_as_expired_and_is_said_once(
