@@ -129,12 +129,18 @@ def format_size(num_bytes: int) -> str:
 
 
 def check_keys(where: str, given: Mapping[str, Any], known: set[str], required: set[str]) -> None:
-    """Raise ConfigError for the first unknown key (with the nearest known one) or missing key."""
+    """Raise ConfigError for the first unknown key (with the nearest known one), missing key, or key
+    without a value: YAML reads `secret_file:` as None, and who writes it wants no default."""
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
             raise ConfigError(f"{where}{key} is not a setting of AttnStore; {hint}")
+        if given[key] is None:
+            raise ConfigError(
+                f"{where}{key} is None: it stands there without a value; write one, or take the "
+                "key out"
+            )
     for key in sorted(required):
         if key not in given:
             raise ConfigError(
