@@ -144,6 +144,7 @@ def _mooncake_options(shared: Mapping[str, Any]) -> dict[str, str]:
             f"shared.mooncake is {given!r}; it must be {{master: host:port}}, and may have "
             "host, metadata, protocol and devices"
         )
+    check_keys("shared.mooncake.", given, MOONCAKE_KEYS, set())
     options = {key: str(value) for key, value in given.items()}
     if not _HOST_PORT.fullmatch(options["master"]):
         raise ConfigError(
@@ -173,7 +174,7 @@ def _file(key: str, value: object) -> str:
 
 def _file_of(key: str, given: Mapping[str, Any]) -> Path | None:
     """`password_file` or `secret_file`, None where it is not given. Raises ConfigError."""
-    return Path(_file(f"shared.{key}", given[key])) if given.get(key) is not None else None
+    return Path(_file(f"shared.{key}", given[key])) if key in given else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,8 @@ def check_keys(
     required: set[str],
     old: Container[str] = (),
 ) -> None:
-    """Raise ConfigError for the first unknown key (with the nearest known one) or missing key.
+    """Raise ConfigError for the first unknown key (with the nearest known one), missing key, or key
+    without a value: YAML reads `secret_file:` as None, which asks for no default.
 
     Args: old: names that are taken too, and that no message offers.
     """
@@ -144,6 +145,11 @@ def check_keys(
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
             raise ConfigError(f"{where}{key} is not a setting of AttnStore; {hint}")
+        if given[key] is None:
+            raise ConfigError(
+                f"{where}{key} is None: it stands there without a value; write one, or take the "
+                "key out"
+            )
     for key in sorted(required):
         if key not in given:
             raise ConfigError(

@@ -6,7 +6,8 @@ memory.
   (LongRoPE by --max-model-len), so names and settings do not tell them.
 - *attention*: the plain numbers of the attention layers and of what is around them: scales,
   windows, caps, and what a model chooses by settings while it is made.
-- *code*: the files of classes that are neither vLLM's nor PyTorch's.
+- *code*: the files of classes that are neither vLLM's nor PyTorch's, and what they import
+  (identity/own_code.py).
 - *written*: where the kernels put K and V. Numbers are written by vLLM's own operator into a block
   of the real tensor, and read back as a page is copied.
 """
@@ -14,12 +15,8 @@ memory.
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +24,10 @@ from blake3 import blake3
 
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.live_model import outermost
+from attnstore_vllm.identity.own_code import TOLD_BY_VERSION, digest_of_code
 from attnstore_vllm.transfer.layout import LayerLayout
 
 _OF_POSITIONS = re.compile(r"rot|rope|freq|position|alibi", re.IGNORECASE)
-_TOLD_BY_VERSION = frozenset({"vllm", "torch", "transformers", "builtins", "typing", "abc"})
 _DIGIT_BITS = 4
 """Bits of a number that are written at once: all types of KV hold 0 to 15 exactly."""
 _OF_A_KERNEL = (
@@ -141,36 +138,27 @@ def check_replicas(layers: Mapping[str, Any], replicas: int) -> None:
 
 
 def _digest_code(layers: Mapping[str, Any]) -> str:
-    """Digest of the files of the model's classes, but for those of vLLM, PyTorch and Transformers,
-    whose versions are in. A class that no file tells is another one in each start.
+    """Digest of the code of the model's classes, but for those of vLLM, PyTorch and Transformers,
+    whose versions are in.
 
     Where a file lies does not count: a model's own code has its directory or commit in the names
     of its modules.
     """
-    files: dict[str, str] = {}
-    for top in outermost(layers.values()):
-        for kind in {kind for module in top.modules() for kind in type(module).__mro__}:
-            name = kind.__module__
-            if not _is_told_by_version(name) and name not in files:
-                file = getattr(sys.modules.get(name), "__file__", None)
-                is_known = isinstance(file, str) and os.path.isfile(file)
-                files[name] = _digest_file(str(file)) if is_known else secrets.token_hex(16)
-    found = sorted((name.rpartition(".")[2], digest) for name, digest in files.items())
-    return blake3(json.dumps(found).encode()).hexdigest()
+    return digest_of_code(
+        kind.__module__
+        for top in outermost(layers.values())
+        for kind in {kind for module in top.modules() for kind in type(module).__mro__}
+    )
 
 
 def _is_told_by_version(module: str) -> bool:
-    return module.partition(".")[0] in _TOLD_BY_VERSION
+    return module.partition(".")[0] in TOLD_BY_VERSION
 
 
 def _module_of(kind: type) -> str:
     """Module name of a class whose file is digested: the last part, which no directory is in."""
     name = kind.__module__
     return name if _is_told_by_version(name) else name.rpartition(".")[2]
-
-
-def _digest_file(file: str) -> str:
-    return blake3(Path(file).read_bytes()).hexdigest()
 
 
 def _plain_values(holder: object) -> Iterator[tuple[str, str]]:

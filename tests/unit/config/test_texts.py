@@ -121,3 +121,12 @@ def test_limits_are_those_of_the_parser() -> None:
 def test_the_pages_are_up_to_date(path: Path) -> None:
     text = settings_page.pages()[path]
     assert path.read_text(encoding="utf-8") == text, "run: python3 tools/settings_page.py"
+
+
+@pytest.mark.parametrize("key", [setting.key for setting in SETTINGS])
+def test_no_setting_takes_an_empty_value_for_its_default(key: str) -> None:
+    """YAML reads `secret_file:` as None. tests/unit/config/test_shared.py has each kind of store."""
+    section, _, name = key.rpartition(".")
+    given = {**BARE, section: {**SECTIONS[section], name: None}} if section else {**BARE, key: None}
+    with pytest.raises(ConfigError, match=f"{key} is None|^{section} must be"):
+        StoreConfig.parse(given)

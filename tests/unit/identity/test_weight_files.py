@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.identity import weight_files
+from attnstore_vllm.identity import file_times, weight_files
+from attnstore_vllm.identity.file_times import file_system, keeps_changes
 from attnstore_vllm.identity.weight_files import (
     ENTRIES_MAX,
     MEMO_NAME,
@@ -134,6 +135,84 @@ def test_what_is_remembered_is_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     again = Digest(files, Memo(tmp_path), budget_s=0)
     assert again.value == digest
     assert stat.S_IMODE((tmp_path / MEMO_NAME).stat().st_mode) == 0o600
+
+
+def with_fixed_times(monkeypatch: pytest.MonkeyPatch, kind: int, flags: int = 0) -> None:
+    """As a file system has them that was made on another machine: all files of one name and size
+    look the same."""
+
+    def fixed(found: os.stat_result) -> os.stat_result:
+        return os.stat_result(
+            (*found[:1], 42, 7, *found[3:7], 9, 9, 9),
+            {"st_atime_ns": 9, "st_mtime_ns": 9, "st_ctime_ns": 9},
+        )
+
+    by_path, by_descriptor = Path.stat, os.fstat
+    monkeypatch.setattr(Path, "stat", lambda self, **kw: fixed(by_path(self, **kw)))
+    monkeypatch.setattr(os, "fstat", lambda fd: fixed(by_descriptor(fd)))
+    monkeypatch.setattr(file_times, "file_system", lambda file: kind)
+    real = os.statvfs
+
+    def flagged(file: Path) -> os.statvfs_result:
+        found = real(file)
+        return os.statvfs_result((*found[:8], flags, *found[9:]))
+
+    monkeypatch.setattr(os, "statvfs", flagged)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [(0x73717368, os.ST_RDONLY), (0xE0F5E1E2, os.ST_RDONLY), (0x65735546, 0), (0x794C7630, 0),
+     (0x6969, 0), (0xEF53, os.ST_RDONLY)],
+    ids=["squashfs", "erofs", "FUSE", "overlayfs", "NFS", "an image of ext4"],
+)  # fmt: skip
+def test_two_models_of_one_stamp(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: int,
+    flags: int,
+) -> None:
+    """An image that was mounted in the place of another: times are what its maker chose."""
+    settle(monkeypatch)
+    (file,) = files = make(tmp_path / "model", parts=1)
+    with_fixed_times(monkeypatch, kind, flags)
+    look, digest = sampled(files), known(files, tmp_path)
+    with file.open("r+b") as stream:
+        stream.seek(SIZE // 3 + 5000)
+        stream.write(b"another")
+    assert sampled(files) == look, "the planted fault is to be one that samples do not see"
+    assert known(files, tmp_path) != digest
+    assert "reads the weights at each start" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "flags"), [(0xEF53, 0), (0x58465342, 0), (0x01021994, 0)])
+def test_a_local_disk_keeps_its_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int, flags: int
+) -> None:
+    """Also where the time of change is that of the last write, as after a plain copy."""
+    settle(monkeypatch)
+    files = make(tmp_path / "model", parts=1)
+    with_fixed_times(monkeypatch, kind, flags)
+    known(files, tmp_path)
+    assert Memo(tmp_path).get(Stamp.of(files[0].stat())) is not None
+
+
+@pytest.mark.parametrize("kind", [0x794C7630, 0x6969, 0xEF53])
+def test_a_time_that_no_user_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
+    """Files that were renamed or whose mode was set, as downloads are: also where they cannot be
+    written to."""
+    monkeypatch.setattr(file_times, "file_system", lambda file: kind)
+    (file,) = make(tmp_path / "model", parts=1)
+    assert keeps_changes(file, file.stat())
+
+
+def test_the_kind_of_a_file_system(tmp_path: Path) -> None:
+    assert file_system(Path("/proc/self/status")) == 0x9FA0
+    with pytest.raises(FileNotFoundError):
+        file_system(tmp_path / "absent")
 
 
 def test_a_young_file_is_not_remembered(tmp_path: Path) -> None:

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code that KV depends on and no version tells: of models, of plugins, and what they import.
+
+Told by its version is the code of an installed package, but for `pip install -e`. All other code
+counts by content: of a package all files, of a module its file. So does what they import, as their
+text says it. *Not seen*: a name that is put together at run time, and a file that is edited within
+an installed package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from blake3 import blake3
+
+logger = logging.getLogger(__name__)
+
+TOLD_BY_VERSION = frozenset({"vllm", "torch", "transformers", "builtins", "typing", "abc"})
+"""Their versions are in the namespace."""
+_OF_MODELS = "transformers_modules"
+"""The package that Transformers copies all models' own code into, each into a folder of its own."""
+_NOT_FOLLOWED = TOLD_BY_VERSION | sys.stdlib_module_names | {_OF_MODELS, "attnstore_vllm"}
+_SUFFIXES = (".py", ".pyx", ".so", ".c", ".cc", ".cpp", ".h", ".hpp", ".cu", ".cuh", ".ptx",
+             ".cubin", ".json", ".yaml", ".yml")  # fmt: skip
+CONTENT_BYTES = 64 << 20
+"""What lies beyond, largest files last, counts by size and times."""
+ENTRIES_MAX = 100_000
+_IMPORT = re.compile(
+    r"(?:^|[;:])[ \t]*(?:from[ \t]+(\w[\w.]*)[\s\\]+import\b|import[ \t]+([\w., \t]+))"
+    r"|(?:import_module|__import__)\(\s*[\"'](\w[\w.]*)",
+    re.MULTILINE,
+)
+_RELATIVE = re.compile(r"from[ \t]+(\.+)([\w.]*)[\s\\]+import[\s\\(]+([\w., \t\n]*)")
+
+
+class _Endless(Exception):
+    """A package has more files than are looked at."""
+
+
+def is_told(package: importlib.metadata.Distribution) -> bool:
+    """Whether the version of an installed package tells its code."""
+    url = package.read_text("direct_url.json")
+    is_editable = url is not None and json.loads(url).get("dir_info", {}).get("editable", False)
+    return package.read_text("RECORD") is not None and not is_editable
+
+
+def digest_of_code(modules: Iterable[str]) -> str:
+    """Digest of the code that the modules of a model's classes are made of; of none, the same one
+    always. A module that no file tells is another one in each start.
+
+    Cost: reads all files once, CONTENT_BYTES at most; about a second for the list of installed
+    packages, if there is such code at all. Raises: OSError.
+    """
+    code = _Code()
+    for module in sorted(set(modules)):
+        code.add_root(module)
+    return code.digest()
+
+
+def digest_of_package(top: str, *, with_imports: bool) -> str:
+    """Digest of all files of a package or module that is in use. Cost, Raises: as above."""
+    code = _Code()
+    code.add_all(top, _places(top), with_imports=with_imports)
+    return code.digest()
+
+
+class _Code:
+    """Files by the name that each counts by, and facts that need no file. Where a file lies does
+    not count."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, str] = {}
+        self._facts: set[tuple[str, str]] = set()
+        self._whole: dict[str, bool] = {}
+        """By top-level name: whether all its files count."""
+
+    def add_root(self, module: str) -> None:
+        """The module of a class that is in use."""
+        top, name = module.partition(".")[0], module.rpartition(".")[2]
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if top in TOLD_BY_VERSION:
+            return
+        if not isinstance(file, str) or not os.path.isfile(file):
+            self._facts.add((name, secrets.token_hex(16)))
+        elif top == _OF_MODELS:
+            self._add_copied(Path(file), name)
+        elif top in sys.stdlib_module_names or not self._add_top(top):
+            self._files[Path(file)] = name
+
+    def add_all(self, top: str, places: Sequence[Path], *, with_imports: bool) -> None:
+        """All files of these, and all that they import."""
+        if not places:
+            self._facts.add((top, secrets.token_hex(16)))
+        try:
+            for file, name in _files_of(places):
+                self._add_file(file, name, with_imports)
+        except _Endless:
+            logger.warning(
+                "AttnStore does not know the code of %s: there are more than %d files in %s. What "
+                "it stores now is not found again after a restart",
+                top,
+                ENTRIES_MAX,
+                places[0],
+            )
+            self._facts.add((top, secrets.token_hex(16)))
+
+    def digest(self) -> str:
+        """Reads the files. Raises OSError."""
+        left = CONTENT_BYTES
+        found = set(self._facts)
+        stats = [(file, file.stat()) for file in self._files]
+        for file, stat in sorted(stats, key=lambda it: (it[0].suffix != ".py", it[1].st_size)):
+            if stat.st_size <= left:
+                left -= stat.st_size
+                told = blake3(file.read_bytes()).hexdigest()
+            else:
+                told = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+            found.add((self._files[file], told))
+        return blake3(json.dumps(sorted(found)).encode()).hexdigest()
+
+    def _add_top(self, top: str) -> bool:
+        """What something imports. Whether all its files count; else its version does, if any."""
+        if top not in self._whole:
+            places = _places(top)
+            versions = _versions(top, places)
+            self._facts.update(versions)
+            self._whole[top] = bool(places) and not versions
+            if self._whole[top] or (top in sys.modules and not places):
+                self.add_all(top, places, with_imports=True)
+        return self._whole[top]
+
+    def _add_file(self, file: Path, name: str, with_imports: bool) -> None:
+        if file in self._files:
+            return
+        self._files[file] = name
+        if not with_imports or file.suffix != ".py":
+            return
+        for match in _IMPORT.finditer(file.read_text("utf-8", "replace")):
+            one, several, called = match.groups()
+            for part in (one or several or called).split(","):
+                top = part.strip().partition(" ")[0].partition(".")[0]
+                if top and top not in _NOT_FOLLOWED:
+                    self._add_top(top)
+
+    def _add_copied(self, file: Path, name: str) -> None:
+        """A file that Transformers has copied, and its siblings that it imports. Others may lie
+        beside it, by what was copied before."""
+        if file in self._files:
+            return
+        self._add_file(file, name, True)
+        for match in _RELATIVE.finditer(file.read_text("utf-8", "replace")):
+            dots, inner, names = match.groups()
+            place = file.parents[len(dots) - 1].joinpath(*inner.split("."))
+            inside = [place / each.split()[0] for each in names.split(",") if each.split()]
+            for found in (place, *inside):
+                if found.with_name(f"{found.name}.py").is_file():
+                    self._add_copied(found.with_name(f"{found.name}.py"), found.name)
+
+
+def _places(top: str) -> list[Path]:
+    """The file of a module, or the folders of a package. Nothing is imported for it."""
+    module = sys.modules.get(top)
+    file, folders = getattr(module, "__file__", None), getattr(module, "__path__", ())
+    if module is None:
+        try:
+            spec = importlib.util.find_spec(top)
+        except (ImportError, ValueError):
+            return []
+        if spec is None or spec.origin is None:  # a folder of that name is not yet a package
+            return []
+        file, folders = spec.origin, spec.submodule_search_locations or ()
+    found = [Path(folder) for folder in folders if os.path.isdir(folder)]
+    return found or ([Path(file)] if file is not None and os.path.isfile(file) else [])
+
+
+@functools.cache
+def _installed() -> dict[str, list[str]]:
+    return {top: list(names) for top, names in importlib.metadata.packages_distributions().items()}
+
+
+def _versions(top: str, places: list[Path]) -> set[tuple[str, str]]:
+    """Of the installed packages that a module is from; none, if their versions do not tell it."""
+    found = set()
+    for name in _installed().get(top, ()):
+        package = importlib.metadata.distribution(name)
+        where = Path(str(package.locate_file(""))).resolve()
+        if is_told(package) and all(place.resolve().parent == where for place in places):
+            found.add((name, package.version))
+    return found
+
+
+def _files_of(places: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    """Files that may be code, and their names below the place's parent. Raises _Endless."""
+    entries, seen = 0, set()
+    for place in places:
+        if place.is_file():
+            yield place, place.stem
+        for folder, folders, files in os.walk(place, followlinks=True):
+            entries += len(folders) + len(files)
+            if entries > ENTRIES_MAX:
+                raise _Endless
+            real = os.path.realpath(folder)
+            is_new = real not in seen
+            seen.add(real)
+            kept = [name for name in folders if not name.startswith((".", "__pycache__"))]
+            folders[:] = kept if is_new else []
+            for name in files if is_new else ():
+                file = Path(folder, name)
+                if file.suffix in _SUFFIXES and file.is_file():
+                    yield file, file.relative_to(place.parent).as_posix()
