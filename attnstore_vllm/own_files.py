@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -133,6 +134,14 @@ def replace_own(path: Path, data: bytes, *, durable: bool = False) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def take_old_name(old: Path, new: Path) -> None:
+    """A file of ours that a version before has written gets its new name, if none has that yet.
+    It is looked at when it is read. Raises: OSError."""
+    if not os.path.lexists(new):
+        with suppress(FileNotFoundError):  # there is none, or a sibling was first
+            os.rename(old, new)
 
 
 def read_given(path: Path, most_bytes: int = 1 << 20) -> bytes:

@@ -23,6 +23,8 @@ from attnstore_vllm.config.values import SIZE_MIN, check_keys, parse_off_or_size
 from attnstore_vllm.errors import ConfigError
 
 COMMON_KEYS = {"secret_file", "deadline", "bandwidth", "daily_writes", "prefix"}
+PREFIX = "as1/"
+"""Of names, where the settings say none. Keys are of another one's too, so it never changes."""
 MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
 _HOST_PORT = re.compile(r"\S+:\d{1,5}")
 _PREFIX = re.compile(r"[\x21-\x7e]{0,64}")
@@ -42,7 +44,7 @@ class SharedConfig:
     deadline_ms: int = 500
     bandwidth_bytes: int | None = None
     daily_writes_bytes: int | None = None
-    prefix: str = "as1/"
+    prefix: str = PREFIX
 
     @classmethod
     def parse(cls, given: object) -> SharedConfig:
@@ -69,7 +71,7 @@ class SharedConfig:
             deadline_ms=SHARED_DEADLINE.parse(given, 500),
             bandwidth_bytes=parse_off_or_size("shared.bandwidth", bandwidth, SIZE_MIN, "MiB"),
             daily_writes_bytes=parse_off_or_size("shared.daily_writes", writes, SIZE_MIN, "GiB"),
-            prefix=_prefix_of(given.get("prefix", "as1/")),
+            prefix=_prefix_of(given.get("prefix", PREFIX)),
         )
 
     @property

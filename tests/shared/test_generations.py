@@ -14,12 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_generation import (
     COUNT_MAX,
-    FILE_NAME,
     LEFT_MAX,
+    OLD_FILE_NAME,
     GenerationId,
     SharedGeneration,
     decode,
     encode,
+    file_name,
     from_json,
     load,
     name_of,
@@ -27,6 +28,9 @@ from attnstore_vllm.tiers.shared.shared_generation import (
 )
 
 KEYS = SharedKeys.of(32 * b"k")
+X, Y = 32 * b"x", 32 * b"y"
+"""Namespaces."""
+FILE_NAME = file_name(X)
 
 
 class Shared:
@@ -133,8 +137,8 @@ def test_what_was_left_is_left_over_a_restart(tmp_path: Path) -> None:
     one = started(store)
     first = one.usable
     one.reset()
-    save(tmp_path, one.to_json())
-    again = load(tmp_path)
+    save(tmp_path, X, one.to_json())
+    again = load(tmp_path, X)
     again.weights_seen(True)
     store.look(again)
     assert again.usable not in (None, first)
@@ -145,8 +149,8 @@ def test_a_reset_before_the_first_look_leaves_whatever_is_there(tmp_path: Path) 
     first = started(store).usable
     late = SharedGeneration()
     late.reset()
-    save(tmp_path, late.to_json())
-    for engine in (late, load(tmp_path)):
+    save(tmp_path, X, late.to_json())
+    for engine in (late, load(tmp_path, X)):
         engine.weights_seen(True)
         store.look(engine)
         assert engine.usable not in (None, first)
@@ -154,7 +158,7 @@ def test_a_reset_before_the_first_look_leaves_whatever_is_there(tmp_path: Path) 
 
 def test_a_file_that_cannot_be_read_leaves_whatever_is_there(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text("{")
-    assert load(tmp_path).must_renew
+    assert load(tmp_path, X).must_renew
 
 
 @pytest.mark.parametrize("was_reset", [False, True])
@@ -244,11 +248,11 @@ def test_a_restart_does_not_join_a_generation_that_came_meanwhile(tmp_path: Path
     """The disk has KV of the generation before: it must not get among that of the new one."""
     store = Shared()
     one, two = started(store), started(store)
-    save(tmp_path, one.to_json())
+    save(tmp_path, X, one.to_json())
     two.reset()
     two.weights_seen(True)
     store.look(two)
-    again = load(tmp_path)
+    again = load(tmp_path, X)
     again.weights_seen(True)
     store.look(again)
     assert two.usable is not None
@@ -262,8 +266,8 @@ def test_who_was_behind_is_behind_after_a_restart(tmp_path: Path) -> None:
     reset_and_join(store, two)
     store.look(one)
     assert one.is_behind
-    save(tmp_path, one.to_json())
-    again = load(tmp_path)
+    save(tmp_path, X, one.to_json())
+    again = load(tmp_path, X)
     again.weights_seen(True)
     store.look(again)
     assert again.usable is None and again.is_behind
@@ -351,7 +355,7 @@ def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
     for left, mine, renews in (([], None, False), ([], "aa", False), (["aa"], None, True)):
         text = json.dumps({"left": left, "renew": False, "mine": mine})
         (tmp_path / FILE_NAME).write_text(text)
-        assert load(tmp_path) == SharedGeneration(must_renew=renews)
+        assert load(tmp_path, X) == SharedGeneration(must_renew=renews)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +369,7 @@ def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
 )
 def test_a_file_with_what_is_none_leaves_whatever_is_there(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE_NAME).write_text(text)
-    assert load(tmp_path).must_renew
+    assert load(tmp_path, X).must_renew
 
 
 def test_who_knew_none_joins_none_that_was_there_before() -> None:
@@ -386,3 +390,44 @@ def test_who_knew_none_joins_none_that_was_there_before() -> None:
         store.value = value
         store.look(late)
         assert late.usable is not None and late.mine == store.value
+
+
+def restarted(store: Shared, directory: Path, namespace: bytes) -> SharedGeneration:
+    """As a server of this model finds it, which saves what it has seen."""
+    engine = load(directory, namespace)
+    engine.weights_seen(True)
+    store.look(engine)
+    save(directory, namespace, engine.to_json())
+    return engine
+
+
+def test_another_model_of_the_directory_is_reset_for_itself(tmp_path: Path) -> None:
+    """A server moves from X to Y and back. X and Y were reset once each meanwhile: what its disk
+    has of X is of before, though it was reset too."""
+    stores = {X: Shared(), Y: Shared()}
+    one = started(stores[X])
+    two = restarted(stores[X], tmp_path, X)
+    assert two.usable == one.usable is not None
+    two = restarted(stores[Y], tmp_path, Y)
+    reset_and_join(stores[X], one)
+    reset_and_join(stores[Y], two)
+    save(tmp_path, Y, two.to_json())
+    assert two.usable is not None
+    two = restarted(stores[X], tmp_path, X)
+    assert two.usable is None and two.is_behind
+    reset_and_join(stores[X], two)
+    assert two.usable == one.usable
+
+
+def test_a_used_directory_joins_servers_of_another_model(tmp_path: Path) -> None:
+    stores = {X: Shared(), Y: Shared()}
+    other = started(stores[Y])
+    restarted(stores[X], tmp_path, X)
+    assert restarted(stores[Y], tmp_path, Y).usable == other.usable is not None
+
+
+def test_the_first_namespace_takes_the_file_of_all(tmp_path: Path) -> None:
+    mine = GenerationId(bytes(16), 7)
+    (tmp_path / OLD_FILE_NAME).write_text(SharedGeneration(mine=mine).to_json())
+    assert load(tmp_path, X).mine == load(tmp_path, X).mine == mine
+    assert load(tmp_path, Y) == SharedGeneration()

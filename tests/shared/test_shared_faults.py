@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_lab.testing.network_stores import NetworkStore
+from attnstore_vllm.tiers.shared import shared_generation
 from attnstore_vllm.tiers.shared.lanes import LaneOp
 from attnstore_vllm.tiers.shared.shared_generation import GenerationId
 from tests.helpers import NAMESPACE, Rig, conversation, lookup_of, memory_rig, names_of, sequence_of
@@ -192,6 +194,35 @@ def test_a_reset_while_the_store_cannot_be_reached_holds_over_a_restart(
     own_server.signal(signal.SIGCONT)
     again = open_shared(own_server, directory=tmp_path)
     assert fetch(again, tokens) == 0
+
+
+def test_a_generation_is_used_once_it_is_on_the_disk(
+    server: NetworkStore,
+    open_shared: OpenShared,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With KV of it and no note, a start after a reset of others would join theirs."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_generation, "replace_own", full)
+        one = open_shared(server, directory=tmp_path, joins=False)
+        one.until(lambda: "it cannot be noted" in caplog.text)
+        assert io_of(one).generation.mine is not None
+        assert io_of(one).generation.usable is None
+        assert not gauge_in_use(one)
+    see_weights(one, same=True)  # it looks again at once
+    one.until(lambda: io_of(one).generation.usable is not None)
+    noted = shared_generation.load(tmp_path, io_of(one).namespace)
+    assert noted.mine == io_of(one).generation.mine
+
+
+def gauge_in_use(rig: Rig) -> bool:
+    return bool(io_of(rig).gauges_now()["shared_in_use", "reads"])
 
 
 def test_changed_weights_leave_the_tier_for_good(

@@ -20,8 +20,9 @@ from attnstore_vllm.identity.weight_files import Memo, Stamp
 from attnstore_vllm.io.choose import open_device
 from attnstore_vllm.preflight import LOCK_NAME, SHM_DIR, check_machine, lock_directory
 from attnstore_vllm.tiers.nvme.slab import open_slab
-from attnstore_vllm.tiers.peers.generation import FILE_NAME as GENERATION
+from attnstore_vllm.tiers.peers.generation import OLD_FILE_NAME as PEERS_OLD_NAME
 from attnstore_vllm.tiers.peers.generation import Generation
+from attnstore_vllm.tiers.peers.generation import file_name as peers_name
 from attnstore_vllm.tiers.shared import shared_generation as generations
 from attnstore_vllm.tiers.shared.helper import Helper
 from attnstore_vllm.tiers.shared.lanes import Lanes
@@ -31,6 +32,9 @@ from tests.helpers import SHAPE, capacity_for, give_away
 from tests.unit.test_preflight import settings
 
 Fixture = pytest.MonkeyPatch
+NAMESPACE = bytes(32)
+GENERATION, SHARED_NAME = peers_name(NAMESPACE), generations.file_name(NAMESPACE)
+OLD_NAMES = [PEERS_OLD_NAME, generations.OLD_FILE_NAME]
 
 
 def pool_of(name: str, member: int) -> SharedPool:
@@ -121,13 +125,13 @@ def test_a_slab_or_a_lock_that_is_not_ours(
 def test_generations_are_written_through_no_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    for name in (GENERATION, generations.FILE_NAME, f"{generations.FILE_NAME}.new"):
+    for name in (GENERATION, SHARED_NAME, f"{SHARED_NAME}.new"):
         (tmp_path / name).symlink_to(victim)
-    Generation(tmp_path, tmp_path).advance()
-    assert generations.load(tmp_path).must_renew, "what a link shows was taken for ours"
-    generations.save(tmp_path, "{}")
+    Generation(tmp_path, tmp_path, NAMESPACE).advance()
+    assert generations.load(tmp_path, NAMESPACE).must_renew, "what a link shows was taken for ours"
+    generations.save(tmp_path, NAMESPACE, "{}")
     assert victim.read_text() == "precious"
-    assert (tmp_path / generations.FILE_NAME).read_text() == "{}"
+    assert (tmp_path / SHARED_NAME).read_text() == "{}"
 
 
 PIPES = """
@@ -136,14 +140,15 @@ from pathlib import Path
 from attnstore_vllm.tiers.peers.generation import Generation
 from attnstore_vllm.tiers.shared import shared_generation
 where = Path(sys.argv[1])
-Generation(where, where)
-assert shared_generation.load(where).must_renew
+Generation(where, where, bytes(32))
+assert shared_generation.load(where, bytes(32)).must_renew
 """
 
 
-@pytest.mark.parametrize("name", [GENERATION, generations.FILE_NAME])
+@pytest.mark.parametrize("name", [GENERATION, SHARED_NAME, *OLD_NAMES])
 def test_a_pipe_in_the_place_of_a_generation_hangs_no_start(tmp_path: Path, name: str) -> None:
-    (tmp_path / generations.FILE_NAME).write_text("not ours")
+    if name != generations.OLD_FILE_NAME:
+        (tmp_path / SHARED_NAME).write_text("not ours")
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     command = [sys.executable, "-c", PIPES, str(tmp_path)]
@@ -151,15 +156,15 @@ def test_a_pipe_in_the_place_of_a_generation_hangs_no_start(tmp_path: Path, name
 
 
 def test_generations_of_another_user(tmp_path: Path, monkeypatch: Fixture) -> None:
-    own = Generation(tmp_path, tmp_path).value
-    assert Generation(tmp_path, tmp_path).value == own
+    own = Generation(tmp_path, tmp_path, NAMESPACE).value
+    assert Generation(tmp_path, tmp_path, NAMESPACE).value == own
     mine = generations.GenerationId(bytes(16), 7)
-    generations.save(tmp_path, generations.SharedGeneration(mine=mine).to_json())
-    assert generations.load(tmp_path).mine == mine
-    for name in (GENERATION, generations.FILE_NAME):
+    generations.save(tmp_path, NAMESPACE, generations.SharedGeneration(mine=mine).to_json())
+    assert generations.load(tmp_path, NAMESPACE).mine == mine
+    for name in (GENERATION, SHARED_NAME):
         give_away(tmp_path / name, monkeypatch)
-    assert Generation(tmp_path, tmp_path).value != own, "it shares with who wrote that"
-    found = generations.load(tmp_path)
+    assert Generation(tmp_path, tmp_path, NAMESPACE).value != own, "it shares with who wrote that"
+    found = generations.load(tmp_path, NAMESPACE)
     assert found.mine is None and found.must_renew
 
 

@@ -5,6 +5,9 @@ Engines share KV only while their generations are equal. The group's file names 
 any of them. The first engine that is reset makes a new name; each of the others takes that one with
 its own reset, when all that it had has gone. So after a reset no engine gets KV of before it from
 one that has not been reset yet. Both are kept in files, since KV on NVMe outlives the process.
+
+There is one of each for every namespace: a reset is of the model that runs. A generation is used
+only once it is on the disk; until then the engine has a name that no other has.
 """
 
 from __future__ import annotations
@@ -16,12 +19,24 @@ import secrets
 import time
 from pathlib import Path
 
-from attnstore_vllm.own_files import make_directory, open_own, read_own, replace_own
+from attnstore_vllm.own_files import (
+    make_directory,
+    open_own,
+    read_own,
+    replace_own,
+    take_old_name,
+)
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "peers.generation"
+OLD_FILE_NAME = "peers.generation"
+"""Of all namespaces, before each had its own: the first that starts takes it."""
 SIZE_BYTES = 16
+
+
+def file_name(namespace: bytes) -> str:
+    """In the directory of each engine, and in the group's."""
+    return f"peers-{namespace.hex()[:32]}.generation"
 
 
 LOCK_TRIES, LOCK_PAUSE_S = 50, 0.002
@@ -44,15 +59,21 @@ class Generation:
         own: the directory of its store, whose lock it holds.
         group: the directory that all engines of the group know. It may be another disk's, on which
             no engine has begun yet: then it is made.
+        namespace: of the store.
     """
 
-    def __init__(self, own: Path, group: Path) -> None:
-        self._own, self._group = own / FILE_NAME, group / FILE_NAME
+    def __init__(self, own: Path, group: Path, namespace: bytes) -> None:
+        name = file_name(namespace)
+        self._own, self._group = own / name, group / name
         self.value = secrets.token_bytes(SIZE_BYTES)
         try:
-            kept = self._kept()
-            self.value = kept if len(kept) == SIZE_BYTES else self._of_group(None)
-            replace_own(self._own, self.value)
+            for path in (self._own, self._group):
+                take_old_name(path.with_name(OLD_FILE_NAME), path)
+            value = self._kept()
+            if len(value) != SIZE_BYTES:
+                value = self._of_group(None)
+                replace_own(self._own, value)
+            self.value = value
         except OSError as error:
             self._say(error)
 
@@ -63,8 +84,9 @@ class Generation:
         """
         before, self.value = self.value, secrets.token_bytes(SIZE_BYTES)
         try:
-            self.value = self._of_group(before)
-            replace_own(self._own, self.value)
+            value = self._of_group(before)
+            replace_own(self._own, value)
+            self.value = value
         except OSError as error:
             self._say(error)
             self._own.unlink(missing_ok=True)

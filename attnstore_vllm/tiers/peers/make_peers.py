@@ -56,7 +56,7 @@ def peers_of(
         logger.warning("this engine reads no others and is read by none: %s: %s", own, error)
         return ()
     hello = _HELLO.pack(VERSION, chunk_tokens, pool.slot_bytes, namespace)
-    return (MakePeers(own, group, others, pool, listening, hello),)
+    return (MakePeers(own, group, others, namespace, pool, listening, hello),)
 
 
 @dataclass(slots=True)
@@ -66,6 +66,7 @@ class MakePeers:
     own: Path
     group: Path
     others: Sequence[Path]
+    namespace: bytes
     pool: SharedPool
     listening: socket.socket
     hello: bytes
@@ -83,7 +84,7 @@ class MakePeers:
             context,
             tier,
             [Sibling(directory, self.hello, slot_bytes) for directory in self.others],
-            Generation(self.own, self.group),
+            Generation(self.own, self.group, self.namespace),
             self.listening,
             self.hello,
             (pool.read_only_fds, SHAPE.pack(*pool.shape)),

@@ -58,7 +58,7 @@ def delete_tenant(shared: SharedConfig, salt: str, *, is_dry: bool) -> Deletion:
     Raises: ConfigError; DeviceError if the store cannot be asked, or does not let us.
     """
     check_client(shared)
-    keys = SharedKeys.of_file(shared.secret_file)
+    keys = SharedKeys.of_file(shared.secret_file, shared.prefix)
     prefix = shared.prefix + tenant_tag(tenant_hash(salt), keys).hex()
     with _opened(shared) as backend:
         found = backend.count(prefix)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from attnstore_vllm.config.shared import PREFIX
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.io.checksum import checksum, copy_checksums
 
@@ -36,18 +37,23 @@ class SharedKeys:
     _payloads: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, secret: bytes | None) -> SharedKeys:
-        """Args: secret: None: there is none, and anyone can make the same keys."""
+    def of(cls, secret: bytes | None, prefix: str = PREFIX) -> SharedKeys:
+        """Args:
+        secret: None: there is none, and anyone can make the same keys.
+        prefix: of the group's names. Groups of one secret with another prefix are told apart: what
+            one has written, put under a name of the other's, is forged there.
+        """
 
         def derived(use: str) -> bytes:
-            return blake3(secret or b"", derive_key_context=_CONTEXT + use).digest()
+            key = blake3(secret or b"", derive_key_context=_CONTEXT + use).digest()
+            return key if prefix == PREFIX else blake3(prefix.encode(), key=key).digest()
 
         return cls(secret is not None, derived("names"), derived("seals"), derived("payloads"))
 
     @classmethod
-    def of_file(cls, path: Path | None) -> SharedKeys:
+    def of_file(cls, path: Path | None, prefix: str = PREFIX) -> SharedKeys:
         """Cost: the file is read. Raises ConfigError."""
-        return cls.of(None if path is None else read_secret(path))
+        return cls.of(None if path is None else read_secret(path), prefix)
 
     def name(self, *parts: bytes) -> bytes:
         """A hash of 32 bytes. All uses with one first part have parts of the same lengths."""

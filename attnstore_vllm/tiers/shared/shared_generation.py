@@ -16,6 +16,9 @@ Weights that were changed in memory are not in the namespace. After a reset an e
 until its workers have seen that the weights are what they were; if they are not, for good. Others
 leave the generation that it used as well: between the change and the look it may have written KV
 of other weights.
+
+An engine remembers all this for each namespace alone, in a file of its own: another model of the
+same directory is reset when its servers are, and not with these.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from attnstore_vllm.own_files import read_own, replace_own
+from attnstore_vllm.own_files import read_own, replace_own, take_old_name
 from attnstore_vllm.tiers.shared.secret import SEAL_BYTES, SharedKeys
 
 MAGIC = b"ASGEN002"
@@ -37,9 +40,15 @@ JUMP_BITS = 32
 LEFT_MAX = 256
 """Anchors that an engine remembers. With more the oldest is forgotten: since then the store has
 lost all that it had so many times."""
-FILE_NAME = "shared-generation.json"
+OLD_FILE_NAME = "shared-generation.json"
+"""Of all namespaces of the directory, before each had its own: the first that starts takes it."""
 FILE_BYTES_MAX = 1 << 20
 _BODY = struct.Struct(f"<8s{ANCHOR_BYTES}sQ")
+
+
+def file_name(namespace: bytes) -> str:
+    """In the store's directory."""
+    return f"shared-generation-{namespace.hex()[:32]}.json"
 
 
 class GenerationId(NamedTuple):
@@ -89,10 +98,12 @@ class SharedGeneration:
     has_changed: bool = False
     """They are not: for good."""
     was_reset: bool = False
+    is_unsaved: bool = False
+    """The disk does not say this yet. After a restart the engine would not know what it used."""
 
     @property
     def usable(self) -> bytes | None:
-        is_out = self.is_in_doubt or self.has_changed or self.is_behind
+        is_out = self.is_in_doubt or self.has_changed or self.is_behind or self.is_unsaved
         return None if is_out or self.mine is None else self.mine.raw
 
     @property
@@ -189,11 +200,13 @@ def from_json(text: str) -> SharedGeneration:
     return SharedGeneration(left, bool(said["renew"]), known, bool(said["behind"]))
 
 
-def load(directory: Path) -> SharedGeneration:
-    """As the last process of this directory left it. A file that cannot be read makes everything
-    that is there a thing of before."""
+def load(directory: Path, namespace: bytes) -> SharedGeneration:
+    """As the last process of this directory and namespace left it. A file that cannot be read
+    makes everything that is there a thing of before."""
+    path = directory / file_name(namespace)
     try:
-        return from_json(read_own(directory / FILE_NAME, FILE_BYTES_MAX).decode())
+        take_old_name(directory / OLD_FILE_NAME, path)
+        return from_json(read_own(path, FILE_BYTES_MAX).decode())
     except FileNotFoundError:
         return SharedGeneration()
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -202,6 +215,6 @@ def load(directory: Path) -> SharedGeneration:
         return SharedGeneration(must_renew=True)
 
 
-def save(directory: Path, text: str) -> None:
+def save(directory: Path, namespace: bytes, text: str) -> None:
     """Durable when it returns. Raises OSError."""
-    replace_own(directory / FILE_NAME, text.encode(), durable=True)
+    replace_own(directory / file_name(namespace), text.encode(), durable=True)

@@ -133,13 +133,15 @@ class SharedIo(RemoteIo):
         self.sums_payloads = not keys.is_secret  # else its digests are no checksums
         self.namespace = namespace
         self.generation = (
-            generations.load(directory) if directory is not None else generations.SharedGeneration()
+            generations.load(directory, namespace)
+            if directory is not None
+            else generations.SharedGeneration()
         )
         self._directory = directory
         self._saved = self.generation.to_json()
         self._saving = threading.Lock()
         self._said_out: str | None = None
-        self._said_forged = False
+        self._said_forged = self._said_unsaved = False
         self._budgets = [
             Budget(rate, burst, is_new=burst < DAILY_BURST_S)  # a start adds nothing to a day's
             for burst, rate in write_rates.items()
@@ -460,6 +462,8 @@ class SharedIo(RemoteIo):
             with self.context.progress:
                 order = self.generation.see(theirs)
                 why_out = self.generation.why_out
+                # What it uses it must know after a restart too, so it is saved first.
+                self.generation.is_unsaved |= self.generation.to_json() != self._saved
                 self.tier.open_to(self.generation.usable is not None)
             if order is None:
                 break
@@ -472,8 +476,11 @@ class SharedIo(RemoteIo):
         self._said_out = why_out
         try:
             self.save_generation()
+            self._said_unsaved = False
         except OSError as error:
-            logger.warning("what was left of the shared tier cannot be noted: %s", error)
+            if not self._said_unsaved:
+                logger.warning("the shared tier is not used: it cannot be noted: %s", error)
+            self._said_unsaved = True
 
     def _note_forged(self, is_forged: bool) -> None:
         if is_forged:
@@ -485,13 +492,17 @@ class SharedIo(RemoteIo):
         self._said_forged = is_forged
 
     def save_generation(self) -> None:
-        """Durable when it returns. Raises OSError."""
+        """Durable when it returns, and then the generation may be used. Raises OSError."""
         with self._saving:
             with self.context.progress:
                 text = self.generation.to_json()
             if self._directory is not None and text != self._saved:
-                generations.save(self._directory, text)
-            self._saved = text
+                generations.save(self._directory, self.namespace, text)
+            with self.context.progress:
+                self._saved = text
+                if text == self.generation.to_json():
+                    self.generation.is_unsaved = False
+                    self.tier.open_to(self.generation.usable is not None)
 
     def weights_seen(self, same: bool | None) -> None:
         self.generation.weights_seen(same)

@@ -73,6 +73,7 @@ class MakeShared:
         clock: Clock,
         pause_s: float = PAUSE_S,
     ) -> None:
+        self.keys = keys
         self._tier = partial(SharedTier, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s)
         self._io = partial(
             SharedIo,
@@ -106,7 +107,7 @@ def make_shared(
         logger.warning("shared: there is no secret: %s", without_secret(shared))
     return MakeShared(
         shared.for_client(),
-        keys=SharedKeys.of_file(shared.secret_file),
+        keys=SharedKeys.of_file(shared.secret_file, shared.prefix),
         namespace=namespace,
         where=shared.where,
         chunk_tokens=chunk_tokens,

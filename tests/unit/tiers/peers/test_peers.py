@@ -6,6 +6,7 @@ It is long since all stories of two engines share what starts them.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import signal
@@ -24,7 +25,7 @@ from attnstore_vllm.io.checksum import copy_checksums
 from attnstore_vllm.store import store
 from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.peers import owner, peers_io
-from attnstore_vllm.tiers.peers.generation import FILE_NAME, Generation
+from attnstore_vllm.tiers.peers.generation import OLD_FILE_NAME, SIZE_BYTES, Generation, file_name
 from attnstore_vllm.tiers.peers.owner import PIECE
 from attnstore_vllm.tiers.peers.peers_tier import PeersTier
 from attnstore_vllm.tiers.peers.wire import (
@@ -38,7 +39,7 @@ from attnstore_vllm.tiers.peers.wire import (
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import DRAM, PEERS
 from tests.helpers import conversation, lookup_of, mapped_bytes, names_of, sequence_of
-from tests.peer_engine import PeerEngine, PeerProcess
+from tests.peer_engine import NAMESPACE, PeerEngine, PeerProcess
 
 LONG = 4 * 16
 WITH_TAIL = 3 * 16 + 12
@@ -440,30 +441,81 @@ def test_a_generation_outlives_its_process(tmp_path: Path) -> None:
     dirs = [tmp_path / "dp0", tmp_path / "dp1"]
     for directory in dirs:
         directory.mkdir()
-    first, second = (Generation(directory, tmp_path) for directory in dirs)
+    first, second = (Generation(directory, tmp_path, NAMESPACE) for directory in dirs)
     assert first.value == second.value
     first.advance()
     assert first.value != second.value
-    assert Generation(dirs[1], tmp_path).value == second.value  # what it has on NVMe is of before
+    assert Generation(dirs[1], tmp_path, NAMESPACE).value == second.value, (
+        "what it has on NVMe is of before"
+    )
     second.advance()
-    assert first.value == second.value == Generation(dirs[0], tmp_path).value
+    assert first.value == second.value == Generation(dirs[0], tmp_path, NAMESPACE).value
     second.advance()
     first.advance()
     assert first.value == second.value
+
+
+def engines_of(group: Path, namespace: bytes) -> list[Generation]:
+    """Of dp0 and dp1, as they start."""
+    dirs = [group / "dp0", group / "dp1"]
+    for directory in dirs:
+        directory.mkdir(exist_ok=True)
+    return [Generation(directory, group, namespace) for directory in dirs]
+
+
+def test_a_reset_of_another_model_makes_none_equal(tmp_path: Path) -> None:
+    """What dp1 has of the first model was never reset."""
+    first, second = engines_of(tmp_path, NAMESPACE)
+    first.advance()
+    for engine in engines_of(tmp_path, bytes(32)):
+        engine.advance()
+    first, second = engines_of(tmp_path, NAMESPACE)
+    assert first.value != second.value
+    second.advance()
+    assert first.value == second.value
+
+
+def test_the_first_namespace_takes_the_generations_of_all(tmp_path: Path) -> None:
+    engines_of(tmp_path, NAMESPACE)
+    values = [bytes(SIZE_BYTES), bytes([1] * SIZE_BYTES)]
+    for number, value in enumerate(values):
+        directory = tmp_path / f"dp{number}"
+        (directory / file_name(NAMESPACE)).unlink()
+        (directory / OLD_FILE_NAME).write_bytes(value)
+    assert [engine.value for engine in engines_of(tmp_path, NAMESPACE)] == values
+    assert [engine.value for engine in engines_of(tmp_path, NAMESPACE)] == values
+
+
+def test_a_generation_that_is_not_on_the_disk_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next start would take the group's, whatever was reset meanwhile."""
+    first, second = engines_of(tmp_path, NAMESPACE)
+    monkeypatch.setattr("attnstore_vllm.tiers.peers.generation.replace_own", full_disk)
+    first.advance()
+    second.advance()
+    assert first.value != second.value
+    (tmp_path / "dp1" / file_name(NAMESPACE)).unlink(missing_ok=True)
+    starts = [engines_of(tmp_path, NAMESPACE)[1].value for _ in range(2)]
+    assert starts[0] != starts[1]
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_the_generation_of_a_path_where_no_engine_has_begun(tmp_path: Path) -> None:
     """The second disk's engines may start first."""
     (tmp_path / "b" / "dp1").mkdir(parents=True)
-    second = Generation(tmp_path / "b" / "dp1", tmp_path / "a")
+    second = Generation(tmp_path / "b" / "dp1", tmp_path / "a", NAMESPACE)
     (tmp_path / "a" / "dp0").mkdir()
-    first = Generation(tmp_path / "a" / "dp0", tmp_path / "a")
+    first = Generation(tmp_path / "a" / "dp0", tmp_path / "a", NAMESPACE)
     assert first.value == second.value
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
     second.advance()
     first.advance()
     assert first.value == second.value
-    assert not (tmp_path / "b" / FILE_NAME).exists()
+    assert not (tmp_path / "b" / file_name(NAMESPACE)).exists()
 
 
 def test_engines_on_two_paths_read_each_other(tmp_path: Path, sibling: PeerProcess) -> None:
@@ -479,7 +531,7 @@ def test_engines_on_two_paths_read_each_other(tmp_path: Path, sibling: PeerProce
     assert here.tokens(1, WITH_TAIL) == WITH_TAIL
     here.put(2, LONG)
     assert sibling.call("tokens", 2, LONG) == LONG
-    assert [(path / FILE_NAME).exists() for path in paths] == [True, False]
+    assert [(path / file_name(NAMESPACE)).exists() for path in paths] == [True, False]
     assert here.reset()
     sibling.call("put", 3, LONG)
     assert here.tokens(3, LONG) == 0  # the sibling has not been reset yet
@@ -573,7 +625,9 @@ class Stranger:
     def hold(self, number: int, num_tokens: int) -> list[int]:
         """GET the whole chunks of a conversation. Slots, or what is said in place of them."""
         keys = [name.key for name in names_of(sequence_of(conversation(number, num_tokens)))]
-        generation = Generation(self.engine.directory, self.engine.directory.parent).value
+        generation = Generation(
+            self.engine.directory, self.engine.directory.parent, NAMESPACE
+        ).value
         self.wire.send(MessageKind.GET, 1, [generation, b"".join(keys)])
         slots: dict[int, int] = {}
 

@@ -16,6 +16,7 @@ from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.tiers.shared.secret import SECRET_BYTES_MAX, SharedKeys, read_secret
+from attnstore_vllm.tiers.shared.shared_generation import GenerationId, decode, encode, name_of
 from attnstore_vllm.tiers.shared.start import check_client, make_shared
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -95,6 +96,21 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(path, 12345, -1)
     with pytest.raises(ConfigError, match="belongs to user 12345"):
         read_secret(path)
+
+
+def test_groups_of_one_secret_with_other_prefixes_are_told_apart(tmp_path: Path) -> None:
+    """A stranger who copies a sealed value from one to the other has forged it."""
+    path = secret_file(tmp_path)
+    ours, theirs = (SharedKeys.of_file(path, prefix) for prefix in ("fleetA/", "fleetB/"))
+    name = name_of(bytes(32), ours)
+    value = encode(GenerationId(bytes(16), 1), name, ours)
+    assert decode(value, name, ours) == (bytes(16), 1)
+    assert decode(value, name, theirs) is None
+    assert name_of(bytes(32), theirs) != name
+    config = parsed(tmp_path, secret_file=str(path), prefix="fleetA/")
+    assert make_shared(config, 16, bytes(32), tmp_path).keys == ours, "the setting has no effect"
+    config = parsed(tmp_path, secret_file=str(path))
+    assert make_shared(config, 16, bytes(32), tmp_path).keys == SharedKeys.of(SECRET)
 
 
 def test_the_setting_is_for_both_kinds_and_read_late(tmp_path: Path) -> None:
