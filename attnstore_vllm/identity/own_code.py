@@ -33,7 +33,7 @@ _NOT_FOLLOWED = TOLD_BY_VERSION | sys.stdlib_module_names | {_OF_MODELS, "attnst
 _SUFFIXES = (".py", ".pyx", ".so", ".c", ".cc", ".cpp", ".h", ".hpp", ".cu", ".cuh", ".ptx",
              ".cubin", ".json", ".yaml", ".yml")  # fmt: skip
 CONTENT_BYTES = 64 << 20
-"""What lies beyond, largest files last, counts by size and times."""
+"""The most that is read; files beyond it, the largest, count by size and times."""
 ENTRIES_MAX = 100_000
 _IMPORT = re.compile(
     r"(?:^|[;:])[ \t]*(?:from[ \t]+(\w[\w.]*)[\s\\]+import\b|import[ \t]+([\w., \t]+))"
