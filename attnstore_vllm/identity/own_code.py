@@ -189,7 +189,7 @@ def _installed() -> dict[str, list[str]]:
 
 
 def _versions(top: str, places: list[Path]) -> set[tuple[str, str]]:
-    """Of the installed packages that a module is from; none, if their versions do not tell it."""
+    """Those of the installed packages that a module is from; none, if they do not tell it."""
     found = set()
     for name in _installed().get(top, ()):
         package = importlib.metadata.distribution(name)
