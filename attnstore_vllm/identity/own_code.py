@@ -129,7 +129,7 @@ class _Code:
         return blake3(json.dumps(sorted(found)).encode()).hexdigest()
 
     def _add_top(self, top: str) -> bool:
-        """What something imports. Whether all its files count; else its version does, if any."""
+        """Take in an imported name. Whether all its files count; else its version does, if any."""
         if top not in self._whole:
             places = _places(top)
             versions = _versions(top, places)
