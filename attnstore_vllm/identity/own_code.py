@@ -33,7 +33,7 @@ _NOT_FOLLOWED = TOLD_BY_VERSION | sys.stdlib_module_names | {_OF_MODELS, "attnst
 _SUFFIXES = (".py", ".pyx", ".so", ".c", ".cc", ".cpp", ".h", ".hpp", ".cu", ".cuh", ".ptx",
              ".cubin", ".json", ".yaml", ".yml")  # fmt: skip
 CONTENT_BYTES = 64 << 20
-"""What lies beyond, largest files last, counts by size and times."""
+"""The most that is read; files beyond it, the largest, count by size and times."""
 ENTRIES_MAX = 100_000
 _IMPORT = re.compile(
     r"(?:^|[;:])[ \t]*(?:from[ \t]+(\w[\w.]*)[\s\\]+import\b|import[ \t]+([\w., \t]+))"
@@ -129,7 +129,7 @@ class _Code:
         return blake3(json.dumps(sorted(found)).encode()).hexdigest()
 
     def _add_top(self, top: str) -> bool:
-        """What something imports. Whether all its files count; else its version does, if any."""
+        """Take in an imported name. Whether all its files count; else its version does, if any."""
         if top not in self._whole:
             places = _places(top)
             versions = _versions(top, places)
@@ -189,7 +189,7 @@ def _installed() -> dict[str, list[str]]:
 
 
 def _versions(top: str, places: list[Path]) -> set[tuple[str, str]]:
-    """Of the installed packages that a module is from; none, if their versions do not tell it."""
+    """Those of the installed packages that a module is from; none, if they do not tell it."""
     found = set()
     for name in _installed().get(top, ()):
         package = importlib.metadata.distribution(name)

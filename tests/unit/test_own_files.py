@@ -231,7 +231,11 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "cli/speeds.py": {"tempfile.mkstemp": NO_NAME},
     "cli/settings_file.py": {"path.read_text": GIVEN},
     "identity/model_files.py": {"file.read_bytes": GIVEN, "Path.read_bytes": GIVEN},
-    "identity/own_code.py": {"file.read_bytes": GIVEN, "file.read_text": GIVEN},
+    "identity/own_code.py": {
+        "file.read_bytes": GIVEN,
+        "file.read_text": GIVEN,
+        "package.read_text": "metadata of an installed package",
+    },
     "io/aiofiles_device.py": {"aiofiles.open": "with an opener, which is open_own()"},
     "io/disk_node.py": {"next.read_text": KERNEL},
     "tiers/peers/wire.py": {

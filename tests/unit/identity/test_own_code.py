@@ -162,8 +162,8 @@ def install(place: Path, name: str, version: str, **files: str) -> Distribution:
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "top_level.txt").write_text(name)
-    for file, text in files.items():
-        (info / file.replace("_json", ".json").replace("url", "_url")).write_text(text)
+    for key, text in files.items():
+        (info / key.replace("_json", ".json").replace("url", "_url")).write_text(text)
     own_code._installed.cache_clear()
     importlib.invalidate_caches()
     return Distribution.at(info)
