@@ -24,7 +24,8 @@ from attnstore_vllm.errors import ConfigError
 
 COMMON_KEYS = {"secret_file", "deadline", "bandwidth", "daily_writes", "prefix"}
 PREFIX = "as1/"
-"""Of names, where the settings say none. Keys are of another one's too, so it never changes."""
+"""The names begin with it where the settings say none. Other prefixes have other keys (secret.py),
+so it never changes."""
 MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
 _HOST_PORT = re.compile(r"\S+:\d{1,5}")
 _PREFIX = re.compile(r"[\x21-\x7e]{0,64}")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations: engines that are reset together share again, and none meets what was before."""
+"""Generations: engines that are reset together share again, and none meets what was before.
+
+It is long since all stories of resets share a store that is one value.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from attnstore_vllm.own_files import (
 logger = logging.getLogger(__name__)
 
 OLD_FILE_NAME = "peers.generation"
-"""Of all namespaces, before each had its own: the first that starts takes it."""
+"""A version before had one for all namespaces: the first that starts takes it."""
 SIZE_BYTES = 16
 
 

@@ -41,7 +41,7 @@ LEFT_MAX = 256
 """Anchors that an engine remembers. With more the oldest is forgotten: since then the store has
 lost all that it had so many times."""
 OLD_FILE_NAME = "shared-generation.json"
-"""Of all namespaces of the directory, before each had its own: the first that starts takes it."""
+"""A version before had one for all namespaces: the first that starts takes it."""
 FILE_BYTES_MAX = 1 << 20
 _BODY = struct.Struct(f"<8s{ANCHOR_BYTES}sQ")
 

@@ -38,8 +38,15 @@ from attnstore_vllm.tiers.peers.wire import (
 )
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import DRAM, PEERS
-from tests.helpers import conversation, lookup_of, mapped_bytes, names_of, sequence_of
-from tests.peer_engine import NAMESPACE, PeerEngine, PeerProcess
+from tests.helpers import (
+    NAMESPACE,
+    conversation,
+    lookup_of,
+    mapped_bytes,
+    names_of,
+    sequence_of,
+)
+from tests.peer_engine import PeerEngine, PeerProcess
 
 LONG = 4 * 16
 WITH_TAIL = 3 * 16 + 12
