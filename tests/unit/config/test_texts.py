@@ -125,14 +125,10 @@ def test_the_pages_are_up_to_date(path: Path) -> None:
 
 @pytest.mark.parametrize("key", [setting.key for setting in SETTINGS])
 def test_no_setting_takes_an_empty_value_for_its_default(key: str) -> None:
-<<<<<<< HEAD
-    """YAML reads `secret_file:` as None. test_shared.py has each kind of store."""
-=======
     """YAML reads `secret_file:` as None.
 
     tests/unit/config/test_shared.py has each kind of store.
     """
->>>>>>> w-code
     section, _, name = key.rpartition(".")
     given = {**BARE, section: {**SECTIONS[section], name: None}} if section else {**BARE, key: None}
     with pytest.raises(ConfigError, match=f"{key} is None|^{section} must be"):
