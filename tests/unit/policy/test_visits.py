@@ -198,9 +198,8 @@ def test_a_request_may_have_less_than_the_servers_time_and_not_more(
 def shared_by(*ttls: float | None, most: float | None = None) -> list[float | None]:
     """Requests come with these at 0, 1, ... s, each shares a chunk less than the one before it.
     The ttl of each chunk that the last of them shares."""
-    estimator, last = ReturnEstimator(), list[Run]()
+    estimator, last, count = ReturnEstimator(), list[Run](), len(ttls)
     visit: Visit | None = None
-    count = len(ttls)
     for turn, ttl in enumerate(ttls):
         marks = [*range(count - turn), *(100 * turn + 100 + n for n in range(turn + 1))]
         found = last[: count - turn]
