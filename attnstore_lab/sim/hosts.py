@@ -285,6 +285,8 @@ def together(outcomes: Sequence[Outcome]) -> Outcome:
         values = [getattr(out, field.name) for out in outcomes]
         if field.name == "duration_s":
             total.duration_s = max(values)
+        elif field.name == "gave_up_at_s":
+            total.gave_up_at_s = min((v for v in values if v is not None), default=None)
         elif isinstance(values[0], list | Counter):
             merged = type(values[0])()
             for value in values:

@@ -220,6 +220,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "attnstore_lab/bench/conversations.py": {"path.read_bytes": GIVEN, "read_bytes": GIVEN},
     "attnstore_lab/bench/environment.py": {"info.read_text": KERNEL},
     "attnstore_lab/bench/gaps.py": {"read_bytes": GIVEN},
+    "attnstore_lab/palette.py": {"path.parent.mkdir": "a picture, where the user says"},
     "attnstore_lab/bench/replay.py": {"records.open": "a result, where the user says"},
     "attnstore_lab/cli/bench.py": {"args.api_key_file.read_text": GIVEN},
     "cli/doctor.py": {
@@ -242,7 +243,11 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "os.open": "a directory, to name a socket by; the other end's user is asked"
     },
     "plugin.py": {"Path.read_text": GIVEN},
-    "policy/visits.py": {"estimator.open": NO_FILE, "self.touch": NO_FILE},
+    "policy/visits.py": {
+        "estimator.open": NO_FILE,
+        "self.touch": NO_FILE,
+        "before.touch": NO_FILE,
+    },
     "preflight.py": {
         "Path.read_text": KERNEL,
         "read_text": KERNEL,

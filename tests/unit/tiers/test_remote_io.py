@@ -160,7 +160,7 @@ def test_an_answer_to_a_probe_that_is_late_is_no_end_of_probes(
     """Also where it comes before the store's thread has seen that it is late."""
     io = tier_of(rig)
     put_out(io)
-    monkeypatch.setattr(io, "turn", lambda: None)
+    monkeypatch.setattr(io, "tick", lambda: None)
     lookup = asked_for(1)
     rig.store.find(lookup, 0, LONG)
     (ask,) = lookup.asked
@@ -175,7 +175,7 @@ def test_a_reset_while_a_probe_is_out_is_no_end_of_probes(
 ) -> None:
     io = tier_of(rig)
     put_out(io)
-    monkeypatch.setattr(io, "turn", lambda: None)
+    monkeypatch.setattr(io, "tick", lambda: None)
     rig.store.find(asked_for(1), 0, LONG)
     assert not io.health.reads.take_probe(boot_seconds()), "one at a time"
     io.forget_asks()
