@@ -81,8 +81,10 @@ def pooled(outcomes: Sequence[Outcome]) -> Outcome:
     """All requests of several runs as one."""
     whole = Outcome(outcomes[0].policy)
     for field in fields(Outcome):
-        if field.name != "policy":
-            values = [getattr(outcome, field.name) for outcome in outcomes]
+        values = [getattr(outcome, field.name) for outcome in outcomes]
+        if field.name == "gave_up_at_s":
+            whole.gave_up_at_s = min((at for at in values if at is not None), default=None)
+        elif field.name != "policy":
             setattr(whole, field.name, sum(values[1:], start=values[0]))
     return whole
 
