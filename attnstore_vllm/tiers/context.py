@@ -43,11 +43,13 @@ class StoreClock:
 
     def __init__(self, boot: Clock = boot_seconds, wall: Clock = unix_seconds) -> None:
         self._boot, self._wall = boot, wall
-        self._first = self._most = wall() - boot()
+        now = boot()  # a thread that is stopped between the two finds no clock that was put ahead
+        self._first = self._most = wall() - now
 
     def __call__(self) -> float:
+        wall = self._wall()  # first, as above
         now = self._boot()
-        offset = self._wall() - now
+        offset = wall - now
         if offset > self._most + STEP_S:
             self._most = offset
         return now + (self._most - self._first)

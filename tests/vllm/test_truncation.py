@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Truncated prompts on a real engine: what is moved is right, and nobody else gets it.
+"""Truncated prompts on a real engine: what is moved is right, and no other request gets it.
 
 It is long since all cases share the engine and what they know of it.
 """

@@ -231,7 +231,7 @@ def test_the_guides_script_holds_a_chat_that_has_left_hbm_before_its_second_turn
 
 
 def test_an_end_from_outside_leaves_no_task_behind(tmp_path: Path) -> None:
-    """Whatever the event loop does just then: it waits for answers, or works on one."""
+    """At any moment of the event loop: it waits for answers, or works on one."""
     asked = threading.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:

@@ -121,7 +121,7 @@ def test_a_tier_that_does_not_answer_is_left_alone(rig: Rig, others: Others) -> 
     rig.until(lambda: not io.health.reads.in_use)
     lookup = asked_for(50)
     rig.store.find(lookup, 0, LONG)
-    assert not awaits_remote(lookup), "nobody waits for it"
+    assert not awaits_remote(lookup), "no request waits for it"
     others.is_silent = False
     fill(others, 60)
 

@@ -222,6 +222,20 @@ def test_a_wall_clock_that_is_put_right_after_the_start_makes_all_older(
     assert found(again, 3) == 40, "what came after it is no older"
 
 
+def test_a_thread_that_is_stopped_between_two_clocks_makes_nothing_older() -> None:
+    """Each read of a clock takes longer than a wall clock may be put ahead unseen."""
+    now = [0.0]
+
+    def slow() -> float:
+        now[0] += 10 * STEP_S
+        return now[0]
+
+    clock = StoreClock(slow, slow)
+    for _ in range(3):
+        before = now[0]
+        assert before < clock() <= now[0]
+
+
 def test_a_server_looks_at_both_clocks() -> None:
     assert isinstance(Harness().clock, StoreClock)
 

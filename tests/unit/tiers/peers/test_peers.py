@@ -496,7 +496,7 @@ def test_the_first_namespace_takes_the_generations_of_all(tmp_path: Path) -> Non
 def test_a_generation_that_is_not_on_the_disk_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next start would take the group's, whatever was reset meanwhile."""
+    """Its next start would take the group's, whether or not others were reset meanwhile."""
     first, second = engines_of(tmp_path, NAMESPACE)
     monkeypatch.setattr("attnstore_vllm.tiers.peers.generation.replace_own", full_disk)
     first.advance()
