@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, State
@@ -25,25 +25,17 @@ from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.tier_io import TierIo
 
 
+@dataclass(eq=False)
 class Lookup(RemoteLookup):
     """The look-ups of one request, from its first to its end. Written by the store, on the
-    scheduler's thread. See RemoteLookup for the arguments."""
+    scheduler's thread."""
 
-    def __init__(
-        self,
-        keys: SequenceKeys,
-        *,
-        tenant: bytes = bytes(32),
-        may_ask: bool = False,
-        finds_moved: bool = False,
-    ) -> None:
-        super().__init__(keys, tenant=tenant, may_ask=may_ask, finds_moved=finds_moved)
-        self.matched = Matched()
-        """Whole chunks of the spine, for the next look."""
-        self.spine_stop = 0
-        """Up to where the spine was stored at the last look, apart from all else."""
-        self.short_of: set[int] = set()
-        """The groups that lacked something of that then."""
+    matched: Matched = field(default_factory=Matched, init=False)
+    """Whole chunks of the spine, for the next look."""
+    spine_stop: int = field(default=0, init=False)
+    """Up to where the spine was stored at the last look, apart from all else."""
+    short_of: set[int] = field(default_factory=set, init=False)
+    """The groups that lacked something of that then."""
 
     def follow(self) -> None:
         """Its tokens may be others than they were (SequenceKeys.follow). What was noted stands as

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys
@@ -48,31 +48,21 @@ class Found:
     """It was found for its tokens alone, which the request has at another place."""
 
 
+@dataclass(eq=False)
 class RemoteLookup:
-    """A request's look-ups in tiers that must be asked. From the scheduler's thread.
+    """A request's look-ups in tiers that must be asked. From the scheduler's thread."""
 
-    Args:
-        tenant: of the request (tenant_hash).
-        may_ask: these tiers may be asked for it (remote_io.py).
-        finds_moved: KV of these tokens at other positions will do too, where there is no better.
-    """
-
-    def __init__(
-        self,
-        keys: SequenceKeys,
-        *,
-        tenant: bytes = bytes(32),
-        may_ask: bool = False,
-        finds_moved: bool = False,
-    ) -> None:
-        self.keys = keys
-        self.tenant = tenant
-        self.may_ask = may_ask
-        self.finds_moved = finds_moved
-        self.asked: tuple[Ask, ...] = ()
-        """The last questions, one a tier."""
-        self.asked_at = -math.inf
-        """When these were asked, on the store's clock."""
+    keys: SequenceKeys
+    tenant: bytes = field(default=bytes(32), kw_only=True)
+    """Of the request (tenant_hash)."""
+    may_ask: bool = field(default=False, kw_only=True)
+    """These tiers may be asked for it (remote_io.py)."""
+    finds_moved: bool = field(default=False, kw_only=True)
+    """KV of these tokens at other positions will do too, where there is no better."""
+    asked: tuple[Ask, ...] = field(default=(), init=False)
+    """The last questions, one a tier."""
+    asked_at: float = field(default=-math.inf, init=False)
+    """When these were asked, on the store's clock."""
 
 
 class Ask:
