@@ -32,6 +32,8 @@ def unix_seconds() -> float:
 
 STEP_S = 1.0
 """The wall clock is ahead if it is so by more."""
+LOOK_S = 0.1
+"""The wall clock is looked at so often: the scheduler's thread asks many times a step."""
 
 
 class StoreClock:
@@ -44,15 +46,21 @@ class StoreClock:
     def __init__(self, boot: Clock = boot_seconds, wall: Clock = unix_seconds) -> None:
         self._boot, self._wall = boot, wall
         now = boot()  # a thread that is stopped between the two finds no clock that was put ahead
-        self._first = self._most = wall() - now
+        self._offset = wall() - now
+        self._ahead = self._look_at = 0.0
 
     def __call__(self) -> float:
-        wall = self._wall()  # first, as above
         now = self._boot()
-        offset = wall - now
-        if offset > self._most + STEP_S:
-            self._most = offset
-        return now + (self._most - self._first)
+        if now >= self._look_at:
+            self._look()
+            self._look_at = now + LOOK_S
+        return now + self._ahead
+
+    def _look(self) -> None:
+        wall = self._wall()  # first, as above
+        ahead = wall - self._boot() - self._offset
+        if ahead > self._ahead + STEP_S:
+            self._ahead = ahead  # and not added to: two threads may find the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
