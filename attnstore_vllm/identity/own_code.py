@@ -50,7 +50,10 @@ class _Endless(Exception):
 def is_told(package: importlib.metadata.Distribution) -> bool:
     """Whether the version of an installed package tells its code."""
     url = package.read_text("direct_url.json")
-    is_editable = url is not None and json.loads(url).get("dir_info", {}).get("editable", False)
+    try:
+        is_editable = url is not None and json.loads(url).get("dir_info", {}).get("editable", False)
+    except (ValueError, AttributeError):  # no such JSON: by content, which is never wrong
+        return False
     return package.read_text("RECORD") is not None and not is_editable
 
 

@@ -193,7 +193,10 @@ def test_a_class_of_an_installed_package_counts_by_file_and_version(place: Path)
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("how", [{"RECORD": "", "directurl_json": EDITABLE}, {}])
+@pytest.mark.parametrize(
+    "how",
+    [*({"RECORD": "", "directurl_json": url} for url in (EDITABLE, "no JSON", "[]")), {}],
+)
 def test_an_editable_install_counts_by_content(place: Path, how: dict[str, str]) -> None:
     """One version, other code. Without a record it is `setup.py develop`, or a package by hand."""
     write(place, my_model="import lib", lib____init__="", lib__ops="a = 1")
