@@ -54,7 +54,7 @@ class RemoteLookup:
 
     keys: SequenceKeys
     tenant: bytes = field(default=bytes(32), kw_only=True)
-    """Of the request (tenant_hash)."""
+    """The request's (tenant_hash)."""
     may_ask: bool = field(default=False, kw_only=True)
     """These tiers may be asked for it (remote_io.py)."""
     finds_moved: bool = field(default=False, kw_only=True)
