@@ -153,7 +153,7 @@ class StepWorld:
         counted(hidden_blocks, "blake3", "names hidden")
         counted(Store, "arrive", "look-ups")
         counted(Store, "find", "looks")
-        counted(Store, "begin_save", "saves")
+        counted(Store, "_begun", "saves")
         counted(ByReturn, "worth", "worths looked at")
         counted(ByReturn, "_set_end", "worths looked at")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from attnstore_lab.sim.disk import SimulatedDisk
 from attnstore_lab.sim.hardware import Machine
@@ -66,11 +66,10 @@ class SimulatedStore(Store):
         self.before_arrival(lookup.keys, num_tokens - 1)
         return super().arrive(request_id, lookup, num_tokens, min_tokens, terms)
 
-    def begin_save(self, name: ChunkName, *args: Any, **kwargs: Any) -> Chunk | None:
-        chunk = super().begin_save(name, *args, **kwargs)
+    def _begun(self, name: ChunkName, chunk: Chunk | None, pin_s: float | None) -> None:
+        super()._begun(name, chunk, pin_s)
         if chunk is not None:
             self.saved_tokens += name.num_tokens
-        return chunk
 
     def wait_for_room(self, num_openings: int, timeout_s: float) -> None:
         """The server's loop lets time pass."""

@@ -267,6 +267,19 @@ class SequenceKeys:
         parent, extra, tokens = self.parent(chunk), self.extra(chunk), self.chunk_bytes(chunk)
         return ChunkName(key, parent, extra, tenant, position, self.chunk_tokens, tokens)
 
+    def names(self, first: int, stop: int, tenant: bytes) -> list[ChunkName]:
+        """name() of whole chunks first to stop - 1, of a spine."""
+        size, keys = self.chunk_tokens, self.keys(first, stop)
+        parents = [self.parent(first), *keys[:-1]] if keys else []
+        extras, chunks = self._extras[first:stop], self._chunks[first:stop]
+        places = range(first * size, stop * size, size)
+        return [
+            ChunkName(key, parent, extra, tenant, position, size, tokens)
+            for key, parent, extra, position, tokens in zip(
+                keys, parents, extras, places, chunks, strict=True
+            )
+        ]
+
     def part(self, chunk: int, stop: int) -> tuple[Key, bytes, bytes]:
         """The parent, the extra and the tokens of a chunk up to token `stop`, or of all of it."""
         first = chunk * self.chunk_tokens

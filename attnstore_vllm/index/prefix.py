@@ -343,6 +343,11 @@ class PrefixIndex:
         entry = self.entries.find(key)
         return None if entry < 0 else self.chunk(entry)
 
+    def num_missing(self, names: Iterable[ChunkName]) -> int:
+        """How many of these are not in it."""
+        find = self.entries.find
+        return sum([find(name.key) < 0 for name in names])
+
     def add(self, chunk: Chunk) -> None:
         """Enter a chunk whose tokens are known."""
         name = chunk.name
@@ -361,7 +366,7 @@ class PrefixIndex:
         if chunk.entry >= len(self._marks):
             self._marks.extend(array("H", bytes(2 * (chunk.entry + 1))))
         self._marks[chunk.entry] = self._mark(name.tokens)
-        if chunk.at(NVME).state is State.READY:
+        if chunk.behind and chunk.at(NVME).state is State.READY:
             self.bind(chunk)
 
     def remove(self, chunk: Chunk) -> None:
@@ -427,9 +432,9 @@ class PrefixIndex:
         Whether it has the rest of them too must make no difference (see the module, 3). It may
         miss a neighbour that stands among many: then a tail is kept twice.
         """
-        whole = whole_blocks(name.num_tokens, self.grain)
-        if whole == self.chunk_tokens:
+        if name.num_tokens == self.chunk_tokens:
             return False
+        whole = whole_blocks(name.num_tokens, self.grain)
         head = name.tokens[: whole * TOKEN_BYTES]
         near = self.entries.around(name.parent, name.extra, name.tokens, NEIGHBOURS_MAX)
         for entry, pieces in near:
@@ -445,8 +450,9 @@ class PrefixIndex:
     def extended_by(self, name: ChunkName) -> list[Chunk]:
         """The neighbours whose whole blocks `name` holds: tails it supersedes, be the rest of them
         as it may. By their hashes: a mistake costs a tail."""
-        heads = self._heads_of(name.parent, name.extra, name.tokens)
-        return [chunk for chunk in heads if chunk.name.key != name.key]
+        heads = self.entries.heads_of(name.parent, name.extra, name.tokens, NEIGHBOURS_MAX)
+        own = self.entries.find(name.key)
+        return [self.chunk(entry) for entry in heads if entry != own]
 
     def _mark(self, tokens: bytes) -> int:
         """A mark of a chunk's, or a request's, tokens up to the first at which a hit may end."""

@@ -18,10 +18,17 @@ class StepBudget:
 
     def take(self, size: int) -> bool:
         """Whether work of this size is done in this step."""
-        if size > self._left < self._size:
-            return False
+        is_done = self.fits(size) > 0
+        self.spend(size * is_done)
+        return is_done
+
+    def fits(self, size: int) -> int:
+        """How many works of this size are done in this step."""
+        return max(self._left // size, self._left == self._size)
+
+    def spend(self, size: int) -> None:
+        """So much is done, of what fits."""
         self._left -= size
-        return True
 
     def begin_step(self) -> None:
         self._left = self._size

@@ -165,6 +165,11 @@ class Visit:
                 return run
         return self.shared
 
+    def runs_of(self, first: int, stop: int) -> list[Run]:
+        """run() of each of these chunks."""
+        border = min(max(first, self.num_shared), stop)
+        return [*map(self.run, range(first, border)), *[self.own] * (stop - border)]
+
     @property
     def runs(self) -> list[Run]:
         """All, the first chunks' first."""

@@ -32,6 +32,9 @@ from attnstore_vllm.transfer.plan import (
 )
 from attnstore_vllm.types import Clock, Flow
 
+Planned = Sequence[tuple[Chunk, tuple[ChunkCopy, ...]]]
+"""Chunks that are saved, and what fills each."""
+
 KEPT_S = 0.1
 """How long requests wait for blocks that saves still read before vLLM preempts a request."""
 
@@ -135,25 +138,29 @@ class OpenPlans:
     def save(
         self,
         request_id: str,
-        chunk: Chunk,
-        copies: tuple[ChunkCopy, ...],
+        planned: Planned,
         lora: LoRARequest | None = None,
         adapter: bytes | None = None,
         *,
         is_fleeting: bool = False,
     ) -> None:
-        """`chunk`, which the store has begun to save, is filled when this step ends.
+        """The chunks, which the store has begun to save, are filled when this step ends: each by a
+        plan of its own.
 
         Args:
             lora, adapter: of its request, and what the adapter is taken for.
             is_fleeting: see TransferPlan.
         """
-        plan = TransferPlan(next(self._ids), request_id, copies, is_fleeting=is_fleeting)
-        self._new_saves.setdefault(request_id, []).append(plan)
-        self._saving[request_id] += 1
-        found = self._add(plan, Flow.SAVE, [chunk])
-        found.lora, found.adapter = lora, adapter
-        self._saving_blocks += found.num_blocks
+        if not planned:
+            return
+        new = self._new_saves.setdefault(request_id, [])
+        for chunk, copies in planned:
+            plan = TransferPlan(next(self._ids), request_id, copies, is_fleeting=is_fleeting)
+            new.append(plan)
+            found = self._add(plan, Flow.SAVE, [chunk])
+            found.lora, found.adapter = lora, adapter
+            self._saving_blocks += found.num_blocks
+        self._saving[request_id] += len(planned)
 
     def _add(self, plan: TransferPlan, flow: Flow, chunks: list[Chunk]) -> _Open:
         found = _Open(flow, chunks, plan.num_blocks, plan.request_id, self._num_ranks)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
@@ -29,7 +30,7 @@ from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.step_budget import StepBudget
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import GroupCounts
-from attnstore_vllm.scheduler.open_plans import OpenPlans
+from attnstore_vllm.scheduler.open_plans import OpenPlans, Planned
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_types import Tables
@@ -167,18 +168,16 @@ class Saving:
         """Whole chunks from first_missing() up to number `stop`, until one finds no room: that one
         is asked for again once there may be room, and nothing behind it before. So all that is
         stored of a request is its beginning. Returns how many the budget has left for later."""
-        computing, sequence = req.computing, req.sequence
+        computing = req.computing
         openings, computing.no_room_at = self._store.num_openings, None
-        while number < stop:
-            if budget is not None and not budget.take(self._each):
-                break
-            name = sequence.name(number, req.tenant)
-            if not self._save(req, name, number, block_ids):
-                computing.no_room_at = openings
-                break
-            number += 1
-        computing.chunks_seen = number
-        return 0 if computing.no_room_at is not None else stop - number
+        fits = stop if budget is None else min(stop, number + budget.fits(self._each))
+        names = req.sequence.names(number, fits, req.tenant)
+        computing.chunks_seen = number + self._save(req, names, number, block_ids)
+        if computing.chunks_seen < fits:
+            computing.no_room_at = openings
+        if budget is not None:  # what found no room has taken its part too
+            budget.spend((min(computing.chunks_seen + 1, fits) - number) * self._each)
+        return 0 if computing.no_room_at is not None else stop - computing.chunks_seen
 
     @property
     def num_openings(self) -> int:
@@ -285,7 +284,7 @@ class Saving:
         if stop % size >= MIN_TAIL_TOKENS:
             number = stop // size
             name = req.sequence.name_up_to(number, req.tenant, stop)
-            self._save(req, name, number, block_ids)
+            self._save(req, [name], number, block_ids)
 
     def give_up(self, req: RequestState, stop: int) -> None:
         """Save nothing more, though chunks up to token `stop` are missing; forget what was saved
@@ -313,30 +312,47 @@ class Saving:
             return
         if not self._walks:
             name = req.sequence.name_up_to(number, req.tenant, stop)
-            self._save(req, name, number, tables[0])
+            self._save(req, [name], number, tables[0])
         if self._needs:
             self._save_sections(req, stop, tables, stop, has_ended=True)
 
     def _save(
-        self, req: RequestState, name: ChunkName, number: int, block_ids: Sequence[int]
-    ) -> bool:
-        """Whether it is being saved, or stored already. Else there is no room for it now."""
-        chunk = self._begin(req, name, number, low_value=False, waits=True)
-        if chunk is None and not self._store.has(name):
-            return False
-        if req.finds_moved:
-            self._truncation.saved(req, name)
-        if chunk is None:
-            return True
-        copies = plan_save(
-            chunk.dram.slot,
-            block_ids,
-            name.position,
-            name.num_tokens,
-            block_tokens=self._geometry.block_tokens,
+        self, req: RequestState, names: Sequence[ChunkName], first: int, block_ids: Sequence[int]
+    ) -> int:
+        """Save chunks of the spine from number `first` on. Returns how many are being saved, or are
+        stored already: for the one behind these there is no room now."""
+        runs = (
+            [None] * len(names)
+            if req.visit is None
+            else req.visit.runs_of(first, first + len(names))
         )
-        self._plan(req, chunk, copies, group=0)
-        return True
+        begun = self._store.begin_saves(
+            names,
+            runs,
+            again_from=req.computing.first,
+            pin_s=req.hints.terms.pin_s,
+            pin_stop=req.request.num_prompt_tokens,
+            dram_only=req.dram_only,
+            yields=req.computing.has_ended,
+        )
+        planned = []
+        for name, chunk in zip(names, begun, strict=False):
+            if req.finds_moved:
+                self._truncation.saved(req, name)
+            if chunk is None:
+                continue
+            if self.note_save is not None:
+                self.note_save(req, chunk)
+            copies = plan_save(
+                chunk.dram.slot,
+                block_ids,
+                name.position,
+                name.num_tokens,
+                block_tokens=self._geometry.block_tokens,
+            )
+            planned.append((chunk, copies))
+        self._plan(req, planned, group=0)
+        return len(begun)
 
     # ---- sections ----------------------------------------------------------------------
 
@@ -377,7 +393,7 @@ class Saving:
         if chunk is not None:
             slot = chunk.dram.slot
             copies = plan_save(slot, block_ids, position, stop - position, hole=hole, **sizes)
-            self._plan(req, chunk, copies, group=need.group, is_fleeting=is_fleeting)
+            self._plan(req, [(chunk, copies)], group=need.group, is_fleeting=is_fleeting)
             self.counts.add("sections_passed", need.group, low_value)
         return chunk
 
@@ -401,7 +417,7 @@ class Saving:
         chunk = self._begin(req, name, number, low_value=low_value, is_alone=True)
         if chunk is not None:
             copies = (ChunkCopy(chunk.dram.slot, 0, (block_ids[index],)),)
-            self._plan(req, chunk, copies, group=need.group, is_fleeting=True)
+            self._plan(req, [(chunk, copies)], group=need.group, is_fleeting=True)
             self.counts.add("sections_passed", need.group, low_value)
         return chunk
 
@@ -413,8 +429,8 @@ class Saving:
         *,
         low_value: bool,
         is_alone: bool = False,
-        waits: bool = False,
     ) -> Chunk | None:
+        """Begin to save what a group has beside the spine."""
         if low_value and req.computing.no_room_at is not None:
             return None  # it is behind a chunk that is missing
         run = None if req.visit is None else req.visit.run(number)
@@ -427,7 +443,6 @@ class Saving:
             low_value=low_value,
             is_alone=is_alone,
             dram_only=req.dram_only,
-            waits=waits,
             yields=req.computing.has_ended,
         )
         # Who parts from a prompt for the first time does so within a long text that was new.
@@ -439,25 +454,15 @@ class Saving:
         return chunk
 
     def _plan(
-        self,
-        req: RequestState,
-        chunk: Chunk,
-        copies: tuple[ChunkCopy, ...],
-        *,
-        group: int,
-        is_fleeting: bool = False,
+        self, req: RequestState, planned: Planned, *, group: int, is_fleeting: bool = False
     ) -> None:
         if self._needs:
-            num_blocks = sum(len(copy.block_ids) for copy in copies)
+            copied = chain.from_iterable(copies for _, copies in planned)
+            num_blocks = sum(len(copy.block_ids) for copy in copied)
             self.counts.add_blocks("group_saved_bytes", group, num_blocks)
         request = req.request
         self._plans.save(
-            request.request_id,
-            chunk,
-            copies,
-            request.lora_request,
-            req.adapter,
-            is_fleeting=is_fleeting,
+            request.request_id, planned, request.lora_request, req.adapter, is_fleeting=is_fleeting
         )
 
     def _is_low_value(self, req: RequestState, need: Need, stop: int, computed: int) -> bool:

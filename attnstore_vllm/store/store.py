@@ -367,7 +367,6 @@ class Store:
         low_value: bool = False,
         is_alone: bool = False,
         dram_only: bool = False,
-        waits: bool = False,
         yields: bool = False,
     ) -> Chunk | None:
         """See Residency.begin_save.
@@ -376,7 +375,7 @@ class Store:
             pin_s: how long it is to be pinned, if it is stored and its tenant's share allows.
         """
         with self._lock:
-            now = self.residency.now = self._clock()
+            self.residency.now = self._clock()
             chunk = self.residency.begin_save(
                 name,
                 run,
@@ -384,22 +383,59 @@ class Store:
                 low_value=low_value,
                 is_alone=is_alone,
                 dram_only=dram_only,
-                waits=waits,
                 yields=yields,
             )
-            if chunk is not None and not self.needs:  # else it may be another group's
-                self._curve.news.append(NewChunk(name.key, name.parent, name.extra, name.tokens))
-            if pin_s is not None:
-                kept = chunk or self.residency.index.get(name.key)
-                if kept is not None:
-                    self.residency.pinning.pin(kept, now + pin_s, now)
+            self._begun(name, chunk, pin_s)
             return chunk
 
-    def has(self, name: ChunkName) -> bool:
-        """Whether the chunk, or what extends it, is in some tier or on its way there."""
+    def begin_saves(
+        self,
+        names: Sequence[ChunkName],
+        runs: Sequence[Run | None],
+        *,
+        again_from: int,
+        pin_s: float | None,
+        pin_stop: int,
+        dram_only: bool,
+        yields: bool,
+    ) -> list[Chunk | None]:
+        """begin_save() of chunks of one spine that follow each other, until one finds no room now:
+        the caller asks again for that one, so it is not counted, nor in what is returned.
+
+        Args:
+            again_from, pin_stop: token from which `again` holds, and up to which `pin_s` does.
+            dram_only, yields: see Residency.begin_save.
+        """
+        begun: list[Chunk | None] = []
+        index = self.residency.index
         with self._lock:
-            index = self.residency.index
-            return index.get(name.key) is not None or index.extends(name)
+            self.residency.now = self._clock()
+            num_new = index.num_missing(names)
+            for name, run in zip(names, runs, strict=True):
+                chunk = self.residency.begin_save(
+                    name,
+                    run,
+                    again=name.position >= again_from,
+                    dram_only=dram_only,
+                    waits=True,
+                    yields=yields,
+                    num_more=max(0, num_new - 1),
+                )
+                num_new -= chunk is not None
+                self._begun(name, chunk, pin_s if name.position < pin_stop else None)
+                if chunk is None and index.get(name.key) is None and not index.extends(name):
+                    break
+                begun.append(chunk)
+        return begun
+
+    def _begun(self, name: ChunkName, chunk: Chunk | None, pin_s: float | None) -> None:
+        """Locked. A save was asked for; `chunk`: that is copied."""
+        if chunk is not None and not self.strategy.needs:  # else it may be another group's
+            self._curve.news.append(NewChunk(name.key, name.parent, name.extra, name.tokens))
+        if pin_s is not None:
+            kept, now = chunk or self.residency.index.get(name.key), self.residency.now
+            if kept is not None:
+                self.residency.pinning.pin(kept, now + pin_s, now)
 
     def num_stored(self, keys: Sequence[Key]) -> int:
         """How many chunks with these keys there are up to the last one that is stored.
@@ -450,8 +486,7 @@ class Store:
 
     def finish_saves(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:
-            for chunk in chunks:
-                self.residency.finish_save(chunk)
+            self.residency.finish_save(*chunks)
         self.thread.wake()
 
     def drop(self, chunks: Iterable[Chunk]) -> None:

@@ -10,6 +10,8 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
@@ -89,7 +91,7 @@ class DramTier(Tier):
         slot = self.free.pop()
         assert slot not in self.owned
         self.owned[slot] = chunk
-        self.depth_of[slot] = chunk.name.end
+        self.depth_of[slot] = chunk.name.position + chunk.name.num_tokens
         chunk.dram = InTier(state, slot, uses=1)
         if state is State.SAVING:
             self._grows[chunk] = chunk.run
@@ -105,8 +107,11 @@ class DramTier(Tier):
     def take_back(self, chunk: Chunk) -> None:
         slot = chunk.dram.slot
         assert self.owned.pop(slot) is chunk
-        self._enter(chunk, None)
-        self.pins.remove(slot)
+        order = self._order_of.pop(slot, None)
+        if order is not None:
+            order.remove(slot)
+        if slot in self.pins:
+            self.pins.remove(slot)
         self.free.append(slot)
         self.num_openings += 1
 
@@ -137,29 +142,27 @@ class DramTier(Tier):
 
     # ---- who leaves ----------------------------------------------------------------------
 
-    def place(self, chunk: Chunk) -> None:
-        if chunk.dram.state is not State.ABSENT:
-            self._enter(chunk, self._order_for(chunk))
+    def place(self, *chunks: Chunk) -> None:
+        new: list[tuple[Departures, Run, int]] = []
+        for chunk in chunks:
+            slot = chunk.dram.slot
+            order = self._order_for(chunk) if slot >= 0 else None
+            if slot in self._order_of:
+                self._enter(chunk, order)
+            elif order is not None:
+                new.append((order, chunk.run, slot))
+        for (order, run), found in groupby(new, itemgetter(0, 1)):
+            slots = [slot for _, _, slot in found]
+            order.add_all(slots, run)
+            self._order_of.update(dict.fromkeys(slots, order))
+            self.num_openings += len(slots)
 
     def place_left(self) -> None:
         """Place what the requests that began have left. Many begin in one step: who decides what
         leaves does it, and between steps the store's thread. Cost: a look at each chunk."""
-        if not self._left:
-            return
-        left, self._left = self._left, {}
-        slots_of: dict[tuple[Departures, Run], list[int]] = {}
-        for chunk in left:
-            slot = chunk.dram.slot
-            order = self._order_for(chunk) if slot not in self._order_of else None
-            if order is None:
-                self.place(chunk)
-                continue
-            slots_of.setdefault((order, chunk.run), []).append(slot)
-            self._order_of[slot] = order
-            self.num_openings += 1
-        by_age = sorted(slots_of.items(), key=lambda found: found[0][1].since)
-        for (order, run), slots in by_age:  # who was used meanwhile is the newest
-            order.add_all(slots, run)
+        if self._left:
+            left, self._left = self._left, {}
+            self.place(*sorted(left, key=lambda chunk: chunk.run.since))  # as they were used
 
     def _order_for(self, chunk: Chunk) -> Departures | None:
         """Where a chunk stands that is here. None: it is not to leave now."""
@@ -170,10 +173,8 @@ class DramTier(Tier):
         return self.dirty if self._is_dirty(chunk) else self.clean
 
     def _is_dirty(self, chunk: Chunk) -> bool:
-        if chunk.is_behind:
-            return False
         if chunk.behind:
-            return True
+            return not chunk.is_behind
         slot = chunk.dram.slot
         for tier in self.behind:  # noqa: SIM110 - asked of every chunk of every request
             if tier.waits_for(slot):
@@ -181,15 +182,14 @@ class DramTier(Tier):
         return False
 
     def _enter(self, chunk: Chunk, order: Departures | None) -> None:
-        """Put the chunk in one of the orders, or in none."""
+        """Put a chunk that stands in one of the orders in another, or in none."""
         slot = chunk.dram.slot
-        before, run = self._order_of.get(slot), chunk.run
+        before = self._order_of[slot]
         if before is order:
             return
-        if before is not None:
-            run = before.run_of(slot) or run  # in some orders that of who filled the slot
-            before.remove(slot)
-            del self._order_of[slot]
+        run = before.run_of(slot) or chunk.run  # in some orders that of who filled the slot
+        before.remove(slot)
+        del self._order_of[slot]
         if order is not None:
             order.add(slot, run)
             self._order_of[slot] = order
@@ -205,14 +205,16 @@ class DramTier(Tier):
         """A chunk that only requests beyond this one want, and that can be read again."""
         return self._look_ahead.farthest(whose, self._can_be_fetched_again)
 
-    def victim(
+    def victims(
         self,
         now: float,
         whose: QueuePlace | None,
         run: Run | None = None,
         since: float = math.inf,
-    ) -> tuple[Chunk | None, Gives]:
-        """The chunk to evict, by dram_gives_up(), and which that is; None if none can go.
+        count: int = 1,
+    ) -> tuple[list[Chunk], Gives]:
+        """Chunks to evict, by one decision of dram_gives_up(), and which these are; none if none
+        can go. The caller asks again for what is missing of `count`.
 
         Args:
             whose: the waiting request that reads; LAST: none waits. None: for a save.
@@ -231,13 +233,14 @@ class DramTier(Tier):
             return may_be_lost(chunk.run, since, growing) or chunk.is_behind
 
         asks = (whose, run, since, self.clean.num_changes + self.dirty.num_changes)
-        slot = self._kept.take(asks, now, can_go)
-        if slot is not None:
-            return owned[slot], self._kept.gives
+        slots = self._kept.take(asks, now, can_go, count)
+        if slots:
+            return [owned[slot] for slot in slots], self._kept.gives
         full = _Full(self, now, whose, run, can_go)
         gives = dram_gives_up(full, For.SAVE if whose is None else _WAITS[whose != LAST])
         self._kept.keep(asks, now, full, gives)
-        return full.chunk(gives), gives
+        victim = full.chunk(gives)
+        return [victim] if victim is not None else [], gives
 
     @property
     def late(self) -> float:
@@ -366,7 +369,8 @@ class _Full:
         dirty, run = self.dram.dirty, self.clean_chunk.run
         num_rest = dirty.num_of(run)
         if num_rest:
-            self._rest = self._of(dirty.last_of(run, self._can_go))
+            rest = dirty.last_of(run, self._can_go)
+            self._rest = self.dram.owned[rest[0]] if rest else None
         return num_rest, self._rest is not None
 
     def has_room_behind(self) -> bool:
@@ -427,14 +431,17 @@ class _Kept:
         self._run = self._order.run_of(chunk.dram.slot)
         self.gives, self._asks, self._at, self._left = gives, asks, now, self._slots - 1
 
-    def take(self, asks: object, now: float, can_go: Callable[[int], bool]) -> int | None:
-        """The slot that goes now by the same decision; None: it is to be made anew."""
+    def take(
+        self, asks: object, now: float, can_go: Callable[[int], bool], count: int
+    ) -> list[int]:
+        """Slots that go now by the same decision, `count` at most; none: it is to be made anew."""
         if self._run is None or self._order is None or self._left <= 0 or asks != self._asks:
-            return None
+            return []
         if not self._at <= now <= self._at + KEPT_S:
-            return None
-        self._left -= 1
-        return self._order.last_of(self._run, can_go)
+            return []
+        slots = self._order.last_of(self._run, can_go, min(count, self._left))
+        self._left -= max(1, len(slots))
+        return slots
 
 
 class MakeTierBehind(Protocol):

@@ -218,10 +218,11 @@ class RemoteTier(TierBehind):
         """Among the first few: the entry whose lease ends first. It is forgotten, not evicted."""
         return self.ends.find(self._can_go, ENDED_MAX), False
 
-    def place_in_dram(self, chunk: Chunk) -> None:
+    def place_in_dram(self, *chunks: Chunk) -> None:
         """Chunks that came from here, or that end at a time, are not written back."""
-        if self.takes_writes and chunk.origin != self.name and chunk.run.lease is None:
-            super().place_in_dram(chunk)
+        if self.takes_writes:
+            ours = [c for c in chunks if c.origin != self.name and c.run.lease is None]
+            super().place_in_dram(*ours)
 
     def live(self, slot: int) -> Chunk | None:
         return self.owned[slot]

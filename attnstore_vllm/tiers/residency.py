@@ -238,6 +238,7 @@ class Residency:
         dram_only: bool = False,
         waits: bool = False,
         yields: bool = False,
+        num_more: int = 0,
     ) -> Chunk | None:
         """Give the chunk a DRAM slot that the workers fill. It is held until finish_save.
 
@@ -249,6 +250,7 @@ class Residency:
             is_alone, dram_only: see Chunk.
             waits: the caller asks again where there is no room now.
             yields: nothing that would be lost makes room for it.
+            num_more: chunks that are about to be saved so after it, and that no tier has.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
         there is no room (counted as dropped if it is nowhere else, and no request waits for room).
         """
@@ -270,7 +272,7 @@ class Residency:
         elif not (
             self._has_room_for_low_value()
             if low_value
-            else self._make_room_to_save(run, yields=yields)
+            else self.dram.free or self._make_room_to_save(run, 1 + num_more, yields=yields)
         ):
             if not (low_value or waits):
                 self.counts[Event.DROPPED] += 1
@@ -278,7 +280,8 @@ class Residency:
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.is_alone = is_alone  # a record of an early release does not say it
         chunk.dram_only = dram_only
-        chunk.run.use(self.now)
+        if chunk.run.used_at != self.now:  # else for the chunk before it
+            chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)
         if low_value:
             chunk.refused_by.update(tier.name for tier in self.behind)
@@ -288,14 +291,17 @@ class Residency:
             self.pinning.spread(chunk, self.now)
         return chunk
 
-    def finish_save(self, chunk: Chunk) -> None:
+    def finish_save(self, *chunks: Chunk) -> None:
         """All ranks have copied: the bytes are ready, and dirty until written back."""
-        assert chunk.dram.state is State.SAVING
-        chunk.dram.state = State.READY
-        self.dram.saved(chunk)
-        self._refuse_if_not_wanted(chunk)
-        self._place(chunk)
-        if not chunk.dropped:
+        for chunk in chunks:
+            assert chunk.dram.state is State.SAVING
+            chunk.dram.state = State.READY
+            self.dram.saved(chunk)
+            self._refuse_if_not_wanted(chunk)
+        self._place(*chunks)
+        for chunk in chunks:
+            if chunk.dropped:
+                continue
             self.counts[Event.SAVED_AGAIN if chunk.behind else Event.SAVED] += 1
             for tail in self.index.extended_by(chunk.name) if not chunk.is_alone else ():
                 if tail.behind:
@@ -304,15 +310,18 @@ class Residency:
                     self.pinning.inherit(chunk, tail, self.now)
                     self.counts[Event.SUPERSEDED] += 1
                     self.drop(tail)
-        self.release(chunk)
+        self.release(*chunks)
 
-    def _place(self, chunk: Chunk) -> None:
-        """The state of a chunk that may be in DRAM has changed: may it leave, is it written?"""
-        for tier in self.behind if chunk.dram.slot >= 0 else ():
-            tier.place_in_dram(chunk)
-        self.dram.place(chunk)
-        if self.watch is not None and not chunk.dropped:
-            self.watch.at(chunk)
+    def _place(self, *chunks: Chunk) -> None:
+        """The state of chunks that may be in DRAM has changed: may they leave, are they written?"""
+        here = [chunk for chunk in chunks if chunk.dram.slot >= 0]
+        for tier in self.behind if here else ():
+            tier.place_in_dram(*here)
+        self.dram.place(*here)
+        if self.watch is not None:
+            for chunk in chunks:
+                if not chunk.dropped:
+                    self.watch.at(chunk)
 
     def _refuse_if_not_wanted(self, chunk: Chunk) -> None:
         """Tiers behind do not get what has ended, nor what DRAM alone may have: so DRAM gives it up
@@ -513,38 +522,44 @@ class Residency:
     # ---- room --------------------------------------------------------------------------
 
     def _make_room_in_dram(
-        self, whose: QueuePlace | None = None, run: Run | None = None, since: float = math.inf
+        self,
+        whose: QueuePlace | None = None,
+        run: Run | None = None,
+        since: float = math.inf,
+        count: int = 1,
     ) -> bool:
+        """A free slot; where one has to be freed, up to `count` that go by the same decision."""
         if whose is not None and self.dram.is_full_of_wanted(whose):
-            victim, gives = self.dram.farther(whose), Gives.WANTED
+            farther = self.dram.farther(whose)
+            victims, gives = [farther] if farther is not None else [], Gives.WANTED
         elif self.dram.free:
             return True
         else:
             self.pinning.end(self.now)
-            victim, gives = self.dram.victim(self.now, whose, run, since)
-        if victim is None:
+            victims, gives = self.dram.victims(self.now, whose, run, since, count)
+        if not victims:
             return False
         self.counts[Event.GIVEN_UP] += gives is Gives.WANTED
-        self.counts[Event.EVICTED_DRAM] += 1
-        self.leave_dram(victim)
+        self.counts[Event.EVICTED_DRAM] += len(victims)
+        self.leave_dram(*victims)
         return bool(self.dram.free)
 
-    def _make_room_to_save(self, run: Run | None, *, yields: bool) -> bool:
+    def _make_room_to_save(self, run: Run | None, count: int, *, yields: bool) -> bool:
         """Room for what no tier has. It is not taken from what else is nowhere, of the same request
         or of one that came later."""
         since = math.inf if run is None else run.since
         since = -math.inf if yields else since
-        return bool(self.dram.free) or self._make_room_in_dram(since=since)
+        return self._make_room_in_dram(since=since, count=count)
 
     def _has_room_for_low_value(self) -> bool:
         """Room for what is worth little: a free slot, or that of another such chunk."""
         if self.dram.free:
             return True
-        victim, gives = self.dram.victim(self.now, LAST)
-        if victim is None or not may_go_for_low_value(victim.run, gives):
+        victims, gives = self.dram.victims(self.now, LAST)
+        if not victims or not may_go_for_low_value(victims[0].run, gives):
             return False
         self.counts[Event.EVICTED_DRAM] += 1
-        self.leave_dram(victim)
+        self.leave_dram(*victims)
         return True
 
     def _make_room_behind(self, tier: TierBehind, chunk: Chunk) -> bool | None:
@@ -571,17 +586,19 @@ class Residency:
             self.leave(tier, victim)
         return tier.num_free > 0
 
-    def leave_dram(self, chunk: Chunk) -> None:
-        """The chunk, which no transfer touches, leaves DRAM."""
-        for tier in self.behind:
-            tier.left_dram(chunk.dram.slot)
-        self.dram.take_back(chunk)
-        chunk.dram, chunk.came_from = NOWHERE, ""
-        if chunk.is_behind and not chunk.dropped:
-            self.look_ahead.has_gone(chunk)
-            if self.watch is not None:
-                self.watch.at(chunk)
-        self._forget_if_nowhere(chunk)
+    def leave_dram(self, *chunks: Chunk) -> None:
+        """The chunks, which no transfer touches, leave DRAM."""
+        for chunk in chunks:
+            for tier in self.behind:
+                tier.left_dram(chunk.dram.slot)
+            self.dram.take_back(chunk)
+            chunk.dram, chunk.came_from = NOWHERE, ""
+            if chunk.is_behind and not chunk.dropped:
+                self.look_ahead.has_gone(chunk)
+                if self.watch is not None:
+                    self.watch.at(chunk)
+            elif not chunk.behind:
+                self._forget_if_nowhere(chunk)
 
     def leave(self, tier: TierBehind, chunk: Chunk) -> None:
         """The chunk, which no transfer touches there, leaves a tier behind."""

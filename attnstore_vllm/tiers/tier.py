@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.eviction.departures import Departures
@@ -227,19 +229,23 @@ class TierBehind(Tier):
 
     # ---- what waits in DRAM ----------------------------------------------------------------
 
-    def place_in_dram(self, chunk: Chunk) -> None:
-        """The chunk waits for being written here, or does not any more. It has a slot of DRAM."""
-        is_here = chunk.dram.state is State.READY and not (chunk.dropped or self.is_lost)
-        may_wait, slot = is_here and self.name not in chunk.behind, chunk.dram.slot
-        waits = may_wait and self.name not in chunk.refused_by
-        if waits and slot not in self.waiting:
-            self.waiting.add(slot, chunk.run)
-        elif not waits:
-            self.left_dram(slot)
-        if may_wait and not waits and chunk.written_if_room:
-            self.waiting_low_value[slot] = None
-        else:
-            self.waiting_low_value.pop(slot, None)
+    def place_in_dram(self, *chunks: Chunk) -> None:
+        """These wait for being written here, or do not any more. They have slots of DRAM."""
+        new: list[Chunk] = []
+        for chunk in chunks:
+            is_here = chunk.dram.state is State.READY and not (chunk.dropped or self.is_lost)
+            may_wait, slot = is_here and self.name not in chunk.behind, chunk.dram.slot
+            waits = may_wait and self.name not in chunk.refused_by
+            if not waits:
+                self.left_dram(slot)
+            elif slot not in self.waiting:
+                new.append(chunk)
+            if may_wait and not waits and chunk.written_if_room:
+                self.waiting_low_value[slot] = None
+            else:
+                self.waiting_low_value.pop(slot, None)
+        for run, of_run in groupby(new, attrgetter("run")):
+            self.waiting.add_all([chunk.dram.slot for chunk in of_run], run)
 
     def believes(self, slot: int, now: float) -> bool:
         """Whether what it is said to have in this slot is taken to be there."""

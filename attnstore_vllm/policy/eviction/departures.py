@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -98,21 +98,14 @@ class Departures:
     def add(self, slot: int, run: Run) -> None:
         """The slot was filled, for this run. Cost: O(1); where it is not the deepest of its run,
         O(log) of the run's slots, and moving them."""
-        group, group_of = self._group(run), self._group_of
-        assert group_of[slot] < 0
-        self.num_changes += 1
-        if group.num_left and self.depth_of is not None:
-            self._put(group, (slot,))
-        else:
-            group.slots.append(slot)
-        group_of[slot] = group.number
-        group.num_left += 1
-        self._length += 1
+        self.add_all((slot,), run)
 
     def add_all(self, slots: Sequence[int], run: Run) -> None:
-        """These were filled for this run, in the order of depth."""
+        """These were filled for this run, in this order."""
         group, group_of = self._group(run), self._group_of
         self.num_changes += 1
+        if len(slots) > 1 and self.depth_of is not None:
+            slots = sorted(slots, key=self.depth_of.__getitem__)
         self._put(group, slots)
         for slot in slots:
             assert group_of[slot] < 0
@@ -235,10 +228,18 @@ class Departures:
             group.first += 1
         return slots[group.first]
 
-    def last_of(self, run: Run, can_go: Callable[[int], bool]) -> int | None:
-        """The deepest slot of this run that can go."""
-        group = self._by_run.get(run)
-        return self._last(group, can_go) if group is not None else None
+    def last_of(self, run: Run, can_go: Callable[[int], bool], count: int = 1) -> list[int]:
+        """The deepest slots of this run that can go, `count` at most: the deepest first."""
+        found: dict[int, None] = {}  # a slot that came back may stand in a group twice
+        group, num_held = self._by_run.get(run), 0
+        for slot in self._deepest(group) if group is not None else ():
+            if can_go(slot):
+                found[slot] = None
+            else:
+                num_held += 1
+            if len(found) == count or num_held == SLOTS_MAX:
+                break
+        return list(found)
 
     def num_of(self, run: Run) -> int:
         """Slots of this run."""
@@ -278,13 +279,14 @@ class Departures:
 
     def _last(self, group: _Group, can_go: Callable[[int], bool]) -> int | None:
         """The group's deepest slot that can go."""
+        return next(filter(can_go, islice(self._deepest(group), SLOTS_MAX)), None)
+
+    def _deepest(self, group: _Group) -> Iterator[int]:
+        """The group's slots, the deepest first."""
         slots, group_of, number = group.slots, self._group_of, group.number
         while slots and group_of[slots[-1]] != number:
             slots.pop()
-        if not slots or can_go(slots[-1]):
-            return slots[-1] if slots else None
-        ours = (slot for slot in reversed(slots) if group_of[slot] == number)
-        return next((slot for slot in islice(ours, 1, SLOTS_MAX) if can_go(slot)), None)
+        return (slot for slot in reversed(slots) if group_of[slot] == number)
 
     def _put(self, group: _Group, slots: Sequence[int]) -> None:
         """Enter slots that are not of the group yet, in the order of depth, where they belong."""

@@ -57,15 +57,16 @@ class SharedTier(RemoteTier):
         self._used: dict[int, None] = {}
         """Those of them that need not pause any longer."""
 
-    def place_in_dram(self, chunk: Chunk) -> None:
-        slot = chunk.dram.slot
-        if not self._may_wait(chunk):
-            self.left_dram(slot)
-        elif slot not in self._pausing:
-            if slot in self.waiting:
-                super().place_in_dram(chunk)
-            else:
-                self._pausing[slot] = self._clock()
+    def place_in_dram(self, *chunks: Chunk) -> None:
+        for chunk in chunks:
+            slot = chunk.dram.slot
+            if not self._may_wait(chunk):
+                self.left_dram(slot)
+            elif slot not in self._pausing:
+                if slot in self.waiting:
+                    super().place_in_dram(chunk)
+                else:
+                    self._pausing[slot] = self._clock()
 
     def _may_wait(self, chunk: Chunk) -> bool:
         return (
