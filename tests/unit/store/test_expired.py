@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV whose ttl is over is not used again by any way but a computation of it anew."""
+
+from __future__ import annotations
+
+from attnstore_vllm.policy.visits import Terms
+from attnstore_vllm.store.lookup import Lookup
+from tests.helpers import Rig, Rigs, conversation, lookup_of, name_of, sequence_of, tokens_of
+from tests.unit.policy.test_visits import Clock, ask
+
+TTL = Terms(ttl_s=60.0)
+
+
+def test_the_same_answer_once_more_does_not_revive_the_expired_one(open_rig: Rigs) -> None:
+    """A prompt of half a chunk, and an answer up to token 40: a look-up sees the prompt alone."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock)
+    ask(rig, 1, terms=TTL)
+    device.settle()
+    old = rig.chunk(name_of(sequence_of(conversation(1)), 1))
+    clock.now += 100.0
+    sequence = sequence_of(conversation(1, 8))
+    with rig.store.queue() as queue:
+        queue.append("again")
+    pieces, visit = rig.store.arrive("again", Lookup(sequence), 8, 1, TTL)
+    assert pieces == []
+    rig.store.leave_queue(["again"])
+    answered = sequence_of(conversation(1))
+    for number in range(3):
+        chunk = rig.store.begin_save(name_of(answered, number), visit.run(number))
+        if chunk is not None:
+            rig.store.finish_saves([chunk])
+    device.settle()
+    clock.now += 10.0
+    found = rig.store.find(lookup_of(conversation(1)), 0, 40)
+    assert old not in [piece.chunk for piece in found]
