@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.store.lookup import Lookup
-from tests.helpers import Rig, Rigs, conversation, lookup_of, name_of, sequence_of, tokens_of
+from tests.helpers import Rigs, conversation, lookup_of, name_of, sequence_of
 from tests.unit.policy.test_visits import Clock, ask
 
 TTL = Terms(ttl_s=60.0)
