@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.store.lookup import Lookup
-from tests.helpers import Rigs, conversation, lookup_of, name_of, sequence_of
-from tests.unit.policy.test_visits import Clock, ask
+from tests.helpers import Rigs, conversation, lookup_of, name_of, sequence_of, tokens_of
+from tests.unit.policy.test_visits import Clock, ask, save
 
 TTL = Terms(ttl_s=60.0)
 
@@ -34,3 +36,18 @@ def test_the_same_answer_once_more_does_not_revive_the_expired_one(open_rig: Rig
     clock.now += 10.0
     found = rig.store.find(lookup_of(conversation(1)), 0, 40)
     assert old not in [piece.chunk for piece in found]
+
+
+@pytest.mark.parametrize("eviction", ["attnstore", "lru", "fifo"])
+def test_a_use_of_its_beginning_renews_nothing_behind_it(open_rig: Rigs, eviction: str) -> None:
+    """Another conversation goes on from the first chunk alone."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock, eviction=eviction)
+    first = tokens_of(1, 48)
+    save(rig, first, TTL)
+    device.settle()
+    clock.now += 50.0
+    save(rig, first[:16] + tokens_of(2, 16), TTL)
+    device.settle()
+    clock.now += 50.0
+    assert rig.store.find(lookup_of(first), 0, 48)[-1].stop == 16, "of 100 s ago, with a ttl of 60"
