@@ -96,6 +96,10 @@ class Generation:
             self._say(error)
             self._keep_to_itself()
 
+    def leave(self) -> None:
+        """From now on it is of no generation that others have. A restart is of the one before."""
+        self.value = secrets.token_bytes(SIZE_BYTES)
+
     def _keep_to_itself(self) -> None:
         """After a restart, too, it is of no generation that others have."""
         try:

@@ -5,13 +5,33 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_lab.testing.small_store import open_store
 from attnstore_vllm.tiers.peers import generation
 from attnstore_vllm.tiers.peers.generation import Generation
-from tests.helpers import NAMESPACE
+from attnstore_vllm.tiers.peers.make_peers import peers_of
+from attnstore_vllm.tiers.peers.peers_io import PeersIo
+from tests.helpers import (
+    CHUNK_TOKENS,
+    NAMESPACE,
+    format_device,
+    found_slab,
+    new_slab,
+    open_pool,
+    slab_bytes,
+)
+
+
+class Failed:
+    """A reset of NVMe."""
+
+    is_over, succeeded = True, False
 
 
 def engines_of(group: Path) -> list[Generation]:
@@ -73,3 +93,41 @@ def test_a_generation_is_on_the_disk_before_it_is_used(
     here.advance()
     name = generation.file_name(NAMESPACE)
     assert synced == [name, name, "dp0"], "the group's, its own, and the name of that"
+
+
+def test_a_generation_is_noted_once_nvme_has_nothing_of_before(tmp_path: Path) -> None:
+    """A kill between the two would bring KV of before back, as that of after the reset."""
+    dirs = [tmp_path / "dp0", tmp_path / "dp1"]
+    for directory in dirs:
+        directory.mkdir(mode=0o700)
+    device, slab = MemoryDevice(slab_bytes(16)), new_slab(16)
+    format_device(device, slab)
+    pool = open_pool(8)
+    more = peers_of(dirs[0], tmp_path, [dirs[1]], NAMESPACE, CHUNK_TOKENS, pool)
+    store = open_store(pool, slab, device, more_tiers=more)
+    noted = dirs[0] / generation.file_name(NAMESPACE)
+    before, on_disk = noted.read_bytes(), found_slab(device.image).own[0].generation
+    device.hold()
+    with ThreadPoolExecutor(1) as other:
+        reset = other.submit(store.reset)
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline and noted.read_bytes() == before:
+            time.sleep(0.01)
+        assert found_slab(device.image).own[0].generation == on_disk
+        assert noted.read_bytes() == before
+        device.release()
+        assert reset.result()
+    after = noted.read_bytes()
+    assert after != before
+    io = store.thread.tiers[1]
+    assert isinstance(io, PeersIo)
+    assert io.generation() == after
+    io.context.disk_reset = Failed()
+    with io.context.progress:
+        given_up = io.reset()
+        io.context.progress.wait_for(lambda: given_up.is_over, 10.0)
+        assert not given_up.succeeded
+    assert noted.read_bytes() == after != io.generation(), "a restart finds what is on NVMe"
+    assert store.reset()
+    assert after != noted.read_bytes() == io.generation()
+    store.close()
