@@ -381,6 +381,26 @@ def test_results_are_at_most_twelve_screens() -> None:
     assert sum(1 + len(line) // 100 for line in lines) <= 12 * 40
 
 
+def test_names_in_tables_break_at_their_joints() -> None:
+    """Elsewhere, and in blocks of code, a browser has the room."""
+    name = "vllm:attnstore_chunks_total{event}"
+    row = f"<td>a_b <code>{name}</code></td>"
+    parts = "vllm:<wbr>attnstore_<wbr>chunks_<wbr>total{<wbr>event}"
+    assert docs_site.on_page_content(f"<p><code>{name}</code></p>{row}") == (
+        f"<p><code>{name}</code></p><td>a_b <code>{parts}</code></td>"
+    )
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "hooks: [tools/docs_site.py]" in text and "extra_css: [site.css]" in text
+
+
+def test_every_picture_is_on_a_page() -> None:
+    """One that was drawn and is shown nowhere convinces no reader."""
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+    drawn = [*(ROOT / "docs").rglob("*.svg"), *(ROOT / "results").rglob("*.svg")]
+    shown = {Path(target).name for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", pages)}
+    assert {path.name for path in drawn} <= shown
+
+
 def test_lists_and_tables_get_their_empty_line() -> None:
     given = ["a", "- b", "- c", "", "d", "| e |", "|---|", "```", "x", "- no", "```"]
     assert list(docs_site.spaced(given)) == [

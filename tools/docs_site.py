@@ -49,6 +49,18 @@ def stage() -> None:
 
 
 _STARTS = re.compile(r"(\||- |\d+\. )")
+_CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+_CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
+_JOINT = re.compile(r"(?<=[_.:/,{(=])(?=\w)")
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Let names in tables break at their joints, where a column is narrow. MkDocs calls it."""
+
+    def code(found: re.Match[str]) -> str:
+        return f"<code>{_JOINT.sub('<wbr>', found[1])}</code>"
+
+    return _CELL.sub(lambda cell: _CODE.sub(code, cell[0]), html)
 
 
 def spaced(lines: list[str]) -> Iterator[str]:
