@@ -23,6 +23,8 @@ TOPS: Final = (74, 132, 190)
 LINE: Final = 18
 LETTER: Final = 8.5
 """Of 15 px, on average and a little more: what a word needs, as no browser is asked."""
+SMALL, SMALL_LETTER = 14, 7.7
+"""The same of words on a part of a bar."""
 
 
 def hero(demo: Mapping[str, Any]) -> str:
@@ -126,9 +128,12 @@ def _parts(
             f'<rect x="{at:.1f}" y="{top}" width="{max(1.0, width - 2):.1f}" height="{ROW}" '
             f'rx="{5 if width > 12 else 1}" fill="{TINTS[source]}"/>'
         )
-        fitting = [w for w in (words[source], source) if width > LETTER * len(w) + 6]
+        fitting = [w for w in (words[source], source) if width > SMALL_LETTER * len(w) + 6]
         if fitting:
-            drawn.append(_text(at + width / 2, top + 20, fitting[0], fill=ON_TINT, anchor="middle"))
+            middle = at + width / 2 - 1
+            drawn.append(
+                _text(middle, top + 20, fitting[0], fill=ON_TINT, anchor="middle", size=SMALL)
+            )
         at += width
     return drawn
 
