@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -365,6 +366,15 @@ def test_the_site_finds_settings_and_metrics_and_opens_as_files() -> None:
     ):
         assert [word for word in re.split(separator, name) if word] == words
     assert "  - offline" in text and "use_directory_urls: false" in text
+    assert "extra: {polyfills: [iframe-worker.js]}" in text, "`offline` asks another site for one"
+    assert (ROOT / "docs" / "iframe-worker.js").is_file()
+
+
+def test_a_search_for_a_name_finds_the_page_that_explains_it_first() -> None:
+    for name in ("runbook.md", "configuration.md", "faq.md"):
+        page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=name))
+        assert docs_site.on_page_markdown("", page) is None
+        assert (page.meta.get("search", {}).get("boost", 1) > 1) == (name != "faq.md")
 
 
 def test_what_users_do_not_need_comes_last() -> None:

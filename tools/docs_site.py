@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -52,6 +53,16 @@ _STARTS = re.compile(r"(\||- |\d+\. )")
 _CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _JOINT = re.compile(r"(?<=[_.:/,{(=])(?=\w)")
+
+
+BOOSTS = {"runbook.md": 4, "configuration.md": 2}
+"""Pages that explain each name: a search for one finds them before those that only use it."""
+
+
+def on_page_markdown(_: str, page: Any, **__: object) -> None:
+    """MkDocs calls it."""
+    if page.file.src_uri in BOOSTS:
+        page.meta["search"] = {"boost": BOOSTS[page.file.src_uri]}
 
 
 def on_page_content(html: str, **_: object) -> str:
