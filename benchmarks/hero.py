@@ -23,7 +23,7 @@ TOPS: Final = (74, 132, 190)
 LINE: Final = 18
 LETTER: Final = 8.5
 """Of 15 px, on average and a little more: what a word needs, as no browser is asked."""
-SMALL, SMALL_LETTER = 14, 7.7
+SMALL, SMALL_LETTER = 13, 7.4
 """The same of words on a part of a bar."""
 
 
