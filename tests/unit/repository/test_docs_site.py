@@ -40,7 +40,7 @@ def test_the_site_finds_settings_and_metrics_and_opens_as_files() -> None:
 def test_a_search_for_a_name_finds_the_page_that_explains_it_first() -> None:
     for name in ("runbook.md", "configuration.md", "faq.md"):
         page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=name))
-        assert docs_site.on_page_markdown("", page) is None
+        docs_site.on_page_markdown("", page)
         assert (page.meta.get("search", {}).get("boost", 1) > 1) == (name != "faq.md")
 
 
