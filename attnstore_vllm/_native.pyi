@@ -13,7 +13,14 @@ def encode_tokens(token_ids: list[int]) -> bytes: ...
 def encode_chunks(
     token_ids: list[int], chunk_tokens: int, first: int, stop: int
 ) -> list[bytes]: ...
-def chain_keys(parent: Key, chunks: tuple[bytes, ...], extras: tuple[bytes, ...]) -> list[Key]: ...
+def hash_chunks(
+    token_ids: list[int],
+    chunk_tokens: int,
+    first: int,
+    stop: int,
+    parent: Key,
+    extras: tuple[bytes, ...],
+) -> tuple[list[bytes], list[Key]]: ...
 
 class PageShape:
     """Where pages are in slots, in blocks and in rows of a write buffer."""

@@ -13,12 +13,18 @@ from xml.sax.saxutils import escape
 
 from attnstore_lab.palette import BEHIND, INK, ON_TINT, TINTS, color
 
-WIDTH: Final = 980
-LEFT: Final = 176
-"""Where bars begin; their names end before."""
-ROW: Final = 34
+WIDTH: Final = 600
+"""A phone shows it in 360 pixels: words of 15 are 9 there."""
+LEFT: Final = 12
+"""Where all begins; a bar's name stands above it."""
+ROW: Final = 30
+TOPS: Final = (74, 132, 190)
+"""Of the bars."""
+LINE: Final = 18
 LETTER: Final = 8.5
 """Of 15 px, on average and a little more: what a word needs, as no browser is asked."""
+SMALL, SMALL_LETTER = 13, 7.4
+"""The same of words on a part of a bar."""
 
 
 def hero(demo: Mapping[str, Any]) -> str:
@@ -28,18 +34,18 @@ def hero(demo: Mapping[str, Any]) -> str:
     ratio = before / after
     said = f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times as late"
     title = f"The first token of a later turn comes {said}"
-    scale = 650 / max(side["ttft_later_turns_p95_ms"] for side in (alone, ours))
+    scale = 460 / max(side["ttft_later_turns_p95_ms"] for side in (alone, ours))
     body = [
-        *_time(alone, 56, scale, TINTS["computed"], color("vllm")),
-        *_time(ours, 105, scale, TINTS["DRAM"], color("attnstore")),
+        *_time(alone, TOPS[0], scale, TINTS["computed"], color("vllm")),
+        *_time(ours, TOPS[1], scale, TINTS["DRAM"], color("attnstore")),
     ]
     tokens = dict(sorted(ours["prompt_tokens"].items(), key=lambda source: _rank(source[0])))
     all_tokens = sum(tokens.values())
     words = {
         source: f"{source} {100 * count / all_tokens:.0f} %" for source, count in tokens.items()
     }
-    body += _row("its prompt's KV", 161)
-    body += _parts(tokens, words, 161, (WIDTH - 16 - LEFT) / all_tokens)
+    body += _row("where its prompt's KV was", TOPS[2])
+    body += _parts(tokens, words, TOPS[2], (WIDTH - 2 * LEFT) / all_tokens)
     turns = sum(
         record["turn"] >= 2 and record["error"] is None and record["ttft_ms"] is not None
         for record in demo["records"][ours["name"]]
@@ -49,12 +55,13 @@ def hero(demo: Mapping[str, Any]) -> str:
     where = f"vLLM {engine}, {here['cores']} cores" + (", no GPU" if build == "cpu" else "")
     foot = (
         f"Median of {turns} later turns of {chats} chats; "
-        f"HBM has room for {demo['settings']['hbm_tokens']:,} tokens. {where}: make demo"
+        f"HBM has room for {demo['settings']['hbm_tokens']:,} tokens.",
+        f"{where}: make demo",
     )
     told = (
         f"{title}: {after:.0f} ms in place of {before:.0f} ms. Its KV: {', '.join(words.values())}."
     )
-    return _svg(title, told, body, foot, 240)
+    return _svg(title, told, body, foot)
 
 
 def restart(found: Mapping[str, Any]) -> str:
@@ -65,23 +72,23 @@ def restart(found: Mapping[str, Any]) -> str:
         ("before the restart", "before"),
         ("after it", "after"),
     )
-    scale = 700 / max(sum(found[key].values()) for _, key in rows)
+    scale = 500 / max(sum(found[key].values()) for _, key in rows)
     body: list[str] = []
     told = []
-    for n, (name, key) in enumerate(rows):
-        top = 56 + 46 * n
+    for top, (name, key) in zip(TOPS, rows, strict=True):
         tokens = {tier: count for tier, count in found[key].items() if count}
         total = sum(tokens.values())
         words = {tier: f"{tier} {count:,}" for tier, count in tokens.items()}
         body += _row(name, top)
         body += _parts(tokens, words, top, scale)
-        body.append(_text(LEFT + total * scale + 10, top + 22, f"{total:,}", bold=True))
+        body.append(_text(LEFT + total * scale + 10, top + 20, f"{total:,}", bold=True))
         told.append(f"{name}: {', '.join(words.values())}")
     foot = (
         f"Prompt tokens found of the same {found['conversations']} chats. A chat finds its own "
-        "turns; what was stored before a restart comes from NVMe."
+        "turns;",
+        "what was stored before a restart comes from NVMe.",
     )
-    return _svg(title, f"{title}. {'. '.join(told)}.", body, foot, 226)
+    return _svg(title, f"{title}. {'. '.join(told)}.", body, foot)
 
 
 def _rank(source: str) -> tuple[bool, bool]:
@@ -95,7 +102,7 @@ def _time(side: Mapping[str, Any], top: int, scale: float, tint: str, line: str)
     end, far = LEFT + median * scale, LEFT + tail * scale
     drawn = _row(side["name"], top)
     drawn.append(
-        f'<rect x="{end:.1f}" y="{top + 12}" width="{far - end:.1f}" height="10" rx="4" '
+        f'<rect x="{end:.1f}" y="{top + 10}" width="{far - end:.1f}" height="10" rx="4" '
         f'fill="{line}" fill-opacity="{BEHIND}"/>'
     )
     drawn.append(
@@ -103,10 +110,10 @@ def _time(side: Mapping[str, Any], top: int, scale: float, tint: str, line: str)
     )
     inside, beside = f"{median:.0f} ms", f"p95 {tail:.0f} ms"
     if (end - LEFT) > LETTER * len(inside) + 20:
-        drawn.append(_text(end - 10, top + 22, inside, fill=ON_TINT, anchor="end", bold=True))
-        drawn.append(_text(far + 10, top + 22, beside))
+        drawn.append(_text(end - 10, top + 20, inside, fill=ON_TINT, anchor="end", bold=True))
+        drawn.append(_text(far + 10, top + 20, beside))
     else:
-        drawn.append(_text(far + 10, top + 22, f"{inside}, {beside}", bold=True))
+        drawn.append(_text(far + 10, top + 20, f"{inside}, {beside}", bold=True))
     return drawn
 
 
@@ -121,15 +128,18 @@ def _parts(
             f'<rect x="{at:.1f}" y="{top}" width="{max(1.0, width - 2):.1f}" height="{ROW}" '
             f'rx="{5 if width > 12 else 1}" fill="{TINTS[source]}"/>'
         )
-        fitting = [w for w in (words[source], source) if width > LETTER * len(w) + 6]
+        fitting = [w for w in (words[source], source) if width > SMALL_LETTER * len(w) + 6]
         if fitting:
-            drawn.append(_text(at + width / 2, top + 22, fitting[0], fill=ON_TINT, anchor="middle"))
+            middle = at + width / 2 - 1
+            drawn.append(
+                _text(middle, top + 20, fitting[0], fill=ON_TINT, anchor="middle", size=SMALL)
+            )
         at += width
     return drawn
 
 
 def _row(name: str, top: int) -> list[str]:
-    return [_text(LEFT - 12, top + 22, name, anchor="end", size=16)]
+    return [_text(LEFT, top - 8, name)]
 
 
 def _text(
@@ -149,17 +159,20 @@ def _text(
     )
 
 
-def _svg(title: str, told: str, body: Sequence[str], foot: str, height: int) -> str:
+def _svg(title: str, told: str, body: Sequence[str], foot: Sequence[str]) -> str:
     """Args:
     told: for those who do not see it.
     """
+    under = TOPS[-1] + ROW + 28
+    height = under + LINE * len(foot)
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
         'font-family="Helvetica, Arial, sans-serif" role="img" aria-labelledby="t">',
         f'<title id="t">{escape(told)}</title>',
-        _text(12, 30, title, bold=True, size=21),
+        _text(LEFT, 28, title, bold=True, size=18),
         *body,
-        _text(12, height - 14, foot, size=14),
+        *(_text(LEFT, under + LINE * n, line, size=13) for n, line in enumerate(foot)),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

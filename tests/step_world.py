@@ -23,7 +23,7 @@ from attnstore_vllm.scheduler import hidden_blocks
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry, Group
-from attnstore_vllm.types import Key, Seen
+from attnstore_vllm.types import Seen
 from tests.helpers import NAMESPACE, memory_rig
 from tests.vllm_objects import output
 
@@ -141,13 +141,13 @@ class StepWorld:
 
             monkeypatch.setattr(owner, name, call)
 
-        chain = _native.chain_keys
+        native = _native.hash_chunks
 
-        def chain_keys(parent: Key, chunks: tuple[bytes, ...], *more: Any) -> list[Key]:
-            self.counts["chunks hashed"] += len(chunks)
-            return chain(parent, chunks, *more)
+        def hash_chunks(ids: list[int], size: int, first: int, stop: int, *more: Any) -> Any:
+            self.counts["chunks hashed"] += stop - first
+            return native(ids, size, first, stop, *more)
 
-        monkeypatch.setattr(keys, "native_chain_keys", chain_keys)
+        monkeypatch.setattr(keys, "hash_chunks", hash_chunks)
         counted(keys, "chunk_key", "chunks hashed")
         counted(keys.SequenceKeys, "__init__", "sequences")
         counted(hidden_blocks, "blake3", "names hidden")

@@ -13,7 +13,7 @@ import pytest
 
 from attnstore_vllm.cli.commands import command_names
 from attnstore_vllm.types import Event
-from tools import docs_site, readme_results, setup_env, wrap_pages
+from tools import readme_results, setup_env, wrap_pages
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -135,12 +135,12 @@ def test_no_sentence_is_long(path: Path) -> None:
     assert not long, "\n".join(long)
 
 
-USERS = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2].partition("- Internals:")[0]
+NAVIGATION = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
 PARAGRAPHS = [
     README,
-    *(ROOT / "docs" / name for name in re.findall(r"(\S+\.md)", USERS) if name != "experiments.md"),
+    *(ROOT / "docs" / n for n in re.findall(r"(\S+\.md)", NAVIGATION) if "notes/" not in n),
 ]
-"""What users read; experiments.md is made of what the experiments note."""
+"""What the site's navigation has; notes are dated, and keep what was found as it was."""
 
 
 @pytest.mark.parametrize("path", PARAGRAPHS, ids=short)
@@ -150,6 +150,13 @@ def test_no_paragraph_is_long(path: Path) -> None:
     parts = re.split(r"\n\s*\n|\n(?=- |\d+\. |#|\|)", text)
     long = [p for p in parts if not p.startswith("|") and len(p.split()) > PARAGRAPH_MAX]
     assert not long, "\n\n".join(long)
+
+
+def test_the_navigation_has_every_page_that_is_no_note() -> None:
+    """So that the limit of paragraphs holds for all of them."""
+    named = {path.name for path in PARAGRAPHS}
+    assert {p.name for p in DOCS if p.parent.name != "notes"} <= named
+    assert set(FIRST) <= named
 
 
 def test_the_comparison_of_readme_is_that_of_its_page() -> None:
@@ -337,60 +344,6 @@ def test_every_metric_is_in_the_runbook() -> None:
         assert f"`{event}`" in RUNBOOK, f"docs/runbook.md lacks the event {event}"
     named = set(re.findall(r"`vllm:attnstore_(\w+)", RUNBOOK))
     assert named <= series, f"no such series: {named - series}"
-
-
-def test_every_page_is_in_the_nav() -> None:
-    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in DOCS}
-    assert set(re.findall(r"([\w/-]+\.md)", nav)) == pages
-
-
-def test_the_site_finds_settings_and_metrics_and_opens_as_files() -> None:
-    """Its search splits names as the pages have them; `offline` keeps the index in a script."""
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    (separator,) = re.findall(r"search: \{separator: '(.+)'\}", text)
-    for name, words in (
-        ("nvme.io_deadline", ["nvme", "io", "deadline"]),
-        (
-            "`vllm:attnstore_loaded_tokens_total{tier=",
-            ["vllm", "attnstore", "loaded", "tokens", "total", "tier"],
-        ),
-    ):
-        assert [word for word in re.split(separator, name) if word] == words
-    assert "  - offline" in text and "use_directory_urls: false" in text
-
-
-def test_what_users_do_not_need_comes_last() -> None:
-    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    before, _, internals = nav.partition("- Internals:")
-    for page in ("overlap.md", "faults.md", "notes/"):
-        assert page in internals and page not in before
-    assert not re.search(r"^  - ", internals, re.MULTILINE)
-
-
-def test_results_are_at_most_twelve_screens() -> None:
-    """A screen has some 40 lines of 100 characters."""
-    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
-    assert sum(1 + len(line) // 100 for line in lines) <= 12 * 40
-
-
-def test_lists_and_tables_get_their_empty_line() -> None:
-    given = ["a", "- b", "- c", "", "d", "| e |", "|---|", "```", "x", "- no", "```"]
-    assert list(docs_site.spaced(given)) == [
-        "a",
-        "",
-        "- b",
-        "- c",
-        "",
-        "d",
-        "",
-        "| e |",
-        "|---|",
-        "```",
-        "x",
-        "- no",
-        "```",
-    ]
 
 
 def test_the_file_that_the_guides_have_written_leaves_a_clone_clean() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from attnstore_lab import palette
-from attnstore_lab.cli.simulate_server import read_machine
+from attnstore_lab.cli.simulate import PATIENCE_S
+from attnstore_lab.cli.simulate_server import LESS_LOAD, read_machine, why_no_result
 from attnstore_lab.progress import progress
 from attnstore_lab.sim.hosts import ROUTERS, Hosts, HostsOutcome, one_large
 from attnstore_lab.sim.server import POLICIES
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace, trace: Trace) -> None:
     if args.json:
         print(json.dumps(as_json(trace, args, outcomes)))
     else:
-        show(trace, args.machine, outcomes)
+        show(trace, args.machine, outcomes, args.patience)
     if args.plot:
         plot(as_json(trace, args, outcomes), args.plot)
 
@@ -90,8 +91,8 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[HostsOutcome]:
     ]
     outcomes = []
     with progress("simulate", len(runs) * len(trace.requests)) as shown:
-        for number, router, network in runs:
-            shown.what = f"{number} {router}"
+        for done, (number, router, network) in enumerate(runs):
+            shown.what, shown.done = f"{number} {router}", done * len(trace.requests)
             asked = at_speed(trace, number) if args.per_host else trace
             num_hosts, each, link = number, machine, network
             if router == ONE:
@@ -105,6 +106,7 @@ def simulate(args: argparse.Namespace, trace: Trace) -> list[HostsOutcome]:
                 link,
                 policy=policy,
                 warmup=args.warmup,
+                patience_s=args.patience,
                 step=shown.step,
             )
             outcomes.append(replace(hosts.run(), num_hosts=number, router=router))
@@ -163,7 +165,12 @@ def as_json(
     }
 
 
-def show(trace: Trace, machine: Path, outcomes: Sequence[HostsOutcome]) -> None:
+def show(
+    trace: Trace,
+    machine: Path,
+    outcomes: Sequence[HostsOutcome],
+    patience_s: float = PATIENCE_S,
+) -> None:
     print(
         f"{trace.name} on {machine.stem}, many of them: {len(trace.requests):,} requests, "
         f"{trace.num_tokens:,} prompt tokens"
@@ -174,22 +181,29 @@ def show(trace: Trace, machine: Path, outcomes: Sequence[HostsOutcome]) -> None:
     )
     for out in outcomes:
         total, shared = out.total, out.network.capacity
-        print(
+        begins = (
             f"{out.num_hosts:>6} {out.router:<13}"
             f"{f'{shared / 1e12:.2f}TB' if shared else 'none':>9}"
-            f"{total.hit_tokens_share:>8.1%}{total.history_hit_share:>9.1%}"
+        )
+        if not total.is_served:
+            print(f"{begins}  {why_no_result(total, patience_s)}")
+            continue
+        print(
+            f"{begins}{total.hit_tokens_share:>8.1%}{total.history_hit_share:>9.1%}"
             f"{total.ttft(50):>9.3f}s{total.ttft(99):>8.2f}s{total.prefill_s:>9.0f}s"
             f"{out.network_read / 1e9:>8.1f}GB{out.network_written / 1e9:>8.1f}GB"
             f"{f'{min(out.requests)} to {max(out.requests)}':>18}"
         )
     print("read, written: over the network. found: of all prompt tokens. history: of what a")
     print("conversation had before. prefill: the accelerators' time for prompts.")
+    if not all(out.total.is_served for out in outcomes):
+        print(f"More servers: --hosts. {LESS_LOAD}")
 
 
 def plot(found: Mapping[str, Any], path: Path) -> None:
     """What is found by number of hosts, of as_json(). simulate.check_plot() has said that it can be
     written."""
-    runs = found["runs"]
+    runs = [run for run in found["runs"] if "cannot_serve_after_s" not in run]
     figure, ((axes,),) = palette.figure(
         (9, 4.5), f"Prompt tokens found by number of hosts (simulated)\n{found['trace']}"
     )

@@ -59,6 +59,7 @@ class Host(Server):
             machine,
             hosts.policy,
             warmup=warmup,
+            patience_s=hosts.patience_s,
             step=hosts.step,
             more_tiers=[make] if make is not None else [],
         )
@@ -71,6 +72,11 @@ class Host(Server):
         self._later = hosts.later
         self._until = 0.0
         self._has_nothing_to_do = False
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether a request waits here for longer than clients do."""
+        return not self._out.is_served
 
     @property
     def num_requests(self) -> int:
@@ -154,6 +160,7 @@ class Hosts:
     Args:
         machine: each host's.
         warmup: so many requests come before anything is counted.
+        patience_s: the run ends when a request has waited for so long at any host.
         step: called after each request, for a progress bar.
     """
 
@@ -167,11 +174,12 @@ class Hosts:
         *,
         policy: str = "attnstore",
         warmup: int = 0,
+        patience_s: float = float("inf"),
         step: Callable[[], object] = lambda: None,
     ) -> None:
         assert router in ROUTERS
         assert machine.shape is None, "the shared tier knows one KV cache group"
-        self.policy, self.step = policy, step
+        self.policy, self.patience_s, self.step = policy, patience_s, step
         self.shared = None
         if network.is_there:
             self.shared = SharedStore(network, machine.chunk_bytes, machine.chunk_tokens)
@@ -213,6 +221,8 @@ class Hosts:
             if at != host.next_at:
                 continue  # an arrival has changed it: it stands at its new time too
             next(lives[number], None)
+            if host.gave_up:
+                break
             heapq.heappush(events, (host.next_at, number))
         outcomes = [host.end() for host in self.hosts]
         moved = self.shared.num_moved if self.shared is not None else {Op.READ: 0, Op.WRITE: 0}

@@ -116,7 +116,9 @@ class StoreThread:
         with self._context.progress:
             self.reader.forget_wanted()
             self._context.residency.drop_all()
-            resets = [tier.reset() for tier in self.tiers]
+            first, *others = self.tiers
+            self._context.disk_reset = first.reset()
+            resets = [self._context.disk_reset, *(tier.reset() for tier in others)]
         for tier in self.tiers:
             tier.submit()
         self.wake()

@@ -17,6 +17,7 @@ from attnstore_vllm.types import Clock, Flow
 
 if TYPE_CHECKING:
     from attnstore_vllm.tiers.reader import Reader
+    from attnstore_vllm.tiers.tier_io import Reset
 
 
 def boot_seconds() -> float:
@@ -113,6 +114,8 @@ class Context:
     be called again before long."""
     wake: Callable[[], None] = lambda: None
     """Ends the wait of the store's thread. From any thread."""
+    disk_reset: Reset | None = None
+    """Locked. The last reset of NVMe. Before it has succeeded a restart may find KV of before."""
     reader: Reader = field(init=False)
     """Brings up from the tiers behind; there once the store is made."""
 

@@ -20,26 +20,43 @@ from attnstore_vllm.tiers.context import Context
 
 logger = logging.getLogger(__name__)
 
+DISK_S = 60.0
+"""A reset of NVMe that takes longer has failed."""
+
 
 class NotedReset:
     """One reset. `is_over` and `succeeded` are read with the store's lock held.
 
-    It waits for the disk alone, on a thread of its own.
+    It waits for the disk alone, on a thread of its own. First for NVMe: a process that is killed
+    must not come back with KV of before a reset and the generation of after it.
 
     Args:
         of: the tier, in words.
         note: makes the reset durable. Raises OSError.
+        give_up: called in its place where NVMe's reset has failed.
     """
 
-    def __init__(self, context: Context, of: str, note: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        of: str,
+        note: Callable[[], None],
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
         self.is_over = self.succeeded = False
         self._context = context
         self._of = of
-        self._note = note
+        self._note, self._give_up = note, give_up
+        self._disk = context.disk_reset
         threading.Thread(target=self._run, name="attnstore-reset", daemon=True).start()
 
     def _run(self) -> None:
         try:
+            with self._context.progress:
+                self._context.progress.wait_for(self._disk_is_over, DISK_S)
+                if self._disk is not None and not self._disk.succeeded:
+                    self._give_up()
+                    raise OSError("NVMe may still have KV of before")
             self._note()
             succeeded = True
         except OSError as error:
@@ -49,3 +66,6 @@ class NotedReset:
         with progress:
             self.is_over, self.succeeded = True, succeeded
             progress.notify_all()
+
+    def _disk_is_over(self) -> bool:
+        return self._disk is None or self._disk.is_over

@@ -213,10 +213,13 @@ class Residency:
                 break
             kept.append(piece)
         for chunk in expired:
-            self.counts[Event.EXPIRED] += 1
-            self.num_expired += 1
-            self.drop(chunk)
+            self._expire(chunk)
         return kept
+
+    def _expire(self, chunk: Chunk) -> None:
+        self.counts[Event.EXPIRED] += 1
+        self.num_expired += 1
+        self.drop(chunk)
 
     def has_expired(self, chunk: Chunk) -> bool:
         return (
@@ -255,6 +258,10 @@ class Residency:
         there is no room (counted as dropped if it is nowhere else, and no request waits for room).
         """
         known = self.index.get(name.key)
+        if known is not None and self.has_expired(known):
+            # No look-up has met it: an answer was computed once more. That is no use of the old KV.
+            self._expire(known)
+            known = None
         if known is not None and low_value:
             return None  # another run may think more of it
         if known is not None:

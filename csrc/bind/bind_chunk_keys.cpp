@@ -5,11 +5,13 @@
 #include <longintrepr.h>  // of later versions Python.h has it
 #endif
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <string_view>
-#include <vector>
+#include <utility>
 
 #include "index/chunk_keys.h"
 
@@ -21,9 +23,6 @@ using attnstore::ChunkText;
 using attnstore::Digest;
 
 constexpr Py_ssize_t kTokenBytes = 4;
-// Fewer are hashed before another thread could give the lock back: it keeps it for 5 ms.
-constexpr std::size_t kUnlockedMin = 256;
-
 // An id that is read so soon is on its way from memory: the objects of a long prompt are in no
 // cache.
 constexpr Py_ssize_t kAhead = 24;
@@ -43,59 +42,101 @@ std::uint32_t number_of(PyObject* id) {
   return static_cast<std::uint32_t>(PyLong_AsUnsignedLongLongMask(id));
 }
 
-// The ids [start, stop) of a list, which has them.
-py::bytes encode(const py::list& ids, Py_ssize_t start, Py_ssize_t stop) {
-  auto made = py::reinterpret_steal<py::bytes>(
-      PyBytes_FromStringAndSize(nullptr, (stop - start) * kTokenBytes));
-  if (!made) throw py::error_already_set();
-  char* to = PyBytes_AS_STRING(made.ptr());
-  PyObject* const* const items = PySequence_Fast_ITEMS(ids.ptr());
-  const Py_ssize_t size = PyList_GET_SIZE(ids.ptr());
-  for (Py_ssize_t at = start; at < stop; ++at, to += kTokenBytes) {
-    if (at + kAhead < size) __builtin_prefetch(items[at + kAhead]);
-    const auto encoded = __builtin_bswap32(number_of(items[at]));
-    std::memcpy(to, &encoded, kTokenBytes);
+// Encodes ids of a list, a block of them at each step. The list must not change meanwhile.
+class Encoder {
+ public:
+  explicit Encoder(const py::list& ids)
+      : items_(PySequence_Fast_ITEMS(ids.ptr())), size_(PyList_GET_SIZE(ids.ptr())) {}
+
+  // The ids [start, stop) are next. The list has them.
+  void begin(Py_ssize_t start, Py_ssize_t stop) {
+    made_ = py::reinterpret_steal<py::bytes>(
+        PyBytes_FromStringAndSize(nullptr, (stop - start) * kTokenBytes));
+    if (!made_) throw py::error_already_set();
+    to_ = PyBytes_AS_STRING(made_.ptr());
+    at_ = start;
+    stop_ = stop;
   }
-  return made;
+
+  void step() { encode(std::min(at_ + kStepTokens, stop_)); }
+
+  py::bytes finish() {
+    encode(stop_);
+    return std::move(made_);
+  }
+
+ private:
+  static constexpr Py_ssize_t kStepTokens = 18;  // a block of the hash has 16, but the last no step
+
+  void encode(Py_ssize_t stop) {
+    for (; at_ < stop; ++at_, to_ += kTokenBytes) {
+      if (at_ + kAhead < size_) __builtin_prefetch(items_[at_ + kAhead]);
+      const auto encoded = __builtin_bswap32(number_of(items_[at_]));
+      std::memcpy(to_, &encoded, kTokenBytes);
+    }
+  }
+
+  PyObject* const* items_;
+  Py_ssize_t size_;
+  py::bytes made_;
+  char* to_ = nullptr;
+  Py_ssize_t at_ = 0;
+  Py_ssize_t stop_ = 0;
+};
+
+py::bytes encode_tokens(const py::list& ids) {
+  Encoder encoder(ids);
+  encoder.begin(0, PyList_GET_SIZE(ids.ptr()));
+  return encoder.finish();
 }
 
-py::bytes encode_tokens(const py::list& ids) { return encode(ids, 0, PyList_GET_SIZE(ids.ptr())); }
+void check_chunks(const py::list& ids, Py_ssize_t chunk_tokens, Py_ssize_t first, Py_ssize_t stop) {
+  if (chunk_tokens <= 0 || first < 0 || stop < first ||
+      stop > PyList_GET_SIZE(ids.ptr()) / chunk_tokens) {
+    throw std::invalid_argument("not so many whole chunks");
+  }
+}
 
 py::list encode_chunks(const py::list& ids, Py_ssize_t chunk_tokens, Py_ssize_t first,
                        Py_ssize_t stop) {
-  const Py_ssize_t size = PyList_GET_SIZE(ids.ptr());
-  if (chunk_tokens <= 0 || first < 0 || stop < first || stop > size / chunk_tokens) {
-    throw std::invalid_argument("not so many whole chunks");
-  }
+  check_chunks(ids, chunk_tokens, first, stop);
+  Encoder encoder(ids);
   py::list chunks;
   for (Py_ssize_t chunk = first; chunk < stop; ++chunk) {
-    chunks.append(encode(ids, chunk * chunk_tokens, (chunk + 1) * chunk_tokens));
+    encoder.begin(chunk * chunk_tokens, (chunk + 1) * chunk_tokens);
+    chunks.append(encoder.finish());
   }
   return chunks;
 }
 
-py::list chain_keys(const py::bytes& parent, const py::tuple& chunks, const py::tuple& extras) {
-  if (!extras.empty() && extras.size() != chunks.size()) {
+// While a chunk is hashed the one behind it is encoded.
+py::tuple hash_chunks(const py::list& ids, Py_ssize_t chunk_tokens, Py_ssize_t first,
+                      Py_ssize_t stop, const py::bytes& parent, const py::tuple& extras) {
+  check_chunks(ids, chunk_tokens, first, stop);
+  if (!extras.empty() && static_cast<Py_ssize_t>(extras.size()) != stop - first) {
     throw std::invalid_argument("not one extra a chunk");
   }
-  std::vector<ChunkText> texts(chunks.size());  // of bytes that the tuples keep alive
-  for (std::size_t i = 0; i < texts.size(); ++i) {
-    texts[i].tokens = py::cast<std::string_view>(chunks[i]);
-    if (!extras.empty()) texts[i].extra = py::cast<std::string_view>(extras[i]);
+  Encoder encoder(ids);
+  const auto begin = [&](Py_ssize_t chunk) {
+    encoder.begin(chunk * chunk_tokens, std::min(chunk + 1, stop) * chunk_tokens);
+  };
+  py::list chunks;
+  py::list keys;
+  py::bytes last = parent;
+  std::string scratch;
+  const attnstore::Beside beside = [&encoder] { encoder.step(); };
+  begin(first);
+  for (Py_ssize_t chunk = first; chunk < stop; ++chunk) {
+    const py::bytes tokens = encoder.finish();
+    ChunkText text = {{}, tokens};
+    if (!extras.empty()) text.extra = py::cast<std::string_view>(extras[chunk - first]);
+    begin(chunk + 1);
+    const Digest key = attnstore::chunk_key(last, text, scratch, beside);
+    last = py::bytes(reinterpret_cast<const char*>(key.data()), key.size());
+    chunks.append(tokens);
+    keys.append(last);
   }
-  std::vector<Digest> keys;
-  if (chunks.size() < kUnlockedMin) {
-    keys = attnstore::chain_keys(parent, texts);
-  } else {
-    const std::string_view first = parent;
-    const py::gil_scoped_release release;
-    keys = attnstore::chain_keys(first, texts);
-  }
-  py::list made;
-  for (const Digest& key : keys) {
-    made.append(py::bytes(reinterpret_cast<const char*>(key.data()), key.size()));
-  }
-  return made;
+  return py::make_tuple(chunks, keys);
 }
 
 }  // namespace
@@ -106,8 +147,10 @@ void bind_chunk_keys(py::module_& m) {
   m.def("encode_chunks", &encode_chunks, py::arg("token_ids"), py::arg("chunk_tokens"),
         py::arg("first"), py::arg("stop"),
         "The same of the whole chunks [first, stop) of a list, a bytes object for each.");
-  m.def("chain_keys", &chain_keys, py::arg("parent"), py::arg("chunks"), py::arg("extras"),
-        "The keys of chunks that follow `parent` and each other, by their encoded tokens and\n"
-        "their extras, none of which means that all are empty. Cost: about 2 us a chunk of 256\n"
-        "tokens; without the GIL where there are many.");
+  m.def(
+      "hash_chunks", &hash_chunks, py::arg("token_ids"), py::arg("chunk_tokens"), py::arg("first"),
+      py::arg("stop"), py::arg("parent"), py::arg("extras"),
+      "These chunks, encoded, and their keys. The first of them continues `parent`, each other\n"
+      "the one before it. Extras: none means that all are empty. Cost: about 2 us a chunk of 256\n"
+      "tokens, with the GIL.");
 }

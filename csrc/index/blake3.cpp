@@ -116,78 +116,120 @@ struct Rows {
   __m128i a, b, c, d;
 };
 
+// The words of a round in the order in which it takes them: of its columns, then of its diagonals.
+struct RoundWords {
+  __m128i x, y, diagonal_x, diagonal_y;
+};
+
 template <int kBits>
 ATTNSTORE_SSE41 inline __m128i rotate_right(__m128i row) {
   return _mm_or_si128(_mm_srli_epi32(row, kBits), _mm_slli_epi32(row, 32 - kBits));
 }
 
+// a + word + b, where b is ready last: a compiler may add it first unless it cannot see the sum.
+ATTNSTORE_SSE41 inline __m128i sum_of(__m128i a, __m128i word, __m128i b) {
+  __m128i sum = _mm_add_epi32(a, word);
+  asm("" : "+x"(sum));
+  return _mm_add_epi32(sum, b);
+}
+
 ATTNSTORE_SSE41 inline void mix(Rows& rows, __m128i x, __m128i y) {
   const __m128i by16 = _mm_set_epi8(13, 12, 15, 14, 9, 8, 11, 10, 5, 4, 7, 6, 1, 0, 3, 2);
   const __m128i by8 = _mm_set_epi8(12, 15, 14, 13, 8, 11, 10, 9, 4, 7, 6, 5, 0, 3, 2, 1);
-  rows.a = _mm_add_epi32(_mm_add_epi32(rows.a, x), rows.b);
+  rows.a = sum_of(rows.a, x, rows.b);
   rows.d = _mm_shuffle_epi8(_mm_xor_si128(rows.d, rows.a), by16);
   rows.c = _mm_add_epi32(rows.c, rows.d);
   rows.b = rotate_right<12>(_mm_xor_si128(rows.b, rows.c));
-  rows.a = _mm_add_epi32(_mm_add_epi32(rows.a, y), rows.b);
+  rows.a = sum_of(rows.a, y, rows.b);
   rows.d = _mm_shuffle_epi8(_mm_xor_si128(rows.d, rows.a), by8);
   rows.c = _mm_add_epi32(rows.c, rows.d);
   rows.b = rotate_right<7>(_mm_xor_si128(rows.b, rows.c));
 }
 
-// The words of a round that stand at these places of its order.
-template <std::size_t kRound, std::size_t kA, std::size_t kB, std::size_t kC, std::size_t kD>
-ATTNSTORE_SSE41 inline __m128i words_at(const Words16& words) {
-  constexpr Order kOrder = order_of(kRound);
-  return _mm_setr_epi32(static_cast<int>(words[kOrder[kA]]), static_cast<int>(words[kOrder[kB]]),
-                        static_cast<int>(words[kOrder[kC]]), static_cast<int>(words[kOrder[kD]]));
+template <int kLanes>
+ATTNSTORE_SSE41 inline __m128i lanes_of(__m128i first, __m128i second) {
+  return _mm_castps_si128(
+      _mm_shuffle_ps(_mm_castsi128_ps(first), _mm_castsi128_ps(second), kLanes));
 }
 
-template <std::size_t kRound>
-ATTNSTORE_SSE41 inline void mix_all(Rows& rows, const Words16& words) {
-  mix(rows, words_at<kRound, 0, 2, 4, 6>(words), words_at<kRound, 1, 3, 5, 7>(words));
+ATTNSTORE_SSE41 inline RoundWords first_words(const Words16& words) {
+  const auto* const from = reinterpret_cast<const __m128i*>(words.data());
+  const __m128i w0 = _mm_loadu_si128(from), w4 = _mm_loadu_si128(from + 1);
+  const __m128i w8 = _mm_loadu_si128(from + 2), w12 = _mm_loadu_si128(from + 3);
+  const __m128i even = lanes_of<_MM_SHUFFLE(2, 0, 2, 0)>(w8, w12);
+  const __m128i odd = lanes_of<_MM_SHUFFLE(3, 1, 3, 1)>(w8, w12);
+  return {lanes_of<_MM_SHUFFLE(2, 0, 2, 0)>(w0, w4), lanes_of<_MM_SHUFFLE(3, 1, 3, 1)>(w0, w4),
+          _mm_shuffle_epi32(even, _MM_SHUFFLE(2, 1, 0, 3)),
+          _mm_shuffle_epi32(odd, _MM_SHUFFLE(2, 1, 0, 3))};
+}
+
+// Those of the round after it: kPermutation. Numbers are those of the words in the round before,
+// whose rows are 0 2 4 6, 1 3 5 7, 14 8 10 12 and 15 9 11 13.
+ATTNSTORE_SSE41 inline RoundWords next_words(const RoundWords& was) {
+  const __m128i w4_2_3_7 = lanes_of<_MM_SHUFFLE(3, 1, 1, 2)>(was.x, was.y);
+  const __m128i w6_6_0_0 = _mm_shuffle_epi32(was.x, _MM_SHUFFLE(0, 0, 3, 3));
+  const __m128i w10_10_13_13 = lanes_of<_MM_SHUFFLE(3, 3, 2, 2)>(was.diagonal_x, was.diagonal_y);
+  const __m128i w15_9_1_3 = _mm_unpacklo_epi64(was.diagonal_y, was.y);
+  const __m128i w15_9_1_12 = _mm_blend_epi16(w15_9_1_3, was.diagonal_x, 0xC0);
+  const __m128i w5_11_7_13 = _mm_unpackhi_epi32(was.y, was.diagonal_y);
+  const __m128i w14_5_8_11 = _mm_unpacklo_epi32(was.diagonal_x, w5_11_7_13);
+  return {_mm_shuffle_epi32(w4_2_3_7, _MM_SHUFFLE(0, 3, 2, 1)),
+          _mm_blend_epi16(w6_6_0_0, w10_10_13_13, 0xCC),
+          _mm_shuffle_epi32(w15_9_1_12, _MM_SHUFFLE(1, 3, 2, 0)),
+          _mm_shuffle_epi32(w14_5_8_11, _MM_SHUFFLE(0, 1, 3, 2))};
+}
+
+ATTNSTORE_SSE41 inline void mix_all(Rows& rows, const RoundWords& words) {
+  mix(rows, words.x, words.y);
   rows.a = _mm_shuffle_epi32(rows.a, _MM_SHUFFLE(2, 1, 0, 3));
   rows.c = _mm_shuffle_epi32(rows.c, _MM_SHUFFLE(0, 3, 2, 1));
   rows.d = _mm_shuffle_epi32(rows.d, _MM_SHUFFLE(1, 0, 3, 2));
-  mix(rows, words_at<kRound, 14, 8, 10, 12>(words), words_at<kRound, 15, 9, 11, 13>(words));
+  mix(rows, words.diagonal_x, words.diagonal_y);
   rows.a = _mm_shuffle_epi32(rows.a, _MM_SHUFFLE(0, 3, 2, 1));
   rows.c = _mm_shuffle_epi32(rows.c, _MM_SHUFFLE(2, 1, 0, 3));
   rows.d = _mm_shuffle_epi32(rows.d, _MM_SHUFFLE(1, 0, 3, 2));
 }
 
-ATTNSTORE_SSE41 Words8 compress_rows(const Node& node, std::uint32_t more_flags) {
+ATTNSTORE_SSE41 void compress_rows(const Node& node, std::uint32_t more_flags, Words8& out) {
   const auto* const h = reinterpret_cast<const __m128i*>(node.chained.data());
   Rows rows = {
       _mm_loadu_si128(h), _mm_loadu_si128(h + 1),
       _mm_loadu_si128(reinterpret_cast<const __m128i*>(kInitial.data())),
       _mm_setr_epi32(static_cast<int>(node.counter), static_cast<int>(node.counter >> 32),
                      static_cast<int>(node.num_bytes), static_cast<int>(node.flags | more_flags))};
-  mix_all<0>(rows, node.words);
-  mix_all<1>(rows, node.words);
-  mix_all<2>(rows, node.words);
-  mix_all<3>(rows, node.words);
-  mix_all<4>(rows, node.words);
-  mix_all<5>(rows, node.words);
-  mix_all<6>(rows, node.words);
-  Words8 out{};
+  RoundWords words = first_words(node.words);
+  mix_all(rows, words);
+  for (int round = 1; round < 7; ++round) {
+    words = next_words(words);
+    mix_all(rows, words);
+  }
   auto* const to = reinterpret_cast<__m128i*>(out.data());
   _mm_storeu_si128(to, _mm_xor_si128(rows.a, rows.c));
   _mm_storeu_si128(to + 1, _mm_xor_si128(rows.b, rows.d));
-  return out;
 }
 
 const bool has_rows = __builtin_cpu_supports("sse4.1") != 0;
 #endif
 
+// `out` may be what the node is chained to.
 template <bool kPlain>
-Words8 compress(const Node& node, std::uint32_t more_flags = 0) {
+void compress(const Node& node, std::uint32_t more_flags, Words8& out) {
 #if defined(__x86_64__)
-  if (!kPlain && has_rows) return compress_rows(node, more_flags);
+  if (!kPlain && has_rows) return compress_rows(node, more_flags, out);
 #endif
-  return compress_plain(node, more_flags);
+  out = compress_plain(node, more_flags);
 }
 
 template <bool kPlain>
-Node chunk_node(const std::uint8_t* data, std::size_t size, std::uint64_t number) {
+Words8 compress(const Node& node, std::uint32_t more_flags = 0) {
+  Words8 out{};
+  compress<kPlain>(node, more_flags, out);
+  return out;
+}
+
+template <bool kPlain>
+Node chunk_node(const std::uint8_t* data, std::size_t size, std::uint64_t number,
+                const Beside& beside) {
   Node node;
   node.counter = number;
   node.flags = kChunkStart;
@@ -199,7 +241,8 @@ Node chunk_node(const std::uint8_t* data, std::size_t size, std::uint64_t number
     data += num_bytes;
     size -= num_bytes;
     if (size == 0) break;
-    node.chained = compress<kPlain>(node);
+    compress<kPlain>(node, 0, node.chained);
+    if (beside) beside();
     node.flags = 0;
   }
   node.flags |= kChunkEnd;
@@ -216,18 +259,18 @@ Node parent_node(const Words8& left, const Words8& right) {
 }
 
 template <bool kPlain>
-Digest digest_of(const std::uint8_t* data, std::size_t size) {
+Digest digest_of(const std::uint8_t* data, std::size_t size, const Beside& beside = {}) {
   std::array<Words8, kDepthMax> open;  // whole subtrees, largest first
   std::size_t num_open = 0;
   std::uint64_t number = 0;
   for (; size > kChunkBytes; data += kChunkBytes, size -= kChunkBytes) {
-    Words8 made = compress<kPlain>(chunk_node<kPlain>(data, kChunkBytes, number++));
+    Words8 made = compress<kPlain>(chunk_node<kPlain>(data, kChunkBytes, number++, beside));
     for (std::uint64_t whole = number; (whole & 1) == 0; whole >>= 1) {
       made = compress<kPlain>(parent_node(open[--num_open], made));
     }
     open[num_open++] = made;
   }
-  Node root = chunk_node<kPlain>(data, size, number);
+  Node root = chunk_node<kPlain>(data, size, number, beside);
   while (num_open > 0) root = parent_node(open[--num_open], compress<kPlain>(root));
   const Words8 words = compress<kPlain>(root, kRoot);
   Digest digest;
@@ -237,7 +280,9 @@ Digest digest_of(const std::uint8_t* data, std::size_t size) {
 
 }  // namespace
 
-Digest blake3(const std::uint8_t* data, std::size_t size) { return digest_of<false>(data, size); }
+Digest blake3(const std::uint8_t* data, std::size_t size, const Beside& beside) {
+  return digest_of<false>(data, size, beside);
+}
 
 Digest blake3_plain(const std::uint8_t* data, std::size_t size) {
   return digest_of<true>(data, size);

@@ -17,24 +17,13 @@ void frame(std::string& to, std::string_view part) {
 
 }  // namespace
 
-Digest chunk_key(std::string_view parent, const ChunkText& chunk, std::string& scratch) {
+Digest chunk_key(std::string_view parent, const ChunkText& chunk, std::string& scratch,
+                 const Beside& beside) {
   scratch.assign("chunk");
   frame(scratch, parent);
   frame(scratch, chunk.extra);
   frame(scratch, chunk.tokens);
-  return blake3(reinterpret_cast<const std::uint8_t*>(scratch.data()), scratch.size());
-}
-
-std::vector<Digest> chain_keys(std::string_view parent, const std::vector<ChunkText>& chunks) {
-  std::vector<Digest> keys;
-  keys.reserve(chunks.size());
-  std::string scratch;
-  for (const ChunkText& chunk : chunks) {
-    keys.push_back(chunk_key(parent, chunk, scratch));
-    const Digest& last = keys.back();
-    parent = {reinterpret_cast<const char*>(last.data()), last.size()};
-  }
-  return keys;
+  return blake3(reinterpret_cast<const std::uint8_t*>(scratch.data()), scratch.size(), beside);
 }
 
 }  // namespace attnstore

@@ -5,7 +5,6 @@
 
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "index/blake3.h"
 
@@ -17,9 +16,11 @@ struct ChunkText {
 };
 
 // H("chunk", parent, extra, tokens), the parts framed by their lengths.
-Digest chunk_key(std::string_view parent, const ChunkText& chunk, std::string& scratch);
-
-// The keys of chunks that follow each other, the first one of them behind `parent`.
-std::vector<Digest> chain_keys(std::string_view parent, const std::vector<ChunkText>& chunks);
+//
+// Args:
+//   scratch: for the text that is hashed.
+//   beside: see blake3().
+Digest chunk_key(std::string_view parent, const ChunkText& chunk, std::string& scratch,
+                 const Beside& beside = {});
 
 }  // namespace attnstore

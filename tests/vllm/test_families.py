@@ -227,6 +227,7 @@ def test_aborted(family: str, engine: EngineHost, limit: float) -> None:
     assert amid_answer.found >= PROMPT - RECURRENT.get(family, 3 * GRAIN_TOKENS)
 
 
+@pytest.mark.long
 def test_a_group_that_is_not_loaded_is_seen(engine: EngineHost) -> None:
     """The comparison notices it, whichever group it is. What is loaded whole has no drift here."""
     for group in range(engine.call(checks.num_groups)):

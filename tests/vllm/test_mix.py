@@ -127,12 +127,12 @@ def hints_of_later_inputs_are_ignored(patch: Patch) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        the_salt_is_left_out, the_adapter_is_left_out, an_adapter_is_known_for_good,
-        an_old_answer_will_do, a_reset_does_nothing,
+        the_salt_is_left_out, the_adapter_is_left_out, a_reset_does_nothing,
         *(
             pytest.param(fault, marks=pytest.mark.long)
             for fault in (
-                spans_are_taken_once, counted_names_are_names, drafts_are_not_looked_at,
+                an_adapter_is_known_for_good, an_old_answer_will_do, spans_are_taken_once,
+                counted_names_are_names, drafts_are_not_looked_at,
                 pictures_are_all_one, pictures_have_no_place, hints_of_later_inputs_are_ignored,
             )
         ),

@@ -170,6 +170,7 @@ def test_a_token_too_many_is_seen(engine: EngineHost) -> None:
     assert beyond(pairs, bound([])) != []
 
 
+@pytest.mark.long
 def test_wrong_kv_is_seen(engine: EngineHost) -> None:
     found = engine.call_with_fault("wrong slot", all_at_once, "wrong")
     assert beyond(found.pairs, found.rounding) != []

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -40,6 +41,10 @@ EARLY_S = 1e-6
 NEXT_AGE_S = np.append(EDGES_S[1:-1], math.inf) - EARLY_S
 """[age] where the next one begins."""
 LANES_MIN = 16
+STAYS = 1 << 62
+"""Bit of a turn: lanes that are worth the same go in the order in which they were opened, but those
+that stay go after the others."""
+_NEXT_AGE_S: list[float] = NEXT_AGE_S.tolist()
 FEW = 8
 """Up to so many ends are looked at one by one, which is sooner than all at once."""
 PRIORITY_FACTORS = {
@@ -95,10 +100,9 @@ class ByReturn(Generic[K]):
         self._keys: list[OrderedDict[K, None]] = []  # each oldest first
         self._free: list[int] = []
         self._opened = 0
-        self._number = np.zeros(0, np.int64)  # in the order in which they were opened; 0: free
+        self._turn = np.zeros(0, np.int64)  # among those worth the same; 0: the place is free
         self._kind = np.zeros(0, np.int64)
         self._factor = np.zeros(0)
-        self._stays = np.zeros(0, np.bool_)
         # By end: that of the oldest key of the lane at place p is 2 * p, of the newest 2 * p + 1.
         self._since = np.zeros(0)
         self._worth = np.zeros(0)  # inf: there is none, or it is passed over
@@ -164,10 +168,10 @@ class ByReturn(Generic[K]):
                 return self._poorest
         self._victims_left = VICTIMS_MAX
         self._look(now)
-        found, least = None, (math.inf, False, 0)
+        found, least = None, (math.inf, 0)
         for _ in range(ENDS_MAX):
             end = self._least()
-            if end is None or self._rank(end) >= least:
+            if end is None or (found is not None and self._rank(end) >= least):
                 self._pass_none_over()
                 break
             depth, key = self._first_that_can(end, can_go)
@@ -175,7 +179,7 @@ class ByReturn(Generic[K]):
                 found = key
                 break
             if key is not None:
-                rank = self.worth(key, now), *self._rank(end)[1:]
+                rank = self.worth(key, now), self._rank(end)[1]
                 if rank < least:
                     found, least = key, rank
             self._passed.append(end)
@@ -191,11 +195,9 @@ class ByReturn(Generic[K]):
         self._look(now)
         if not self.places:
             return None
-        worth = np.where(self._number, self._worth[1::2], -1.0)
+        worth = np.where(self._turn, self._worth[1::2], -1.0)
         most = np.flatnonzero(worth == worth.max())
-        if len(most) > 1 and self._stays[most].any():
-            most = most[self._stays[most]]
-        place = most[self._number[most].argmin()]
+        place = most[(self._turn[most] ^ STAYS).argmin()]
         return next(reversed(self._keys[place]))
 
     def worth(self, key: K, now: float) -> float:
@@ -217,13 +219,13 @@ class ByReturn(Generic[K]):
         place = self.places[lane] = self._free.pop()
         self._opened += 1
         self._lanes[place] = lane
-        self._number[place] = self._opened
-        self._kind[place], self._factor[place], self._stays[place] = lane
+        self._kind[place], self._factor[place], stays = lane
+        self._turn[place] = self._opened | (STAYS if stays else 0)
         return place
 
     def _close(self, place: int) -> None:
         del self.places[self._lanes[place]]
-        self._number[place] = 0
+        self._turn[place] = 0
         ends = slice(2 * place, 2 * place + 2)
         self._worth[ends] = self._due[ends] = math.inf
         self._free.append(place)
@@ -234,10 +236,9 @@ class ByReturn(Generic[K]):
         self._free += range(size - 1, before - 1, -1)
         self._lanes += [AgeLane(0, 0.0, False)] * (size - before)
         self._keys += [OrderedDict[K, None]() for _ in range(size - before)]
-        self._number = _longer(self._number, size, 0)
+        self._turn = _longer(self._turn, size, 0)
         self._kind = _longer(self._kind, size, 0)
         self._factor = _longer(self._factor, size, 0.0)
-        self._stays = _longer(self._stays, size, False)
         self._since = _longer(self._since, 2 * size, 0.0)
         self._worth = _longer(self._worth, 2 * size, math.inf)
         self._due = _longer(self._due, 2 * size, math.inf)
@@ -253,15 +254,16 @@ class ByReturn(Generic[K]):
         """Work out again what ends are worth whose age has come into another class."""
         table = self._worths()
         if table is not self._table or now < self._looked_at:  # or a clock that went back
-            self._due[np.repeat(self._number > 0, 2)] = -math.inf
+            self._due[np.repeat(self._turn > 0, 2)] = -math.inf
         self._table, self._looked_at = table, now
         ends = (self._due <= now).nonzero()[0]
         if len(ends) <= FEW:
-            for end in ends.tolist():
-                lane, since = self._lanes[end >> 1], self._since.item(end)
+            lanes, worth, due = self._lanes, self._worth, self._due
+            for end, since in zip(ends.tolist(), self._since[ends].tolist(), strict=True):
+                kind, factor, _ = lanes[end >> 1]
                 age = age_of(now - since)
-                self._worth[end] = lane.factor * table.item(lane.kind, age)
-                self._due[end] = since + NEXT_AGE_S.item(age)
+                worth[end] = factor * table.item(kind, age)
+                due[end] = since + _NEXT_AGE_S[age]
             return
         began, places = self._since[ends], ends >> 1
         ages = ages_of(now - began)
@@ -272,25 +274,24 @@ class ByReturn(Generic[K]):
         """The end that is worth least; None if there is none left."""
         if not self.places:
             return None
-        least = self._worth.item(self._worth.argmin())
+        end = int(self._worth.argmin())
+        least = self._worth.item(end)
         if least == math.inf:
             return None
-        ends = (self._worth == least).nonzero()[0]
-        if len(ends) <= FEW:
-            return min(ends.tolist(), key=self._rank)
-        stays = self._stays[ends >> 1]
-        if not stays.all():
-            ends = ends[~stays]
-        return int(ends[self._number[ends >> 1].argmin()])
+        same = (self._worth == least).nonzero()[0]
+        return end if len(same) == 1 else same.item(self._turn[same >> 1].argmin())
 
-    def _rank(self, end: int) -> tuple[float, bool, int]:
-        place = end >> 1
-        return self._worth.item(end), self._stays.item(place), self._number.item(place)
+    def _rank(self, end: int) -> tuple[float, int]:
+        return self._worth.item(end), self._turn.item(end >> 1)
 
     def _first_that_can(self, end: int, can_go: Callable[[K], bool]) -> tuple[int, K | None]:
         """The key that goes first there, and how many are before it."""
         keys = self._keys[end >> 1]
-        for depth, key in zip(range(KEYS_MAX), reversed(keys) if end & 1 else keys, strict=False):
+        first = next(reversed(keys) if end & 1 else iter(keys))
+        if can_go(first):
+            return 0, first
+        others = islice(reversed(keys) if end & 1 else keys, 1, KEYS_MAX)
+        for depth, key in enumerate(others, 1):
             if can_go(key):
                 return depth, key
         return KEYS_MAX, None
@@ -299,7 +300,7 @@ class ByReturn(Generic[K]):
         """Look again at what could not go: it may have been let go."""
         if self._passed:
             held = np.array(self._passed)
-            self._due[held[self._number[held >> 1] > 0]] = -math.inf
+            self._due[held[self._turn[held >> 1] > 0]] = -math.inf
             self._passed.clear()
 
 

@@ -122,8 +122,8 @@ class Departures:
             return
         self.num_changes += 1
         if not self._order.moves_on_use:
-            for slot in here:
-                self.groups[group_of[slot]].run.use(run.since)
+            for slot in here:  # its lease is of all that the run filled, be it used or not
+                self.groups[group_of[slot]].run.touch(run.since)
             return
         group, left = self._group(run), dict[int, _Group]()
         number = group.number

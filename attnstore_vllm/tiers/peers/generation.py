@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from attnstore_vllm.own_files import (
@@ -66,29 +67,44 @@ class Generation:
         name = file_name(namespace)
         self._own, self._group = own / name, group / name
         self.value = secrets.token_bytes(SIZE_BYTES)
+        self._left: bytes | None = None
+        """The group's that this engine had last, be it in use or not. None: it had none yet."""
         try:
             for path in (self._own, self._group):
                 take_old_name(path.with_name(OLD_FILE_NAME), path)
             value = self._kept()
             if len(value) != SIZE_BYTES:
-                value = self._of_group(None)
-                replace_own(self._own, value)
-            self.value = value
+                value = self._of_group(lambda _: False)
+                replace_own(self._own, value, durable=True)
+            self.value = self._left = value
         except OSError as error:
             self._say(error)
 
     def advance(self) -> None:
-        """All KV of this engine has gone: it is of the group's newest generation from now on.
+        """All KV of this engine has gone: it is of the group's newest generation from now on, and
+        of none that it had before, or that was there when it knew none.
 
         Raises: OSError if a restart may still find the one before.
         """
-        before, self.value = self.value, secrets.token_bytes(SIZE_BYTES)
+        left, self.value = self._left, secrets.token_bytes(SIZE_BYTES)
         try:
-            value = self._of_group(before)
-            replace_own(self._own, value)
+            # Noted at once: if the next call fails, the reset that is tried again comes after it.
+            value = self._left = self._of_group(lambda found: left is None or found == left)
+            replace_own(self._own, value, durable=True)
             self.value = value
         except OSError as error:
             self._say(error)
+            self._keep_to_itself()
+
+    def leave(self) -> None:
+        """From now on it is of no generation that others have. A restart is of the one before."""
+        self.value = secrets.token_bytes(SIZE_BYTES)
+
+    def _keep_to_itself(self) -> None:
+        """After a restart, too, it is of no generation that others have."""
+        try:
+            replace_own(self._own, self.value, durable=True)
+        except OSError:
             self._own.unlink(missing_ok=True)
 
     def _kept(self) -> bytes:
@@ -97,16 +113,18 @@ class Generation:
         except FileNotFoundError:
             return b""
 
-    def _of_group(self, before: bytes | None) -> bytes:
-        """The group's; a new one if it is `before`, or if there is none."""
+    def _of_group(self, is_left: Callable[[bytes], bool]) -> bytes:
+        """The group's; a new one if that is left, or if there is none. Durable when it returns."""
         make_directory(self._group.parent)
         fd = open_own(self._group, os.O_RDWR | os.O_CREAT)
         try:
             _lock(fd)
             found = os.pread(fd, SIZE_BYTES, 0)
-            if len(found) != SIZE_BYTES or found == before:
+            if len(found) != SIZE_BYTES or is_left(found):
                 found = secrets.token_bytes(SIZE_BYTES)
                 os.pwrite(fd, found, 0)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # others wait for it less long than a disk may take
+            os.fsync(fd)
             return found
         finally:
             os.close(fd)

@@ -194,7 +194,12 @@ class PeersIo(RemoteIo):
         """We share nothing until the next generation is on the disk."""
         self.forget_asks()
         self._num_resets += 1
-        return NotedReset(self.context, "siblings", self._advance)
+        return NotedReset(self.context, "siblings", self._advance, self._keep_to_itself)
+
+    def _keep_to_itself(self) -> None:
+        """Locked. Until the next reset, or a restart, which is of the generation of before."""
+        self._of.leave()
+        self._num_resets -= 1
 
     def _advance(self) -> None:
         try:

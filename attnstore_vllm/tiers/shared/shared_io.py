@@ -492,9 +492,13 @@ class SharedIo(RemoteIo):
         self._said_forged = is_forged
 
     def save_generation(self) -> None:
-        """Durable when it returns, and then the generation may be used. Raises OSError."""
+        """Durable when it returns, and then the generation may be used. Raises OSError. Nothing is
+        saved while NVMe may have KV of before a reset: a restart would share it as of after."""
         with self._saving:
             with self.context.progress:
+                disk = self.context.disk_reset
+                if disk is not None and not disk.succeeded:
+                    return
                 text = self.generation.to_json()
             if self._directory is not None and text != self._saved:
                 generations.save(self._directory, self.namespace, text)

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[3]
 ALL = read_all()
 SIMULATED = [e for e in ALL.values() if e.kind == "simulate"]
 SERVED = [e for e in ALL.values() if e.kind == "serve"]
+SAME_WITH_OTHER_MODELS = ("slow_disk_13b", "slow_disk_70b")
 SPEC: dict[str, Any] = {
     "question": "What?",
     "varied": "size",
@@ -109,7 +110,14 @@ def tiny(tmp_path: Path) -> Callable[[Experiment], dict[str, Any]]:
     return run
 
 
-@pytest.mark.parametrize("experiment", SIMULATED, ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        pytest.param(e, marks=[pytest.mark.long] if e.name in SAME_WITH_OTHER_MODELS else [])
+        for e in SIMULATED
+    ],
+    ids=lambda e: e.name,
+)
 def test_each_simulated_experiment_runs(
     experiment: Experiment, tiny: Callable[[Experiment], dict[str, Any]]
 ) -> None:

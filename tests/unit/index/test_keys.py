@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -154,23 +156,44 @@ def test_tokens_that_are_not_there_are_our_bug() -> None:
 # ---- the native half --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 240, 241, 256, 1000, 4096])
+def random_ids(random: Random, number: int) -> list[int]:
+    """Also those at the bounds of what an int of Python's has in one place, and of a token."""
+    bounds = [0, 1, 2**30 - 1, 2**30, 2**31 - 1, 2**32 - 1, 2**32, 2**64 + 3, -1, -(2**31)]
+    return [random.choice((random.randrange(50_000), random.choice(bounds))) for _ in range(number)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 128, 240, 241, 256, 1000, 4096])
 def test_native_keys_are_those_of_the_package(size: int) -> None:
     """Over the borders of BLAKE3's blocks (64 bytes) and chunks (1,024) and of its tree."""
     random = Random(size)
-    chunks = tuple(random.randbytes(4 * size) for _ in range(5))
+    ids = random_ids(random, 6 * size + size // 2)
+    encoded = struct.pack(f">{len(ids)}I", *(number % 2**32 for number in ids))
     for extras in ((), tuple(random.randbytes(number) for number in (0, 32, 0, 5, 64))):
         parent = Key(random.randbytes(32))
-        keys: list[Key] = []
-        for chunk, extra in zip(chunks, extras or 5 * (b"",), strict=True):
-            keys.append(chunk_key(keys[-1] if keys else parent, extra, chunk))
-        assert _native.chain_keys(parent, chunks, extras) == keys
+        chunks, keys = _native.hash_chunks(ids, size, 1, 6, parent, extras)
+        assert b"".join(chunks) == encoded[4 * size : 24 * size]
+        for chunk, extra, key in zip(chunks, extras or 5 * (b"",), keys, strict=True):
+            assert key == chunk_key(parent, extra, chunk)
+            parent = key
+        assert _native.encode_chunks(ids, size, 1, 6) == chunks
+    assert _native.hash_chunks(ids, size, 3, 3, parent, ()) == ([], [])
 
 
-def test_many_keys_are_hashed_without_the_lock() -> None:
-    chunks = tuple(number.to_bytes(4, "big") for number in range(300))
-    keys = _native.chain_keys(Key(bytes(32)), chunks, ())
-    assert keys[-1] == chunk_key(keys[-2], b"", chunks[-1])
+def test_a_prompt_hashed_in_parts_has_the_keys_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long ones are, and sessions that grow; with media or without."""
+    ids = random_ids(Random(3), 40 * 16 + 5)
+    root = root_key(NAMESPACE, "salt", b"")
+    for spans in ((), (MultimodalSpan(b"cat", 100, 300),)):
+        whole = SequenceKeys(root, ids, 16, spans)
+        keys = whole.keys(0, 40)
+        monkeypatch.setattr(keys_module, "LOCKED_TOKENS", 7 * 16 + 3)
+        in_parts, as_tuple = SequenceKeys(root, ids, 16, spans), SequenceKeys(root, tuple(ids), 16)
+        assert in_parts.keys(0, 40) == keys
+        assert list(map(in_parts.chunk_bytes, range(40))) == list(map(whole.chunk_bytes, range(40)))
+        assert spans or as_tuple.keys(0, 40) == keys
+        grown = SequenceKeys(root, ids, 16, spans)
+        assert [grown.key(number) for number in (0, 3, 24, 39)] == [keys[i] for i in (0, 3, 24, 39)]
+        monkeypatch.undo()
 
 
 def test_what_is_no_list_of_whole_chunks_raises() -> None:
@@ -187,8 +210,15 @@ def test_what_is_no_list_of_whole_chunks_raises() -> None:
             _native.encode_chunks(ids, size, first, stop)
     with pytest.raises(TypeError, match="no int"):
         _native.encode_tokens([1, "2"])  # type: ignore[list-item]
+    root = Key(bytes(32))
+    for place in range(9):  # also while the chunk before it is hashed
+        wrong: list[Any] = [*range(place), "2", *range(8 - place)]
+        with pytest.raises(TypeError, match="no int"):
+            _native.hash_chunks(wrong, 3, 0, 3, root, ())
     with pytest.raises(ValueError, match="one extra"):
-        _native.chain_keys(Key(bytes(32)), (b"a", b"b"), (b"a",))
+        _native.hash_chunks(ids, 2, 0, 2, root, (b"a",))
+    with pytest.raises(ValueError, match="whole chunks"):
+        _native.hash_chunks(ids, 2, 0, 3, root, ())
 
 
 # ---- one prompt many times --------------------------------------------------------------------
@@ -198,12 +228,12 @@ def count_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many chunks each call has hashed, from now on."""
     hashed: list[int] = []
 
-    def chain_keys(parent: Key, chunks: tuple[bytes, ...], extras: tuple[bytes, ...]) -> list[Key]:
-        hashed.append(len(chunks))
-        return real(parent, chunks, extras)
+    def hash_chunks(ids: list[int], size: int, first: int, stop: int, *more: Any) -> Any:
+        hashed.append(stop - first)
+        return real(ids, size, first, stop, *more)
 
-    real = _native.chain_keys
-    monkeypatch.setattr(keys_module, "native_chain_keys", chain_keys)
+    real = _native.hash_chunks
+    monkeypatch.setattr(keys_module, "hash_chunks", hash_chunks)
     return hashed
 
 

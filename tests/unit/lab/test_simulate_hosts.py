@@ -181,6 +181,39 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "round-robin" in capsys.readouterr().out
 
 
+def test_a_load_that_cannot_be_served_is_no_result_and_stops_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All come at once, and each wants some seconds of prefill."""
+    trace, num_requests = tmp_path / "t.jsonl", 60
+    lines = (
+        {
+            "timestamp": 0,
+            "input_length": 16_384,
+            "output_length": 1,
+            "hash_ids": [32 * n + block for block in range(32)],
+        }
+        for n in range(num_requests)
+    )
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    machine = str(next(iter(sorted(CONFIGS.glob("*.yaml")))))
+    args = ["simulate", str(trace), "--machine", machine, "--hosts", "2", "--shared", "0,1TB"]
+    args += ["--router", "round-robin,one-large"]
+    plot = tmp_path / "hosts.svg"
+    assert main([*args, "--patience", "5", "--json", "--plot", str(plot)]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert len(runs) == 3 and plot.stat().st_size > 1000
+    for run in runs:
+        assert 5 < run["cannot_serve_after_s"] < 10
+        assert run["ttft_s"] == {} and run["requests"] < num_requests, "it went on"
+    assert main([*args, "--patience", "5"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("cannot serve this load: after ") == 3 and "More servers: --hosts" in said
+    assert main([*args, "--patience", "inf", "--json"]) == 0
+    for run in json.loads(capsys.readouterr().out)["runs"]:
+        assert run["requests"] == num_requests and run["ttft_s"]["p99"] > 5
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

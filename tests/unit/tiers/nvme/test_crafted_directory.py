@@ -259,7 +259,9 @@ def test_what_is_not_changed_is_sound(tmp_path: Path, *, encoded: bool) -> None:
     assert f"{2 * RECORDS} records are good" in verified.out, verified
 
 
-@pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
+@pytest.mark.parametrize(
+    "encoded", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "encoded"]
+)
 @pytest.mark.parametrize("page", ["root", "segment", "record"])
 def test_every_integer_at_its_bounds(tmp_path: Path, page: str, *, encoded: bool) -> None:
     def crafted() -> Iterator[tuple[str, Crafted]]:

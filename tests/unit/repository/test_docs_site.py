@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The docs site: every page and picture is in it, its search finds names, tables are readable."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+from tools import docs_site
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+
+
+def test_every_page_is_in_the_nav() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in DOCS}
+    assert set(re.findall(r"([\w/-]+\.md)", nav)) == pages
+
+
+def test_the_site_finds_settings_and_metrics_and_opens_as_files() -> None:
+    """Its search splits names as the pages have them; `offline` keeps the index in a script."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (separator,) = re.findall(r"search: \{separator: '(.+)'\}", text)
+    for name, words in (
+        ("nvme.io_deadline", ["nvme", "io", "deadline"]),
+        (
+            "`vllm:attnstore_loaded_tokens_total{tier=",
+            ["vllm", "attnstore", "loaded", "tokens", "total", "tier"],
+        ),
+    ):
+        assert [word for word in re.split(separator, name) if word] == words
+    assert "  - offline" in text and "use_directory_urls: false" in text
+    assert "extra: {polyfills: [iframe-worker.js]}" in text, "`offline` asks another site for one"
+    assert (ROOT / "docs" / "iframe-worker.js").is_file()
+
+
+def test_a_search_for_a_name_finds_the_page_that_explains_it_first() -> None:
+    for name in ("runbook.md", "configuration.md", "faq.md"):
+        page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=name))
+        docs_site.on_page_markdown("", page)
+        assert (page.meta.get("search", {}).get("boost", 1) > 1) == (name != "faq.md")
+
+
+def test_what_users_do_not_need_comes_last() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    before, _, internals = nav.partition("- Internals:")
+    for page in ("overlap.md", "faults.md", "notes/"):
+        assert page in internals and page not in before
+    assert not re.search(r"^  - ", internals, re.MULTILINE)
+
+
+def test_results_are_at_most_twelve_screens() -> None:
+    """A screen has some 40 lines of 100 characters."""
+    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    assert sum(1 + len(line) // 100 for line in lines) <= 12 * 40
+
+
+def test_names_in_tables_break_at_their_joints() -> None:
+    """Elsewhere, and in blocks of code, a browser has the room."""
+    name = "vllm:attnstore_chunks_total{event}"
+    row = f"<td>a_b <code>{name}</code></td>"
+    parts = "vllm:<wbr>attnstore_<wbr>chunks_<wbr>total{<wbr>event}"
+    assert docs_site.on_page_content(f"<p><code>{name}</code></p>{row}") == (
+        f"<p><code>{name}</code></p><td>a_b <code>{parts}</code></td>"
+    )
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "hooks: [tools/docs_site.py]" in text and "extra_css: [site.css]" in text
+
+
+def test_every_picture_is_on_a_page() -> None:
+    """One that was drawn and is shown nowhere convinces no reader."""
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+    drawn = [*(ROOT / "docs").rglob("*.svg"), *(ROOT / "results").rglob("*.svg")]
+    shown = {Path(target).name for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", pages)}
+    assert {path.name for path in drawn} <= shown
+
+
+def test_lists_and_tables_get_their_empty_line() -> None:
+    given = ["a", "- b", "- c", "", "d", "| e |", "|---|", "```", "x", "- no", "```"]
+    assert list(docs_site.spaced(given)) == [
+        "a",
+        "",
+        "- b",
+        "- c",
+        "",
+        "d",
+        "",
+        "| e |",
+        "|---|",
+        "```",
+        "x",
+        "- no",
+        "```",
+    ]
