@@ -216,6 +216,13 @@ class Residency:
             self._expire(chunk)
         return kept
 
+    def drop_expired(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Those of these that have not expired. Cost: a look at the run of each."""
+        expired = {chunk for chunk in chunks if self.has_expired(chunk)}
+        for chunk in expired:
+            self._expire(chunk)
+        return [chunk for chunk in chunks if chunk not in expired]
+
     def _expire(self, chunk: Chunk) -> None:
         self.counts[Event.EXPIRED] += 1
         self.num_expired += 1
