@@ -185,6 +185,7 @@ class Residency:
 
     def make_low_priority(self, chunks: Sequence[Chunk]) -> None:
         """Let these leave before most that is as old. One conversation has used all of them."""
+        chunks = self.drop_expired(chunks)  # its lease is of all that it has used
         if chunks:
             run = self.run_of(chunks[0])
             self.use(chunks, replace(run, priority=min(run.priority, Priority.LOW)))
@@ -292,7 +293,8 @@ class Residency:
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.is_alone = is_alone  # a record of an early release does not say it
         chunk.dram_only = dram_only
-        chunk.run.use(self.now)
+        if known is None:  # else it is used already, or of a later request, whose lease is its own
+            chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)
         if low_value:
             chunk.refused_by.update(tier.name for tier in self.behind)

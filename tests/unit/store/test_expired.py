@@ -14,6 +14,7 @@ from tests.helpers import (
     lookup_of,
     name_of,
     names_of,
+    push_out_of_dram,
     sequence_of,
     tokens_of,
 )
@@ -92,3 +93,35 @@ def save_with_tail(rig: Rig, tokens: list[int]) -> None:
         chunk = rig.store.begin_save(name, visit.run(number))
         if chunk is not None:
             rig.store.finish_saves([chunk])
+
+
+def test_what_becomes_less_worth_is_not_renewed_with_all_of_its_run(open_rig: Rigs) -> None:
+    """A request ends long after another one used what it has left, for the last time."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock)
+    tokens = tokens_of(1, 32)
+    save(rig, tokens, TTL)
+    device.settle()
+    clock.now += 100.0
+    rig.store.make_low_priority([rig.chunk(name_of(sequence_of(tokens), 0))])
+    assert rig.store.find(lookup_of(tokens), 0, 32) == []
+
+
+def test_a_save_of_an_earlier_request_renews_no_lease_of_a_later_one(open_rig: Rigs) -> None:
+    """Both compute a prompt. The later one saves it first, with a time of its own."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock)
+    tokens = tokens_of(1, 32)
+    early = sequence_of(tokens[:16])
+    _, visit = rig.store.arrive("early", Lookup(early), 16, 1, TTL)
+    clock.now += 10.0
+    save(rig, tokens, TTL)
+    device.settle()
+    push_out_of_dram(rig, device, rig.dram_slots)
+    clock.now += 50.0
+    chunk = rig.store.begin_save(name_of(early, 0), visit.run(0), again=True)
+    assert chunk is not None, "DRAM takes it once more"
+    rig.store.finish_saves([chunk])
+    clock.now += 15.0
+    found = rig.store.find(lookup_of(tokens), 0, 32)
+    assert found == [], "of 65 s ago, with a ttl of 60"
