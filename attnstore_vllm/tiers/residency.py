@@ -259,19 +259,18 @@ class Residency:
                 not written to the tiers behind before a request uses it.
             is_alone, dram_only: see Chunk.
             waits: the caller asks again where there is no room now.
-            yields: nothing that would be lost makes room for it.
+            yields: nothing that would be lost makes room for it. Its request has ended: that it is
+                saved is no use of it.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
         there is no room (counted as dropped if it is nowhere else, and no request waits for room).
         """
-        known = self.index.get(name.key)
-        if known is not None and self.has_expired(known):
-            # No look-up has met it: an answer was computed once more. That is no use of the old KV.
-            self._expire(known)
-            known = None
+        if yields and run is not None and run.has_expired(self.now):
+            return None
+        known = self._known(name)
         if known is not None and low_value:
             return None  # another run may think more of it
         if known is not None:
-            if run is None or run.since >= self.run_of(known).since:
+            if not yields and (run is None or run.since >= self.run_of(known).since):
                 self.use([known], run)  # by one that came before it is no older
             # It takes no room from what waits to be read or written: it can be read again.
             is_here = known.dram.state is not State.ABSENT
@@ -293,7 +292,8 @@ class Residency:
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.is_alone = is_alone  # a record of an early release does not say it
         chunk.dram_only = dram_only
-        if known is None:  # else it is used already, or of a later request, whose lease is its own
+        # A known one is used already, or of a later request, whose lease is its own.
+        if known is None and not yields:
             chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)
         if low_value:
@@ -303,6 +303,15 @@ class Residency:
         else:
             self.pinning.spread(chunk, self.now)
         return chunk
+
+    def _known(self, name: ChunkName) -> Chunk | None:
+        """The stored chunk of this name. One that has expired is dropped: no look-up has met it,
+        an answer was computed once more. That is no use of the old KV."""
+        known = self.index.get(name.key)
+        if known is not None and self.has_expired(known):
+            self._expire(known)
+            return None
+        return known
 
     def finish_save(self, chunk: Chunk) -> None:
         """All ranks have copied: the bytes are ready, and dirty until written back."""

@@ -125,3 +125,23 @@ def test_a_save_of_an_earlier_request_renews_no_lease_of_a_later_one(open_rig: R
     clock.now += 15.0
     found = rig.store.find(lookup_of(tokens), 0, 32)
     assert found == [], "of 65 s ago, with a ttl of 60"
+
+
+def test_a_rest_that_finds_room_late_renews_nothing(open_rig: Rigs) -> None:
+    """A prompt was too long for DRAM. Its last chunk is saved after the request has ended."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock)
+    tokens = tokens_of(1, 32)
+    sequence = sequence_of(tokens)
+    _, visit = rig.store.arrive("request", Lookup(sequence), 32, 1, TTL)
+    first = rig.store.begin_save(name_of(sequence, 0), visit.run(0))
+    assert first is not None
+    rig.store.finish_saves([first])
+    clock.now += 20.0
+    rest = rig.store.begin_save(name_of(sequence, 1), visit.run(1), yields=True)
+    assert rest is not None
+    rig.store.finish_saves([rest])
+    assert rig.store.begin_save(name_of(sequence, 1), visit.run(1), yields=True) is None
+    clock.now += 45.0
+    assert rig.store.begin_save(name_of(sequence, 1), visit.run(1), yields=True) is None
+    assert rig.store.find(lookup_of(tokens), 0, 32) == [], "it ended 65 s ago, with a ttl of 60"
