@@ -33,9 +33,9 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     io.save_generation()
     assert io.generation.usable == MINE.raw
     yield made
-    for tier in made.store.thread.tiers:
-        tier.cancel()
-        tier.close(1.0)
+    for moves in made.store.thread.tiers:
+        moves.cancel()
+        moves.close(1.0)
 
 
 def test_nothing_is_noted_while_nvme_may_have_what_was_before(rig: Rig, tmp_path: Path) -> None:
