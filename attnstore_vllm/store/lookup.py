@@ -109,6 +109,8 @@ class Strategy(ABC):
         residency, size = self._residency, lookup.keys.chunk_tokens
         at = self._tail_start(lookup, pieces, start)
         ends = self._index.ends_like(lookup.keys, at // size, stop) if at < stop else []
+        if self._context.has_leases:  # a use of what has expired would renew it
+            ends = residency.drop_expired(ends)
         near = pieces[: self._num_slots]  # what is beyond is wanted once there may be room
         is_known = residency.is_wanted_so(request_id, near, visit)
         used = [] if is_known else no_ends(pieces, self._index.grain)

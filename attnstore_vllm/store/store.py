@@ -504,6 +504,7 @@ class Store:
     def make_low_priority(self, chunks: Iterable[Chunk]) -> None:
         """Let these leave before most that is as old. What others use as well stays as it is."""
         with self._lock:
+            self.residency.now = self._clock()
             self.residency.make_low_priority(list(filter(self.residency.is_own, chunks)))
 
     def drop_before(self, keys: SequenceKeys, stop: int, *, low_value: bool) -> int:

@@ -185,6 +185,7 @@ class Residency:
 
     def make_low_priority(self, chunks: Sequence[Chunk]) -> None:
         """Let these leave before most that is as old. One conversation has used all of them."""
+        chunks = self.drop_expired(chunks)  # its lease is of all that it has used
         if chunks:
             run = self.run_of(chunks[0])
             self.use(chunks, replace(run, priority=min(run.priority, Priority.LOW)))
@@ -215,6 +216,13 @@ class Residency:
         for chunk in expired:
             self._expire(chunk)
         return kept
+
+    def drop_expired(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Those of these that have not expired. Cost: a look at the run of each."""
+        expired = {chunk for chunk in chunks if self.has_expired(chunk)}
+        for chunk in expired:
+            self._expire(chunk)
+        return [chunk for chunk in chunks if chunk not in expired]
 
     def _expire(self, chunk: Chunk) -> None:
         self.counts[Event.EXPIRED] += 1
@@ -252,20 +260,19 @@ class Residency:
                 not written to the tiers behind before a request uses it.
             is_alone, dram_only: see Chunk.
             waits: the caller asks again where there is no room now.
-            yields: nothing that would be lost makes room for it.
+            yields: nothing that would be lost makes room for it. Its request has ended: that it is
+                saved is no use of it.
             num_more: chunks that are about to be saved so after it, and that no tier has.
         Returns None where nothing is to be copied: it, or what extends it, is stored already, or
         there is no room (counted as dropped if it is nowhere else, and no request waits for room).
         """
-        known = self.index.get(name.key)
-        if known is not None and self.has_expired(known):
-            # No look-up has met it: an answer was computed once more. That is no use of the old KV.
-            self._expire(known)
-            known = None
+        if yields and run is not None and run.has_expired(self.now):
+            return None
+        known = self._known(name)
         if known is not None and low_value:
             return None  # another run may think more of it
         if known is not None:
-            if run is None or run.since >= self.run_of(known).since:
+            if not yields and (run is None or run.since >= self.run_of(known).since):
                 self.use([known], run)  # by one that came before it is no older
             # It takes no room from what waits to be read or written: it can be read again.
             is_here = known.dram.state is not State.ABSENT
@@ -287,7 +294,9 @@ class Residency:
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.is_alone = is_alone  # a record of an early release does not say it
         chunk.dram_only = dram_only
-        if chunk.run.used_at != self.now:  # else for the chunk before it
+        # A known one is used already, or of a later request, whose lease is its own. At this time:
+        # for the chunk before it.
+        if known is None and not yields and chunk.run.used_at != self.now:
             chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)
         if low_value:
@@ -297,6 +306,15 @@ class Residency:
         else:
             self.pinning.spread(chunk, self.now)
         return chunk
+
+    def _known(self, name: ChunkName) -> Chunk | None:
+        """The stored chunk of this name. One that has expired is dropped: no look-up has met it,
+        an answer was computed once more. That is no use of the old KV."""
+        known = self.index.get(name.key)
+        if known is not None and self.has_expired(known):
+            self._expire(known)
+            return None
+        return known
 
     def finish_save(self, *chunks: Chunk) -> None:
         """All ranks have copied: the bytes are ready, and dirty until written back."""

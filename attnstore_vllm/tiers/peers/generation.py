@@ -3,8 +3,12 @@
 
 Engines share KV only while their generations are equal. The group's file names the last reset of
 any of them. The first engine that is reset makes a new name; each of the others takes that one with
-its own reset, when all that it had has gone. So after a reset no engine gets KV of before it from
-one that has not been reset yet. Both are kept in files, since KV on NVMe outlives the process.
+its own reset, when all that it had has gone. So after a reset no engine gets KV from one that has
+not been reset yet. Both are kept in files, since KV on NVMe outlives the process.
+
+That holds from engines of one generation on. One that missed a reset of others takes their name
+with its next one, and their KV: of after the reset that it missed, and perhaps of before this one
+(docs/faults.md). The same after a reset that failed, which the caller is told.
 
 There is one of each for every namespace: a reset is of the model that runs. A generation is used
 only once it is on the disk; until then the engine has a name that no other has.
@@ -33,6 +37,8 @@ logger = logging.getLogger(__name__)
 OLD_FILE_NAME = "peers.generation"
 """A version before had one for all namespaces: the first that starts takes it."""
 SIZE_BYTES = 16
+OUT = b"-"
+"""Behind an engine's own in its file: it left that one, and is of none before its next reset."""
 
 
 def file_name(namespace: bytes) -> str:
@@ -72,11 +78,13 @@ class Generation:
         try:
             for path in (self._own, self._group):
                 take_old_name(path.with_name(OLD_FILE_NAME), path)
-            value = self._kept()
-            if len(value) != SIZE_BYTES:
-                value = self._of_group(lambda _: False)
-                replace_own(self._own, value, durable=True)
-            self.value = self._left = value
+            kept = self._kept()
+            if kept is None:
+                kept = self._of_group(lambda _: False)
+                replace_own(self._own, kept, durable=True)
+            self._left = kept[:SIZE_BYTES] if len(kept) >= SIZE_BYTES else None
+            if len(kept) == SIZE_BYTES:
+                self.value = kept
         except OSError as error:
             self._say(error)
 
@@ -94,24 +102,28 @@ class Generation:
             self.value = value
         except OSError as error:
             self._say(error)
-            self._keep_to_itself()
+            self._keep_to_itself(left)
 
     def leave(self) -> None:
         """From now on it is of no generation that others have. A restart is of the one before."""
         self.value = secrets.token_bytes(SIZE_BYTES)
 
-    def _keep_to_itself(self) -> None:
-        """After a restart, too, it is of no generation that others have."""
+    def _keep_to_itself(self, left: bytes | None) -> None:
+        """After a restart, too, it is of no generation that others have, and leaves the same one
+        with its next reset. Args: left: with this one. Raises: OSError."""
         try:
-            replace_own(self._own, self.value, durable=True)
+            replace_own(self._own, (self._left or b"") + OUT, durable=True)
         except OSError:
-            self._own.unlink(missing_ok=True)
+            self._own.unlink(missing_ok=True)  # a restart takes the group's ...
+            if self._left == left:  # ... which may be of before
+                raise
 
-    def _kept(self) -> bytes:
+    def _kept(self) -> bytes | None:
+        """None: it has begun none."""
         try:
-            return read_own(self._own, SIZE_BYTES)
+            return read_own(self._own, SIZE_BYTES + len(OUT))
         except FileNotFoundError:
-            return b""
+            return None
 
     def _of_group(self, is_left: Callable[[bytes], bool]) -> bytes:
         """The group's; a new one if that is left, or if there is none. Durable when it returns."""

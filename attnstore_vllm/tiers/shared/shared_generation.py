@@ -2,9 +2,11 @@
 """Which generation of a namespace's records an engine may use. Decides; reads and writes nothing.
 
 The store has one value for each namespace: the present generation, which is in the name of every
-record. After a reset an engine never uses a generation again that was there before. It goes on with
-the one that follows, which it makes known, or which others have made known meanwhile. An engine
-that finds another generation than its own was not reset when others were: it keeps out until it is.
+record. After a reset an engine never uses a generation again that it has used. It goes on with the
+one that follows, which it makes known, or which others have made known meanwhile. An engine that
+finds another generation than its own was not reset when others were: it keeps out until it is. Then
+it joins theirs, which was there before its own reset (docs/faults.md): what it meets is of after
+the reset that it missed, and no more is promised.
 
 A generation is an anchor, which is random, and a count. The next one has the count that follows:
 so engines that are reset together agree, and what an engine has left is one count an anchor.

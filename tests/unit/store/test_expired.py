@@ -7,7 +7,17 @@ import pytest
 
 from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.store.lookup import Lookup
-from tests.helpers import Rigs, conversation, lookup_of, name_of, sequence_of, tokens_of
+from tests.helpers import (
+    Rig,
+    Rigs,
+    conversation,
+    lookup_of,
+    name_of,
+    names_of,
+    push_out_of_dram,
+    sequence_of,
+    tokens_of,
+)
 from tests.unit.policy.test_visits import Clock, ask, save
 
 TTL = Terms(ttl_s=60.0)
@@ -51,3 +61,87 @@ def test_a_use_of_its_beginning_renews_nothing_behind_it(open_rig: Rigs, evictio
     device.settle()
     clock.now += 50.0
     assert rig.store.find(lookup_of(first), 0, 48)[-1].stop == 16, "of 100 s ago, with a ttl of 60"
+
+
+@pytest.mark.parametrize("has_visit", [True, False])
+def test_who_has_its_whole_blocks_revives_no_expired_tail(open_rig: Rigs, has_visit: bool) -> None:
+    """It does not have the tail's end, so a look-up does not meet the tail: that is only used."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock)
+    first = tokens_of(1, 22)  # a chunk, and a tail of a block and two tokens
+    save_with_tail(rig, first)
+    device.settle()
+    clock.now += 50.0
+    save_with_tail(rig, first[:16] + tokens_of(2, 16))
+    device.settle()
+    clock.now += 50.0
+    like = first[:20] + tokens_of(3, 4)
+    if has_visit:
+        rig.store.arrive("like", Lookup(sequence_of(like)), len(like), 1, TTL)
+    else:
+        rig.store.find(lookup_of(like), 0, len(like))
+    clock.now += 5.0
+    found = rig.store.find(lookup_of([*first, 7]), 0, 23)
+    assert found[-1].stop == 16, "the tail was used 105 s ago, with a ttl of 60"
+
+
+def save_with_tail(rig: Rig, tokens: list[int]) -> None:
+    """A request comes, and its KV is saved, the tail with its end too."""
+    sequence = sequence_of(tokens)
+    _, visit = rig.store.arrive("request", Lookup(sequence), len(tokens), 1, TTL)
+    for number, name in enumerate(names_of(sequence)):
+        chunk = rig.store.begin_save(name, visit.run(number))
+        if chunk is not None:
+            rig.store.finish_saves([chunk])
+
+
+def test_what_becomes_less_worth_is_not_renewed_with_all_of_its_run(open_rig: Rigs) -> None:
+    """A request ends long after another one used what it has left, for the last time."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock)
+    tokens = tokens_of(1, 32)
+    save(rig, tokens, TTL)
+    device.settle()
+    clock.now += 100.0
+    rig.store.make_low_priority([rig.chunk(name_of(sequence_of(tokens), 0))])
+    assert rig.store.find(lookup_of(tokens), 0, 32) == []
+
+
+def test_a_save_of_an_earlier_request_renews_no_lease_of_a_later_one(open_rig: Rigs) -> None:
+    """Both compute a prompt. The later one saves it first, with a time of its own."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock)
+    tokens = tokens_of(1, 32)
+    early = sequence_of(tokens[:16])
+    _, visit = rig.store.arrive("early", Lookup(early), 16, 1, TTL)
+    clock.now += 10.0
+    save(rig, tokens, TTL)
+    device.settle()
+    push_out_of_dram(rig, device, rig.dram_slots)
+    clock.now += 50.0
+    chunk = rig.store.begin_save(name_of(early, 0), visit.run(0), again=True)
+    assert chunk is not None, "DRAM takes it once more"
+    rig.store.finish_saves([chunk])
+    clock.now += 15.0
+    found = rig.store.find(lookup_of(tokens), 0, 32)
+    assert found == [], "of 65 s ago, with a ttl of 60"
+
+
+def test_a_rest_that_finds_room_late_renews_nothing(open_rig: Rigs) -> None:
+    """A prompt was too long for DRAM. Its last chunk is saved after the request has ended."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock)
+    tokens = tokens_of(1, 32)
+    sequence = sequence_of(tokens)
+    _, visit = rig.store.arrive("request", Lookup(sequence), 32, 1, TTL)
+    first = rig.store.begin_save(name_of(sequence, 0), visit.run(0))
+    assert first is not None
+    rig.store.finish_saves([first])
+    clock.now += 20.0
+    rest = rig.store.begin_save(name_of(sequence, 1), visit.run(1), yields=True)
+    assert rest is not None
+    rig.store.finish_saves([rest])
+    assert rig.store.begin_save(name_of(sequence, 1), visit.run(1), yields=True) is None
+    clock.now += 45.0
+    assert rig.store.begin_save(name_of(sequence, 1), visit.run(1), yields=True) is None
+    assert rig.store.find(lookup_of(tokens), 0, 32) == [], "it ended 65 s ago, with a ttl of 60"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -56,9 +57,27 @@ def test_a_reset_that_was_not_noted_goes_back_to_no_generation_of_before(
     assert here.value != before
     if restarts:
         here = engines_of(tmp_path)[0]
-    else:
-        here.advance()
+        assert here.value != before
+    here.advance()
     assert here.value != before, "it would get KV of before its reset"
+    sibling.advance()
+    assert here.value == sibling.value
+
+
+def test_a_reset_of_which_nothing_can_be_noted_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file can be opened. A restart takes the group's generation, which is of before."""
+    here, _ = engines_of(tmp_path)
+
+    def no_more(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "open_own", no_more)
+        patch.setattr(generation, "replace_own", no_more)
+        with pytest.raises(OSError, match="Too many open files"):
+            here.advance()
 
 
 def test_who_knew_no_generation_joins_none_of_before_its_reset(
