@@ -112,14 +112,14 @@ class Router(Subscriber):
 
     def _note_chunks(self) -> None:
         """Work out the blocks of each chunk that is saved from now on."""
-        store = self._engine.store
-        begin_save = store.begin_save
+        residency = self._engine.store.residency
+        begin_save = residency.begin_save
 
         def noted(name: ChunkName, *args: Any, **kwargs: Any) -> Any:
             self.note(name)
             return begin_save(name, *args, **kwargs)
 
-        store.begin_save = noted  # type: ignore[method-assign]
+        residency.begin_save = noted  # type: ignore[method-assign]
 
     def note(self, name: ChunkName) -> None:
         """The chunk has the blocks that vLLM would make of its tokens."""
