@@ -6,9 +6,9 @@
 
 `namespace` is the fingerprint of the model and its layout, `cache_salt` the tenant, `lora` the
 content of the adapter, `extra` the multimodal inputs that lie in the chunk. Sections of other KV
-cache groups (sections.py) are chunks behind a parent of their own. The hash is
-cryptographic, so that no user can craft a prompt whose key is another's, and starts from no
-random seed, so that a key on disk means the same after a restart.
+cache groups (sections.py) are chunks behind a parent of their own. The hash is cryptographic, so
+that no user can craft a prompt whose key is another's, and starts from no random seed, so that a
+key on disk means the same after a restart.
 """
 
 from __future__ import annotations
@@ -236,9 +236,7 @@ class SequenceKeys:
         first = len(self._keys)
         extras = tuple(map(self._extra_now, range(first, stop))) if self._spans else ()
         recent = self._recent if first == 0 else None
-        found = None
-        if recent is not None:
-            found = recent.keys_of(self.root, extras, stop, self._encode)
+        found = None if recent is None else recent.keys_of(self.root, extras, stop, self._encode)
         if found is None:
             found = self._hash(first, stop, extras)
             if recent is not None:
