@@ -172,7 +172,17 @@ class Store:
             self._curve.news.append(used_by(sequence, marks, num_tokens))
             pieces = self._match(lookup, 0, stop, min_tokens, request_id)
             last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
-            visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
+            ends_cut = _ends_cut(pieces, whole, sequence.chunk_tokens)
+            visit = visit_of(
+                self._estimator,
+                last_runs,
+                marks,
+                num_tokens,
+                now,
+                terms,
+                self._ttl_s,
+                ends_cut=ends_cut,
+            )
             self._context.has_leases |= terms.ttl_s is not None
             self.strategy.want(lookup, pieces, 0, stop, request_id, visit)
             if terms.pin_s is not None:
@@ -588,3 +598,16 @@ class Store:
         """Write back what is dirty, for CLOSE_DEADLINE_S at most; then stop."""
         self.thread.stop(CLOSE_DEADLINE_S)
         self._context.pool.close()
+
+
+def _ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
+    """Whether the last piece of the spine is the beginning of another's chunk.
+
+    Args:
+        whole: keys of the request's own whole chunks, of `size` tokens.
+    """
+    spine = [piece for piece in pieces if piece.group == 0]
+    if not spine or spine[-1].stop % size == 0:
+        return False
+    number = spine[-1].start // size
+    return whole[number : number + 1] != [spine[-1].chunk.name.key]

@@ -151,7 +151,8 @@ class Residency:
             chunk = piece.chunk
             if wanted is not chunk or chunk.dram.state is State.ABSENT:
                 return False
-            run = visit.own if piece.start >= border else visit.run(piece.start // size)
+            is_own = piece.start >= border
+            run = visit.own if is_own else visit.used_run(piece.start // size, chunk.run)
             if chunk.refused_by and chunk.copied_for is not run:  # worth another look
                 return False
             if chunk.run is not run and not piece.has_end(grain):

@@ -137,14 +137,17 @@ class Oracle:
     def look(self, request: Request, pieces: Sequence[Piece], tails: Iterable[Key], now: float) -> None:
         """It found these. Who used what stands behind a chunk has used that chunk, too."""
         longest, end, found = request.ttl_s, 0.0, dict[Key, float]()
+        longest_here = request.ttl_s
         for piece in reversed(pieces):
             kept = self.kept[piece.chunk.name.key]
             longest, end = max(longest, kept.ttl_s), max(end, kept.ends)
             found[piece.chunk.name.key] = longest
             kept.ends = max(kept.ends, end)
-        for key in tails:
+            if piece is pieces[-1] and piece.stop % CHUNK_TOKENS:
+                longest_here = longest
+        for key in tails:  # one that is used with others' beginning is kept as long as that
             if self.is_alive(key, now):
-                found.setdefault(key, request.ttl_s)
+                found.setdefault(key, longest_here)
         for key, ttl_s in found.items():
             self.kept[key].renew(now, ttl_s)
             self.kept[key].by = request
