@@ -36,7 +36,15 @@ from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.returns import ReturnEstimator
-from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit, answer, visit_of
+from attnstore_vllm.policy.visits import (
+    NO_TERMS,
+    Run,
+    Terms,
+    Visit,
+    answer,
+    unknown_run,
+    visit_of,
+)
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.lookup import Lookup, is_ready, strategy_for
@@ -194,6 +202,13 @@ class Store:
         if self._estimator.is_due:
             self.thread.wake()
         return pieces, visit
+
+    def unseen_run(self, terms: Terms) -> Run:
+        """The run of what a request saves that arrive() was not said of, as there was no time."""
+        with self._lock:
+            ttls = [ttl for ttl in (self._ttl_s, terms.ttl_s) if ttl is not None]
+            self._context.has_leases |= bool(ttls)
+            return unknown_run(self._clock(), min(ttls, default=None))
 
     def answered(self, visit: Visit, num_tokens: int) -> None:
         """The request of this visit has ended, with so many tokens of its own."""

@@ -114,8 +114,11 @@ class Residency:
         """Note that a request wants these, in the order of depth."""
         run = run or unknown_run(self.now)
         run.use(self.now)
-        if not chunks:
-            return
+        if chunks:
+            self._move(chunks, run)
+
+    def _move(self, chunks: Sequence[Chunk], run: Run) -> None:
+        """They are of this run from now on."""
         for tier in self._tiers:
             tier.use(chunks, run)
         for behind in self.behind:
@@ -185,11 +188,12 @@ class Residency:
         )
 
     def make_low_priority(self, chunks: Sequence[Chunk]) -> None:
-        """Let these leave before most that is as old. One conversation has used all of them."""
-        chunks = self.drop_expired(chunks)  # its lease is of all that it has used
-        if chunks:
-            run = self.run_of(chunks[0])
-            self.use(chunks, replace(run, priority=min(run.priority, Priority.LOW)))
+        """Let these leave before most that is as old. That is no use: another request may have used
+        them last, and its lease is of more than these."""
+        for run, of_run in groupby(self.drop_expired(chunks), self.run_of):
+            low = replace(run, priority=min(run.priority, Priority.LOW))
+            low.touch(self.now)
+            self._move([*of_run], low)
 
     def rank(self, run: Run) -> None:
         """The kind of this run has changed. Cost: O(tiers)."""

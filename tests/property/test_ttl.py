@@ -306,6 +306,7 @@ class History:
             return
         store, name, now = self.rig.store, names[number], self.clock.now
         was_known = store.residency.index.get(name.key) is not None
+        was_alive = was_known and self.oracle.is_alive(name.key, now)
         again, low_value = self.rng.random() < 0.4, self.rng.random() < 0.1
         chunk = store.begin_save(
             name, request.visit.run(number), again=again, low_value=low_value, yields=yields
@@ -321,11 +322,12 @@ class History:
             self.oracle.activity(request, now)
         if chunk is not None:
             at = request.ended_at if yields else now
-            if not (yields and was_known):
+            if not (yields and was_alive):
                 self.oracle.compute(name.key, at, ttl_s, request)
                 request.used[name.key] = ttl_s
         elif was_known and not (yields or low_value):
             self.oracle.use(name.key, now, ttl_s, request)
+            request.used[name.key] = ttl_s
         if self.rng.random() < 0.8:
             self.do_finish_saves()
 

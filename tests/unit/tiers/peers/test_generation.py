@@ -150,3 +150,37 @@ def test_a_generation_is_noted_once_nvme_has_nothing_of_before(tmp_path: Path) -
     assert store.reset()
     assert after != noted.read_bytes() == io.generation()
     store.close()
+
+
+def test_a_reset_that_is_noted_late_undoes_no_later_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first waits for the group's file. NVMe's second fails meanwhile: KV of before stays."""
+    monkeypatch.setattr(generation, "LOCK_TRIES", 5000)
+    dirs = [tmp_path / "dp0", tmp_path / "dp1"]
+    for directory in dirs:
+        directory.mkdir(mode=0o700)
+    device, slab = MemoryDevice(slab_bytes(16)), new_slab(16)
+    format_device(device, slab)
+    pool = open_pool(8)
+    more = peers_of(dirs[0], tmp_path, [dirs[1]], NAMESPACE, CHUNK_TOKENS, pool)
+    store = open_store(pool, slab, device, more_tiers=more)
+    io = store.thread.tiers[1]
+    assert isinstance(io, PeersIo)
+    with (tmp_path / generation.file_name(NAMESPACE)).open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with io.context.progress:
+            first = io.reset()
+        deadline = time.monotonic() + 10.0
+        while not io._advancing.locked() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with io.context.progress:
+            io.context.disk_reset = Failed()
+            second = io.reset()
+            io.context.progress.wait_for(lambda: second.is_over, 10.0)
+            assert not second.succeeded
+    with io.context.progress:
+        io.context.progress.wait_for(lambda: first.is_over, 10.0)
+        assert first.succeeded
+    assert io.generation() != (dirs[0] / generation.file_name(NAMESPACE)).read_bytes()
+    store.close()
