@@ -28,8 +28,8 @@ from tests.helpers import (
     CHUNK_TOKENS,
     GRAIN,
     Rig,
-    found_slab,
     format_device,
+    found_slab,
     name_of,
     new_slab,
     sequence_of,
@@ -134,7 +134,9 @@ class Oracle:
             if kept.by is request or not self._moves:
                 kept.renew(now, ttl_s)
 
-    def look(self, request: Request, pieces: Sequence[Piece], tails: Iterable[Key], now: float) -> None:
+    def look(
+        self, request: Request, pieces: Sequence[Piece], tails: Iterable[Key], now: float
+    ) -> None:
         """It found these. Who used what stands behind a chunk has used that chunk, too."""
         longest, end, found = request.ttl_s, 0.0, dict[Key, float]()
         longest_here = request.ttl_s
@@ -190,10 +192,9 @@ class History:
         }
 
     def play(self, num_steps: int = STEPS) -> None:
-        kinds = {name: weight for name, weight in WEIGHTS.items()}
         try:
             for _ in range(num_steps):
-                step = self.rng.choices([*kinds], [*kinds.values()])[0]
+                step = self.rng.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
                 getattr(self, f"do_{step}")()
                 self.check()
         except AssertionError as error:
@@ -224,15 +225,19 @@ class History:
         ttls = [ttl for ttl in (own, self.server_ttl_s) if ttl is not None]
         self.num_requests += 1
         lookup = Lookup(sequence_of(text[:cut]))
-        request = Request(self.num_requests, text, cut, min(ttls, default=math.inf), lookup, self.clock.now)
+        request = Request(
+            self.num_requests, text, cut, min(ttls, default=math.inf), lookup, self.clock.now
+        )
         waits = rng.random() < 0.4
         if waits:
             with self.rig.store.queue() as queue:
                 queue.append(request.id)
         tails = [*self.tails(text[:cut], cut - 1)]
         pieces, request.visit = self.rig.store.arrive(request.id, lookup, cut, 1, Terms(ttl_s=own))
-        self.say(f"{request.id} arrives: {text[0]}..{text[cut - 1]} ({cut} of {len(text)}), ttl "
-                 f"{own}, waits {waits}, finds {self.ends_of(pieces)}")
+        self.say(
+            f"{request.id} arrives: {text[0]}..{text[cut - 1]} ({cut} of {len(text)}), ttl "
+            f"{own}, waits {waits}, finds {self.ends_of(pieces)}"
+        )
         self.check_found(pieces)
         self.oracle.look(request, pieces, tails, self.clock.now)
         hit = pieces[-1].stop // CHUNK_TOKENS if pieces else 0
@@ -283,7 +288,10 @@ class History:
             count = name.num_tokens % CHUNK_TOKENS
             blocks = count // GRAIN * GRAIN
             if count % GRAIN and name.key in self.names and name.position + blocks <= stop:
-                if self.names[name.key][: name.position + blocks] == tokens[: name.position + blocks]:
+                if (
+                    self.names[name.key][: name.position + blocks]
+                    == tokens[: name.position + blocks]
+                ):
                     yield name.key
 
     # ---- saving ------------------------------------------------------------------------
@@ -311,8 +319,10 @@ class History:
         chunk = store.begin_save(
             name, request.visit.run(number), again=again, low_value=low_value, yields=yields
         )
-        self.say(f"{request.id} saves {number}, again {again}, low {low_value}, yields {yields}: "
-                 f"{'a copy' if chunk else 'none'}, known {was_known}")
+        self.say(
+            f"{request.id} saves {number}, again {again}, low {low_value}, yields {yields}: "
+            f"{'a copy' if chunk else 'none'}, known {was_known}"
+        )
         request.next_save += chunk is not None or self.rng.random() < 0.8
         ttl_s = request.used.get(name.key, request.ttl_s)
         if chunk is not None:
@@ -372,9 +382,7 @@ class History:
         image, self.device = self.device.image, MemoryDevice(len(self.device.image))
         self.device.image[:] = image
         self.running, self.rests, self.oracle.waiting = [], [], []
-        self.rig = Rig(
-            self.device, found_slab(image), self.dram_slots, options=self.options()
-        )
+        self.rig = Rig(self.device, found_slab(image), self.dram_slots, options=self.options())
         for _ in range(self.rng.choice([1, 8])):
             self.rig.store.tick()
 
@@ -428,9 +436,13 @@ WEIGHTS = {
 }
 
 
+SEEDS = [range(50), pytest.param(range(50, 2000), marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_nothing_renews_a_lease_but_a_use(eviction: str) -> None:
-    for seed in range(100):
+def test_nothing_renews_a_lease_but_a_use(eviction: str, seeds: range) -> None:
+    for seed in seeds:
         try:
             History(seed, eviction).play()
         except AssertionError as error:
