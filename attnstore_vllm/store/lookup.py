@@ -119,8 +119,8 @@ class Strategy(ABC):
         else:
             of_run: dict[Run, list[Chunk]] = {run: [] for run in visit.runs}
             for piece in used:
-                run = visit.used_run(piece.start // size, residency.run_of(piece.chunk))
-                of_run[run].append(piece.chunk)
+                last = None if visit.cut is None else residency.run_of(piece.chunk)
+                of_run[visit.used_run(piece.start // size, last)].append(piece.chunk)
             of_run[visit.used_run(at // size)] += ends
             for run, chunks in of_run.items():
                 residency.use(chunks, run)

@@ -125,15 +125,13 @@ def test_what_only_begins_as_others_do_has_a_ttl_of_its_own(open_rig: Rigs) -> N
     """Its second chunk is half of a prompt that others share, and half of its own text."""
     clock = Clock()
     rig, device = open_rig(clock=clock)
-    shared, own = tokens_of(1, 32), tokens_of(1, 24) + tokens_of(2, 8)
-    for tokens in (shared, tokens_of(1, 24) + tokens_of(3, 8), shared):
-        save(rig, tokens, Terms())
+    shared, own = tokens_of(1, 64), tokens_of(1, 24) + tokens_of(2, 40)
+    save(rig, shared, Terms())
     save(rig, own, TTL)
-    save(rig, shared, TTL)
     device.settle()
     clock.now += 100.0
-    assert rig.store.find(lookup_of(own), 0, 32)[-1].stop == 24, "the others' alone"
-    assert rig.store.find(lookup_of(shared), 0, 32)[-1].stop == 32, "it is kept for the others"
+    assert rig.store.find(lookup_of(own), 0, 64)[-1].stop <= 24, "no more than the others'"
+    assert rig.store.find(lookup_of(shared), 0, 64)[-1].stop == 64, "it is kept for the others"
 
 
 def test_a_save_of_an_earlier_request_renews_no_lease_of_a_later_one(open_rig: Rigs) -> None:
