@@ -188,7 +188,7 @@ class RequestState:
     visit: Visit | None = None
     """Its use of the store; set when it has come."""
     unseen: Run | None = None
-    """Of what it saves while it has no visit."""
+    """Its run, of what it saves while it has no visit."""
     adapter: bytes | None = None
     """The adapter that its KV is computed with (adapters.py). None: not known yet."""
     asked: Asked | None = None

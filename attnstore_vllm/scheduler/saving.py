@@ -451,7 +451,7 @@ class Saving:
         return chunk
 
     def _runs(self, req: RequestState, first: int, count: int) -> list[Run]:
-        """Of so many of its chunks, from number `first` on."""
+        """The runs of so many of its chunks, from number `first` on."""
         if req.visit is not None:
             return req.visit.runs_of(first, first + count)
         if req.unseen is None:  # it began without a look-up, and has its ttl all the same

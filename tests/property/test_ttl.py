@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random histories of a store with times to live: nothing renews a lease but a use of that KV.
 
+It is long since the oracle and what is played are read side by side.
+
 Goal: KV that no request has used for its ttl is neither found nor wanted, and nothing but a use of
 it has renewed it: no save, tail, prefetch, restart or end of another request.
 Method: each history plays requests that share beginnings, answers and tails, in any order and at
@@ -38,6 +40,7 @@ from tests.helpers import (
 
 STEPS = 60
 TOKENS_MAX = 5 * CHUNK_TOKENS
+TTLS_S: list[list[float | None]] = [[None], [20.0], [60.0], [None, 20.0, 60.0, 200.0]]
 EVICTIONS = ["attnstore", "lru", "fifo"]
 REST_S = 30.0
 """A rest is saved so long after its request's end (scheduler/rests.py)."""
@@ -165,7 +168,7 @@ class History:
         self.clock = Clock()
         self.eviction = eviction
         self.server_ttl_s = rng.choice([None, 60.0, 60.0, 100.0])
-        self.ttls_s = rng.choice([[None], [20.0], [60.0], [None, 20.0, 60.0, 200.0]])
+        self.ttls_s = rng.choice(TTLS_S)
         self.dram_slots = rng.choice([4, 6, 12])
         self.oracle = Oracle(moves=eviction != "fifo")
         self.log: list[str] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,6 +158,12 @@ def test_a_reset_that_is_noted_late_undoes_no_later_one_that_failed(
 ) -> None:
     """The first waits for the group's file. NVMe's second fails meanwhile: KV of before stays."""
     monkeypatch.setattr(generation, "LOCK_TRIES", 5000)
+    is_noting, make_directory = threading.Event(), generation.make_directory
+
+    def noting(path: Path) -> None:
+        is_noting.set()
+        make_directory(path)
+
     dirs = [tmp_path / "dp0", tmp_path / "dp1"]
     for directory in dirs:
         directory.mkdir(mode=0o700)
@@ -167,13 +174,12 @@ def test_a_reset_that_is_noted_late_undoes_no_later_one_that_failed(
     store = open_store(pool, slab, device, more_tiers=more)
     io = store.thread.tiers[1]
     assert isinstance(io, PeersIo)
+    monkeypatch.setattr(generation, "make_directory", noting)
     with (tmp_path / generation.file_name(NAMESPACE)).open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with io.context.progress:
             first = io.reset()
-        deadline = time.monotonic() + 10.0
-        while not io._advancing.locked() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        assert is_noting.wait(10.0)
         with io.context.progress:
             io.context.disk_reset = Failed()
             second = io.reset()
