@@ -156,7 +156,8 @@ class Oracle:
         for key, ttl_s in found.items():
             self.kept[key].renew(now, ttl_s)
             self.kept[key].by = request
-        request.used = found
+        self.activity(request, now)  # what it found before, too: accepted in docs/faults.md
+        request.used |= found
         request.wants = {piece.chunk.name.key for piece in pieces}
 
 
