@@ -15,6 +15,7 @@ import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_lab.testing.small_store import open_store
+from attnstore_vllm.own_files import make_directory
 from attnstore_vllm.tiers.peers import generation
 from attnstore_vllm.tiers.peers.generation import Generation
 from attnstore_vllm.tiers.peers.make_peers import peers_of
@@ -158,7 +159,7 @@ def test_a_reset_that_is_noted_late_undoes_no_later_one_that_failed(
 ) -> None:
     """The first waits for the group's file. NVMe's second fails meanwhile: KV of before stays."""
     monkeypatch.setattr(generation, "LOCK_TRIES", 5000)
-    is_noting, make_directory = threading.Event(), generation.make_directory
+    is_noting = threading.Event()
 
     def noting(path: Path) -> None:
         is_noting.set()
