@@ -440,7 +440,7 @@ WEIGHTS = {
 }
 
 
-SEEDS = [range(50), pytest.param(range(50, 2000), marks=pytest.mark.long)]
+SEEDS = [range(80), pytest.param(range(80, 2000), marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
