@@ -146,7 +146,8 @@ class Oracle:
         for piece in reversed(pieces):
             kept = self.kept[piece.chunk.name.key]
             longest, end = max(longest, kept.ttl_s), max(end, kept.ends)
-            found[piece.chunk.name.key] = longest
+            if piece.chunk.name.num_tokens % GRAIN == 0:  # else the tails say who uses it
+                found[piece.chunk.name.key] = longest
             kept.ends = max(kept.ends, end)
             if piece is pieces[-1] and piece.stop % CHUNK_TOKENS:
                 longest_here = longest
