@@ -155,11 +155,26 @@ class Visit:
     earlier: tuple[tuple[int, Run], ...] = ()
     """Runs of the leading shared chunks that are kept longer, since others use them too, and up to
     which chunk each is. The first ones first."""
+    cut: Run | None = None
+    """The run of its own last shared chunk, if that only begins as the one that it found: what is
+    behind the beginning is its own, and kept as long as its own."""
 
     def run(self, number: int) -> Run:
         """The run of chunk `number` of the request."""
+        if self.cut is not None and number == self.num_shared - 1:
+            return self.cut
+        return self.used_run(number)
+
+    def used_run(self, number: int, last: Run | None = None) -> Run:
+        """The run of a stored chunk that it uses as its chunk `number`, or as the beginning of it.
+
+        Args:
+            last: that used the stored one last.
+        """
         if number >= self.num_shared:
             return self.own
+        if last is not None and last is self.cut:
+            return last
         for stop, run in self.earlier:
             if number < stop:
                 return run
@@ -173,7 +188,8 @@ class Visit:
     @property
     def runs(self) -> list[Run]:
         """All, the first chunks' first."""
-        return [*(run for _, run in self.earlier), self.shared, self.own]
+        cut = () if self.cut is None else (self.cut,)
+        return [*(run for _, run in self.earlier), self.shared, *cut, self.own]
 
 
 def visit_of(
@@ -184,6 +200,8 @@ def visit_of(
     now: float,
     terms: Terms = NO_TERMS,
     ttl_s: float | None = None,
+    *,
+    ends_cut: bool = False,
 ) -> Visit:
     """The chunks that a request that comes now uses, and by which runs it is remembered.
 
@@ -197,6 +215,7 @@ def visit_of(
         terms: what it asks for its own chunks. For those that others share it can ask for more
             than they have, and not for less: they have the longest ttl of all who used them.
         ttl_s: of all chunks; None: they do not expire. The terms may have a shorter one.
+        ends_cut: of the last of the leading chunks the request has the beginning alone.
     """
     before = estimator.arrive(marks, now)
     num_shared = _num_shared(last_runs, before)
@@ -230,7 +249,9 @@ def visit_of(
     own = run(num_shared, len(marks), own_lease, is_shared=False)
     own.before = shared
     before_tokens = before.num_tokens if before is not None else 0
-    return Visit(num_shared, shared, own, before_tokens, tuple(earlier))
+    is_cut = ends_cut and 0 < num_shared == len(last_runs)
+    cut = replace(shared, lease=own_lease) if is_cut and own_lease is not None else None
+    return Visit(num_shared, shared, own, before_tokens, tuple(earlier), cut)
 
 
 def _shared_leases(

@@ -23,7 +23,7 @@ from attnstore_vllm.index.keys import (
 )
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need
-from attnstore_vllm.policy.visits import Visit
+from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.vllm_types import Request
@@ -187,6 +187,8 @@ class RequestState:
     """Whether what it computes is saved."""
     visit: Visit | None = None
     """Its use of the store; set when it has come."""
+    unseen: Run | None = None
+    """Its run, of what it saves while it has no visit."""
     adapter: bytes | None = None
     """The adapter that its KV is computed with (adapters.py). None: not known yet."""
     asked: Asked | None = None

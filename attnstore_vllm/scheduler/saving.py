@@ -28,6 +28,7 @@ from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.step_budget import StepBudget
+from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import GroupCounts
 from attnstore_vllm.scheduler.open_plans import OpenPlans, Planned
@@ -321,11 +322,7 @@ class Saving:
     ) -> int:
         """Save chunks of the spine from number `first` on. Returns how many are being saved, or are
         stored already: for the one behind these there is no room now."""
-        runs = (
-            [None] * len(names)
-            if req.visit is None
-            else req.visit.runs_of(first, first + len(names))
-        )
+        runs = self._runs(req, first, len(names))
         begun = self._store.begin_saves(
             names,
             runs,
@@ -433,11 +430,11 @@ class Saving:
         """Begin to save what a group has beside the spine."""
         if low_value and req.computing.no_room_at is not None:
             return None  # it is behind a chunk that is missing
-        run = None if req.visit is None else req.visit.run(number)
+        run = self._runs(req, number, 1)[0]
         is_of_prompt = name.position < req.request.num_prompt_tokens
         chunk = self._store.begin_save(
             name,
-            replace(run, priority=Priority.LOW_VALUE) if low_value and run is not None else run,
+            replace(run, priority=Priority.LOW_VALUE) if low_value else run,
             req.hints.terms.pin_s if is_of_prompt and not low_value else None,
             again=name.position >= req.computing.first and not low_value,
             low_value=low_value,
@@ -452,6 +449,14 @@ class Saving:
         if chunk is not None and self.note_save is not None:
             self.note_save(req, chunk)
         return chunk
+
+    def _runs(self, req: RequestState, first: int, count: int) -> list[Run]:
+        """The runs of so many of its chunks, from number `first` on."""
+        if req.visit is not None:
+            return req.visit.runs_of(first, first + count)
+        if req.unseen is None:  # it began without a look-up, and has its ttl all the same
+            req.unseen = self._store.unseen_run(req.hints.terms)
+        return [req.unseen] * count
 
     def _plan(
         self, req: RequestState, planned: Planned, *, group: int, is_fleeting: bool = False

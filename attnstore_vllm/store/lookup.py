@@ -119,8 +119,9 @@ class Strategy(ABC):
         else:
             of_run: dict[Run, list[Chunk]] = {run: [] for run in visit.runs}
             for piece in used:
-                of_run[visit.run(piece.start // size)].append(piece.chunk)
-            of_run[visit.run(at // size)] += ends
+                last = None if visit.cut is None else residency.run_of(piece.chunk)
+                of_run[visit.used_run(piece.start // size, last)].append(piece.chunk)
+            of_run[visit.used_run(at // size)] += ends
             for run, chunks in of_run.items():
                 residency.use(chunks, run)
             if is_known:

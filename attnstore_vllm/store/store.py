@@ -36,7 +36,15 @@ from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.returns import ReturnEstimator
-from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit, answer, visit_of
+from attnstore_vllm.policy.visits import (
+    NO_TERMS,
+    Run,
+    Terms,
+    Visit,
+    answer,
+    unknown_run,
+    visit_of,
+)
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.lookup import Lookup, is_ready, strategy_for
@@ -172,7 +180,17 @@ class Store:
             self._curve.news.append(used_by(sequence, marks, num_tokens))
             pieces = self._match(lookup, 0, stop, min_tokens, request_id)
             last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
-            visit = visit_of(self._estimator, last_runs, marks, num_tokens, now, terms, self._ttl_s)
+            ends_cut = _ends_cut(pieces, whole, sequence.chunk_tokens)
+            visit = visit_of(
+                self._estimator,
+                last_runs,
+                marks,
+                num_tokens,
+                now,
+                terms,
+                self._ttl_s,
+                ends_cut=ends_cut,
+            )
             self._context.has_leases |= terms.ttl_s is not None
             self.strategy.want(lookup, pieces, 0, stop, request_id, visit)
             if terms.pin_s is not None:
@@ -184,6 +202,13 @@ class Store:
         if self._estimator.is_due:
             self.thread.wake()
         return pieces, visit
+
+    def unseen_run(self, terms: Terms) -> Run:
+        """The run of what a request saves that arrive() was not said of, as there was no time."""
+        with self._lock:
+            ttls = [ttl for ttl in (self._ttl_s, terms.ttl_s) if ttl is not None]
+            self._context.has_leases |= bool(ttls)
+            return unknown_run(self._clock(), min(ttls, default=None))
 
     def answered(self, visit: Visit, num_tokens: int) -> None:
         """The request of this visit has ended, with so many tokens of its own."""
@@ -588,3 +613,16 @@ class Store:
         """Write back what is dirty, for CLOSE_DEADLINE_S at most; then stop."""
         self.thread.stop(CLOSE_DEADLINE_S)
         self._context.pool.close()
+
+
+def _ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
+    """Whether the last piece of the spine is the beginning of another's chunk.
+
+    Args:
+        whole: keys of the request's own whole chunks, of `size` tokens.
+    """
+    spine = [piece for piece in pieces if piece.group == 0]
+    if not spine or spine[-1].stop % size == 0:
+        return False
+    number = spine[-1].start // size
+    return whole[number : number + 1] != [spine[-1].chunk.name.key]

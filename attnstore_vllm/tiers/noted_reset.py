@@ -32,8 +32,8 @@ class NotedReset:
 
     Args:
         of: the tier, in words.
-        note: makes the reset durable. Raises OSError.
-        give_up: called in its place where NVMe's reset has failed.
+        note: makes the reset durable. Raises OSError, also if nothing could be noted.
+        give_up: called in its place where NVMe's reset has failed, or one that came meanwhile.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class NotedReset:
         self._context = context
         self._of = of
         self._note, self._give_up = note, give_up
-        self._disk = context.disk_reset
         threading.Thread(target=self._run, name="attnstore-reset", daemon=True).start()
 
     def _run(self) -> None:
         try:
             with self._context.progress:
                 self._context.progress.wait_for(self._disk_is_over, DISK_S)
-                if self._disk is not None and not self._disk.succeeded:
+                disk = self._context.disk_reset
+                if disk is not None and not disk.succeeded:
                     self._give_up()
                     raise OSError("NVMe may still have KV of before")
             self._note()
@@ -68,4 +68,5 @@ class NotedReset:
             progress.notify_all()
 
     def _disk_is_over(self) -> bool:
-        return self._disk is None or self._disk.is_over
+        """The last one's: what was noted before it is over might be of before it."""
+        return self._context.disk_reset is None or self._context.disk_reset.is_over

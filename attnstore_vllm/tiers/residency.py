@@ -114,8 +114,11 @@ class Residency:
         """Note that a request wants these, in the order of depth."""
         run = run or unknown_run(self.now)
         run.use(self.now)
-        if not chunks:
-            return
+        if chunks:
+            self._move(chunks, run)
+
+    def _move(self, chunks: Sequence[Chunk], run: Run) -> None:
+        """They are of this run from now on."""
         for tier in self._tiers:
             tier.use(chunks, run)
         for behind in self.behind:
@@ -151,7 +154,8 @@ class Residency:
             chunk = piece.chunk
             if wanted is not chunk or chunk.dram.state is State.ABSENT:
                 return False
-            run = visit.own if piece.start >= border else visit.run(piece.start // size)
+            is_own = piece.start >= border
+            run = visit.own if is_own else visit.used_run(piece.start // size, chunk.run)
             if chunk.refused_by and chunk.copied_for is not run:  # worth another look
                 return False
             if chunk.run is not run and not piece.has_end(grain):
@@ -184,11 +188,12 @@ class Residency:
         )
 
     def make_low_priority(self, chunks: Sequence[Chunk]) -> None:
-        """Let these leave before most that is as old. One conversation has used all of them."""
-        chunks = self.drop_expired(chunks)  # its lease is of all that it has used
-        if chunks:
-            run = self.run_of(chunks[0])
-            self.use(chunks, replace(run, priority=min(run.priority, Priority.LOW)))
+        """Let these leave before most that is as old. That is no use: another request may have used
+        them last, and its lease is of more than these."""
+        for run, of_run in groupby(self.drop_expired(chunks), self.run_of):
+            low = replace(run, priority=min(run.priority, Priority.LOW))
+            low.touch(self.now)
+            self._move([*of_run], low)
 
     def rank(self, run: Run) -> None:
         """The kind of this run has changed. Cost: O(tiers)."""

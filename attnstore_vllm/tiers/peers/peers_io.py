@@ -24,6 +24,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, GoneError
 from attnstore_vllm.index.chunk import Chunk, ChunkName
@@ -131,6 +132,8 @@ class PeersIo(RemoteIo):
         self._advancing = threading.Lock()
         self._num_resets = 0
         """Resets whose generation is not on the disk yet."""
+        self._last_reset = self._last_left = 0
+        """The last one's number, and that of the last one that gave up."""
         self._owner = Owner(context, listening, hello, pool, self.generation)
         self._asks: deque[Ask] = deque()
         self._begun: deque[_PeerLoad] = deque()
@@ -194,19 +197,24 @@ class PeersIo(RemoteIo):
         """We share nothing until the next generation is on the disk."""
         self.forget_asks()
         self._num_resets += 1
-        return NotedReset(self.context, "siblings", self._advance, self._keep_to_itself)
+        self._last_reset = number = self._last_reset + 1
+        note, give_up = partial(self._advance, number), partial(self._keep_to_itself, number)
+        return NotedReset(self.context, "siblings", note, give_up)
 
-    def _keep_to_itself(self) -> None:
+    def _keep_to_itself(self, number: int) -> None:
         """Locked. Until the next reset, or a restart, which is of the generation of before."""
         self._of.leave()
+        self._last_left = max(self._last_left, number)
         self._num_resets -= 1
 
-    def _advance(self) -> None:
+    def _advance(self, number: int) -> None:
         try:
             with self._advancing:  # one for each: others may have taken one
                 self._of.advance()
         finally:
             with self.context.progress:
+                if self._last_left > number:  # a later one gave up while this one was noted
+                    self._of.leave()
                 self._num_resets -= 1
 
     def generation(self) -> bytes | None:

@@ -491,14 +491,15 @@ class SharedIo(RemoteIo):
             logger.warning("the generation in %s is %s; it is written over", self._where, what)
         self._said_forged = is_forged
 
-    def save_generation(self) -> None:
-        """Durable when it returns, and then the generation may be used. Raises OSError. Nothing is
-        saved while NVMe may have KV of before a reset: a restart would share it as of after."""
+    def save_generation(self) -> bool:
+        """Durable when it returns True, and then the generation may be used. Raises OSError.
+        False: nothing is saved while NVMe may have KV of before a reset. A restart would share it
+        as of after."""
         with self._saving:
             with self.context.progress:
                 disk = self.context.disk_reset
                 if disk is not None and not disk.succeeded:
-                    return
+                    return False
                 text = self.generation.to_json()
             if self._directory is not None and text != self._saved:
                 generations.save(self._directory, self.namespace, text)
@@ -507,6 +508,12 @@ class SharedIo(RemoteIo):
                 if text == self.generation.to_json():
                     self.generation.is_unsaved = False
                     self.tier.open_to(self.generation.usable is not None)
+        return True
+
+    def _note_reset(self) -> None:
+        """See NotedReset."""
+        if not self.save_generation():
+            raise OSError("another reset of NVMe has begun")
 
     def weights_seen(self, same: bool | None) -> None:
         self.generation.weights_seen(same)
@@ -522,7 +529,7 @@ class SharedIo(RemoteIo):
         self._alone.clear()
         self._damaged.clear()
         self._look_at = 0.0
-        return NotedReset(self.context, "the shared tier", self.save_generation)
+        return NotedReset(self.context, "the shared tier", self._note_reset)
 
     def cancel(self) -> None:
         self.helper.close()

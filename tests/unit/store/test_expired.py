@@ -18,6 +18,7 @@ from tests.helpers import (
     sequence_of,
     tokens_of,
 )
+from tests.step_world import CHUNK, StepWorld
 from tests.unit.policy.test_visits import Clock, ask, save
 
 TTL = Terms(ttl_s=60.0)
@@ -107,6 +108,32 @@ def test_what_becomes_less_worth_is_not_renewed_with_all_of_its_run(open_rig: Ri
     assert rig.store.find(lookup_of(tokens), 0, 32) == []
 
 
+def test_what_becomes_less_worth_renews_no_lease_of_another_request(open_rig: Rigs) -> None:
+    """One ends while another still has time left, and has more than that one had."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock)
+    tokens = tokens_of(1, 32)
+    save(rig, tokens, TTL)
+    device.settle()
+    clock.now += 50.0
+    rig.store.make_low_priority([rig.chunk(name_of(sequence_of(tokens), 0))])
+    clock.now += 15.0
+    assert rig.store.find(lookup_of(tokens), 0, 32) == [], "of 65 s ago, with a ttl of 60"
+
+
+def test_what_only_begins_as_others_do_has_a_ttl_of_its_own(open_rig: Rigs) -> None:
+    """Its second chunk is half of a prompt that others share, and half of its own text."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock)
+    shared, own = tokens_of(1, 64), tokens_of(1, 24) + tokens_of(2, 40)
+    save(rig, shared, Terms())
+    save(rig, own, TTL)
+    device.settle()
+    clock.now += 100.0
+    assert rig.store.find(lookup_of(own), 0, 64)[-1].stop <= 24, "no more than the others'"
+    assert rig.store.find(lookup_of(shared), 0, 64)[-1].stop == 64, "it is kept for the others"
+
+
 def test_a_save_of_an_earlier_request_renews_no_lease_of_a_later_one(open_rig: Rigs) -> None:
     """Both compute a prompt. The later one saves it first, with a time of its own."""
     clock = Clock()
@@ -145,3 +172,30 @@ def test_a_rest_that_finds_room_late_renews_nothing(open_rig: Rigs) -> None:
     clock.now += 45.0
     assert rig.store.begin_save(name_of(sequence, 1), visit.run(1), yields=True) is None
     assert rig.store.find(lookup_of(tokens), 0, 32) == [], "it ended 65 s ago, with a ttl of 60"
+
+
+@pytest.mark.parametrize("of_server", [True, False])
+def test_a_request_that_began_without_a_look_up_has_its_ttl(
+    monkeypatch: pytest.MonkeyPatch, of_server: bool
+) -> None:
+    """The step's time was over, and it could not wait."""
+    clock = Clock()
+    store = {"clock": clock, "ttl_s": 60.0 if of_server else None}
+    world = StepWorld(monkeypatch, store=store, step_budget=1, step_tokens=CHUNK)
+    world.come(world.request("before", tokens_of(2, 3 * CHUNK)))  # takes the step's look-up
+    hints = {} if of_server else {"ttl": 60}
+    params = {"do_remote_prefill": True, "attnstore": hints}
+    tokens = tokens_of(1, 3 * CHUNK)
+    request = world.request("one", tokens, kv_transfer_params=params)
+    world.come(request)
+    assert world.ask(request) == 0
+    world.start(request, 0)
+    world.end_step(request)
+    assert world.side.requests["one"].visit is None
+    world.end(request)
+    residency = world.store.residency
+    saved = [c for c in residency.index if c.name.tokens == sequence_of(tokens).tokens(0, CHUNK)]
+    assert saved
+    clock.now += 100.0
+    residency.now = clock.now
+    assert all(map(residency.has_expired, saved)), "used 100 s ago, with a ttl of 60"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_lab.testing.small_store import open_store
+from attnstore_vllm.own_files import make_directory
 from attnstore_vllm.tiers.peers import generation
 from attnstore_vllm.tiers.peers.generation import Generation
 from attnstore_vllm.tiers.peers.make_peers import peers_of
@@ -149,4 +151,43 @@ def test_a_generation_is_noted_once_nvme_has_nothing_of_before(tmp_path: Path) -
     assert noted.read_bytes() == after != io.generation(), "a restart finds what is on NVMe"
     assert store.reset()
     assert after != noted.read_bytes() == io.generation()
+    store.close()
+
+
+def test_a_reset_that_is_noted_late_undoes_no_later_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first waits for the group's file. NVMe's second fails meanwhile: KV of before stays."""
+    monkeypatch.setattr(generation, "LOCK_TRIES", 5000)
+    is_noting = threading.Event()
+
+    def noting(path: Path) -> None:
+        is_noting.set()
+        make_directory(path)
+
+    dirs = [tmp_path / "dp0", tmp_path / "dp1"]
+    for directory in dirs:
+        directory.mkdir(mode=0o700)
+    device, slab = MemoryDevice(slab_bytes(16)), new_slab(16)
+    format_device(device, slab)
+    pool = open_pool(8)
+    more = peers_of(dirs[0], tmp_path, [dirs[1]], NAMESPACE, CHUNK_TOKENS, pool)
+    store = open_store(pool, slab, device, more_tiers=more)
+    io = store.thread.tiers[1]
+    assert isinstance(io, PeersIo)
+    monkeypatch.setattr(generation, "make_directory", noting)
+    with (tmp_path / generation.file_name(NAMESPACE)).open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with io.context.progress:
+            first = io.reset()
+        assert is_noting.wait(10.0)
+        with io.context.progress:
+            io.context.disk_reset = Failed()
+            second = io.reset()
+            io.context.progress.wait_for(lambda: second.is_over, 10.0)
+            assert not second.succeeded
+    with io.context.progress:
+        io.context.progress.wait_for(lambda: first.is_over, 10.0)
+        assert first.succeeded
+    assert io.generation() != (dirs[0] / generation.file_name(NAMESPACE)).read_bytes()
     store.close()

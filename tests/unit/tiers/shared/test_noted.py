@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ class Failed:
     """A reset of NVMe."""
 
     is_over, succeeded = True, False
+
+
+@dataclass
+class Pending:
+    """A reset of NVMe that is not over yet."""
+
+    is_over: bool = False
+    succeeded: bool = False
 
 
 @pytest.fixture
@@ -77,3 +86,24 @@ def test_nothing_is_noted_after_a_reset_of_nvme_that_failed(rig: Rig, tmp_path: 
     io.save_generation()
     assert not failed.succeeded
     assert noted.read_bytes() == before
+
+
+def test_a_reset_that_noted_nothing_has_failed(rig: Rig, tmp_path: Path) -> None:
+    """NVMe's was done, but the next one began before it was noted, and failed."""
+    io, noted = io_of(rig), tmp_path / file_name(NAMESPACE)
+    before = noted.read_bytes()
+    with io.context.progress:
+        io.context.disk_reset = first = Pending()
+        older = io.reset()
+        io.context.disk_reset = second = Pending()
+        newer = io.reset()
+        first.is_over = first.succeeded = True
+        second.is_over = True
+        io.context.progress.notify_all()
+        io.context.progress.wait_for(lambda: older.is_over and newer.is_over, 10.0)
+    assert noted.read_bytes() == before
+    assert not (older.succeeded or newer.succeeded)
+    io.context.disk_reset = first
+    assert io.save_generation() is True
+    io.context.disk_reset = second
+    assert io.save_generation() is False
