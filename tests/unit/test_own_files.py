@@ -254,6 +254,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "read_text": KERNEL,
         "tempfile.TemporaryFile": NO_NAME,
     },
+    "tiers/residency.py": {"low.touch": NO_FILE},
     "tiers/shared/child.py": {"lane.open": NO_FILE},
     "tiers/shared/secret.py": {
         "os.open": "a secret that the user names: its owner and mode are looked at"
