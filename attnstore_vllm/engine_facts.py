@@ -35,6 +35,8 @@ class EngineFacts:
     replays: Callable[[Collection[int]], bool] = _never
     """Whether a step may be a CUDA graph that calls no hook, by the tokens of each of its
     requests."""
+    leaves: int = 1
+    """Tokens that a long load leaves to compute, at least."""
     in_lockstep: bool = False
     """The steps of data-parallel engines wait for each other."""
     by_priority: bool = False

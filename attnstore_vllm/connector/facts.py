@@ -36,13 +36,16 @@ def facts_of(
     """
     rows = [rank.rows for rank in ranks]
     are_alone = all(rank.is_alone for rank in ranks)
+    needs = needs_of(geometry)
     scheduler = vllm_config.scheduler_config
     return EngineFacts(
-        needs=needs_of(geometry),
+        needs=needs,
         ahead=tokens_ahead(vllm_config),
         why_not_moved=next(filter(None, [rank.why_not_moved for rank in ranks]), None),
         step_tokens=scheduler.max_num_batched_tokens,
         replays=_replays(vllm_config),
+        # A state has the tokens that it has: to ask for one less would lose it.
+        leaves=1 if None in rows or needs else _leaves(vllm_config),
         in_lockstep=_is_in_lockstep(vllm_config),
         by_priority=scheduler.policy == "priority",
         overcounts_drafts=_overcounts_drafts(vllm_config),
@@ -104,3 +107,14 @@ def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
         return lambda _: True
     decoding = 1 + vllm_config.num_speculative_tokens  # only steps that prefill nothing
     return lambda counts: max(counts, default=0) <= decoding
+
+
+def _leaves(vllm_config: VllmConfig) -> int:
+    """Tokens that a long load leaves to compute, at least.
+
+    One alone runs as a decode does, in a graph of the whole pass, which calls no hook and so waits
+    for all layers. Two do not, where only decodes have such graphs, and no drafts: then each layer
+    is waited for by itself.
+    """
+    replays = _replays(vllm_config)
+    return 2 if replays([1]) and not replays([2]) else 1

@@ -106,8 +106,9 @@ class Offers:
             if self._waits.awaits(state):
                 return None, False  # before the answer a look finds what the last one has found
             pieces = None  # a tier may have answered since
-        # One token is left to compute: vLLM needs its logits.
-        stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
+        # One token is left to compute at least: vLLM needs its logits.
+        left = self._costs.leaves((request.num_tokens - local) * self._rank_token_bytes)
+        stop = max(local, min(request.num_tokens - left, state.usable_tokens()))
         pieces = self._find(state, local, stop) if pieces is None else pieces
         if lookup.asked and self._waits.awaits(state):
             return None, False

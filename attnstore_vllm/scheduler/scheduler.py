@@ -138,7 +138,7 @@ class Scheduler:
         if config.look_ahead:
             self._queue = VllmQueue(store, lookups, by_priority=engine.by_priority)
         layers = geometry.num_layers if rows is not None else 0
-        sizes = {"ahead_layers": layers, "step_tokens": engine.step_tokens}
+        sizes = {"ahead_layers": layers, "step_tokens": engine.step_tokens, "leaves": engine.leaves}
         deadline_s = config.load_deadline_ms / 1000
         costs = self.costs = Costs(
             store, deadline_s, config.compute_if_sooner, **sizes, clock=clock
