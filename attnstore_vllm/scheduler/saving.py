@@ -297,7 +297,7 @@ class Saving:
             c for c in (*saved, *req.computing.prompt_states) if c.name.position >= seen * size
         ]
         if behind:
-            self._store.drop_low_value(behind)
+            self._store.drop_low_value(behind, pinned=True)
 
     def _has_state_in_tail(self, req: RequestState, need: Need, end: int) -> bool:
         """Whether its prompt has left a state there. A tail without one backs no hit, and would

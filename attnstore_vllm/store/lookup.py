@@ -118,7 +118,10 @@ class Strategy(ABC):
             residency.renew([*(piece.chunk for piece in used), *ends])
         else:
             of_run: dict[Run, list[Chunk]] = {run: [] for run in visit.runs}
+            residency.use_moved([p.chunk for p in used if p.first is not None], visit)
             for piece in used:
+                if piece.first is not None:
+                    continue
                 last = None if visit.cut is None else residency.run_of(piece.chunk)
                 of_run[visit.used_run(piece.start // size, last)].append(piece.chunk)
             of_run[visit.used_run(at // size)] += ends

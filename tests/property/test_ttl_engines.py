@@ -144,9 +144,7 @@ class EngineRig(Rig):
         self.pool = open_pool(self.dram_slots)
         options = {"grain": GRAIN, "io_depth": self.depth, **self.options}
         more_tiers = tuple(self.make(self.pool))
-        self.store = open_store(
-            self.pool, self.slab, self.device, **options, more_tiers=more_tiers
-        )
+        self.store = open_store(self.pool, self.slab, self.device, **options, more_tiers=more_tiers)
 
 
 class Engine(PinnedHistory):
@@ -342,7 +340,9 @@ class World:
         self.network = Values()
         self.written: set[tuple[Key, int]] = set()
         """Chunks in it, and in which round."""
-        self.counts: dict[str, int] = dict.fromkeys(["written", "came", "dram", PEERS, SHARED, "nvme"], 0)
+        self.counts: dict[str, int] = dict.fromkeys(
+            ["written", "came", "dram", PEERS, SHARED, "nvme"], 0
+        )
         self.texts: list[list[int]] = []
         self.names: dict[Key, list[int]] = {}
         self.log: list[str] = []

@@ -121,7 +121,7 @@ class MovedHistory(PinnedHistory):
         if len(text) < 2 * CHUNK_TOKENS:
             return
         first = self.rng.choice([0, 3, GRAIN, CHUNK_TOKENS, CHUNK_TOKENS + 3])
-        cut = self.rng.randint(first + 1, len(text) - CHUNK_TOKENS)
+        cut = self.rng.randint(first + 1, max(first + 1, len(text) - CHUNK_TOKENS))
         self.texts = [*self.texts[-5:], text[:first] + text[cut:] + self.more(20)]
 
     def save_chunk(
