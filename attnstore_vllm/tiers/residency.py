@@ -505,8 +505,8 @@ class Residency:
                 self.drop(tail)
 
     def _inherit(self, chunk: Chunk, tail: Chunk) -> None:
-        """It is pinned in the tail's stead, but no longer than it would be found: what it has behind
-        the tail is another request's, who may have asked for less."""
+        """It is pinned in the tail's stead, but no longer than it would be found: what it has
+        behind the tail is another request's, who may have asked for less."""
         self.pinning.inherit(chunk, tail, self.now, self.found_until(chunk))
 
     # ---- scrubbing ---------------------------------------------------------------------

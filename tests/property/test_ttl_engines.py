@@ -3,9 +3,9 @@
 
 Goal: an engine finds KV of others only as long as the documents permit, and after its reset none
 that was computed before it, by any engine and from any tier, restarts in between.
-Method: two engines of one host, which read each other through real sockets, and a server that shares
-nothing with them but a network store (a dictionary behind the real shared tier). They serve the same
-texts. The clock stands still until a step is over, so what is asked for is always answered in time.
+Method: two engines of one host, which read each other through real sockets, and a server that
+shares nothing with them but a network store (a dictionary behind the real shared tier). They serve
+the same texts. The clock stands until a step is over, so all that is asked for is answered in time.
 Each engine has an oracle of its own. A copy is a use of it, if its source may have given it:
 
 - a sibling, while it may be found there, and has no request's own ttl;
@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -29,7 +28,7 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.small_store import open_store
-from attnstore_vllm.index.chunk import Chunk, ChunkName, State
+from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.store.lookup import Lookup
@@ -42,7 +41,7 @@ from attnstore_vllm.tiers.shared.lanes import NOTHING, LaneOp, Lanes, parse_numb
 from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_io import SharedIo
 from attnstore_vllm.tiers.shared.start import MakeShared
-from attnstore_vllm.tiers.tier_io import MakeTier, Reset, Stored
+from attnstore_vllm.tiers.tier_io import MakeTier, Stored
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import PEERS, SHARED, Key
 from tests.helpers import CHUNK_TOKENS, GRAIN, NAMESPACE, Rig, lookup_of, open_pool, payload_of
@@ -56,6 +55,7 @@ STEPS = 60
 SETTLE_S = 10.0
 CONNECT_S = 0.6
 SLOTS = 16
+WITH_OTHERS = {**WEIGHTS, "arrive": 8, "look_again": 8, "restart": 0.3}
 
 
 class Values(Backend):
@@ -150,7 +150,7 @@ class EngineRig(Rig):
 class Engine(PinnedHistory):
     """One engine of a world."""
 
-    weights = {**WEIGHTS, "arrive": 8, "look_again": 8, "restart": 0.3}
+    weights: Mapping[str, float] = WITH_OTHERS
 
     def __init__(self, world: World, number: int, seed: int) -> None:
         self.world, self.number = world, number

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The histories of test_ttl.py with pins, with several KV cache groups, and with moved KV.
 
-Goal: neither a pin nor a section, nor a use of KV at another position, makes KV that no request has
-used for its ttl be found.
-Method: as there. A pin is of the time that hints.py gives it: no longer than any ttl of its request.
-So a chunk may be found until its lease or its pin ends, and neither may end after the oracle says.
+Goal: neither a pin nor a section, nor a use of KV at another position, makes KV be found that no
+request has used for its ttl.
+Method: as there. A pin is of the time that hints.py gives it, no longer than a ttl of its request.
+A chunk may be found until its lease or its pin ends, and neither may end after the oracle says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,6 +25,7 @@ from tests.property.test_ttl import WEIGHTS, History, Request
 
 LONGEST_PIN_S = 150.0
 TENANT = bytes(32)
+WITH_CUTS = {**WEIGHTS, "cut": 3}
 GROUPS = {
     "window": (Need(1, Reach.WINDOW, 24, GRAIN),),
     "local": (Need(1, Reach.LOCAL, 32, GRAIN),),
@@ -104,7 +105,7 @@ class GroupHistory(PinnedHistory):
 class MovedHistory(PinnedHistory):
     """Requests take KV that is moved, too. Some texts are others' with a part cut out."""
 
-    weights = {**WEIGHTS, "cut": 3}
+    weights: Mapping[str, float] = WITH_CUTS
 
     def options(self) -> dict[str, object]:
         truncation = TruncationConfig(enabled=True, min_tokens=CHUNK_TOKENS, shared_by="everyone")
