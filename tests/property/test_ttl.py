@@ -213,6 +213,8 @@ class History:
 
     weights: Mapping[str, float] = WEIGHTS
     """By step, how often it is taken."""
+    num_texts = 5
+    """Texts that a new one leaves."""
 
     def __init__(self, seed: int, eviction: str, clock: Clock | None = None) -> None:
         self.rng = rng = Random(seed)
@@ -290,7 +292,7 @@ class History:
         cut = max(1, rng.choice(ends))
         if rng.random() < 0.5 and cut < TOKENS_MAX:
             text = text[:cut] + self.more(rng.randint(1, min(40, TOKENS_MAX - cut)))
-            self.texts[:] = [*self.texts[-5:], text]
+            self.texts[:] = [*self.texts[-self.num_texts :], text]
             cut = rng.randint(cut, len(text))
         own = rng.choice(self.ttls_s)
         ttls = [ttl for ttl in (own, self.server_ttl_s) if ttl is not None]

@@ -151,6 +151,7 @@ class Engine(PinnedHistory):
     """One engine of a world."""
 
     weights: Mapping[str, float] = WITH_OTHERS
+    num_texts = 2
 
     def __init__(self, world: World, number: int, seed: int) -> None:
         self.world, self.number = world, number
@@ -220,6 +221,10 @@ class Engine(PinnedHistory):
 
     def do_arrive(self) -> None:
         super().do_arrive()
+        self.world.settle()
+
+    def do_prefetch(self) -> None:
+        super().do_prefetch()
         self.world.settle()
 
     def do_look_again(self) -> None:
@@ -401,12 +406,8 @@ def is_busy(engine: Engine) -> bool:
     with engine.shared.context.progress:
         if any(io.num_loading or io.num_storing for io in store.thread.tiers):
             return True
-    peers = engine.peers
-    if peers is not None and (peers._asks or peers._questions or peers._begun):
-        return True
-    return engine.shared._is_looking or any(
-        not ask.is_over for request in engine.oracle.waiting for ask in request.lookup.asked
-    )
+        asked = [ask for io in (engine.peers, engine.shared) if io for ask in io._open]
+        return engine.shared._is_looking or not all(ask.is_over for ask in asked)
 
 
 def is_linked(engines: Sequence[Engine]) -> bool:
