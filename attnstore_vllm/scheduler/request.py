@@ -132,6 +132,8 @@ class Computing:
     """The states at the end of its prompt's last block."""
     junctions: tuple[int, ...] = ()
     """The places where its prompt parts from what vLLM and the store have, in whole blocks."""
+    has_parted: bool = False
+    """It parts there behind what it loads."""
     sections: tuple[tuple[Chunk, Need], ...] = ()
     """Sections of groups beside the spine: those that its last load used, and that it left
     since."""

@@ -34,8 +34,24 @@ class Lookup(RemoteLookup):
     """Whole chunks of the spine, for the next look."""
     spine_stop: int = field(default=0, init=False)
     """Up to where the spine was stored at the last look, apart from all else."""
+    _began_at: int | None = field(default=None, init=False)
+    """That of the last look before the request began. One that was preempted finds its own KV."""
     short_of: set[int] = field(default_factory=set, init=False)
     """The groups that lacked something of that then."""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._began_at is not None
+
+    @property
+    def parts_at(self) -> int:
+        """The token up to which others had left its prompt's spine."""
+        return self.spine_stop if self._began_at is None else self._began_at
+
+    def begin(self) -> None:
+        """Its request computes. May be said again."""
+        if self._began_at is None:
+            self._began_at = self.spine_stop
 
     def follow(self) -> None:
         """Its tokens may be others than they were (SequenceKeys.follow). What was noted stands as
@@ -44,6 +60,8 @@ class Lookup(RemoteLookup):
         if changed is not None:
             self.matched.forget()
             self.spine_stop = min(self.spine_stop, changed)
+            if self._began_at is not None:
+                self._began_at = min(self._began_at, changed)
 
 
 class Strategy(ABC):
@@ -118,7 +136,10 @@ class Strategy(ABC):
             residency.renew([*(piece.chunk for piece in used), *ends])
         else:
             of_run: dict[Run, list[Chunk]] = {run: [] for run in visit.runs}
+            residency.use_moved([p.chunk for p in used if p.first is not None], visit)
             for piece in used:
+                if piece.first is not None:
+                    continue
                 last = None if visit.cut is None else residency.run_of(piece.chunk)
                 of_run[visit.used_run(piece.start // size, last)].append(piece.chunk)
             of_run[visit.used_run(at // size)] += ends
