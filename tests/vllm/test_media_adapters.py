@@ -94,7 +94,10 @@ def start(models: Path, tmp_path: Path) -> Iterator[Any]:
             running.pop().close()
         engine = Towers(model, tmp_path / "store", num_blocks=60, depth=1, seed=3)
         running.append(engine)
-        Workers(engine).files.update({"a": "adapter a", "a:b": "another"})
+        workers = Workers(engine)
+        workers.files.update({"a": "adapter a", "a:b": "another"})
+        for lora in (A, OF_A):
+            workers.add(lora)
         engine.worker.towers = lambda new: new.lora_request.lora_path if new.lora_request else ""
         wait_until_quiet(engine.ours)  # it has found what is there
         return engine
