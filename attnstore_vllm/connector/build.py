@@ -27,7 +27,12 @@ from attnstore_vllm.config.values import format_size
 from attnstore_vllm.connector.facts import facts_of
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.kv_events import KvEvents, teller_of
-from attnstore_vllm.connector.media_data import counts_media, read_media, why_no_media
+from attnstore_vllm.connector.media_data import (
+    counts_media,
+    encodes_by_adapter,
+    read_media,
+    why_no_media,
+)
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of, warn_of_order
 from attnstore_vllm.connector.watchers import watchers_of
@@ -276,7 +281,10 @@ def _scheduler(
     watchers = watchers_of(vllm_config, config, geometry, own_version())
     make = partial(ObservedScheduler, watchers) if watchers else Scheduler
     media = MediaNames(
-        read_media, counted=counts_media(vllm_config), why_not=why_no_media(vllm_config)
+        read_media,
+        counted=counts_media(vllm_config),
+        why_not=why_no_media(vllm_config),
+        by_adapter=encodes_by_adapter(vllm_config),
     )
     board = _board(vllm_config)
     scheduler = make(store, geometry, names, config, engine, lock=lock, media=media, board=board)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from attnstore_vllm.hints import HintReader, Hints
 from attnstore_vllm.index.chunk import Chunk
@@ -362,9 +361,12 @@ def list_of(token_ids: Sequence[int]) -> Sequence[int]:
     return held if isinstance(held, list) else token_ids
 
 
-def brings_kv(params: dict[str, Any] | None) -> bool:
-    """Whether another connector brings its KV from elsewhere. It does not wait for ours."""
-    return bool(params and params.get("do_remote_prefill"))
+def brings_kv(params: object) -> bool:
+    """Whether another connector brings its KV from elsewhere. It does not wait for ours.
+
+    Args: params: kv_transfer_params, which a client may send of any type (vllm_xargs).
+    """
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
 
 def bypasses(request: Request) -> bool:

@@ -146,6 +146,8 @@ class ScriptedWorker:
         """The true tokens of every request that ever ran."""
         self.rows: list[Row] = []
         """What else they were, in the same order."""
+        self.towers: Callable[[NewRequestData], str] = lambda _: ""
+        """What the encoder works with for a request, but the model."""
         self.base: Callable[[NewRequestData], bytes] = lambda _: b""
         """What the KV of a request depends on, but tokens and pictures."""
         self.deluded: Callable[[str], bool] = lambda _: False
@@ -251,7 +253,7 @@ class ScriptedWorker:
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             # Also of a streaming session that goes on: the next input replaces what was known.
-            pictures = [self._picture(feature) for feature in new.mm_features]
+            pictures = [self._picture(feature, self.towers(new)) for feature in new.mm_features]
             tables = [list(block_ids) for block_ids in new.block_ids]
             row = Row(
                 list(new.prompt_token_ids),
@@ -284,10 +286,11 @@ class ScriptedWorker:
                 self._align(row, request_id, cached.num_output_tokens[i])
         return starts
 
-    def _picture(self, feature: MultiModalFeatureSpec) -> Picture:
+    def _picture(self, feature: MultiModalFeatureSpec, tower: str) -> Picture:
         """As the model sees it: vLLM's encoder runs once for all inputs of one name."""
         at = feature.mm_position
-        content = self.encoded.setdefault(feature.identifier, feature.mm_hash or feature.identifier)
+        made = f"{feature.mm_hash or feature.identifier}{tower}"
+        content = self.encoded.setdefault(feature.identifier, made)
         return Picture(content, at.offset, at.length)
 
     def _forward(
