@@ -324,7 +324,7 @@ def _reaches(config: Mapping[str, Any], where: str) -> list[Reach]:
         )
     else:
         reaches = num_layers * [Reach.FULL]
-    return reaches[: num_layers - int(config.get("num_kv_shared_layers") or 0)]
+    return reaches[: len(reaches) - int(config.get("num_kv_shared_layers") or 0)]
 
 
 def _token_bytes(

@@ -58,7 +58,7 @@ NEMOTRON_H_56B = {
     "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 256, "conv_kernel": 4,
     "hybrid_override_pattern": (
         "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-"
-        "M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-"
+        "M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
     ),
 }  # fmt: skip
 GRANITE4_SMALL = {
