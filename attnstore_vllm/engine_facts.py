@@ -44,6 +44,9 @@ class EngineFacts:
     overcounts_drafts: bool = False
     """vLLM counts drafts beyond a session's stop as computed."""
 
+    cuts_hits: bool = False
+    """vLLM may take less than it is offered (connector/facts.py)."""
+
     # ---- its blocks
 
     rows: int | None = None

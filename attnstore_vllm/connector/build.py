@@ -248,8 +248,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         undo.callback(os.close, lock)
         pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
         undo.callback(pool.close)
-        zeroes = bool(kv_cache_config.needs_kv_cache_zeroing)
-        scheduler = _scheduler(vllm_config, config, geometry, pool, lock, zeroes=zeroes)
+        scheduler = _scheduler(vllm_config, kv_cache_config, config, geometry, pool, lock)
         undo.pop_all()
     end_with_parent(scheduler.flush, str(config.nvme.path))
     return scheduler
@@ -257,14 +256,12 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 def _scheduler(
     vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
     config: StoreConfig,
     geometry: Geometry,
     pool: SharedPool,
     lock: int,
-    *,
-    zeroes: bool,
 ) -> Scheduler:
-    """Args: zeroes: see facts_of()."""
     ranks = _ranks(pool, geometry.num_ranks)
     pool.keep(min(r.slots for r in ranks))
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
@@ -274,7 +271,7 @@ def _scheduler(
     codec = _codec(config, geometry, ranks)
     slab, device, disk = _open_slab(vllm_config, config, geometry, pool, namespace, codec)
     info = own_version(), vllm.__version__, disk, config.eviction
-    engine = facts_of(vllm_config, geometry, ranks, info, zeroes=zeroes)
+    engine = facts_of(vllm_config, kv_cache_config, geometry, ranks, info)
     asks_remote = strategy_for(engine.needs).asks_remote
     tiers = _remote_tiers(config, geometry, namespace, pool, asks=asks_remote)
     store = Store(pool, slab, device, config, engine, codec=codec, more_tiers=tiers, teller=teller)

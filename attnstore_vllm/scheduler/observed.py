@@ -243,4 +243,4 @@ def _end_wait(seen: Watched) -> None:
 def _end_load(seen: Watched) -> None:
     loads, seen.loads = seen.loads, None
     if loads is not None:
-        seen.add("load", loads[0], loads[1] | {"failed": seen.state.load_failed})
+        seen.add("load", loads[0], loads[1] | {"failed": seen.state.load_failed is not None})

@@ -81,8 +81,14 @@ class Offered:
     start: int
     layers_before: int
     """How many layers are in HBM before its first step; 0: loaded in it."""
+    keys: SequenceKeys
+    """Of the tokens that they were found by."""
     rest: list[Piece] = field(default_factory=list)
     """Pieces behind the held ones, which are loaded in parts (stages.py)."""
+
+    @property
+    def stop(self) -> int:
+        return [*self.pieces, *self.rest][-1].stop
 
 
 @dataclass(slots=True)
@@ -196,10 +202,12 @@ class RequestState:
     """The question to the workers about its adapter, since it came or lost its blocks."""
     waiting: Waiting = field(default_factory=Waiting)
     offered: Offered | None = None
+    withdrawn: Offered | None = None
+    """The last offer without what was held, until vLLM asks again: it may still take it."""
     untaken: Answered | None = None
     """Its last answer, as long as vLLM has given it no blocks."""
-    load_failed: bool = False
-    """The device failed a copy: what is left is computed."""
+    load_failed: Cause | None = None
+    """Why a load has failed: what is left is computed."""
     computing: Computing = field(default_factory=Computing)
     counted: Counted = field(default_factory=Counted)
     approximate: str | None = None

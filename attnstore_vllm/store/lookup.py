@@ -18,7 +18,7 @@ from itertools import takewhile
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Matched, Piece, no_ends, ready_run, settle
-from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
+from attnstore_vllm.index.sections import Need, backed, fit, proven, walk, walks
 from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import RemoteLookup
@@ -108,6 +108,26 @@ class Strategy(ABC):
         self, pieces: Sequence[Piece], keys: SequenceKeys, start: int | None, stop: int
     ) -> list[Piece]:
         """See Store.hold_ready()."""
+
+    def hold_exactly(
+        self, pieces: Sequence[Piece], keys: SequenceKeys, start: int, stop: int
+    ) -> list[Piece]:
+        """See Store.hold_exactly()."""
+        index, spine = self._index, [piece for piece in pieces if piece.group == 0]
+        are_held = bool(spine) and not self.walks
+        if not (spine or self.walks):
+            spine = index.match(keys, start, stop + self.ahead)
+            spine = proven(spine, self.ahead, index.grain) if self.ahead else spine
+        found = backed(index, keys, self.needs, spine, start, stop, is_ready)
+        # Tokens of what is READY are known; those of what is held were compared.
+        new = [piece for piece in found if piece.group or not are_held]
+        are_ready = all(is_ready(piece.chunk) for piece in found)  # else some were dropped since
+        if not are_ready or not all(piece.exact for piece in new):
+            return []
+        if self._context.has_leases and any(self._residency.has_expired(p.chunk) for p in new):
+            return []
+        self._hold(found)
+        return found
 
     def want(
         self,

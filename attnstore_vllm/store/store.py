@@ -299,6 +299,19 @@ class Store:
         with self._lock:
             return self.strategy.hold(pieces, sequence, start, stop) if pieces else []
 
+    def hold_exactly(
+        self, pieces: Sequence[Piece], sequence: SequenceKeys, start: int, stop: int
+    ) -> list[Piece]:
+        """Hold, and return, pieces that are READY in DRAM and back a hit of just the tokens
+        [start, stop), which may end anywhere; none if there are no such pieces.
+
+        Args:
+            pieces: that are held for a longer hit; none: it is looked up.
+        """
+        with self._lock:
+            self.residency.now = self._clock()
+            return self.strategy.hold_exactly(pieces, sequence, start, stop)
+
     def hold_again(self, pieces: Sequence[Piece]) -> bool:
         """Hold pieces that were held before, if all of them can be. Returns whether they are."""
         with self._lock:

@@ -121,6 +121,8 @@ class Loads:
                 self._engine.model_waits(load.layers[-1])
         for plan in plans:
             if plan.layers_before and not plan.num_blocks:  # no more comes, and all is over
+                if plan.has_failed:
+                    self._broken.add(plan.request_id)
                 self._report(plan)
                 self._finished.append(plan.plan_id)
             elif plan.layers_before:
