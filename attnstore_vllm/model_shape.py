@@ -34,7 +34,7 @@ _TYPES = {
     "linear_attention": Reach.STATE, "conv": Reach.STATE, "mamba": Reach.STATE,
 }  # fmt: skip
 _LETTERS = {"M": Reach.STATE, "*": Reach.FULL, "-": None, "E": None}
-"""Of hybrid_override_pattern. Layers of experts keep nothing."""
+"""Letters of hybrid_override_pattern. Layers of experts keep nothing."""
 _NOT_KNOWN = {
     "attn_layer_period": "Mamba 1 layers", "hybrid_layer_ids": "Mamba layers that share attention",
     "block_configs": "layers of several sizes",
