@@ -244,7 +244,7 @@ def _kinds(
 
 
 def _state_dtype_bytes(config: Mapping[str, Any], name: str, of_model: int) -> int:
-    """Of an element of a recurrent state, as vLLM chooses it where no setting does."""
+    """Bytes of an element of a recurrent state, as vLLM chooses it where no setting does."""
     said = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
     if not said and (config.get("hybrid_override_pattern") or config.get("linear_attn_config")):
         said = "float32"  # Nemotron-H, Kimi-Linear
