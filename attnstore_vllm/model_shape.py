@@ -34,7 +34,7 @@ _TYPES = {
     "linear_attention": Reach.STATE, "conv": Reach.STATE, "mamba": Reach.STATE,
 }  # fmt: skip
 _LETTERS = {"M": Reach.STATE, "*": Reach.FULL, "-": None, "E": None}
-"""Of hybrid_override_pattern. Layers of experts keep nothing."""
+"""Letters of hybrid_override_pattern. Layers of experts keep nothing."""
 _NOT_KNOWN = {
     "attn_layer_period": "Mamba 1 layers", "hybrid_layer_ids": "Mamba layers that share attention",
     "block_configs": "layers of several sizes",
@@ -244,7 +244,7 @@ def _kinds(
 
 
 def _state_dtype_bytes(config: Mapping[str, Any], name: str, of_model: int) -> int:
-    """Of an element of a recurrent state, as vLLM chooses it where no setting does."""
+    """Bytes of an element of a recurrent state, as vLLM chooses it where no setting does."""
     said = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
     if not said and (config.get("hybrid_override_pattern") or config.get("linear_attn_config")):
         said = "float32"  # Nemotron-H, Kimi-Linear

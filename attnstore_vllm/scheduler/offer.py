@@ -286,9 +286,7 @@ class Offers:
         spine = offered.pieces[: len(offered.pieces) - len(sections)]
         rest = [piece for piece in offered.rest if piece.start < stop]
         now = rest[0].start if rest else stop  # the others are loaded in parts
-        used = [piece for piece in spine if piece.start < now]
-        if used and used[-1].stop > now:
-            used[-1] = replace(used[-1], stop=now)
+        used = pieces_before(spine, now)
         assert used and [*used, *rest][-1].stop >= stop, "vLLM takes more than was offered"
         states = [piece for piece in sections if self._needs[piece.group].reach is Reach.STATE]
         sections = [piece for piece in sections if piece not in states]
@@ -416,6 +414,14 @@ class Offers:
         if self._stages and (waited_for := self._stages.go_on(stats)):
             self._waits.note(waited_for)
         self._waits.end_step(is_empty=is_empty)
+
+
+def pieces_before(pieces: Sequence[Piece], stop: int) -> list[Piece]:
+    """The pieces, of which the last may be longer, up to token `stop`."""
+    kept = [piece for piece in pieces if piece.start < stop]
+    if kept and kept[-1].stop > stop:
+        kept[-1] = replace(kept[-1], stop=stop)
+    return kept
 
 
 def has_all(held: Sequence[Piece], pieces: Sequence[Piece]) -> bool:

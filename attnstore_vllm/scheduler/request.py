@@ -82,7 +82,7 @@ class Offered:
     layers_before: int
     """How many layers are in HBM before its first step; 0: loaded in it."""
     keys: SequenceKeys
-    """Of the tokens that they were found by."""
+    """Keys of the tokens that they were found by."""
     rest: list[Piece] = field(default_factory=list)
     """Pieces behind the held ones, which are loaded in parts (stages.py)."""
 
