@@ -85,8 +85,8 @@ def check_start(vllm_config: VllmConfig) -> None:
     ):
         if size > 1:
             raise UnsupportedError(
-                f"{name} is {size}; AttnStore supports 1. Use --tensor-parallel-size or "
-                "--pipeline-parallel-size on one machine, or start vLLM without --kv-transfer-config"
+                f"{name} is {size}; AttnStore supports 1. Use --tensor-parallel-size or --pipeline-"
+                "parallel-size on one machine, or start vLLM without --kv-transfer-config"
             )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
