@@ -52,6 +52,7 @@ class EngineSpec:
     """Reads that no request asked for would be among those that a test counts and holds up."""
     eager: bool = True
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     blocks: int = 96
     """Blocks of HBM."""
     transfer: Mapping[str, Any] | None = None
@@ -90,6 +91,7 @@ class Engine:
         arguments: dict[str, Any] = {
             "model": str(model), "dtype": "bfloat16", "max_model_len": spec.shape.max_position,
             "enforce_eager": spec.eager, "tensor_parallel_size": spec.tensor_parallel,
+            "pipeline_parallel_size": spec.pipeline_parallel,
             "num_gpu_blocks_override": spec.blocks, "disable_log_stats": False,
             "kv_transfer_config": _transfer(spec), **spec.vllm,
         }  # fmt: skip
