@@ -11,15 +11,18 @@ Engines are in test_pipeline.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.connector.pipeline import Stage, with_all
+from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.transfer.geometry import Geometry
 from tests.vllm.scripted import CHUNK, Limits
 from tests.vllm.scripted_worker import BLOCK, VOCAB, ScriptedWorker, extend_kv, in_layer
 from tests.vllm.staged import StagedEngine
@@ -189,3 +192,23 @@ def test_a_part_that_is_wrong_is_noticed(start: Start) -> None:
         check_stored(engine)
     with pytest.raises(AssertionError, match=f"wrong KV at position {CHUNK} "):
         ask(engine, "again", tokens(0))
+
+
+def test_another_split_is_another_namespace(start: Start) -> None:
+    """Also where as many layers and stages have as many bytes."""
+    splits = [(2, 1), (1, 2), (1, 1, 1), (3,)]
+    names = {start(Case("split", split, depth=1)).ours.names.namespace for split in splits}
+    assert len(names) == len(splits)
+
+
+def test_stages_that_cannot_be_served_together() -> None:
+    shapes = Geometry.uniform(2, 3, 16, 4096, 64)
+    stage = Stage.of(shapes)
+    other = replace(stage, regions=(4096,))
+    assert with_all(shapes, [stage, other]).stages == ((4096,) * 3, (4096,))
+    assert with_all(shapes, [replace(stage, replicas=2), replace(other, replicas=2)]).replicas == 2
+    assert with_all(shapes, [replace(stage, replicas=2), other]).replicas == 1, "each its own"
+    with pytest.raises(UnsupportedError, match="pipeline stage 1: it keeps no KV"):
+        with_all(shapes, [stage, Stage("it keeps no KV")])
+    with pytest.raises(UnsupportedError, match="differ in how far back"):
+        with_all(shapes, [stage, replace(other, groups=((16, "window", 256),))])
