@@ -59,8 +59,6 @@ class EngineHost:
         if num_ranks > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
                 str(rank % (os.cpu_count() or 1)) for rank in range(num_ranks)
-            )|".join(
-                str(rank) for rank in range(spec.tensor_parallel)
             )
         context = _forking()
         self._pipe, theirs = context.Pipe()

@@ -22,6 +22,7 @@ from attnstore_vllm.transfer.geometry import Geometry
 from tests.vllm.scripted import Limits, ScriptedEngine
 
 NOT_YET = ModelRunnerOutput([], {})
+LIMITS = Limits()
 
 
 class StagedEngine(ScriptedEngine):
@@ -35,7 +36,7 @@ class StagedEngine(ScriptedEngine):
 
     def __init__(
         self, model: Path, store: Path, *, stages: tuple[int, ...], ranks_of_a_stage: int = 1,
-        limits: Limits = Limits(), **options: Any,
+        limits: Limits = LIMITS, **options: Any,
     ) -> None:  # fmt: skip
         self.stages = stages
         self.ranks_of_a_stage = ranks_of_a_stage

@@ -147,7 +147,6 @@ def test_a_record_damaged_in_the_last_stages_part_is_computed_by_all(
     assert sum(loaded.values()) == STORED, "it is stored again"
 
 
-
 def test_nothing_is_held_afterwards(engine: EngineHost) -> None:
     engine.call(Engine.check_quiet)
 

@@ -154,9 +154,7 @@ def test_what_one_stage_has_not_stored_is_found_by_none(late: int, start: Start)
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_record_that_is_damaged_in_one_stages_part(
-    stage: int, number: int, start: Start
-) -> None:
+def test_a_record_that_is_damaged_in_one_stages_part(stage: int, number: int, start: Start) -> None:
     """What is before it is loaded by all stages, and the rest is computed by all."""
     engine = start(Case("damaged", (2, 1), depth=2, dram_slots=6))
     ask(engine, "first", tokens(0))
