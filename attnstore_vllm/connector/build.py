@@ -125,7 +125,7 @@ def geometry_of(
 def stages_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, reason: str | None
 ) -> Sequence[Stage]:
-    """What each pipeline stage keeps; () where there is one. For workers: see tell_all().
+    """The pipeline stages; () where there is one. For workers: see tell_all().
 
     Args:
         reason: why this stage cannot be served.

@@ -54,7 +54,7 @@ def rank_in_engine(vllm_config: VllmConfig) -> int:
 
 
 def tell_all(own: Stage) -> list[Stage]:
-    """What each stage says, the first one first.
+    """The stages as each tells of itself, the first one first.
 
     All workers of an engine call it, also those that cannot be served: it waits for all of them,
     as long as vLLM's own group of processes does.
