@@ -30,7 +30,7 @@ from attnstore_vllm.connector.kv_events import KvEvents, teller_of
 from attnstore_vllm.connector.media_data import counts_media, read_media, why_no_media
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
 from attnstore_vllm.connector.pipeline import (
-    Stage,
+    PipelineStage,
     num_stages,
     rank_in_engine,
     tell_all,
@@ -98,7 +98,7 @@ def geometry_of(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     config: StoreConfig,
-    stages: Sequence[Stage] = (),
+    stages: Sequence[PipelineStage] = (),
 ) -> Geometry:
     """The shapes that both sides agree on, each from its own copy of the configuration.
 
@@ -124,7 +124,7 @@ def geometry_of(
 
 def stages_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, reason: str | None
-) -> Sequence[Stage]:
+) -> Sequence[PipelineStage]:
     """The pipeline stages; () where there is one. For workers: see tell_all().
 
     Args:
@@ -133,8 +133,10 @@ def stages_of(
     if num_stages(vllm_config) == 1:
         return ()
     if reason is not None:
-        return tell_all(Stage(reason))
-    return tell_all(Stage.of(geometry_of(vllm_config, kv_cache_config, _config(vllm_config))))
+        return tell_all(PipelineStage(reason))
+    return tell_all(
+        PipelineStage.of(geometry_of(vllm_config, kv_cache_config, _config(vllm_config)))
+    )
 
 
 def reason_of_chunks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
@@ -198,7 +200,7 @@ def gpu_nodes(rank: int, num_ranks: int) -> list[int]:
 
 
 def build_worker(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[Stage] = ()
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[PipelineStage] = ()
 ) -> Worker:
     """The worker side of this process's rank. Raises ConfigError, UnsupportedError.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """One stage, as its workers see it."""
 
     reason: str | None
@@ -35,7 +35,7 @@ class Stage:
     """Of each KV cache group: tokens of a block, and how far back it looks."""
 
     @classmethod
-    def of(cls, geometry: Geometry) -> Stage:
+    def of(cls, geometry: Geometry) -> PipelineStage:
         groups = tuple((g.block_tokens, g.reach, g.reach_tokens) for g in geometry.groups)
         return cls(None, geometry.regions, geometry.replicas, groups)
 
@@ -53,19 +53,19 @@ def rank_in_engine(vllm_config: VllmConfig) -> int:
     return int(get_pp_group().rank_in_group) * ranks_of_a_stage + rank
 
 
-def tell_all(own: Stage) -> list[Stage]:
+def tell_all(own: PipelineStage) -> list[PipelineStage]:
     """The stages as each tells of itself, the first one first.
 
     All workers of an engine call it, also those that cannot be served: it waits for all of them,
     as long as vLLM's own group of processes does.
     """
     group = get_pp_group()
-    told: list[Stage] = [own] * group.world_size
+    told: list[PipelineStage] = [own] * group.world_size
     torch.distributed.all_gather_object(told, own, group=group.cpu_group)
     return told
 
 
-def with_all(geometry: Geometry, stages: Sequence[Stage]) -> Geometry:
+def with_all(geometry: Geometry, stages: Sequence[PipelineStage]) -> Geometry:
     """The shapes of a stage, with room for all of them. Raises UnsupportedError."""
     for number, stage in enumerate(stages):
         if stage.reason is not None:

@@ -318,7 +318,7 @@ def peek(name: str, rank: int) -> dict[str, Any] | None:
 
 
 def _published(page: bytes) -> dict[str, Any] | None:
-    """What publish() has left on a rank's page; None if nothing."""
+    """The description that publish() has left on a rank's page; None if none."""
     length = int.from_bytes(page[:4], "little")
     if length == 0:
         return None

@@ -101,6 +101,8 @@ class Engine:
         if spec.needs_images:
             stand_in_for_torchvision(spec.models / "stand_ins")
         self.llm = LLM(**arguments)
+        if spec.pipeline_parallel > 1:
+            self.llm.collective_rpc(make_room_for_hidden_states)
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.done: set[str] = set()
         self.holding: set[str] = set()
@@ -362,6 +364,18 @@ def read_kv(worker: Any, block_ids: Sequence[int]) -> list[list[bytes]]:
 def ranks_memory(worker: Any) -> str:
     """What the names of the memory begin with that the ranks share with each other."""
     return os.environ.get("VLLM_DIST_IDENT", "")
+
+
+def make_room_for_hidden_states(worker: Any) -> None:
+    """For what a stage gets from the one before. vLLM's CPU build makes that room when it warms up
+    for its compiler: so its eager engines with several stages end at their first step."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
 
 
 def poison(worker: Any) -> None:

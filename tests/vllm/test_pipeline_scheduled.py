@@ -18,7 +18,7 @@ from random import Random
 import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector.pipeline import Stage, with_all
+from attnstore_vllm.connector.pipeline import PipelineStage, with_all
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.scheduler.messages import StepReport
@@ -203,12 +203,12 @@ def test_another_split_is_another_namespace(start: Start) -> None:
 
 def test_stages_that_cannot_be_served_together() -> None:
     shapes = Geometry.uniform(2, 3, 16, 4096, 64)
-    stage = Stage.of(shapes)
+    stage = PipelineStage.of(shapes)
     other = replace(stage, regions=(4096,))
     assert with_all(shapes, [stage, other]).stages == ((4096,) * 3, (4096,))
     assert with_all(shapes, [replace(stage, replicas=2), replace(other, replicas=2)]).replicas == 2
     assert with_all(shapes, [replace(stage, replicas=2), other]).replicas == 1, "each its own"
     with pytest.raises(UnsupportedError, match="pipeline stage 1: it keeps no KV"):
-        with_all(shapes, [stage, Stage("it keeps no KV")])
+        with_all(shapes, [stage, PipelineStage("it keeps no KV")])
     with pytest.raises(UnsupportedError, match="differ in how far back"):
         with_all(shapes, [stage, replace(other, groups=((16, "window", 256),))])
