@@ -32,7 +32,7 @@ class PipelineStage:
     """See Geometry."""
     replicas: int = 1
     groups: tuple[tuple[int, str, int], ...] = ()
-    """Of each KV cache group: tokens of a block, and how far back it looks."""
+    """The KV cache groups, each with the tokens of its blocks and how far back it looks."""
 
     @classmethod
     def of(cls, geometry: Geometry) -> PipelineStage:
