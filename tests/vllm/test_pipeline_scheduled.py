@@ -94,7 +94,7 @@ def ask(engine: StagedEngine, name: str, prompt: list[int]) -> int:
     return engine.worker.loaded_tokens - before
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_only_right_kv_is_used_and_stored(case: Case, seed: int, start: Start) -> None:
     """Each rank checks all KV that it attends to, and each part of each record is looked at."""
