@@ -215,7 +215,9 @@ class Engine:
 
     def drain(self) -> None:
         """Step until vLLM has nothing to do: the blocks that saves held are free again."""
-        self.wait_for(lambda: not self.scheduler.has_requests(), self.step)
+        self.wait_for(
+            lambda: not (self.scheduler.has_requests() or self.core.batch_queue), self.step
+        )
 
     def settle(self) -> None:
         """drain(), and wait until everything is written back."""
