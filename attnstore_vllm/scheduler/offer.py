@@ -234,7 +234,7 @@ class Offers:
             self._truncation.offer(state, spine, self.untaken.kv_cache_manager)
         layers_before = self._layers_before(state, held)
         if self._stages and rest:
-            layers_before, self._stages.offered = self._geometry.num_layers, state
+            layers_before, self._stages.offered = self._geometry.most_layers, state
         state.offered = Offered(held, local, layers_before, keys, rest)
         self._open.append(state)
         return [*held, *rest][-1].stop - local, layers_before > 0
@@ -249,7 +249,7 @@ class Offers:
         # vLLM copies states before it begins a step's loads. And for a load in a request's first
         # step vLLM 0.32 counts one block of each recurrent group too few, and may stop for it.
         if any(need.reach is Reach.STATE for need in self._needs.values()):
-            return self._geometry.num_layers
+            return self._geometry.most_layers
         if not self._costs.ahead_layers:
             return 0
         return self._costs.layers_before(
@@ -261,7 +261,7 @@ class Offers:
         if state.finds_moved:
             return None
         layers = self._layers_before(state, held)
-        return self._costs.ahead_s(sum(self._load_bytes(held)), layers, self._geometry.num_layers)
+        return self._costs.ahead_s(sum(self._load_bytes(held)), layers, self._geometry.most_layers)
 
     def _load_bytes(self, held: Sequence[Piece]) -> tuple[int, int]:
         """A rank's, of a load and of those that may be before it."""

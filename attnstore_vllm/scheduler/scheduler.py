@@ -137,7 +137,7 @@ class Scheduler:
         self._queue = None
         if config.look_ahead:
             self._queue = VllmQueue(store, lookups, by_priority=engine.by_priority)
-        layers = geometry.num_layers if rows is not None else 0
+        layers = geometry.most_layers if rows is not None else 0
         sizes = {"ahead_layers": layers, "step_tokens": engine.step_tokens, "leaves": engine.leaves}
         deadline_s = config.load_deadline_ms / 1000
         costs = self.costs = Costs(

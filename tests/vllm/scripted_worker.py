@@ -119,6 +119,7 @@ class ScriptedWorker:
     Args:
         make_engine: of copies; None: the one that the worker chooses.
         rank: its KV differs from that of others; with the same seed it samples the same tokens.
+        first_layer: its number among those of all ranks.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class ScriptedWorker:
         seed: int,
         make_engine: MakeEngine | None = None,
         rank: int = 0,
+        first_layer: int = 0,
     ) -> None:
         regions = geometry.layer_names
         self.names = list(regions)
@@ -165,7 +167,7 @@ class ScriptedWorker:
         self._rows: dict[str, Row] = {}
         self._news: dict[str, NewRequestData] = {}
         self._random = Random(seed)
-        self._first_layer = rank * geometry.num_layers
+        self.first_layer = first_layer
         self.side = _Worker(pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0)
         self.side.make = make_engine
         self.side.register_kv_caches(
@@ -349,14 +351,14 @@ class ScriptedWorker:
     def _believe(self, row: Row, start: int) -> None:
         """Continue from what is in HBM, whatever it is."""
         found = self.hbm[0][np.array(row.block_ids)].reshape(-1, TOKEN_KV)[:start]
-        in_hbm = found ^ in_layer([bytes(TOKEN_KV)], self._first_layer)
+        in_hbm = found ^ in_layer([bytes(TOKEN_KV)], self.first_layer)
         row.kv[:] = [kv.tobytes() for kv in in_hbm]
 
     def _compute(self, layer: int, runs: list[_Run], *, replays: bool) -> None:
         """One layer, as with kernels that do not write their own KV: the new tokens' comes before
         the hook that waits. A graph that replays calls no hooks."""
         self.between()
-        hbm, named = self.hbm[layer], self._first_layer + layer
+        hbm, named = self.hbm[layer], self.first_layer + layer
         for run in runs:
             for at, kv in enumerate(in_layer(run.written, named), start=run.start):
                 hbm[run.row.block_ids[at // BLOCK], at % BLOCK] = kv
