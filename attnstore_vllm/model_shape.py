@@ -330,7 +330,7 @@ def _reaches(config: Mapping[str, Any], where: str) -> list[Reach]:
 def _token_bytes(
     config: Mapping[str, Any], where: str, reach: Reach, element: int, kv_type: str | None
 ) -> int:
-    """What a layer keeps of one token.
+    """Bytes that a layer keeps of one token.
 
     Args:
         element: bytes of an element, unless `kv_type` says another thing.

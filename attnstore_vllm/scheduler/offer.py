@@ -278,7 +278,7 @@ class Offers:
         Returns whether it is carried out before the request's first step.
         Raises: UnsupportedError, for a length that nothing backs, in a step that computes.
         """
-        offered = self._taken(state, num_tokens)
+        offered = self.part_taken(state, num_tokens)
         if not offered.pieces:
             return self._fail(state, offered, num_tokens, stats)
         start, stop = offered.start, offered.start + num_tokens
@@ -344,7 +344,7 @@ class Offers:
             self._truncation.taken(state, used, stop)
         return offered.layers_before > 0
 
-    def _taken(self, state: RequestState, num_tokens: int) -> Offered:
+    def part_taken(self, state: RequestState, num_tokens: int) -> Offered:
         """The offer, as far as vLLM takes it; without pieces if none back just that."""
         held, offered = state.offered, state.offered or state.withdrawn
         assert offered is not None, "vLLM takes what was never offered"

@@ -157,7 +157,7 @@ def tables_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 def any_length_is_backed(patch: pytest.MonkeyPatch) -> None:
     """What backs the whole offer is taken to back each part of it."""
-    taken = Offers._taken
+    taken = Offers.part_taken
 
     def whole(self: Any, state: Any, num_tokens: int) -> Any:
         held, state.withdrawn = state.offered, None
@@ -166,7 +166,7 @@ def any_length_is_backed(patch: pytest.MonkeyPatch) -> None:
         state.offered = None
         return held
 
-    patch.setattr(Offers, "_taken", whole)
+    patch.setattr(Offers, "part_taken", whole)
 
 
 def a_group_is_not_asked_for_less(patch: pytest.MonkeyPatch) -> None:

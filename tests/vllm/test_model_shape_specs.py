@@ -104,7 +104,7 @@ class Vllm:
     @property
     def kv_dtype(self) -> torch.dtype:
         if self.kv_type == "auto":
-            return self.config.model_config.dtype  # type: ignore[no-any-return]
+            return self.config.model_config.dtype
         return STR_DTYPE_TO_TORCH_DTYPE[self.kv_type]
 
     def attention(self, window: int | None = None) -> KVCacheSpec:

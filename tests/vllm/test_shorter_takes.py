@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.connector import facts
 from attnstore_vllm.scheduler.offer import Offers
 from tests.vllm.grouped import GroupedEngine
 from tests.vllm.scripted import Limits, ScriptedEngine
@@ -30,13 +31,24 @@ def model(models: Path) -> Path:
     return make_model(models / "scripted", TINY, weights=False)
 
 
-def cut_hits(engine: GroupedEngine, seed: int) -> Counter[str]:
-    """vLLM takes a part of what it is offered, of any length. Returns what came of that."""
-    counts, random = Counter[str](), Random(seed)
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What came of offers. Engines that are made know that vLLM cuts hits."""
+    counts, fail = Counter[str](), vars(Offers)["_fail"]
+
+    def counted(*args: Any) -> bool:
+        counts["failed"] += 1
+        return bool(fail(*args))
+
+    monkeypatch.setattr(facts, "_cuts_hits", lambda _: True)
+    monkeypatch.setattr(Offers, "_fail", counted)
+    return counts
+
+
+def cut_hits(engine: GroupedEngine, seed: int, counts: Counter[str]) -> None:
+    """vLLM takes a part of what it is offered, of any length."""
     connector: Any = engine.scheduler.connector
-    offers: Any = engine.ours._offers
-    offers._cuts_hits = True
-    ask, fail = connector.get_num_new_matched_tokens, offers._fail
+    ask, random = connector.get_num_new_matched_tokens, Random(seed)
     block = max(kind.block for kind in engine.kinds)
 
     def less(request: Any, local: int) -> tuple[int | None, bool]:
@@ -48,22 +60,17 @@ def cut_hits(engine: GroupedEngine, seed: int) -> Counter[str]:
         counts["cut"] += 1
         return cut, is_ahead and cut > 0
 
-    def counted(*args: Any) -> bool:
-        counts["failed"] += 1
-        return bool(fail(*args))
-
-    connector.get_num_new_matched_tokens, offers._fail = less, counted
-    return counts
+    connector.get_num_new_matched_tokens = less
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", CUT, ids=lambda case: case.name)
 def test_what_is_cut_is_right_or_computed(
-    case: Case, seed: int, model: Path, tmp_path: Path
+    case: Case, seed: int, model: Path, tmp_path: Path, counts: Counter[str]
 ) -> None:
     """No forward pass sees KV or a state that is not that of its tokens."""
     engine = make(case, seed, model, tmp_path)
-    counts = cut_hits(engine, seed)
+    cut_hits(engine, seed, counts)
     try:
         drive(engine, seed)
         wait_until_quiet(engine.ours)
@@ -77,7 +84,11 @@ def test_what_is_cut_is_right_or_computed(
 
 @pytest.mark.parametrize("case", [CUT[0], CUT[6]], ids=lambda case: case.name)
 def test_a_part_that_is_not_backed_is_noticed(
-    case: Case, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case,
+    model: Path,
+    tmp_path: Path,
+    counts: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """These tests see what they are for: what backs the whole is loaded for a part."""
 
@@ -85,9 +96,9 @@ def test_a_part_that_is_not_backed_is_noticed(
         offered, state.offered = state.offered, None
         return offered
 
-    monkeypatch.setattr(Offers, "_taken", whole)
+    monkeypatch.setattr(Offers, "part_taken", whole)
     engine = make(case, 0, model, tmp_path)
-    cut_hits(engine, 0)
+    cut_hits(engine, 0, counts)
     with pytest.raises(AssertionError, match=r"wrong|no block"):
         drive(engine, 0)
     engine.close()
