@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ LENGTHS = tuple(count * BLOCK + 1 for count in (2, 3, 7))
 """All but the last token are whole blocks: found in HBM as in the store, so steps are the same."""
 STORED = sum(LENGTHS) - len(LENGTHS)
 ANSWER = 12
-TWO_STAGES = {"shape": THREE, "pipeline_parallel": 2, "dram": "16MiB"}
+TWO_STAGES: dict[str, Any] = {"shape": THREE, "pipeline_parallel": 2, "dram": "16MiB"}
 
 Answers = list[Answer]
 
@@ -42,7 +43,8 @@ def ask_twice(engine: Engine, tier: str = "hbm") -> tuple[Answers, dict[str, int
     tokens that were loaded."""
     prompts = [random_tokens(("pipeline", length), length) for length in LENGTHS]
     answers = [engine.ask(prompt, max_tokens=ANSWER) for prompt in prompts]
-    return answers + (again := ask_again(engine, tier))[0], again[1]
+    again, loaded = ask_again(engine, tier)
+    return answers + again, loaded
 
 
 def ask_again(engine: Engine, tier: str) -> tuple[Answers, dict[str, int]]:
