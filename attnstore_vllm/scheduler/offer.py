@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offers: the stored KV that a request gets when vLLM asks, or that it waits for.
 
+It is long since what a request is offered, and what it takes of that, are one thing.
+
 vLLM asks as often as it has a place for the request and no blocks. Costs decides whether a request
 waits for its KV, loads it or computes it: by how long vLLM's steps take and by what the store says
 of its disk (policy/cost.py). Waits keeps the requests that wait from being looked at more often

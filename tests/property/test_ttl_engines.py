@@ -160,6 +160,8 @@ class Engine(PinnedHistory):
         self.world, self.number = world, number
         self.round = 0
         """How often it was reset."""
+        self.lookups: list[Lookup] = []
+        """The last ones, which may have asked."""
         super().__init__(seed, world.eviction, world.clock)
         self.num_tokens = 1_000_000 * (number + 1)
         self.ttls_s = self.rng.choice(TTLS_S)
@@ -178,6 +180,7 @@ class Engine(PinnedHistory):
         self.directory.mkdir(mode=0o700, exist_ok=True)
         rig = EngineRig(self.device, slab, SLOTS, options=self.options(), make=self.make_tiers)
         self.peers: PeersIo | None = None
+        self.lookups = []
         for io in rig.store.thread.tiers:
             if isinstance(io, PeersIo):
                 self.peers = io
@@ -216,7 +219,8 @@ class Engine(PinnedHistory):
         self.rig.pool.close()
 
     def lookup_of(self, tokens: Sequence[int]) -> Lookup:
-        return lookup_of(tokens, may_ask=True)
+        self.lookups = [*self.lookups[-20:], lookup_of(tokens, may_ask=True)]
+        return self.lookups[-1]
 
     # ---- what it does --------------------------------------------------------------------
 
@@ -410,8 +414,11 @@ def is_busy(engine: Engine) -> bool:
     with engine.shared.context.progress:
         if any(io.num_loading or io.num_storing for io in store.thread.tiers):
             return True
-        asked = [ask for io in (engine.peers, engine.shared) if io for ask in io._open]
-        return engine.shared._is_looking or not all(ask.is_over for ask in asked)
+    generation = engine.shared.generation
+    is_out = generation.is_in_doubt or generation.why_out is not None
+    if generation.usable is None and not is_out:
+        return True
+    return not all(ask.is_over for lookup in engine.lookups for ask in lookup.asked)
 
 
 def is_linked(engines: Sequence[Engine]) -> bool:
