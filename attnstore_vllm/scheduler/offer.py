@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offers: the stored KV that a request gets when vLLM asks, or that it waits for.
 
+It is long since what a request is offered, and what it takes of that, are one thing.
+
 vLLM asks as often as it has a place for the request and no blocks. Costs decides whether a request
 waits for its KV, loads it or computes it: by how long vLLM's steps take and by what the store says
 of its disk (policy/cost.py). Waits keeps the requests that wait from being looked at more often
@@ -302,10 +304,8 @@ class Offers:
             self._store.release(piece.chunk for piece in spine[len(used) :])
         if self._needs:
             self._count_loaded((*used, *sections, *states), stop)
-        if (pin_s := state.hints.terms.pin_s) is not None:
-            prompt = state.request.num_prompt_tokens
-            loaded = (*used, *rest, *sections, *states)
-            self._store.pin([piece for piece in loaded if piece.start < prompt], pin_s)
+        loaded = (*used, *rest, *sections, *states)
+        self._store.pin(loaded, state.request.num_prompt_tokens, state.hints.terms.pin_s)
         sources = self._costs.count_loaded(stats, used, start, now)
         state.counted.sources = dict(sources + self._store.tiers(rest, now))
         if moved:  # tokens count once, not once a group

@@ -203,12 +203,14 @@ class Store:
             self.thread.wake()
         return pieces, visit
 
-    def pin(self, pieces: Sequence[Piece], pin_s: float) -> None:
-        """A request that wants its prompt pinned for so long loads these: they may have come since
-        it did. Cost: a look at each."""
+    def pin(self, pieces: Sequence[Piece], stop: int, pin_s: float | None) -> None:
+        """A request loads these, and wants its prompt, up to token `stop`, pinned for so long: they
+        may have come since it did. Cost: a look at each; None: nothing."""
+        if pin_s is None:
+            return
         with self._lock:
             now = self.residency.now = self._clock()
-            self._pin(pieces, now + pin_s)
+            self._pin([piece for piece in pieces if piece.start < stop], now + pin_s)
 
     def _pin(self, pieces: Sequence[Piece], until: float) -> None:
         """Locked."""

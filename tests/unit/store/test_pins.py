@@ -143,7 +143,6 @@ def test_a_prompt_that_others_have_is_pinned_once_it_is_loaded(
     residency = world.store.residency
     loaded = [chunk for chunk in residency.index if chunk.origin == "asked"]
     assert len(loaded) == 4
-    residency.now = world.store._clock()
     assert all(residency.pinning.of(chunk, residency.now) is not None for chunk in loaded)
     world.close()
 

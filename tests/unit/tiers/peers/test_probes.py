@@ -6,14 +6,20 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from attnstore_vllm.tiers.peers.wire import MessageKind, Wire
 from tests.helpers import lookup_of
 from tests.peer_engine import PeerEngine, PeerProcess
 
 LONG = 64
 
 
-def test_a_sibling_that_dies_while_it_is_tried_is_tried_again(tmp_path: Path) -> None:
+def test_a_sibling_that_dies_while_it_is_tried_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It had hung, and was ended; another process has taken its place."""
     first, second = PeerProcess(), PeerProcess()
     here = PeerEngine(tmp_path, 0)
@@ -26,8 +32,16 @@ def test_a_sibling_that_dies_while_it_is_tried_is_tried_again(tmp_path: Path) ->
         os.waitpid(first.process.pid, os.WUNTRACED)
         breaker.failure(-1e9, hung=True)  # so a try is due
         lookup = lookup_of(list(range(LONG)), may_ask=True)
+        sent: list[int] = []
+        send = Wire.send
+
+        def noted(wire: Wire, kind: MessageKind, *rest: Any) -> None:
+            send(wire, kind, *rest)
+            sent.append(kind)
+
+        monkeypatch.setattr(Wire, "send", noted)
         here.store.find(lookup, 0, LONG)
-        here.wait(lambda: bool(here.io._questions))
+        here.wait(lambda: MessageKind.FIND in sent)
         assert not breaker.in_use
         first.kill()
         second.open(tmp_path, 1)
