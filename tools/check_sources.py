@@ -45,7 +45,7 @@ GONE_BY = (
     ("identity/live_facts.py", _ATTENTION, "_v_scale"),
     ("identity/live_facts.py", _ATTENTION, "_q_scale"),
     ("connector/model_rotation.py", _ROPE, "_compute_inv_freq"),
-    ("connector/resets.py", "vllm/v1/engine/core.py", "_reset_caches"),
+    ("connector/compat.py", "vllm/v1/engine/core.py", "_reset_caches"),
     ("scheduler/reset_watch.py", _BLOCK_POOL, "cached_block_hash_to_block"),
     ("connector/kv_events.py", _BLOCK_POOL, "cached_block_hash_to_block"),
     ("scheduler/untaken.py", _BLOCK_POOL, "get_num_free_blocks"),

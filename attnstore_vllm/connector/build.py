@@ -210,7 +210,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         is_alone=_is_alone(),
         rotations=None if config.truncation is None else rotations,
         page=page,
-        weights=live.look,
+        weights=live.tell,
         own_files=live.own_files,
     )
 
