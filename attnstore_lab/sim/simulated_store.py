@@ -4,7 +4,7 @@ virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -90,6 +90,9 @@ class _FixedNames:
     """See scheduler.Names."""
 
     namespace: bytes | None = NAMESPACE
+
+    def be_live(self, live: Mapping[int, bytes | None]) -> None:
+        raise AssertionError("no weights change here")
 
     def close(self) -> None:
         """Nothing is held."""

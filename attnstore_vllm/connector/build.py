@@ -256,7 +256,7 @@ def build_worker(
         is_alone=_is_alone(),
         rotations=None if config.truncation is None else rotations,
         page=page,
-        weights=live.look,
+        weights=live.tell,
         own_files=live.own_files,
     )
 

@@ -295,9 +295,19 @@ class RequestState:
     def be_of(self, adapter: bytes | None) -> None:
         """From now on its KV is computed with this adapter; None: with one that is not known."""
         if adapter != self.adapter:
-            self.adapter, self._root, self._lookup = adapter, None, None
-            self._other, self.untaken = (None, None), None
-            self.waiting.coming = ()
+            self.adapter = adapter
+            self._forget_names()
+
+    def be_of_weights(self, namespace: bytes) -> None:
+        """From now on its KV is computed with weights that this names."""
+        if namespace != self.namespace:
+            self.namespace = namespace
+            self._forget_names()
+
+    def _forget_names(self) -> None:
+        self._root = self._lookup = None
+        self._other, self.untaken = (None, None), None
+        self.waiting.coming = ()
 
     @property
     def root(self) -> Key:

@@ -101,7 +101,8 @@ class Store:
             pin_shares=(0.0, 0.0) if pinning is None else pinning.shares,
             more=more_tiers,
         )
-        self.num_slots = pool.num_slots
+        self.num_slots, self.num_saves = pool.num_slots, 0
+        """Slots of DRAM, and saves that were begun."""
         self.loads_in_parts = False
         """Whether a waiting request may find more than DRAM has room for (scheduler/stages.py)."""
         self._moved = MovedKv(
@@ -488,6 +489,7 @@ class Store:
         no longer than it would be found."""
         if chunk is not None and not self.strategy.needs:  # else it may be another group's
             self._curve.news.append(NewChunk(name.key, name.parent, name.extra, name.tokens))
+        self.num_saves += chunk is not None
         if pin_s is not None:
             kept, now = chunk or self.residency.index.get(name.key), self.residency.now
             if kept is not None:
@@ -615,6 +617,12 @@ class Store:
         with self._progress:
             self._moved.clear()
             return self.thread.wait_for(resets, RESET_DEADLINE_S)
+
+    def renamed(self) -> None:
+        """All that is saved from now on has other names: no request finds what there is."""
+        with self._lock:
+            if self.residency.watch is not None:
+                self.residency.watch.clear()
 
     def figures(self) -> Figures:
         kept = [item for io in self.thread.tiers for item in io.seconds.items()]

@@ -21,7 +21,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -171,6 +172,11 @@ class Loads:
         waited, self._host_wait_s = self._host_wait_s, 0.0
         return waited + self._engine.waited_s(), self._engine.measured()
 
+    def complete(self) -> None:
+        """Return when all that was begun has written to its blocks. The next step tells of it."""
+        for load in self._open:
+            _wait_for_all(self._engine, [*filter(None, [load.first]), *load.layers])
+
     def close(self) -> None:
         """Complete what is in flight."""
         for load in self._open:
@@ -260,17 +266,20 @@ class Loads:
         if load.gates or not load.plans[0].layers_before:
             raise error
         # What was begun behind the failed piece may still write.
-        for event in (load.first or load.layers[0], *load.layers):
-            try:
-                self._engine.wait(event)
-            except CopyError:
-                continue
+        _wait_for_all(self._engine, [load.first or load.layers[0], *load.layers])
         (plan,) = load.plans
         load.is_told = True
         self._broken.add(plan.request_id)
         if not plan.has_more:  # else with the last part: other ranks tell of it then too
             self._report(plan)
         logger.error("the load of request %s failed and is computed: %s", plan.request_id, error)
+
+
+def _wait_for_all(engine: CopyEngine, events: Iterable[StreamEvent]) -> None:
+    """Whether they fail or not: who asks for the event is told."""
+    for event in events:
+        with suppress(CopyError):
+            engine.wait(event)
 
 
 def _split(table: Pages, plans: Sequence[LoadPlan]) -> tuple[Pages, Pages]:
@@ -388,6 +397,12 @@ class Saves:
         finished, self._finished = self._finished, []
         given_up, self._given_up = self._given_up, []
         return finished, given_up
+
+    def complete(self) -> None:
+        """Return when all that was begun has read its blocks. The next step tells of it."""
+        assert self._this_step is None, "a forward pass runs"
+        for batch in self._leaving:
+            _wait_for_all(self._engine, batch.events)
 
     def close(self) -> None:
         """Complete what has left its blocks."""

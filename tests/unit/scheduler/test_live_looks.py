@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,9 @@ from tests.vllm_objects import output, request
 
 class _Names:
     namespace = NAMESPACE
+
+    def be_live(self, live: Mapping[int, bytes | None]) -> None:
+        """The keys stay."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -389,3 +389,18 @@ def test_where_copies_do_not_run_beside_the_model() -> None:
     loads.end_step()
     assert loads.take_finished() == [1]
     assert loads.take_times()[0] == 0.0
+
+
+@every_load_ahead
+def test_before_a_sleep_all_is_written(ahead: Ahead) -> None:
+    """From complete() on the device's memory may be gone; what became of the load is told later."""
+    for over in range(ahead.pieces + 1):
+        bench, plan = Bench(), ahead.plan()
+        bench.step(plan)
+        bench.go_on_to(over)
+        bench.loads.complete()
+        assert bench.stream.pending == 0
+        given_away = bench.give_away()
+        assert bench.step() == Told({plan.request_id}, set(), [plan.plan_id])
+        assert bench.blocks() == given_away
+        assert bench.step() == NOTHING
