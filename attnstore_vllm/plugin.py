@@ -37,12 +37,8 @@ CONNECTOR = "AttnStoreConnector"
 MODULE = "attnstore_vllm.connector"
 _FLAG = "--kv-transfer-config"
 _YAML = (".yaml", ".yml")
-_REFUSED = (
-    ("--pipeline-parallel-size", "-pp"),
-    ("--decode-context-parallel-size", "-dcp"),
-    ("--prefill-context-parallel-size", "-pcp"),
-    ("--nnodes", "-n"),
-)
+_NODES = ("--nnodes", "-n")
+_REFUSED = (("--pipeline-parallel-size", "-pp"),)
 """The connector refuses these too (connector/support.py), but after the model has loaded."""
 
 
@@ -248,6 +244,19 @@ def _refuse_shapes(argv: list[str]) -> None:
                     f"{flags[0]} is {value}; AttnStore supports 1. Use --tensor-parallel-size on "
                     f"one machine, or start vLLM without {_FLAG}"
                 )
+    nodes = _number(argv, *_NODES) or 1
+    if nodes > _engines(argv):  # an engine is on several of them; else vLLM says it later
+        raise UnsupportedError(several_nodes(nodes))
+
+
+def several_nodes(count: int) -> str:
+    """Why an engine is not served whose ranks are on several machines."""
+    return (
+        f"--nnodes is {count}, and one engine would be spread over several machines. Its ranks share "
+        "the DRAM tier, which is memory of one machine, and what is on NVMe is read into that. Give "
+        "each data-parallel engine a machine of its own (--data-parallel-size), or start vLLM "
+        f"without {_FLAG}"
+    )
 
 
 def _engines(argv: list[str]) -> int:
@@ -260,8 +269,12 @@ def _ranks_here(argv: list[str], engines: int) -> Sequence[int]:
     rank = _number(argv, "--data-parallel-rank", "-dpn")
     if rank is not None:
         return range(engines)[rank : rank + 1]
-    first = _number(argv, "--data-parallel-start-rank", "-dpr") or 0
+    nodes = _number(argv, *_NODES) or 1
     local = _number(argv, "--data-parallel-size-local", "-dpl")
+    if nodes > 1 and local is None:  # vLLM shares them out, and knows the first by the node
+        local = max(1, engines // nodes)
+    node = _number(argv, "--node-rank", "-r") or 0
+    first = _number(argv, "--data-parallel-start-rank", "-dpr") or (local or 0) * node
     return range(engines)[first : None if local is None else first + local]
 
 

@@ -24,6 +24,13 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import format_size
+from attnstore_vllm.connector.context_parallel import (
+    num_ranks_of,
+    over_ranks,
+    part_of,
+    rank_of,
+    why_not_turned,
+)
 from attnstore_vllm.connector.facts import facts_of
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.kv_events import KvEvents, teller_of
@@ -91,7 +98,7 @@ def geometry_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig
 ) -> Geometry:
     """The shapes that both sides agree on, each from its own copy of the configuration."""
-    groups = groups_of(kv_cache_config)
+    groups = over_ranks(groups_of(kv_cache_config), kv_cache_config, vllm_config)
     is_one = len(groups) == 1
     # Whole blocks, and hits may end where chunks do (index/prefix.py).
     chunk_tokens = round_chunk_tokens(
@@ -99,7 +106,7 @@ def geometry_of(
     )
     check_chunks(groups[0], chunk_tokens)
     return Geometry(
-        num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+        num_ranks=num_ranks_of(vllm_config),
         regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config),
         groups=groups,
         chunk_tokens=chunk_tokens,
@@ -169,7 +176,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     end_with_parent()
     config = _config(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config, config)
-    rank = get_tensor_model_parallel_rank()
+    rank = rank_of(vllm_config, get_tensor_model_parallel_rank())
     nodes = gpu_nodes(rank, geometry.num_ranks)
     if rank == 0:
         warn_of_order(_outer())
@@ -183,6 +190,8 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     live = LiveWeights(find, own_files)
 
     def find_one() -> Any:
+        if (why := why_not_turned(vllm_config)) is not None:
+            raise UnsupportedError(why)
         if has_drafts:
             raise UnsupportedError("its drafts keep KV of their own")
         return find()[0]
@@ -212,6 +221,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         page=page,
         weights=live.look,
         own_files=live.own_files,
+        part=part_of(vllm_config),
     )
 
 
@@ -365,6 +375,11 @@ def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:
     ranks = []
     for rank in range(num_ranks):
         description = pool.description(rank)
+        if not pool.has_joined(rank):
+            raise UnsupportedError(
+                f"rank {rank} has not opened this machine's DRAM tier: it runs on another machine "
+                "(as Ray may place it), and an engine on several is not served; or its log says why"
+            )
         if description is None:
             raise UnsupportedError(
                 f"rank {rank} has not said what its KV looks like; its log says why, or this vLLM "
@@ -387,6 +402,8 @@ def _codec(
     why = next(filter(None, [rank.why_no_page for rank in ranks]), None)
     if why is None and (page is None or num_pages > 1):
         why = "its ranks differ in where K and V are"
+    if page is not None and page.block_tokens != geometry.block_tokens:
+        why = "a rank has some of each block's tokens (--decode-context-parallel-size)"
     if why is not None or page is None:
         raise ConfigError(
             f"nvme.codec is {codec.name}, which cannot keep this model's KV: {why}. "

@@ -58,6 +58,7 @@ class Worker:
             for. Raises UnsupportedError.
         weights: looks at them.
         own_files: see identity/weights.py.
+        part: see KvFacts.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class Worker:
         page: Callable[[torch.Tensor], KvPage] | None = None,
         weights: Callable[[], Seen] = lambda: Seen.SAME,
         own_files: str | None = None,
+        part: str = "",
     ) -> None:
         self._weights = weights
         self._own_files = own_files
+        self._part = part
         self._read_rotations = rotations
         self._page = page
         self._rotations: list[Rotation] = []
@@ -162,6 +165,7 @@ class Worker:
                     kernel=kernel,
                     live=tuple(sorted(facts.items())),
                     others=_digest(tensors, every) if len(kinds) > 1 else "",
+                    part=self._part,
                 ),
                 rows=engine.num_rows if engine.overlaps else None,
                 # CudaEngine has those that the driver has page-locked.
