@@ -252,10 +252,10 @@ def _refuse_shapes(argv: list[str]) -> None:
 def several_nodes(count: int) -> str:
     """Why an engine is not served whose ranks are on several machines."""
     return (
-        f"--nnodes is {count}, and one engine would be spread over several machines. Its ranks share "
-        "the DRAM tier, which is memory of one machine, and what is on NVMe is read into that. Give "
-        "each data-parallel engine a machine of its own (--data-parallel-size), or start vLLM "
-        f"without {_FLAG}"
+        f"--nnodes is {count}, and one engine would be spread over several machines. Its ranks "
+        "share the DRAM tier, which is memory of one machine, and NVMe is read into it. Give each "
+        "data-parallel engine a machine of its own (--data-parallel-size), or start vLLM without "
+        f"{_FLAG}"
     )
 
 

@@ -5,6 +5,7 @@ the tokens that vLLM's own slot mapping gives it (kernel_text.py), in blocks of 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,17 @@ class Ranks:
         decode = self.decode_rank(rank), self.decode
         prefill = rank // self.tensor, self.prefill
         return part_text(decode, prefill, self.interleave)
+
+
+def settle(engine: ScriptedEngine) -> None:
+    """Step until all requests have ended. The disk has its time: a request that waits for it takes
+    what it has."""
+    deadline = time.monotonic() + 60
+    while engine.scheduler.has_requests() or engine.in_flight:
+        assert time.monotonic() < deadline, "requests are left"
+        engine.step()
+        if not engine.scheduler.running:
+            time.sleep(0.001)
 
 
 def with_ranks(parallel: ParallelConfig, ranks: Ranks) -> ParallelConfig:
@@ -126,7 +138,7 @@ class ContextEngine(ScriptedEngine):
 
     def __init__(
         self, model: Path, store: Path, ranks: Ranks, *, seed: int, settings: Ranks | None = None,
-        hides: bool = False, swapped: bool = False, depth: int = 1, num_blocks: int = 40, slots: int = SLOTS,
+        hides: bool = False, swapped: bool = False, depth: int = 1, num_blocks: int = 40,
     ) -> None:  # fmt: skip
         class OfTheseRanks(ContextWorker):
             pass
@@ -135,11 +147,12 @@ class ContextEngine(ScriptedEngine):
         OfTheseRanks.hides, OfTheseRanks.swapped = hides, swapped
         self.worker_type = OfTheseRanks
         self.ranks, self.settings = ranks, settings or ranks
-        limits = Limits(chunk_tokens=CHUNK, dram_slots=slots, nvme="8MiB")
+        limits = Limits(chunk_tokens=CHUNK, dram_slots=SLOTS, nvme="8MiB")
         _, geometry = self._shapes(num_blocks, limits, ranks.count)
         super().__init__(
             model, store, num_blocks=num_blocks, depth=depth, seed=seed, limits=limits,
-            num_ranks=ranks.count, dram=(1 << 20) + slots * geometry.slot_bytes,
+            num_ranks=ranks.count, dram=(1 << 20) + SLOTS * geometry.slot_bytes,
+            load_deadline_ms=60_000,
         )  # fmt: skip
 
     def _shapes(
@@ -208,6 +221,7 @@ class GroupedContextEngine(GroupedEngine):
         super().__init__(
             model, store, kinds=kinds, num_blocks=60, depth=1, seed=seed, limits=limits,
             num_ranks=ranks.count, dram=(1 << 20) + 60 * geometry.slot_bytes,
+            load_deadline_ms=60_000,
         )  # fmt: skip
 
     def _groups(self, cache: KVCacheConfig) -> tuple[Group, ...]:

@@ -165,7 +165,9 @@ class ScriptedWorker:
         self._random = Random(seed)
         self._first_layer = rank * geometry.num_layers
         part = self._part(rank)
-        self.side = _Worker(pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0, part=part)
+        self.side = _Worker(
+            pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0, part=part
+        )
         self.side.make = make_engine
         self.side.register_kv_caches(
             {name: self.tensors[region] for name, region in regions.items()}, kernel="scripted"
