@@ -162,7 +162,7 @@ class ContextEngine(ScriptedEngine):
         tokens, page_bytes = BLOCK * self.ranks.decode, BLOCK * TOKEN_KV
         return cache, Geometry.uniform(num_ranks, LAYERS, tokens, page_bytes, CHUNK)
 
-    def _set(self, config: VllmConfig) -> None:
+    def _spread(self, config: VllmConfig) -> None:
         with_ranks(config.parallel_config, self.settings)
 
     def _block_sizes(self, cache: KVCacheConfig, config: VllmConfig) -> tuple[int, int]:
@@ -224,12 +224,11 @@ class GroupedContextEngine(GroupedEngine):
             load_deadline_ms=60_000,
         )  # fmt: skip
 
-    def _groups(self, cache: KVCacheConfig) -> tuple[Group, ...]:
+    def _our_groups(self, cache: KVCacheConfig) -> tuple[Group, ...]:
         config: Any = SimpleNamespace(parallel_config=self._config)
-        return over_ranks(super()._groups(cache), cache, config)
+        return over_ranks(super()._our_groups(cache), cache, config)
 
-    def _set(self, config: VllmConfig) -> None:
-        super()._set(config)
+    def _spread(self, config: VllmConfig) -> None:
         with_ranks(config.parallel_config, self.ranks)
 
     def _block_sizes(self, cache: KVCacheConfig, config: VllmConfig) -> tuple[int, int]:

@@ -239,9 +239,9 @@ class GroupedEngine(ScriptedEngine):
         ]
         cache = KVCacheConfig(num_blocks, tensors, groups)
         regions = limits.layers * (PAGE_BYTES,)
-        return cache, Geometry(num_ranks, regions, self._groups(cache), limits.chunk_tokens)
+        return cache, Geometry(num_ranks, regions, self._our_groups(cache), limits.chunk_tokens)
 
-    def _groups(self, cache: KVCacheConfig) -> tuple[Group, ...]:
+    def _our_groups(self, cache: KVCacheConfig) -> tuple[Group, ...]:
         return groups_of(cache)
 
     def _set(self, config: VllmConfig) -> None:

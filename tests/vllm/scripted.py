@@ -87,6 +87,7 @@ class ScriptedEngine:
         config = _vllm_config(model, store, depth, drafts, policy, limits, num_ranks, settings)
         cache, geometry = self._shapes(num_blocks, limits, num_ranks)
         self._set(config)
+        self._spread(config)
         config.cache_config.num_gpu_blocks = num_blocks
         transfer = config.kv_transfer_config
         assert transfer is not None
@@ -148,6 +149,9 @@ class ScriptedEngine:
 
     def _set(self, config: VllmConfig) -> None:
         """What the model would have set."""
+
+    def _spread(self, config: VllmConfig) -> None:
+        """What the command line would have said of ranks."""
 
     def _block_sizes(self, cache: KVCacheConfig, config: VllmConfig) -> tuple[int, int]:
         """Tokens of the scheduler's blocks, and of those that are named."""
