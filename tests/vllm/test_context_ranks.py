@@ -104,6 +104,7 @@ def test_no_rank_sees_kv_of_other_tokens(ranks: Ranks, model: Path, tmp_path: Pa
     assert all(engine.loaded), engine.loaded
     engine.close()
     engine = ContextEngine(model, tmp_path / "store", ranks, seed=2, depth=depth)
+    wait_until_quiet(engine.ours)
     for number, prompt in enumerate(prompts):
         engine.add(f"again {number}", prompt, 2)
         settle(engine)
@@ -172,6 +173,7 @@ def answer_again(
     engine = ContextEngine(
         model, store, ranks, seed=2, settings=BY_ONE, swapped=swapped, hides=hides
     )
+    wait_until_quiet(engine.ours)  # it has read what is there
     engine.add("again", max(prompts, key=len), 2)
     settle(engine)
     loaded = engine.loaded
