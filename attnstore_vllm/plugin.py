@@ -38,8 +38,6 @@ MODULE = "attnstore_vllm.connector"
 _FLAG = "--kv-transfer-config"
 _YAML = (".yaml", ".yml")
 _NODES = ("--nnodes", "-n")
-_REFUSED = (("--pipeline-parallel-size", "-pp"),)
-"""The connector refuses these too (connector/support.py), but after the model has loaded."""
 
 
 def register() -> None:
@@ -237,13 +235,7 @@ def _complete(connector: dict[str, Any], engines: int) -> StoreConfig:
 
 
 def _refuse_shapes(argv: list[str]) -> None:
-    for flags in _REFUSED:
-        for _, _, value in _values(argv, *flags):
-            if value.isdecimal() and int(value) > 1:
-                raise UnsupportedError(
-                    f"{flags[0]} is {value}; AttnStore supports 1. Use --tensor-parallel-size on "
-                    f"one machine, or start vLLM without {_FLAG}"
-                )
+    """The connector does so too (connector/support.py), but after the model has loaded."""
     nodes = _number(argv, *_NODES) or 1
     if nodes > _engines(argv):  # an engine is on several of them; else vLLM says it later
         raise UnsupportedError(several_nodes(nodes))

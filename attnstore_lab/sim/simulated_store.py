@@ -66,8 +66,10 @@ class SimulatedStore(Store):
         self.before_arrival(lookup.keys, num_tokens - 1)
         return super().arrive(request_id, lookup, num_tokens, min_tokens, terms)
 
-    def _begun(self, name: ChunkName, chunk: Chunk | None, pin_s: float | None) -> None:
-        super()._begun(name, chunk, pin_s)
+    def _begun(
+        self, name: ChunkName, chunk: Chunk | None, pin_s: float | None, *, yields: bool
+    ) -> None:
+        super()._begun(name, chunk, pin_s, yields=yields)
         if chunk is not None:
             self.saved_tokens += name.num_tokens
 

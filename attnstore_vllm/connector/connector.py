@@ -28,6 +28,7 @@ from attnstore_vllm.connector.build import (
     build_scheduler,
     build_worker,
     reason_of_chunks,
+    stages_of,
 )
 from attnstore_vllm.connector.compat import hit_sources
 from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
@@ -140,8 +141,12 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 _SERVING[self._engine_id()] = self
                 if self.scheduler.events is not None:  # else a step calls no hook of ours for it
                     self.take_events = self.scheduler.events.take
-        elif _reason_to_idle(vllm_config, kv_cache_config) is None:
-            self.worker = self._begin(build_worker, vllm_config, kv_cache_config)
+            return
+        reason = _reason_to_idle(vllm_config, kv_cache_config)
+        stages = stages_of(vllm_config, kv_cache_config, reason)
+        if reason is None:
+            build = partial(build_worker, stages=stages)
+            self.worker = self._begin(build, vllm_config, kv_cache_config)
 
     def _begin(
         self,

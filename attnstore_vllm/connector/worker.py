@@ -166,6 +166,7 @@ class Worker:
                     live=tuple(sorted(facts.items())),
                     others=_digest(tensors, every) if len(kinds) > 1 else "",
                     part=self._part,
+                    layers=_digest_names(self._regions) if self.geometry.stages else "",
                 ),
                 rows=engine.num_rows if engine.overlaps else None,
                 # CudaEngine has those that the driver has page-locked.
@@ -176,6 +177,8 @@ class Worker:
                 why_not_moved=why_not or getattr(engine, "why_not_moved", None),
                 page=page,
                 why_no_page=why_no_page,
+                stages=self.geometry.stages,
+                replicas=self.geometry.replicas,
             ).to_json(),
         )
 
@@ -421,6 +424,10 @@ def _facts_of(tensor: torch.Tensor, layout: LayerLayout) -> tuple[Any, ...]:
 def _digest(tensors: Sequence[torch.Tensor], layouts: Sequence[LayerLayout]) -> str:
     facts = list(map(_facts_of, tensors, layouts))
     return blake3(json.dumps(facts).encode()).hexdigest()
+
+
+def _digest_names(layers: Mapping[str, int]) -> str:
+    return blake3(json.dumps(list(layers.items())).encode()).hexdigest()
 
 
 def _name_of(device: torch.device) -> str:

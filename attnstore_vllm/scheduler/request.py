@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from attnstore_vllm.hints import HintReader, Hints
 from attnstore_vllm.index.chunk import Chunk
@@ -82,8 +81,14 @@ class Offered:
     start: int
     layers_before: int
     """How many layers are in HBM before its first step; 0: loaded in it."""
+    keys: SequenceKeys
+    """Keys of the tokens that they were found by."""
     rest: list[Piece] = field(default_factory=list)
     """Pieces behind the held ones, which are loaded in parts (stages.py)."""
+
+    @property
+    def stop(self) -> int:
+        return [*self.pieces, *self.rest][-1].stop
 
 
 @dataclass(slots=True)
@@ -132,6 +137,8 @@ class Computing:
     """The states at the end of its prompt's last block."""
     junctions: tuple[int, ...] = ()
     """The places where its prompt parts from what vLLM and the store have, in whole blocks."""
+    has_parted: bool = False
+    """It parts there behind what it loads."""
     sections: tuple[tuple[Chunk, Need], ...] = ()
     """Sections of groups beside the spine: those that its last load used, and that it left
     since."""
@@ -195,10 +202,12 @@ class RequestState:
     """The question to the workers about its adapter, since it came or lost its blocks."""
     waiting: Waiting = field(default_factory=Waiting)
     offered: Offered | None = None
+    withdrawn: Offered | None = None
+    """The last offer without what was held, until vLLM asks again: it may still take it."""
     untaken: Answered | None = None
     """Its last answer, as long as vLLM has given it no blocks."""
-    load_failed: bool = False
-    """The device failed a copy: what is left is computed."""
+    load_failed: Cause | None = None
+    """Why a load has failed: what is left is computed."""
     computing: Computing = field(default_factory=Computing)
     counted: Counted = field(default_factory=Counted)
     approximate: str | None = None
@@ -360,9 +369,12 @@ def list_of(token_ids: Sequence[int]) -> Sequence[int]:
     return held if isinstance(held, list) else token_ids
 
 
-def brings_kv(params: dict[str, Any] | None) -> bool:
-    """Whether another connector brings its KV from elsewhere. It does not wait for ours."""
-    return bool(params and params.get("do_remote_prefill"))
+def brings_kv(params: object) -> bool:
+    """Whether another connector brings its KV from elsewhere. It does not wait for ours.
+
+    Args: params: kv_transfer_params, which a client may send of any type (vllm_xargs).
+    """
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
 
 def bypasses(request: Request) -> bool:

@@ -137,8 +137,8 @@ class Scheduler:
         self._queue = None
         if config.look_ahead:
             self._queue = VllmQueue(store, lookups, by_priority=engine.by_priority)
-        layers = geometry.num_layers if rows is not None else 0
-        sizes = {"ahead_layers": layers, "step_tokens": engine.step_tokens}
+        layers = geometry.most_layers if rows is not None else 0
+        sizes = {"ahead_layers": layers, "step_tokens": engine.step_tokens, "leaves": engine.leaves}
         deadline_s = config.load_deadline_ms / 1000
         costs = self.costs = Costs(
             store, deadline_s, config.compute_if_sooner, **sizes, clock=clock
@@ -154,7 +154,7 @@ class Scheduler:
         waits = Waits(store, costs, clock, self._queue, wait_s)
         self.stages = stages_of(store, geometry, plans, costs, engine.loads_in_parts, clock)
         given = (store, geometry, costs, waits, plans, moved, saving.counts, self.stages)
-        self._offers = Offers(*given)
+        self._offers = Offers(*given, cuts_hits=engine.cuts_hits)
         self._hints = hint_reader(config)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -294,8 +294,8 @@ class Scheduler:
         """
         if self._watch.must_wait():
             return Cause.RESET_UNCHECKED, True
-        if state.load_failed:
-            return Cause.COPY_FAILED, False
+        if state.load_failed is not None:
+            return state.load_failed, False
         if self._is_left_alone(request):
             return Cause.ADAPTER_NOT_SERVED, False
         if state.offered is not None:
@@ -491,8 +491,8 @@ class Scheduler:
         for request_id in request_ids:
             was_ours = self.plans.load_is_void(request_id)  # else another connector's
             state = self.requests.get(request_id)
-            if state is not None and was_ours:
-                state.load_failed = True
+            if state is not None and was_ours and state.load_failed is None:
+                state.load_failed = Cause.COPY_FAILED
                 self._stats.add("recomputations", Cause.COPY_FAILED, 1)
 
     def on_failed_load(self) -> None:

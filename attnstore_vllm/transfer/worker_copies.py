@@ -32,6 +32,11 @@ from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan, pages, tables_b
 
 logger = logging.getLogger(__name__)
 
+LAYERS_BEFORE_PASS = 4
+"""Layers of a step's loads that are given to the device before its forward pass is launched. Its
+hooks give the others, each so many layers before it is read: a DMA call costs the host 0.5 us a
+run, which would hold up the launch of a pass that takes longer than the copies."""
+
 
 @dataclass(slots=True, eq=False)
 class _Load:
@@ -39,7 +44,10 @@ class _Load:
 
     plans: list[LoadPlan]
     layers: list[StreamEvent] = field(default_factory=list)
-    """One a layer, in the order in which they come."""
+    """One a layer, in the order in which they come; all of them once the step is over."""
+    rest: Pages | None = None
+    """What each layer still to be given copies, after `mark`."""
+    mark: StreamEvent | None = None
     first: StreamEvent | None = None
     """The end of copies of partly filled blocks: all their layers come before everything else."""
     gates: bool = False
@@ -107,10 +115,14 @@ class Loads:
             load = _Load(now, gates=True)
             self._open.append(load)
             self._submit(load, self._engine.mark(), together=whole or not self._engine.overlaps)
+            if len(now) < len(plans):  # loads ahead come behind it
+                self._give(load, len(self._all))
             if whole:
                 self._engine.model_waits(load.layers[-1])
         for plan in plans:
             if plan.layers_before and not plan.num_blocks:  # no more comes, and all is over
+                if plan.has_failed:
+                    self._broken.add(plan.request_id)
                 self._report(plan)
                 self._finished.append(plan.plan_id)
             elif plan.layers_before:
@@ -125,11 +137,13 @@ class Loads:
         """The model reads this layer next."""
         for load in self._open:
             if load.gates:
+                self._give(load, layer + 1 + LAYERS_BEFORE_PASS)
                 self._engine.model_waits(load.layers[layer])
 
     def end_step(self) -> None:
         """After the forward pass: what it did not wait for comes before what is next."""
         for load in self._open:
+            self._give(load, len(self._all))
             if load.gates and not load.plans[0].layers_before:
                 self._engine.model_waits(load.layers[-1])
         self._poll(early=True)
@@ -160,6 +174,7 @@ class Loads:
     def close(self) -> None:
         """Complete what is in flight."""
         for load in self._open:
+            self._give(load, len(self._all))
             try:
                 self._engine.wait(load.layers[-1])
             except CopyError as error:
@@ -186,12 +201,22 @@ class Loads:
         if len(partial):
             load.first = self._engine.load(partial, self._all, mark)
         if len(rest):
-            load.layers = [self._engine.load(rest, range(i, i + 1), mark) for i in self._all]
+            load.rest, load.mark = rest, mark
+            self._give(load, LAYERS_BEFORE_PASS if load.gates else len(self._all))
         else:
             assert load.first is not None
             load.layers = [load.first] * len(self._all)
         if load.first is not None and load.gates:
             self._engine.model_waits(load.first)
+
+    def _give(self, load: _Load, end: int) -> None:
+        """Begin its layers before this one."""
+        if load.rest is None:
+            return
+        for layer in self._all[len(load.layers) : end]:
+            load.layers.append(self._engine.load(load.rest, range(layer, layer + 1), load.mark))
+        if len(load.layers) == len(self._all):
+            load.rest = load.mark = None
 
     def _poll(self, *, early: bool) -> None:
         """Args: early: report also loads of which the rest will come in time."""

@@ -83,7 +83,7 @@ class ContextWorker(ScriptedWorker):
     """A fault: ranks write and read each other's tokens."""
 
     def __init__(self, *arguments: Any) -> None:
-        rank = arguments[-1]
+        rank = arguments[5]
         self._decode_rank = self.ranks.decode_rank(rank)
         if self.swapped:
             self._decode_rank = self.ranks.decode - 1 - self._decode_rank
@@ -108,7 +108,7 @@ class ContextWorker(ScriptedWorker):
 
     def _compute(self, layer: int, runs: list[_Run], *, replays: bool) -> None:
         self.between()
-        places, named = self.hbm[layer].reshape(-1, TOKEN_KV), self._first_layer + layer
+        places, named = self.hbm[layer].reshape(-1, TOKEN_KV), self.first_layer + layer
         all_slots = [self._slots(r.row.block_ids, r.start + len(r.written)) for r in runs]
         for run, slots in zip(runs, all_slots, strict=True):
             new = slots[run.start :]
