@@ -37,12 +37,7 @@ CONNECTOR = "AttnStoreConnector"
 MODULE = "attnstore_vllm.connector"
 _FLAG = "--kv-transfer-config"
 _YAML = (".yaml", ".yml")
-_REFUSED = (
-    ("--decode-context-parallel-size", "-dcp"),
-    ("--prefill-context-parallel-size", "-pcp"),
-    ("--nnodes", "-n"),
-)
-"""The connector refuses these too (connector/support.py), but after the model has loaded."""
+_NODES = ("--nnodes", "-n")
 
 
 def register() -> None:
@@ -240,13 +235,20 @@ def _complete(connector: dict[str, Any], engines: int) -> StoreConfig:
 
 
 def _refuse_shapes(argv: list[str]) -> None:
-    for flags in _REFUSED:
-        for _, _, value in _values(argv, *flags):
-            if value.isdecimal() and int(value) > 1:
-                raise UnsupportedError(
-                    f"{flags[0]} is {value}; AttnStore supports 1. Use --tensor-parallel-size "
-                    f"or --pipeline-parallel-size on one machine, or start vLLM without {_FLAG}"
-                )
+    """The connector does so too (connector/support.py), but after the model has loaded."""
+    nodes = _number(argv, *_NODES) or 1
+    if nodes > _engines(argv):  # an engine is on several of them; else vLLM says it later
+        raise UnsupportedError(several_nodes(nodes))
+
+
+def several_nodes(count: int) -> str:
+    """Why an engine is not served whose ranks are on several machines."""
+    return (
+        f"--nnodes is {count}, and one engine would be spread over several machines. Its ranks "
+        "share the DRAM tier, which is memory of one machine, and NVMe is read into it. Give each "
+        "data-parallel engine a machine of its own (--data-parallel-size), or start vLLM without "
+        f"{_FLAG}"
+    )
 
 
 def _engines(argv: list[str]) -> int:
@@ -259,8 +261,12 @@ def _ranks_here(argv: list[str], engines: int) -> Sequence[int]:
     rank = _number(argv, "--data-parallel-rank", "-dpn")
     if rank is not None:
         return range(engines)[rank : rank + 1]
-    first = _number(argv, "--data-parallel-start-rank", "-dpr") or 0
+    nodes = _number(argv, *_NODES) or 1
     local = _number(argv, "--data-parallel-size-local", "-dpl")
+    if nodes > 1 and local is None:  # vLLM shares them out, and knows the first by the node
+        local = max(1, engines // nodes)
+    node = _number(argv, "--node-rank", "-r") or 0
+    first = _number(argv, "--data-parallel-start-rank", "-dpr") or (local or 0) * node
     return range(engines)[first : None if local is None else first + local]
 
 

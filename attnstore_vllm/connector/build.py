@@ -24,6 +24,12 @@ from vllm.config import get_current_vllm_config_or_none
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import format_size
+from attnstore_vllm.connector.context_parallel import (
+    num_ranks_of,
+    over_ranks,
+    part_of,
+    why_not_turned,
+)
 from attnstore_vllm.connector.facts import facts_of
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.kv_events import KvEvents, teller_of
@@ -110,7 +116,7 @@ def geometry_of(
     Args:
         stages: those of stages_of(). Without them the shapes have no room for other stages.
     """
-    groups = groups_of(kv_cache_config)
+    groups = over_ranks(groups_of(kv_cache_config), kv_cache_config, vllm_config)
     is_one = len(groups) == 1
     # Whole blocks, and hits may end where chunks do (index/prefix.py).
     chunk_tokens = round_chunk_tokens(
@@ -118,7 +124,7 @@ def geometry_of(
     )
     check_chunks(groups[0], chunk_tokens)
     geometry = Geometry(
-        num_ranks=vllm_config.parallel_config.tensor_parallel_size * num_stages(vllm_config),
+        num_ranks=num_ranks_of(vllm_config) * num_stages(vllm_config),
         regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config),
         groups=groups,
         chunk_tokens=chunk_tokens,
@@ -229,6 +235,8 @@ def build_worker(
     live = LiveWeights(find, own_files)
 
     def find_one() -> Any:
+        if (why := why_not_turned(vllm_config)) is not None:
+            raise UnsupportedError(why)
         if has_drafts:
             raise UnsupportedError("its drafts keep KV of their own")
         return find()[0]
@@ -258,6 +266,7 @@ def build_worker(
         page=page,
         weights=live.tell,
         own_files=live.own_files,
+        part=part_of(vllm_config),
     )
 
 
@@ -410,6 +419,12 @@ def _board(vllm_config: VllmConfig) -> Board | None:
 def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:
     """The description that each has published. Raises UnsupportedError where one has not, or
     cannot."""
+    for rank in range(num_ranks):
+        if not pool.has_joined(rank):
+            raise UnsupportedError(
+                f"rank {rank} has not opened this machine's DRAM tier: it runs on another machine "
+                "(as Ray may place it), and an engine on several is not served; or its log says why"
+            )
     return [_rank(rank, pool.description(rank)) for rank in range(num_ranks)]
 
 
@@ -445,6 +460,8 @@ def _codec(
     why = next(filter(None, [rank.why_no_page for rank in ranks]), None)
     if why is None and (page is None or num_pages > 1):
         why = "its ranks differ in where K and V are"
+    if page is not None and page.block_tokens != geometry.block_tokens:
+        why = "a rank has some of each block's tokens (--decode-context-parallel-size)"
     if why is not None or page is None:
         raise ConfigError(
             f"nvme.codec is {codec.name}, which cannot keep this model's KV: {why}. "

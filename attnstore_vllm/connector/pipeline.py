@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
+from attnstore_vllm.connector.context_parallel import num_ranks_of, rank_of
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.transfer.geometry import Geometry
 
@@ -46,11 +47,10 @@ def num_stages(vllm_config: VllmConfig) -> int:
 
 def rank_in_engine(vllm_config: VllmConfig) -> int:
     """This worker's number in its engine, stage by stage, as vLLM counts them."""
-    rank = get_tensor_model_parallel_rank()
+    rank = rank_of(vllm_config, int(get_tensor_model_parallel_rank()))
     if num_stages(vllm_config) == 1:
         return rank
-    ranks_of_a_stage = int(vllm_config.parallel_config.tensor_parallel_size)
-    return int(get_pp_group().rank_in_group) * ranks_of_a_stage + rank
+    return int(get_pp_group().rank_in_group) * num_ranks_of(vllm_config) + rank
 
 
 def tell_all(own: PipelineStage) -> list[PipelineStage]:

@@ -12,13 +12,15 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from attnstore_vllm.connector.context_parallel import check_context, sizes_of
 from attnstore_vllm.connector.groups import groups_of, regions_of
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.drafts import drafts_of, reason_of_drafts
+from attnstore_vllm.plugin import several_nodes
 from attnstore_vllm.preflight import TESTED_VLLM
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -75,19 +77,19 @@ def warn_if_untested(version: str) -> None:
         )
 
 
+def nodes_of_an_engine(parallel: ParallelConfig) -> int:
+    """Machines over which vLLM spreads the ranks of one engine, as far as it says so: Ray does not.
+    Data-parallel engines may each have another."""
+    within: int | None = getattr(parallel, "nnodes_within_dp", None)
+    return int(getattr(parallel, "nnodes", 1)) if within is None else within
+
+
 def check_start(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedError for a way of starting vLLM that the store cannot serve."""
     parallel = vllm_config.parallel_config
-    for name, size in (
-        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
-        ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1)),
-        ("--nnodes", getattr(parallel, "nnodes", 1)),
-    ):
-        if size > 1:
-            raise UnsupportedError(
-                f"{name} is {size}; AttnStore supports 1. Use --tensor-parallel-size or --pipeline-"
-                "parallel-size on one machine, or start vLLM without --kv-transfer-config"
-            )
+    if nodes_of_an_engine(parallel) > 1:
+        raise UnsupportedError(several_nodes(parallel.nnodes))
+    check_context(vllm_config)
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
         # Adapters that changed and another connector beside us need it. Loads in parts do, too:
@@ -256,7 +258,8 @@ def replicas_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     stated = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
     ranks = vllm_config.parallel_config.tensor_parallel_size
     is_uniform = len(set(page_bytes_of(kv_cache_config))) == 1
-    if stated > 1 or ranks == 1 or not is_uniform:
+    is_whole = sizes_of(vllm_config)[0] == 1  # else ranks with the same heads have other tokens
+    if stated > 1 or ranks == 1 or not is_uniform or not is_whole:
         return stated
     if getattr(vllm_config.model_config, "use_mla", False):
         return stated

@@ -58,6 +58,7 @@ class Worker:
             for. Raises UnsupportedError.
         weights: looks at them, and says their name (LiveWeights.tell).
         own_files: see identity/weights.py.
+        part: see KvFacts.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class Worker:
         page: Callable[[torch.Tensor], KvPage] | None = None,
         weights: Callable[[], tuple[Seen, bytes | None]] = lambda: (Seen.SAME, None),
         own_files: str | None = None,
+        part: str = "",
     ) -> None:
         self.look_at_weights = weights
         self._own_files = own_files
+        self._part = part
         self._read_rotations = rotations
         self._page = page
         self._rotations: list[Rotation] = []
@@ -165,6 +168,7 @@ class Worker:
                     kernel=kernel,
                     live=tuple(sorted(facts.items())),
                     others=_digest(tensors, every) if len(kinds) > 1 else "",
+                    part=self._part,
                     layers=_digest_names(self._regions) if self.geometry.stages else "",
                 ),
                 rows=engine.num_rows if engine.overlaps else None,

@@ -40,14 +40,28 @@ class KvFacts:
     """Digest of these facts of each layer's tensor, where not all are of one kind."""
     layers: str = ""
     """Digest of its layers' names, where a pipeline has several stages."""
+    part: str = ""
+    """Which tokens of a block the rank has, where it has not all: see part_text()."""
 
     def facts(self) -> dict[str, Any]:
-        """For the namespace: with one stage, and layers of one kind, as it always was."""
+        """For the namespace: with one stage, layers of one kind and all tokens, as it always
+        was."""
         found = asdict(self)
-        for name in ("others", "layers"):
+        for name in ("others", "layers", "part"):
             if not found[name]:
                 del found[name]
         return found
+
+
+def part_text(dcp: tuple[int, int], pcp: tuple[int, int], interleave: int) -> str:
+    """The tokens of a block that a rank has under context parallelism.
+
+    Args:
+        dcp, pcp: the rank's number in its group, and the group's size.
+        interleave: tokens that follow each other on a rank.
+    """
+    by = f", {interleave} tokens at a time" if dcp[1] > 1 else ""
+    return f"decode rank {dcp[0]} of {dcp[1]}{by}, prefill rank {pcp[0]} of {pcp[1]}"
 
 
 @dataclass(frozen=True, slots=True)

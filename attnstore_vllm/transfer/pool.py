@@ -174,6 +174,10 @@ class SharedPool:
         """Say in place of a description why `rank` cannot work with the store."""
         self.publish(rank, {REFUSAL: reason[:_REASON_MAX]})
 
+    def has_joined(self, member: int) -> bool:
+        """Whether it has opened this region, which a process of another machine cannot."""
+        return bool(self.buffer[_MEMBERS_AT + member])
+
     def description(self, rank: int) -> dict[str, Any] | None:
         """The description that publish() left, or None if that rank has not published."""
         at = _RANKS_AT + rank * _RANK_BYTES

@@ -253,6 +253,10 @@ def test_a_pool_larger_than_shared_memory(tmp_path: Path) -> None:
         (["-dpl", "0"], []),
         (["-dpl", "3", "--data_parallel_start_rank=3"], [3]),
         (["-dpn", "9"], []),  # vLLM refuses it
+        (["--nnodes", "2"], [0, 1]),  # vLLM counts by the node
+        (["-n", "2", "--node-rank", "1"], [2, 3]),
+        (["--nnodes=4", "-r", "3"], [3]),
+        (["--nnodes", "2", "-dpl", "1", "-dpr", "3"], [3]),
     ],
 )
 def test_only_the_engines_that_start_here_ask_this_machine(
@@ -267,6 +271,22 @@ def test_only_the_engines_that_start_here_ask_this_machine(
     argv = [FLAG, yaml_file(tmp_path, text(tmp_path)), "-dp", "4", *words]
     expand(argv, pins_memory=True)
     assert asked == [(expected, True)]
+
+
+@pytest.mark.parametrize("words", [["--nnodes", "2"], ["-n=3", "-dp", "2"]])
+def test_an_engine_on_several_machines_is_refused(tmp_path: Path, words: list[str]) -> None:
+    message, _ = advised([FLAG, yaml_file(tmp_path, text(tmp_path)), *words])
+    assert "one engine would be spread over several machines" in message
+    assert "Its ranks share the DRAM tier, which is memory of one machine" in message
+
+
+def test_an_engine_on_each_machine_starts(tmp_path: Path) -> None:
+    expand([FLAG, yaml_file(tmp_path, text(tmp_path)), "--nnodes", "2", "-dp", "2"])
+
+
+@pytest.mark.parametrize("flag", ["-dcp", "--decode-context-parallel-size", "-pcp"])
+def test_context_parallelism_starts(tmp_path: Path, flag: str) -> None:
+    expand([FLAG, yaml_file(tmp_path, text(tmp_path)), "-tp", "2", flag, "2"])
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from attnstore_vllm.connector.groups import groups_of
-from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.geometry import Geometry, Group
 from tests.vllm.scripted import Limits, ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, TOKEN_KV, Kv, Row, ScriptedWorker, _Run, in_layer
 
@@ -216,12 +216,14 @@ class GroupedEngine(ScriptedEngine):
     def __init__(self, *arguments: Any, kinds: tuple[Kind, ...], **options: Any) -> None:
         self.kinds = kinds
 
-        class OfTheseKinds(GroupedWorker):
+        class OfTheseKinds(self.base):  # type: ignore[name-defined, misc]
             pass
 
         OfTheseKinds.kinds = kinds
         self.worker_type = OfTheseKinds
         super().__init__(*arguments, **options)
+
+    base: type[GroupedWorker] = GroupedWorker
 
     def _shapes(
         self, num_blocks: int, limits: Limits, num_ranks: int
@@ -237,7 +239,10 @@ class GroupedEngine(ScriptedEngine):
         ]
         cache = KVCacheConfig(num_blocks, tensors, groups)
         regions = limits.layers * (PAGE_BYTES,)
-        return cache, Geometry(num_ranks, regions, groups_of(cache), limits.chunk_tokens)
+        return cache, Geometry(num_ranks, regions, self._our_groups(cache), limits.chunk_tokens)
+
+    def _our_groups(self, cache: KVCacheConfig) -> tuple[Group, ...]:
+        return groups_of(cache)
 
     def _set(self, config: VllmConfig) -> None:
         if any(kind.reach == "state" for kind in self.kinds):

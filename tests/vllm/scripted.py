@@ -87,6 +87,7 @@ class ScriptedEngine:
         config = _vllm_config(model, store, depth, drafts, policy, limits, num_ranks, settings)
         cache, geometry = self._shapes(num_blocks, limits, num_ranks)
         self._set(config)
+        self._spread(config)
         config.cache_config.num_gpu_blocks = num_blocks
         transfer = config.kv_transfer_config
         assert transfer is not None
@@ -107,20 +108,21 @@ class ScriptedEngine:
             self.workers.append(worker)
         self.pool, self.worker = pool, self.workers[0]
         self._aggregator = KVOutputAggregator(num_ranks)
+        block_size, hash_block_size = self._block_sizes(cache, config)
         kind = AsyncScheduler if depth > 1 else Scheduler
         self.scheduler = kind(
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=math.lcm(*(g.kv_cache_spec.block_size for g in cache.kv_cache_groups)),
-            hash_block_size=BLOCK,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
         # The model takes no pictures, so vLLM plans no room for what an encoder makes of them.
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1 << 20)
         self.scheduler.max_num_encoder_input_tokens = 1 << 20
         init_none_hash(_digest)
-        self._hasher = get_request_block_hasher(BLOCK, _digest)
+        self._hasher = get_request_block_hasher(hash_block_size, _digest)
         self._depth = depth
         self._drafts = drafts
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -154,6 +156,13 @@ class ScriptedEngine:
 
     def _set(self, config: VllmConfig) -> None:
         """What the model would have set."""
+
+    def _spread(self, config: VllmConfig) -> None:
+        """What the command line would have said of ranks."""
+
+    def _block_sizes(self, cache: KVCacheConfig, config: VllmConfig) -> tuple[int, int]:
+        """Tokens of the scheduler's blocks, and of those that are named."""
+        return math.lcm(*(g.kv_cache_spec.block_size for g in cache.kv_cache_groups)), BLOCK
 
     @property
     def ours(self) -> Any:

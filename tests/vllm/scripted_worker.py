@@ -168,11 +168,21 @@ class ScriptedWorker:
         self._news: dict[str, NewRequestData] = {}
         self._random = Random(seed)
         self.first_layer = first_layer
-        self.side = _Worker(pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0)
+        part = self._part(rank)
+        self.side = _Worker(
+            pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0, part=part
+        )
         self.side.make = make_engine
         self.side.register_kv_caches(
             {name: self.tensors[region] for name, region in regions.items()}, kernel="scripted"
         )
+
+    block = BLOCK
+    """Tokens of a block, as the scheduler counts them."""
+
+    def _part(self, rank: int) -> str:
+        """Which of them this rank has; "": all."""
+        return ""
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         envelope = output.kv_connector_metadata
@@ -239,7 +249,7 @@ class ScriptedWorker:
         return self._random.randrange(VOCAB)
 
     def _load(self, plan: StepPlan) -> None:
-        self.loaded_tokens += sum(BLOCK * load.num_blocks for load in plan.loads)
+        self.loaded_tokens += sum(self.block * load.num_blocks for load in plan.loads)
         self.loads_ahead += sum(load.layers_before > 0 for load in plan.loads)
         self.side.start_load()
         self.between()
@@ -306,7 +316,7 @@ class ScriptedWorker:
             row, start = self._rows[request_id], starts[request_id]
             if self._refused.intersection(row.block_ids):
                 refused = [block in self._refused for block in row.block_ids]
-                row.refused_from = refused.index(True) * BLOCK
+                row.refused_from = refused.index(True) * self.block
             if drafts:  # the scheduler counted drafts that were rejected since
                 start = len(row.tokens) - 1
             run, sampled[request_id] = self._run(row, start, num_scheduled - len(drafts), drafts)
