@@ -216,7 +216,7 @@ class GroupedEngine(ScriptedEngine):
     def __init__(self, *arguments: Any, kinds: tuple[Kind, ...], **options: Any) -> None:
         self.kinds = kinds
 
-        class OfTheseKinds(self.base):  # type: ignore[name-defined, misc]
+        class OfTheseKinds(self.base):  # type: ignore[name-defined]
             pass
 
         OfTheseKinds.kinds = kinds

@@ -23,7 +23,7 @@ V1 = ("vllm.v1.worker.block_table", "kernel")
 V2 = ("vllm.v1.worker.gpu.block_table", "_compute_slot_mappings_kernel")
 
 
-class _Value(np.ndarray):  # type: ignore[type-arg]
+class _Value(np.ndarray):
     def to(self, dtype: Any) -> Any:
         return self.astype(dtype).view(_Value)
 

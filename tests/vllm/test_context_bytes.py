@@ -47,7 +47,7 @@ def write(numbers: torch.Tensor, slots: Slots, cache: torch.Tensor) -> None:
         scale, latents, rope = torch.ones(1), numbers[:, :LATENT], numbers[:, None, LATENT:]
         slot_mapping = torch.from_numpy(slots.copy())
         update = CPUMLAImpl.do_kv_cache_update
-        update(None, latents, rope, cache, slot_mapping, "auto", scale)  # type: ignore[arg-type]
+        update(None, latents, rope, cache, slot_mapping, "auto", scale)
         return
     mine = slots >= 0
     both = cache.view(len(cache), HEADS, 2 * BLOCK, DIM)  # as vLLM's backend cuts it

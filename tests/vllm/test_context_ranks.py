@@ -33,7 +33,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector import build, context_parallel, support
+from attnstore_vllm.connector import context_parallel, support
+from attnstore_vllm.connector.groups import groups_of
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.rank import KvFacts, part_text
 from tests.vllm.context_ranks import (
@@ -285,7 +286,7 @@ def groups(*specs: Any) -> KVCacheConfig:
 @pytest.mark.parametrize("decode", [1, 2, 4])
 def test_blocks_have_as_many_tokens_as_vllm_says(specs: tuple[Any, ...], decode: int) -> None:
     cache = groups(*specs)
-    known = build.groups_of(cache)
+    known = groups_of(cache)
     found = context_parallel.over_ranks(known, cache, config_of(Ranks(4, decode)))
     by_number = {group.number: group.block_tokens for group in found}
     assert [by_number[n] for n in range(len(specs))] == [
@@ -297,9 +298,9 @@ def test_blocks_have_as_many_tokens_as_vllm_says(specs: tuple[Any, ...], decode:
 def test_a_window_whose_tokens_are_spread_is_not_served() -> None:
     cache = groups(FULL, WINDOW)
     with pytest.raises(UnsupportedError, match=r"SlidingWindowSpec lie on 2 ranks \(dcp_sharded\)"):
-        context_parallel.over_ranks(build.groups_of(cache), cache, config_of(Ranks(2, 2)))
+        context_parallel.over_ranks(groups_of(cache), cache, config_of(Ranks(2, 2)))
     apart = groups(FULL, dataclasses.replace(WINDOW, dcp_sharded=False))
-    known = build.groups_of(apart)
+    known = groups_of(apart)
     found = context_parallel.over_ranks(known, apart, config_of(Ranks(2, 2)))
     assert [group.block_tokens for group in found] == [32, 16]
 

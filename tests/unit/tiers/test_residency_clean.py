@@ -20,7 +20,7 @@ SLOTS = 4
 
 class _MakeTierBehind:
     name = SHARED
-    tier = staticmethod(partial(SharedTier, chunk_tokens=CHUNK_TOKENS, clock=lambda: 0.0))
+    tier = staticmethod(partial(SharedTier, chunk_tokens=CHUNK_TOKENS))
 
 
 class _Tiers(Residency):
