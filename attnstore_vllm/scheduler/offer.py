@@ -325,6 +325,15 @@ class Offers:
             self._stages.offered = None
             if rest:
                 self._stages.begin(state, plan_id, rest, tables[0], stop)
+        self._go_on(state, (*used, *sections, *states), start, stop, tables)
+        if state.finds_moved:
+            self._truncation.taken(state, used, stop)
+        return offered.layers_before > 0
+
+    def _go_on(
+        self, state: RequestState, taken: Sequence[Piece], start: int, stop: int, tables: Tables
+    ) -> None:
+        """The request goes on behind these pieces."""
         state.waiting.deadline, state.computing.first = None, stop
         state.untaken = None
         state.forget_matches()
@@ -337,12 +346,9 @@ class Offers:
         # Sections of moved KV are another prompt's: to go on here says nothing of them.
         state.computing.sections = tuple(
             (piece.chunk, self._needs[piece.group])
-            for piece in (*used, *sections, *states)
+            for piece in taken
             if piece.first is None and piece.group in self._needs
         )
-        if state.finds_moved:
-            self._truncation.taken(state, used, stop)
-        return offered.layers_before > 0
 
     def part_taken(self, state: RequestState, num_tokens: int) -> Offered:
         """The offer, as far as vLLM takes it; without pieces if none back just that."""

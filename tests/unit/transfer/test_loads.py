@@ -5,6 +5,8 @@ Goal: no layer is read before it is there, no block is given away while a copy m
 it, and what became of a load is said exactly once.
 Method: each load is cut into pieces (a partly filled block in all layers, then a layer each); every
 way to place them among the steps is played. Blocks hold poison from a load's beginning to its end.
+
+It is long since all ways of a load share its bench.
 """
 
 from __future__ import annotations
