@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offers: the stored KV that a request gets when vLLM asks, or that it waits for.
 
+It is long since each reason to offer less than is stored is asked here.
+
 vLLM asks as often as it has a place for the request and no blocks. Costs decides whether a request
 waits for its KV, loads it or computes it: by how long vLLM's steps take and by what the store says
 of its disk (policy/cost.py). Waits keeps the requests that wait from being looked at more often
@@ -16,6 +18,7 @@ from dataclasses import replace
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.scheduler.audits import Audits
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import GroupCounts, StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
@@ -38,6 +41,7 @@ class Offers:
     """See the module. All methods run on the scheduler's thread.
 
     Args:
+        audits: hits that are computed all the same; None: there are none.
         stages: of loads that are longer than DRAM; None: there are none.
     """
 
@@ -50,8 +54,10 @@ class Offers:
         plans: OpenPlans,
         truncation: Truncation,
         counts: GroupCounts,
+        audits: Audits | None = None,
         stages: Stages | None = None,
     ) -> None:
+        self._audits = audits
         self._stages = stages
         self._needs = {need.group: need for need in store.needs}
         self.untaken = Untaken(store, geometry.block_tokens)
@@ -136,6 +142,8 @@ class Offers:
         ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
         if held and not self._costs.copy_pays(local, ready_stop, ahead_s):
             cause, num_tokens = Cause.SLOWER, 0
+        if num_tokens >= MIN_LOAD_TOKENS and self._audits and self._audits.takes(state, held, rest):
+            cause, num_tokens = Cause.AUDIT, 0
         state.computing.first = local
         if not state.counted.offered:
             offered = [*held, *rest] if num_tokens >= MIN_LOAD_TOKENS else []

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnstore_vllm.hints import HintReader, Hints
-from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.index.chunk import Chunk, InTier
 from attnstore_vllm.index.keys import (
     RecentPrompts,
     SequenceKeys,
@@ -84,6 +84,18 @@ class Offered:
     """How many layers are in HBM before its first step; 0: loaded in it."""
     rest: list[Piece] = field(default_factory=list)
     """Pieces behind the held ones, which are loaded in parts (stages.py)."""
+
+
+class AuditedPiece(NamedTuple):
+    """Tokens [start, stop) of a hit that was drawn to be computed, which one stored chunk has."""
+
+    hit: int
+    """The number of the hit."""
+    chunk: Chunk
+    was: InTier
+    """Where the hit found it."""
+    start: int
+    stop: int
 
 
 @dataclass(slots=True)
@@ -207,6 +219,8 @@ class RequestState:
     """Tiers behind DRAM change KV, and this request has asked for none that is changed."""
     finds_moved: bool = False
     """KV of its tokens at other positions will do too (truncation.py)."""
+    audited: tuple[AuditedPiece, ...] = ()
+    """Those of its hit that are computed to be compared, and are not copied yet (audits.py)."""
     moved_tokens: int = 0
     """Tokens whose KV was moved when it was loaded, all loads together."""
     moved: range | None = None
@@ -253,6 +267,7 @@ class RequestState:
         self.waiting.deadline, self.waiting.is_answered = None, False
         self.computing.scheduled_stop, self.computing.unchecked = 0, ()
         self.asked = self.untaken = None
+        self.audited = ()
 
     def usable_tokens(self) -> int:
         """How many of its tokens, from the first on, the store may know: whole chunks of them.

@@ -375,6 +375,20 @@ class Residency:
             if chunk.dropped:
                 self._free_if_dropped(chunk)
 
+    def begin_copy(self, stored: Chunk) -> Chunk | None:
+        """A slot for the same KV, computed once more, to be compared. Both are held: the copy twice,
+        by the workers and by who compares. No look-up finds it. None: no room, but what would have
+        to be computed again.
+        """
+        self.hold(stored)
+        if not self._make_room_in_dram(LAST, stored.run):
+            self.release(stored)
+            return None
+        copy = Chunk(stored.name, dropped=True, run=unknown_run(self.now))
+        self.dram.give(copy, State.SAVING)
+        copy.dram.uses += 1
+        return copy
+
     # ---- DRAM -> a tier behind ---------------------------------------------------------
 
     def begin_store(self, tier: TierBehind) -> Chunk | None:
