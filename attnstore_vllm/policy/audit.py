@@ -29,16 +29,17 @@ class Draw:
         self._seed = seed
         self._number = 0
 
-    def take(self, num_tokens: int, now: float) -> int | None:
+    def take(self, num_tokens: int, now: float, *, always: bool = False) -> int | None:
         """The number of this hit if it is drawn, else None. Cost: 1 us.
 
         Args:
             num_tokens: that the hit has.
             now: seconds of a steady clock.
+            always: at any rate, as far as the cap allows.
         """
         self._number += 1
         number = self._number.to_bytes(_DRAW_BYTES, "little")
         drawn = blake2b(number, key=self._seed, digest_size=_DRAW_BYTES).digest()
-        if int.from_bytes(drawn, "little") >= self._below:
+        if int.from_bytes(drawn, "little") >= self._below and not always:
             return None
         return self._number if self._budget.take(now, num_tokens) else None

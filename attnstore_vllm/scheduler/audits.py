@@ -47,6 +47,9 @@ class Audits:
         self._block_tokens = geometry.block_tokens
         self._plans = plans
         self._clock = clock
+        self._tried = {""}
+        """Tiers behind DRAM of which a hit was drawn: the first one of each is, in any case. What an
+        earlier process or another one wrote is compared before much of it is served."""
         self._draw: Draw | None = None
         if config is not None and store.audit is not None:
             seed = secrets.token_bytes(SEED_BYTES) if seed is None else seed
@@ -67,9 +70,12 @@ class Audits:
         is_exact = state.approximate is None and state.moved is None
         if not is_exact or any(piece.first is not None for piece in held):
             return False
-        hit = self._draw.take(held[-1].stop - held[0].start, self._clock())
+        came_from = {piece.chunk.came_from for piece in held} - self._tried
+        num_tokens = held[-1].stop - held[0].start
+        hit = self._draw.take(num_tokens, self._clock(), always=bool(came_from))
         if hit is None:
             return False
+        self._tried |= came_from
         state.audited = tuple(
             AuditedPiece(hit, piece.chunk, piece.chunk.dram, piece.start, piece.stop)
             for piece in held

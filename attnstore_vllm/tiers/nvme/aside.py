@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.own_files import make_directory, open_own, replace_own
+from attnstore_vllm.own_files import make_directory, open_own, open_regular, replace_own
 
 DIRECTORY = "audit"
 SUFFIX = ".kv"
@@ -85,13 +85,13 @@ class Aside:
 
 def kept(directory: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
     """The chunks that are kept in a store's directory, by name, and what each file says of its own;
-    None: it is not whole. Raises: OSError."""
+    None: it is not whole. It may be anything. Raises: OSError."""
     for path in sorted((directory / DIRECTORY).glob(f"*{SUFFIX}")):
-        with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             line = file.readline(HEAD_MAX)
         try:
             head = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             head = None
         yield path, head if isinstance(head, dict) else None
 
