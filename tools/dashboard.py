@@ -132,7 +132,7 @@ PANELS: dict[str, list[Panel]] = {
             "written": share(of("bytes_total", direction="dram_to_nvme"),
                              of("first_written_bytes_total")),
         }),
-        Panel("Audited chunks", "Computed though stored, in an hour. differed: wrong KV.", "short", {
+        Panel("Audited chunks", "Computed though stored. differed: wrong KV.", "short", {
             "{{outcome}}": f"sum by (outcome) (increase({of('audits_total')}[1h]))",
         }),
     ],

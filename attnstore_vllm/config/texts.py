@@ -314,8 +314,8 @@ SETTINGS = (
     ),
     Setting(
         "audit", "off", "off, or {rate: 1/1000, tokens: 1000, stop_after: 3, keep: 256MiB}",
-        "Compute a few hits all the same, and compare what is stored with what is computed. A chunk "
-        "that differs is removed, and told.",
+        "Compute a few hits all the same, and compare what is stored with what is computed. A "
+        "chunk that differs is removed, and told.",
         "Give it a mapping, {} for the values shown, to see that hits are right. See audit.md.",
     ),
     Setting(

@@ -35,8 +35,9 @@ def check_not_stopped(directory: Path, namespace: bytes) -> None:
     """Raise UnsupportedError where an audit has ended the serving of this namespace."""
     if is_stopped(directory, namespace):
         raise UnsupportedError(
-            f"{stopped_path(directory, namespace)} is there: an audit found KV that is not what the "
-            "model computes. docs/audit.md says how to find the cause; remove the file to serve again"
+            f"{stopped_path(directory, namespace)} is there: an audit found KV that is not what "
+            "the model computes. docs/audit.md says how to find the cause; remove the file to "
+            "serve again"
         )
 
 

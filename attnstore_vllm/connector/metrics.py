@@ -64,9 +64,9 @@ COUNTERS = {
     "errors": ("kind", "What failed: each costs a prefill at most."),
     "audits": (
         "outcome",
-        "Chunks that were computed though they are stored, to be compared (audit): they agreed, they "
-        "differed, or the stored bytes or room for a copy were not there when they were computed "
-        "(not_compared).",
+        "Chunks that were computed though they are stored, to be compared (audit): they agreed, "
+        "they differed, or the stored bytes or room for a copy were not there when they were "
+        "computed (not_compared).",
     ),
     "bytes": ("direction", "Bytes moved between the tiers."),
     "first_written_bytes": (

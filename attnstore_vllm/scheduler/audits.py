@@ -48,8 +48,8 @@ class Audits:
         self._plans = plans
         self._clock = clock
         self._tried = {""}
-        """Tiers behind DRAM of which a hit was drawn: the first one of each is, in any case. What an
-        earlier process or another one wrote is compared before much of it is served."""
+        """Tiers behind DRAM of which a hit was drawn: the first one of each is, in any case. What
+        an earlier process or another one wrote is compared before much of it is served."""
         self._draw: Draw | None = None
         if config is not None and store.audit is not None:
             seed = secrets.token_bytes(SEED_BYTES) if seed is None else seed

@@ -139,11 +139,9 @@ class Offers:
         self._waits.answered(state)
         ready_stop = rest[-1].stop if rest else ready_stop
         num_tokens = ready_stop - local
-        ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
-        if held and not self._costs.copy_pays(local, ready_stop, ahead_s):
-            cause, num_tokens = Cause.SLOWER, 0
-        if num_tokens >= MIN_LOAD_TOKENS and self._audits and self._audits.takes(state, held, rest):
-            cause, num_tokens = Cause.AUDIT, 0
+        why_none = self._why_none(state, held, rest, local, ready_stop)
+        if why_none is not None:
+            cause, num_tokens = why_none, 0
         state.computing.first = local
         if not state.counted.offered:
             offered = [*held, *rest] if num_tokens >= MIN_LOAD_TOKENS else []
@@ -161,6 +159,22 @@ class Offers:
             held, rest = [], []
         self.untaken.note(state, local, held, rest)
         return self._offer(state, held, rest, local)
+
+    def _why_none(
+        self,
+        state: RequestState,
+        held: Sequence[Piece],
+        rest: Sequence[Piece],
+        local: int,
+        stop: int,
+    ) -> Cause | None:
+        """Why what is there of tokens [local, stop) is offered as none; None: it is offered."""
+        ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
+        if held and not self._costs.copy_pays(local, stop, ahead_s):
+            return Cause.SLOWER
+        if self._audits is None or stop - local < MIN_LOAD_TOKENS:
+            return None
+        return Cause.AUDIT if self._audits.takes(state, held, rest) else None
 
     def _find(self, state: RequestState, local: int, stop: int) -> list[Piece]:
         num_expired = self._store.residency.num_expired

@@ -109,6 +109,14 @@ class Auditor:
         if pair is not None:
             pair.is_void = True
 
+    def void_all(self) -> None:
+        """Locked. A reset: weights may have changed between what is stored and what is computed.
+        A chunk that is dropped for another reason, as a tail that a longer one replaces, is still
+        compared."""
+        now = [] if self._pair is None else [self._pair]
+        for pair in (*self._copying.values(), *self._waiting, *now):
+            pair.is_void = True
+
     def copied(self, chunks: Sequence[Chunk]) -> None:
         """Locked. The workers have filled these, some of which may be ours."""
         for chunk in chunks if self._copying else ():
@@ -145,7 +153,7 @@ class Auditor:
             pair = self._pair = self._waiting.popleft()
             pool = self._context.pool
             slots = (pool.slot(chunk.dram.slot) for chunk in (pair.stored, pair.copy))
-            is_void = pair.is_void or pair.stored.dropped
+            is_void = pair.is_void
         self._found = None
         self._steps = iter(()) if is_void else self._comparison.look(*slots, pair.blocks)
         return True
@@ -158,9 +166,9 @@ class Auditor:
         with context.progress:
             # A write that is under way would leave its record to the next start.
             writes = [copy for copy in pair.stored.behind.values() if copy.state is State.WRITING]
-            if found is not None and writes and not pair.stored.dropped:
+            if found is not None and writes and not pair.is_void:
                 return False
-            is_void = pair.is_void or pair.stored.dropped
+            is_void = pair.is_void
             if is_void:
                 residency.counts[Event.NOT_COMPARED] += 1
             elif found is None:

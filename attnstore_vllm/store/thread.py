@@ -119,6 +119,8 @@ class StoreThread:
         """Begin a reset of all tiers; the caller waits for it. From any thread."""
         with self._context.progress:
             self.reader.forget_wanted()
+            if self._audit is not None:
+                self._audit.void_all()
             self._context.residency.drop_all()
             first, *others = self.tiers
             self._context.disk_reset = first.reset()

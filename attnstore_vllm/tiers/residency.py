@@ -376,9 +376,9 @@ class Residency:
                 self._free_if_dropped(chunk)
 
     def begin_copy(self, stored: Chunk) -> Chunk | None:
-        """A slot for the same KV, computed once more, to be compared. Both are held: the copy twice,
-        by the workers and by who compares. No look-up finds it. None: no room, but what would have
-        to be computed again.
+        """A slot for the same KV, computed once more, to be compared. Both are held: the copy
+        twice, by the workers and by who compares. No look-up finds it. None: no room, but what
+        would have to be computed again.
         """
         self.hold(stored)
         if not self._make_room_in_dram(LAST, stored.run):

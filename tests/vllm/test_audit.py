@@ -157,5 +157,5 @@ def plants(engine: Engine) -> dict[str, dict[str, int]]:
 
 def test_planted_faults_are_found(engine: EngineHost) -> None:
     found = engine.call(plants)
-    assert found == dict.fromkeys(found, {"agreed": 2, "differed": 1})
+    assert found == {name: {"agreed": 2, "differed": 1} for name in found}
     assert list(found) == ["swap", "shift", "take", "turn"]

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.types import TOKEN_BYTES, Event
-from attnstore_lab.testing.devices import MemoryDevice
 from tests.helpers import (
     PAYLOAD_BYTES,
     name_of,
@@ -153,13 +153,13 @@ def test_without_the_setting_or_the_luck_nothing_is_drawn(start: Start) -> None:
 
 def test_the_first_hit_from_a_tier_is_drawn_at_any_rate(start: Start) -> None:
     """What an earlier process wrote may be of other code."""
-    world = start(rate=1e-9, slots=8)
+    world = start(rate=1e-9, slots=16)
     prompts = [tokens_of(number, 2 * CHUNK + 1) for number in (1, 2)]
     for tokens in prompts:
         world.put(tokens, wrong=1)
         world.rig.until_idle()
         assert isinstance(world.rig.device, MemoryDevice)
-        push_out_of_dram(world.rig, world.rig.device, 8)
+        push_out_of_dram(world.rig, world.rig.device, 16)
     assert world.serves(prompts[0], "one") == 0
     assert world.outcomes() == {"agreed": 1, "differed": 1}
     assert world.serves(prompts[1], "two") == 2 * CHUNK, "that was one; the others are for luck"
@@ -202,7 +202,7 @@ def test_parts_of_chunks_and_of_blocks(start: Start) -> None:
         local = chance.randrange(0, len(tokens) // BLOCK) * BLOCK
         more = [*tokens, *tokens_of(number + 500, chance.randrange(1, CHUNK))]
         world.serves(more, f"r{number}", local=local)
-    assert "differed" not in world.outcomes() and world.outcomes()["agreed"] > 60
+    assert list(world.outcomes()) == ["agreed"] and world.outcomes()["agreed"] > 50
 
 
 def test_it_is_drawn_once_though_it_is_asked_for_again_and_again(start: Start) -> None:

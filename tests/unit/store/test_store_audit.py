@@ -39,9 +39,7 @@ SECRET = 4242
 
 def audited(open_rig: Rigs, path: Path, **options: Any) -> tuple[Rig, MemoryDevice]:
     given = {"stop_after": 100, **options.pop("audit", {})}
-    return open_rig(
-        audit=AuditConfig(rate=1.0, **given), comparison=BITS, path=path, **options
-    )
+    return open_rig(audit=AuditConfig(rate=1.0, **given), comparison=BITS, path=path, **options)
 
 
 def compare(rig: Rig, chunk: Chunk, computed: bytes, hit: int = 1, blocks: range = ALL) -> None:
@@ -105,7 +103,7 @@ def test_what_differs_leaves_all_tiers_also_for_the_next_start(
 
 
 def test_the_bytes_are_kept_for_their_owner_alone(open_rig: Rigs, tmp_path: Path) -> None:
-    rig, device = audited(open_rig, tmp_path)
+    rig, _ = audited(open_rig, tmp_path)
     wrong = bytes(PAYLOAD_BYTES)
     chunk = stored(rig, [SECRET] * 40, payload=wrong)
     compare(rig, chunk, payload_of(chunk.name), blocks=range(1, 3))
@@ -265,3 +263,23 @@ def test_a_kept_file_that_is_not_whole_is_told(tmp_path: Path) -> None:
     cut = whole.with_name("0" + whole.name)
     cut.touch(mode=0o600)
     assert list(kept(tmp_path)) == [(cut, None), (whole, {"key": "ab"})]
+
+
+def test_a_tail_that_a_longer_chunk_replaces_is_still_compared(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """The next turn of a conversation, which is the usual hit, replaces the tail that it found."""
+    rig, device = audited(open_rig, tmp_path)
+    tail = stored(rig, conversation(1, 8), payload=bytes(PAYLOAD_BYTES))
+    device.settle()
+    copy = rig.store.begin_audit(1, tail, tail.dram, range(2))
+    assert copy is not None
+    stored(rig, conversation(1, 16))
+    assert tail.dropped
+    rig.pool.slot(copy.dram.slot)[:] = payload_of(tail.name)
+    rig.store.finish_saves([copy])
+    rig.until_idle()
+    assert outcomes(rig) == {"differed": 1}
+    device.settle()
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 1, "the longer one"
