@@ -175,7 +175,7 @@ def show(namespaces: list[Namespace]) -> None:
 
 
 def show_audits(directory: Path) -> None:
-    """What the audit of the engines of this directory has left (tiers/nvme/aside.py). Raises:
+    """The files that audits of this directory's engines have left (tiers/nvme/aside.py). Raises:
     OSError."""
     for path in slab_files(directory):
         for mark in stops(path.parent):

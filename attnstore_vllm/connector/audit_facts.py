@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def computes_alike(device: str) -> bool:
-    """Whether a prompt's KV has the same bits, whatever else is in the batch and wherever a step
+    """Whether a prompt's KV has the same bits, in any batch, wherever a step
     ends. vLLM says it of GPUs alone: on the CPU the setting changes nothing.
 
     Args:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is stored KV what was computed once more? Pure: two slots of bytes, compared layer by layer.
 
-Bit for bit where a computation gives the same bits whoever shares its batch. Elsewhere rounding
+Bit for bit where a computation gives the same bits however its batch is made up. Elsewhere rounding
 differs from batch to batch, and the *distance* counts: of K and of V, a layer and a head,
 
     |stored - computed| / max(|stored|, |computed|)        the root of the sums of squares, over
@@ -40,7 +40,7 @@ class Unit(NamedTuple):
     at: int
     """Its first byte."""
     page_bytes: int
-    """Of a block."""
+    """That a block has."""
 
     def within(self, blocks: range) -> slice:
         """The bytes of these blocks."""
@@ -90,20 +90,20 @@ class Comparison:
         self, units: Sequence[Unit], numbers: Numbers | None, bound: float = BOUND
     ) -> None:
         self.units = tuple(units)
-        self._numbers = numbers
+        self.numbers = numbers
         self._bound = bound
 
     @property
     def in_words(self) -> str:
         """How it compares, for the log."""
-        if self._numbers is None:
+        if self.numbers is None:
             return "bit for bit"
         return f"by the distance of K and V, which may be {self._bound:g}"
 
     def look(
         self, stored: memoryview, computed: memoryview, blocks: range
     ) -> Iterator[Difference | None]:
-        """What each unit has that differs; None: nothing. The caller may stop at any.
+        """The difference that each unit has; None: it has none. The caller may stop at any.
 
         Args:
             blocks: of the slots, that are compared.
@@ -113,20 +113,20 @@ class Comparison:
             one, other = (np.frombuffer(slot[at], np.uint8) for slot in (stored, computed))
             if np.array_equal(one, other):
                 yield None
-            elif self._numbers is None:
+            elif self.numbers is None:
                 yield Difference(unit.rank, unit.layer, "", -1, math.inf)
             else:
                 yield self._beyond(unit, one, other, len(blocks))
 
     def _beyond(self, unit: Unit, one: Any, other: Any, num_blocks: int) -> Difference | None:
-        assert self._numbers is not None
-        x, y = (floats_of(part, self._numbers.dtype) for part in (one, other))
+        assert self.numbers is not None
+        x, y = (floats_of(part, self.numbers.dtype) for part in (one, other))
         x, y = (part.reshape(num_blocks, -1) for part in (x, y))
         with np.errstate(over="ignore", invalid="ignore"):
             # Over blocks first, so that places are looked up once and not for each block.
             sums = [np.square(part).sum(axis=0, dtype=np.float64) for part in (x - y, x, y)]
         worst: Difference | None = None
-        for side, places in (("K", self._numbers.key), ("V", self._numbers.value)):
+        for side, places in (("K", self.numbers.key), ("V", self.numbers.value)):
             distances = distances_of(*(part[places].sum(axis=(0, 2)) for part in sums))
             head = int(np.argmax(distances))
             distance = float(distances[head])

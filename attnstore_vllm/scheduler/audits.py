@@ -3,7 +3,7 @@
 
 A hit that is drawn costs its request the prefill that it would have saved. As soon as a step
 computes what a stored chunk has, its blocks are copied into a spare slot of DRAM, like a save, and
-compared there (store/audit.py). KV that was moved, or that a codec changed, is never drawn: it is
+compared there (store/auditor.py). KV that was moved, or that a codec changed, is never drawn: it is
 not what the model computes, and says so.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.audit import Draw
+from attnstore_vllm.policy.audit_draw import Draw
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import AuditedPiece, RequestState
 from attnstore_vllm.scheduler.vllm_types import Tables

@@ -154,7 +154,7 @@ class Scheduler:
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, wait_s)
         self.stages = stages_of(store, geometry, plans, costs, engine.loads_in_parts, clock)
-        self._audits = audits = Audits(store, geometry, plans, config.audit, clock)
+        self.audits = audits = Audits(store, geometry, plans, config.audit, clock)
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
         self._offers = Offers(*given)
         self._hints = hint_reader(config)
@@ -363,7 +363,7 @@ class Scheduler:
             # token is beyond num_tokens until it is accepted, and so is never saved.
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
             if state.audited and state.may_save:
-                self._audits.copy(state, computed, self._tables_of(request_id))
+                self.audits.copy(state, computed, self._tables_of(request_id))
             has_more = computed // self.geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._tables_of(request_id))

@@ -47,7 +47,7 @@ from attnstore_vllm.policy.visits import (
     visit_of,
 )
 from attnstore_vllm.store.announcer import Announcer, Teller
-from attnstore_vllm.store.audit import auditor_of
+from attnstore_vllm.store.auditor import auditor_of
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.lookup import Lookup, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
@@ -136,10 +136,9 @@ class Store:
         pairs = zip(more_tiers, self.residency.behind[1:], strict=True)
         more = [make.io(context, tier) for make, tier in pairs]
         learn = partial(learn_from, context, self._estimator, self._curve)
-        daily_writes = nvme.daily_writes_bytes
         self.audit = auditor_of(context, [disk, *more], comparison, config, slab.shape.namespace)
         self.thread = StoreThread(
-            context, [disk, *more], self.audit, daily_writes=daily_writes, learn=learn
+            context, [disk, *more], self.audit, daily_writes=nvme.daily_writes_bytes, learn=learn
         )
         make = strategy_for(engine.needs)
         self.strategy = make(context, self.thread.tiers, engine.needs, engine.ahead)

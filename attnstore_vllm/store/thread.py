@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from attnstore_vllm.policy.budget import Budget
-from attnstore_vllm.store.audit import Auditor
+from attnstore_vllm.store.auditor import Auditor
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.reader import Reader
 from attnstore_vllm.tiers.tier_io import Reset, TierIo

@@ -38,7 +38,7 @@ class Recording(Comparison):
     """Notes each distance that is not 0."""
 
     def __init__(self, like: Comparison) -> None:
-        super().__init__(like.units, like._numbers, 0.0)
+        super().__init__(like.units, like.numbers, 0.0)
         self.distances: list[float] = []
 
     def look(
@@ -75,8 +75,8 @@ def rounds(engine: Engine) -> tuple[dict[str, int], float, int]:
     """Prompts that were computed in crowds and beside decoding, each computed again alone, or in
     another crowd. The largest distance, and how many were not 0."""
     audit: Any = engine.store.audit
-    plain, chance = audit._comparison, Random(1)
-    recording = audit._comparison = Recording(plain)
+    plain, chance = audit.comparison, Random(1)
+    recording = audit.comparison = Recording(plain)
     before = events(engine, *OUTCOMES)
     for round_ in range(6):
         prompts = [
@@ -89,7 +89,7 @@ def rounds(engine: Engine) -> tuple[dict[str, int], float, int]:
             engine.settle()
             chance.shuffle(prompts)
             prompts = prompts if chance.random() < 0.5 else prompts[:2]
-    audit._comparison = plain
+    audit.comparison = plain
     found = {name: n - before[name] for name, n in events(engine, *OUTCOMES).items()}
     return found, max(recording.distances, default=0.0), len(recording.distances)
 
@@ -103,7 +103,7 @@ def test_rounding_is_no_fault(engine: EngineHost) -> None:
 def plants(engine: Engine) -> dict[str, dict[str, int]]:
     """Faults in the stored bytes of the second chunk of a prompt, and what each came to."""
     audit: Any = engine.store.audit
-    numbers, units, pool = audit._comparison._numbers, audit._comparison.units, audit._context.pool
+    numbers, units, pool = audit.comparison.numbers, audit.comparison.units, audit.context.pool
     other = random_tokens("another tenant", PROMPT)
     engine.ask(other, salt="other")
 

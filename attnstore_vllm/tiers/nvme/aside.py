@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an audit leaves in the store's directory: chunks that were wrong, and the mark that a
+"""Files that an audit leaves in the store's directory: chunks that were wrong, and the mark that a
 namespace is not served any more.
 
     audit/<key>-<unix ns>.kv    a line of JSON without tokens, the stored bytes, the computed ones

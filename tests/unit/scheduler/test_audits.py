@@ -286,7 +286,7 @@ def test_moved_and_approximate_kv_are_never_drawn(start: Start) -> None:
     world.put(tokens_of(1, LENGTH))
     request = world.request("one", tokens_of(1, LENGTH))
     world.come(request)
-    state, audits = world.side.requests["one"], world.side._audits
+    state, audits = world.side.requests["one"], world.side.audits
     found = world.store.find(state.lookup, 0, LENGTH - 1)
     held = world.store.hold_ready(found, state.lookup.keys, LENGTH - 1)
     moved = [replace(piece, first=0) for piece in held]

@@ -215,7 +215,7 @@ def _distrusted(start: Start) -> None:
     world = start(**AUDITED)
     world.rig.put_all(sequence_of(tokens_of(1, LENGTH)))
     assert world.store.audit is not None
-    world.store.audit.is_stopped = True  # tests/unit/store/test_store_audit.py says when it is
+    world.store.audit.is_stopped = True  # tests/unit/store/test_auditor.py says when it is
     check(world, served(world, asking(world, tokens_of(1, LENGTH))), Cause.DISTRUSTED)
     order = PrefetchOrder(tokens_of(1, LENGTH), None)
     world.come(world.request("brings", [1], kv_transfer_params=order.as_params()))

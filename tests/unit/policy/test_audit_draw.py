@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from attnstore_vllm.policy.audit import BURST_S, Draw
+from attnstore_vllm.policy.audit_draw import BURST_S, Draw
 
 
 def test_a_share_is_drawn_and_the_same_with_the_same_seed() -> None:

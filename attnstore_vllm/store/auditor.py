@@ -62,9 +62,9 @@ class Auditor:
         aside: Aside,
         namespace: bytes,
     ) -> None:
-        self._context = context
+        self.context = context
         self._tiers = tiers
-        self._comparison = comparison
+        self.comparison = comparison
         self._stop_after = config.stop_after
         self._aside = aside
         self._namespace = namespace
@@ -90,7 +90,7 @@ class Auditor:
             was: where the hit found it. Other bytes may be there by now.
             blocks: of the slot, that are copied.
         """
-        residency = self._context.residency
+        residency = self.context.residency
         most = min(COPIES_MAX, max(1, residency.dram.num_slots // COPIES_PART))
         copy: Chunk | None = None
         is_there = stored.dram is was and was.state is State.READY and not stored.dropped
@@ -128,18 +128,18 @@ class Auditor:
 
     def tick(self) -> bool:
         """Compare for SLICE_S. Returns whether there is more to be compared now."""
-        until = self._context.clock() + SLICE_S
+        until = self.context.clock() + SLICE_S
         while self._next():
             if self._found is None:
                 for found in self._steps:
                     self._found = found
                     if found is not None:
                         break
-                    if self._context.clock() > until:
+                    if self.context.clock() > until:
                         return True
             if not self._end():
                 return False
-            if self._context.clock() > until:
+            if self.context.clock() > until:
                 return True
         return False
 
@@ -147,20 +147,20 @@ class Auditor:
         """Whether there is a pair to compare."""
         if self._pair is not None:
             return True
-        with self._context.progress:
+        with self.context.progress:
             if not self._waiting:
                 return False
             pair = self._pair = self._waiting.popleft()
-            pool = self._context.pool
+            pool = self.context.pool
             slots = (pool.slot(chunk.dram.slot) for chunk in (pair.stored, pair.copy))
             is_void = pair.is_void
         self._found = None
-        self._steps = iter(()) if is_void else self._comparison.look(*slots, pair.blocks)
+        self._steps = iter(()) if is_void else self.comparison.look(*slots, pair.blocks)
         return True
 
     def _end(self) -> bool:
         """All of the pair was compared, or enough of it. False: it is to be ended later."""
-        pair, found, context = self._pair, self._found, self._context
+        pair, found, context = self._pair, self._found, self.context
         assert pair is not None
         residency = context.residency
         with context.progress:
@@ -224,7 +224,7 @@ class Auditor:
 
     def _keep(self, pair: _Pair, found: Difference) -> str:
         """Where the bytes are, in words."""
-        name, pool = pair.stored.name, self._context.pool
+        name, pool = pair.stored.name, self.context.pool
         head: dict[str, Any] = {
             "namespace": self._namespace.hex(),
             "key": name.key.hex(),
@@ -233,15 +233,13 @@ class Auditor:
             "position": name.position,
             "num_tokens": name.num_tokens,
             "blocks": [pair.blocks.start, pair.blocks.stop],
-            "units": [list(unit) for unit in self._comparison.units],
+            "units": [list(unit) for unit in self.comparison.units],
             "origin": pair.stored.origin,
             "found": str(found),
-            "at": int(self._context.wall()),
+            "at": int(self.context.wall()),
         }
         slots = [pool.slot(chunk.dram.slot) for chunk in (pair.stored, pair.copy)]
-        parts = [
-            slot[unit.within(pair.blocks)] for slot in slots for unit in self._comparison.units
-        ]
+        parts = [slot[unit.within(pair.blocks)] for slot in slots for unit in self.comparison.units]
 
         def keep() -> str:
             path = self._aside.keep(head, name.key, parts)
