@@ -56,7 +56,6 @@ class AuditConfig:
 def _rate(value: object) -> float:
     if isinstance(value, str) and (match := _RATE.fullmatch(value.strip())):
         return float(Fraction(1, int(match[1])))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and 0 < float(value) <= 1:  # type: ignore[arg-type]
-        return float(value)  # type: ignore[arg-type]
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
     raise ConfigError(f"audit.rate is {value!r}; it must be a share of hits, as in 1/1000 or 0.001")

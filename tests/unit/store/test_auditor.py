@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_vllm.cli.inspect import show_audits
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
+from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
 from attnstore_vllm.types import NVME, Event
 from tests.helpers import (
@@ -283,3 +285,19 @@ def test_a_tail_that_a_longer_chunk_replaces_is_still_compared(
     device.settle()
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.figures().counts["recovered"] == 1, "the longer one"
+
+
+def test_inspect_lists_what_an_audit_has_left(
+    open_rig: Rigs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig, _ = audited(open_rig, tmp_path, audit={"stop_after": 1})
+    chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    compare(rig, chunk, payload_of(chunk.name))
+    aside = Aside(tmp_path, 1 << 20)
+    strange = aside.keep({"found": "\x1b[2J", "position": ["x"]}, bytes(32), [])
+    (tmp_path / SLAB_NAME).touch()
+    show_audits(tmp_path)
+    said = capsys.readouterr().out
+    assert f"not served: {stopped_path(tmp_path, NAMESPACE)} is there" in said
+    assert "16 tokens from token 0 of a prompt; rank 0, layer 0: other bits" in said
+    assert str(strange) in said and "\x1b" not in said
