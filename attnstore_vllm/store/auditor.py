@@ -152,10 +152,10 @@ class Auditor:
                 return False
             pair = self._pair = self._waiting.popleft()
             pool = self.context.pool
-            slots = (pool.slot(chunk.dram.slot) for chunk in (pair.stored, pair.copy))
+            stored, computed = (pool.slot(c.dram.slot) for c in (pair.stored, pair.copy))
             is_void = pair.is_void
         self._found = None
-        self._steps = iter(()) if is_void else self.comparison.look(*slots, pair.blocks)
+        self._steps = iter(()) if is_void else self.comparison.look(stored, computed, pair.blocks)
         return True
 
     def _end(self) -> bool:

@@ -212,6 +212,7 @@ def test_it_is_drawn_once_though_it_is_asked_for_again_and_again(start: Start) -
     world.sequences["one"] = tokens_of(1, LENGTH)
     world.come(request)
     for _ in range(5):
+        world.free_blocks += 100  # so that it is looked up again
         assert world.ask(request) == 0
         world.end_step()
     world.start(request, 0)
